@@ -1,0 +1,150 @@
+"""What one recorded step is: frozen records, the contract between recording and everything after it.
+
+Time in a trace is counted in operations: operation `k` is the k-th tensor operation of the step. A storage is live
+while operation `k` runs when `birth <= k < death`. Indices point into the tuples of the same record; -1 means none.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+__all__ = [
+    "Category",
+    "Module",
+    "ModuleCall",
+    "Op",
+    "Phase",
+    "SavedTensor",
+    "Step",
+    "Storage",
+    "Trace",
+]
+
+Category = Literal["parameter", "gradient", "optimizer_state", "activation", "temporary", "input", "buffer"]
+Phase = Literal["forward", "loss", "backward", "optimizer", "eval", "other"]
+
+
+class Op(Struct, frozen=True, array_like=True):
+    """One tensor operation below autograd (an ATen overload), in the order it ran."""
+
+    name: int
+    """Index into `Trace.names`, e.g. of `aten.addmm.default`."""
+    module: int
+    """Module whose forward issued it (in backward: whose forward created the autograd node)."""
+    phase: Phase
+    seconds: float
+    """Measured time of the operation alone, without recording; 0.0 on fake tensors."""
+    flops: int
+    inputs: tuple[int, ...]
+    """Storages read, without repeats."""
+    outputs: tuple[int, ...]
+    """Storages of the returned tensors: new ones, and for views and in-place operations the old one."""
+    writes: tuple[int, ...]
+    """Storages modified in place."""
+
+
+class Storage(Struct, frozen=True, array_like=True):
+    """One block of memory, counted once however many tensors view it."""
+
+    nbytes: int
+    device: str
+    category: Category
+    birth: int
+    """Operation that allocated it; -1 if it existed before the step."""
+    dropped: int
+    """Operation before which everything but autograd had let go of it (where known, else estimated)."""
+    death: int
+    """Operation before which it died in a plain step; the number of operations if it outlives the step."""
+    module: int
+    phase: Phase
+    batched: bool
+    """Whether its bytes grow with the micro-batch (estimated from shapes and data flow)."""
+
+
+class SavedTensor(Struct, frozen=True, array_like=True):
+    """A tensor that autograd kept for backward."""
+
+    storage: int
+    module: int
+    nbytes: int
+    """Bytes of the tensor itself, which may view only a part of the storage."""
+    packed: int
+    """Operation after which it was saved: the number of operations issued so far."""
+    released: int
+    """Operation before which backward let go of it; the number of operations if never."""
+
+
+class ModuleCall(Struct, frozen=True, array_like=True):
+    """One execution of a module's forward, and the backward that belongs to it."""
+
+    module: int
+    start: int
+    end: int
+    """Operations [start, end) of forward."""
+    backward_start: int
+    backward_end: int
+    """Operations [backward_start, backward_end) of backward; both -1 if it had none."""
+    inputs: tuple[int, ...]
+    """Storages of the tensors it was called with."""
+    outputs: tuple[int, ...]
+
+
+class Module(Struct, frozen=True, array_like=True):
+    """One node of the module tree; index 0 is the root."""
+
+    path: str
+    """Dotted name below the root, "" for the root."""
+    class_name: str
+    parent: int
+    container: Literal["list", "sequential", "none"]
+    """What kind of container its parent is."""
+    is_leaf: bool
+    has_batch_norm: bool
+    """Whether it or a descendant keeps running statistics of its batches."""
+    is_wrappable: bool
+    """Whether its forward can be replaced (not so for scripted or compiled modules)."""
+    parameter_bytes: int
+
+
+class Step(Struct, frozen=True, kw_only=True):
+    """Everything one optimizer step did to memory, as it would be in a plain step."""
+
+    kind: Literal["first", "steady"]
+    """In the first step the optimizer's state appears; in a steady one it is there already."""
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    saved: tuple[SavedTensor, ...]
+    calls: tuple[ModuleCall, ...]
+    marks: tuple[tuple[str, int], ...]
+    """Where phases begin, as (name, operation): forward, loss, backward, accumulation, optimizer, eval."""
+    wall_seconds: float
+    """Measured duration of the step, recording included."""
+    process_peak_bytes: int
+    """The process's own high-water mark over the recorded step; 0 where none can be read."""
+
+
+class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A recorded training step with what is needed to plan from it alone."""
+
+    schema: Literal["memwall.trace/1"]
+    source: Literal["recorded", "fake"]
+    device: str
+    torch_version: str
+    num_threads: int
+    model_fingerprint: str
+    """SHA-256 over module paths, classes, and parameter names, shapes and dtypes."""
+    optimizer: str
+    micro_batch: int
+    """Samples in one forward; 0 if it could not be told."""
+    num_micro_batches: int
+    """Forward-backward passes in one optimizer step."""
+    autocast: Literal["none", "bfloat16", "float16"]
+    is_parked: bool
+    """Whether saved tensors left the device while recording, so that `Storage.dropped` is measured."""
+    base_bytes: int
+    """Process bytes before the step that belong to no recorded storage: interpreter, libraries, data."""
+    workspace_bytes: int
+    """Measured peak beyond base, storages and malloc: library workspaces, graph nodes, Python objects."""
+    names: tuple[str, ...]
+    modules: tuple[Module, ...]
+    steps: tuple[Step, ...]
