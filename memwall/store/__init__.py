@@ -1,0 +1,1 @@
+"""Where offloaded bytes live: scratch files on disk, with every transfer checked."""

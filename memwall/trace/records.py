@@ -10,6 +10,7 @@ from msgspec import Struct
 
 __all__ = [
     "Category",
+    "Machine",
     "Module",
     "ModuleCall",
     "Op",
@@ -70,6 +71,8 @@ class SavedTensor(Struct, frozen=True, array_like=True):
     """Bytes of the tensor itself, which may view only a part of the storage."""
     packed: int
     """Operation after which it was saved: the number of operations issued so far."""
+    unpacked: int
+    """Operation before which backward first asked for it; the number of operations if never."""
     released: int
     """Operation before which backward let go of it; the number of operations if never."""
 
@@ -123,6 +126,20 @@ class Step(Struct, frozen=True, kw_only=True):
     """The process's own high-water mark over the recorded step; 0 where none can be read."""
 
 
+class Machine(Struct, frozen=True, kw_only=True):
+    """What was measured of the machine the trace was recorded on; 0.0 where it was not."""
+
+    disk: str = ""
+    """Directory of the next tier; "" if there is none."""
+    disk_write_bytes_per_second: float = 0.0
+    disk_read_bytes_per_second: float = 0.0
+    disk_free_bytes: int = 0
+    copy_seconds_per_byte: float = 0.0
+    """Computing time that moving a byte out and back costs."""
+    fault_seconds_per_byte: float = 0.0
+    """Time for a byte of memory to become resident anew."""
+
+
 class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A recorded training step with what is needed to plan from it alone."""
 
@@ -136,6 +153,8 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer: str
     micro_batch: int
     """Samples in one forward; 0 if it could not be told."""
+    gradients_persist: bool
+    """Whether gradients of one step are still there when the next forward begins (zeroed late, or in place)."""
     num_micro_batches: int
     """Forward-backward passes in one optimizer step."""
     autocast: Literal["none", "bfloat16", "float16"]
@@ -145,6 +164,7 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Process bytes before the step that belong to no recorded storage: interpreter, libraries, data."""
     workspace_bytes: int
     """Measured peak beyond base, storages and malloc: library workspaces, graph nodes, Python objects."""
+    machine: Machine
     names: tuple[str, ...]
     modules: tuple[Module, ...]
     steps: tuple[Step, ...]

@@ -1,0 +1,60 @@
+# Everything runs in .venv, which the first target that needs it creates; nothing is installed outside of it.
+#   make test     set up, then the whole test suite
+#   make demo     set up, then a small GPT trained plain and under half of its memory
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+# Where pip also looks for torch. On Linux the wheel of PyPI brings CUDA along; for the small CPU build say
+#   make venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+export PYTHONNOUSERSITE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: venv test unit lint types layers wheel demo bench-knobs bench-cap clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make: $$($(PYTHON) --version) is too old; memwall needs 3.11 or newer: make venv PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,report]'
+	touch $(STAMP)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not cgroup"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+layers: $(STAMP)
+	$(BIN)/lint-imports
+
+wheel: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --outdir dist
+	$(BIN)/python .ci/check_wheel.py dist/*.whl
+
+demo: $(STAMP)
+	$(BIN)/memwall demo
+
+bench-knobs: $(STAMP)
+	$(BIN)/python benchmarks/knobs.py
+
+bench-cap: $(STAMP)
+	$(BIN)/python benchmarks/cap.py
+
+clean:
+	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

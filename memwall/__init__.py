@@ -1,0 +1,64 @@
+"""memwall: make a PyTorch training run fit a byte budget, as fast as the hardware allows, with the same loss.
+
+The public names are loaded on first use: importing memwall loads no other library, changes nothing and starts no
+device.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memwall.apply.session import Session as Session
+    from memwall.apply.session import fit as fit
+    from memwall.errors import InfeasibleError as InfeasibleError
+    from memwall.errors import MemwallError as MemwallError
+    from memwall.errors import OffloadIOError as OffloadIOError
+    from memwall.errors import StoreError as StoreError
+    from memwall.plan.planfile import Plan as Plan
+    from memwall.plan.search import plan as plan
+    from memwall.trace.record import record as record
+    from memwall.trace.records import Trace as Trace
+    from memwall.trace.workload import Workload as Workload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "InfeasibleError",
+    "MemwallError",
+    "OffloadIOError",
+    "Plan",
+    "Session",
+    "StoreError",
+    "Trace",
+    "Workload",
+    "__version__",
+    "fit",
+    "plan",
+    "record",
+]
+
+_HOMES = {
+    "InfeasibleError": "memwall.errors",
+    "MemwallError": "memwall.errors",
+    "OffloadIOError": "memwall.errors",
+    "Plan": "memwall.plan.planfile",
+    "Session": "memwall.apply.session",
+    "StoreError": "memwall.errors",
+    "Trace": "memwall.trace.records",
+    "Workload": "memwall.trace.workload",
+    "fit": "memwall.apply.session",
+    "record": "memwall.trace.record",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plan":
+        # A package and a verb: importing it makes it an attribute of this one, so it must be the callable package.
+        return import_module("memwall.plan")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'memwall' has no attribute '{name}'; public names: {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

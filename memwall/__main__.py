@@ -1,0 +1,7 @@
+"""`python -m memwall`, and `torchrun ... -m memwall run`."""
+
+import sys
+
+from memwall.cli.app import main
+
+sys.exit(main())

@@ -1,0 +1,163 @@
+"""Carries out a plan's block actions on live modules, and takes them back: the forward of each block is wrapped.
+
+Per block the layers are, from inside: the original forward, recomputation, offload. A hook on the block's output marks
+the beginning of its backward; there the executor prefetches the block before it and returns free heap pages.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.recompute import recomputed
+from memwall.errors import ApplyError
+from memwall.plan.actions import Action, Offload, Recompute
+
+__all__ = ["BlockExecutor", "OffloadEngine", "resolve_blocks"]
+
+
+class OffloadEngine(Protocol):
+    """What the executor needs of an offload engine: saved tensors grouped by block call, read back group by group."""
+
+    def group(self, key: Any) -> Any:
+        """Context manager under which saved tensors belong to `key`."""
+
+    def prefetch(self, key: Any) -> None:
+        """Begins to read a group back."""
+
+
+def resolve_blocks(roots: Sequence[nn.Module], names: Sequence[str]) -> dict[str, nn.Module]:
+    """Modules by the paths a trace gives them: below the root, or below `<ClassName>` with several roots."""
+    modules: dict[str, nn.Module] = {}
+    for root, prefix in zip(roots, names, strict=True):
+        for path, module in root.named_modules():
+            full = ".".join(part for part in (prefix, path) if part) or type(root).__name__
+            modules.setdefault(full, module)
+    return modules
+
+
+class BlockExecutor:
+    """Wraps the forward of blocks according to actions; `undo` restores every module as it was.
+
+    Args:
+        modules: block path -> module, as `resolve_blocks` gives them.
+        order: paths of all blocks in forward order, those without an action too: their backward triggers prefetch.
+        engine: needed when an action offloads.
+        at_backward: called with a block's path when its backward begins.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        order: Sequence[str],
+        engine: OffloadEngine | None = None,
+        at_backward: Callable[[str], None] | None = None,
+        watched: frozenset[str] = frozenset(),
+    ) -> None:
+        self._modules = modules
+        self._order = tuple(order)
+        self._engine = engine
+        self._at_backward = at_backward
+        self._watched = watched
+        self._restore: list[tuple[nn.Module, Any, bool]] = []
+        self._groups: list[tuple[str, int] | None] = []
+        self._calls = 0
+
+    def apply(self, actions: Sequence[Action]) -> None:
+        """Wraps the blocks; all or nothing.
+
+        Raises:
+            ApplyError: a block is missing, cannot be wrapped, or needs an engine there is none of.
+        """
+        recompute = {a.block: a for a in actions if isinstance(a, Recompute)}
+        offload = {a.block: a for a in actions if isinstance(a, Offload)}
+        order = self._order or tuple(dict.fromkeys((*recompute, *offload)))
+        missing = sorted({*recompute, *offload} - set(self._modules))
+        if missing:
+            raise ApplyError(
+                f"the plan treats the module '{missing[0]}', which this model does not have; "
+                "make a plan for this model with `memwall plan` or run with --budget"
+            )
+        if offload and self._engine is None:
+            raise ApplyError("the plan offloads activations, but no scratch space was opened for them; pass --disk DIR")
+        try:
+            for place, path in enumerate(order):
+                follows = place > 0 and order[place - 1] in offload
+                if path in recompute or path in offload or follows or path in self._watched:
+                    self._wrap(path, recompute.get(path), path in offload)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Gives every module its forward back. Graphs already built keep working."""
+        for module, forward, was_own in reversed(self._restore):
+            if was_own:
+                module.forward = forward
+            else:
+                del module.__dict__["forward"]
+        self._restore = []
+        self._groups = []
+
+    def begin_step(self) -> None:
+        """Forgets the calls of the last step; to be called before each step's first forward."""
+        self._groups = []
+
+    def _wrap(self, path: str, recompute: Recompute | None, is_offloaded: bool) -> None:
+        module = self._modules[path]
+        original = module.forward
+        inner = original if recompute is None else recomputed(module, original, recompute.kept_ops)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            key = None
+            if is_offloaded and self._engine is not None:
+                key = (path, self._calls)
+                self._calls += 1
+                with self._engine.group(key):
+                    out = inner(*args, **kwargs)
+            else:
+                out = inner(*args, **kwargs)
+            self._mark(path, key, out)
+            return out
+
+        was_own = "forward" in module.__dict__
+        try:
+            module.forward = forward
+        except Exception as error:
+            raise ApplyError(f"the forward of '{path}' ({type(module).__name__}) cannot be wrapped: {error}") from error
+        self._restore.append((module, original, was_own))
+
+    def _mark(self, path: str, key: tuple[str, int] | None, out: Any) -> None:
+        """Hooks the block's output: its gradient is the first thing of the block's backward."""
+        place = len(self._groups)
+        self._groups.append(key)
+        tensor = _first_differentiable(out)
+        if tensor is None:
+            return
+        before = self._groups[place - 1] if place else None
+
+        def begins(_: Tensor) -> None:
+            if self._at_backward is not None:
+                self._at_backward(path)
+            if before is not None and self._engine is not None:
+                self._engine.prefetch(before)
+
+        if before is not None or path in self._watched:
+            tensor.register_hook(begins)
+
+
+def _first_differentiable(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else None
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        value = vars(value).values() if hasattr(value, "__dict__") else ()
+    for item in value:
+        found = _first_differentiable(item) if isinstance(item, (Tensor, list, tuple, Mapping)) else None
+        if found is not None:
+            return found
+    return None

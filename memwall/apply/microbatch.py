@@ -1,0 +1,88 @@
+"""Accumulation handler: splits batches, and weighs each part's loss as the undivided batch would.
+
+The gradient of the undivided batch is the sum over all loss terms divided by their number. A part that returns the
+mean over its own terms therefore counts with its share of the terms; parts are never weighed alike by default.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from memwall.errors import ApplyError
+
+__all__ = ["MicroBatches", "count_terms", "num_samples", "take"]
+
+# transformers and torch.nn.functional.cross_entropy leave labels of this value out of the mean.
+IGNORED_LABEL = -100
+
+
+class MicroBatches:
+    """Splits batches into parts of at most `micro_batch` samples; None leaves them whole."""
+
+    def __init__(self) -> None:
+        self.micro_batch: int | None = None
+        self._weight: float | None = None
+
+    def split(self, batch: Any, count: Callable[[Any], int] | None) -> Iterator[Any]:
+        """Yields the parts one after the other; `backward` is to be called within each."""
+        counter = count or count_terms
+        size = num_samples(batch)
+        part = self.micro_batch or size
+        total = counter(batch)
+        if total == 0:
+            raise ApplyError("the batch has no loss term (all labels are ignored); skip this batch")
+        try:
+            for begin in range(0, size, part):
+                micro = batch if part >= size else take(batch, begin, min(begin + part, size), size)
+                self._weight = counter(micro) / total
+                yield micro
+        finally:
+            self._weight = None
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of the present part's mean loss, with its weight."""
+        if self._weight is None:
+            raise ApplyError("session.backward(loss) was called outside `for micro in session.step(batch)`")
+        (loss if self._weight == 1.0 else loss * self._weight).backward()  # type: ignore[no-untyped-call]
+
+
+def num_samples(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor.
+
+    Raises:
+        ApplyError: there is no tensor with a dimension in it.
+    """
+    if isinstance(batch, Tensor):
+        if batch.dim() == 0:
+            raise ApplyError("the batch is a tensor without dimensions; samples are counted in the first one")
+        return batch.shape[0]
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    for value in values:
+        if isinstance(value, (Tensor, list, tuple, Mapping)):
+            return num_samples(value)
+    raise ApplyError(f"a batch of type {type(batch).__name__} holds no tensor; pass a tensor, tuple, list or dict of them")
+
+
+def take(batch: Any, begin: int, end: int, size: int) -> Any:
+    """Samples [begin, end) of a batch of `size`; what does not have that many in its first dimension goes along whole."""
+    if isinstance(batch, Tensor):
+        return batch[begin:end] if batch.dim() > 0 and batch.shape[0] == size else batch
+    if isinstance(batch, Mapping):
+        parts = {key: take(value, begin, end, size) for key, value in batch.items()}
+        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(take(value, begin, end, size) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(take(value, begin, end, size) for value in batch)
+    return batch
+
+
+def count_terms(batch: Any) -> int:
+    """Loss terms of a batch: labels that count where there are any, else samples."""
+    if isinstance(batch, Mapping):
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.dim() > 1:
+            # Causal models of transformers compare position t with label t+1, so the first label never counts.
+            return int((labels[..., 1:] != IGNORED_LABEL).sum())
+    return num_samples(batch)

@@ -1,0 +1,218 @@
+"""CUDA memory to pinned host memory and back, on two streams of its own, without stopping the host.
+
+Order is kept by events only. The compute stream is whatever stream is current when a method is called: forward's stream
+in `park`, backward's in `load` and `collect`.
+"""
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memwall.errors import StoreError
+from memwall.store.backend import round_up
+from memwall.store.extents import FreeExtents
+from memwall.units import format_bytes
+
+__all__ = ["PinnedArena", "PinnedLoad", "PinnedParked", "PinnedSlot", "PinnedTier"]
+
+_SLOT_ALIGNMENT_BYTES = 512
+_CHUNK_BYTES = 64 << 20
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """One registered map. `memory` (uint8) owns it."""
+
+    memory: Tensor
+    free: FreeExtents
+
+
+@dataclass(slots=True, eq=False)
+class PinnedSlot:
+    """Pinned bytes lent by an arena: `memory` (uint8, one dimension), `offset` within `chunk`."""
+
+    memory: Tensor
+    chunk: _Chunk
+    offset: int
+    num_bytes: int
+
+
+class PinnedArena:
+    """Pinned host memory in exactly the size that is used.
+
+    PyTorch's own pinned allocator rounds each request up to a power of two, and asking the driver for every tensor
+    costs milliseconds; here maps of 64 MiB or one large request are registered once and reused.
+
+    Args:
+        limit_bytes: the most to pin; None for no limit.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._chunks: list[_Chunk] = []
+        self.pinned_bytes = 0
+
+    def allocate(self, num_bytes: int) -> PinnedSlot:
+        """A slot of at least `num_bytes`.
+
+        Raises:
+            StoreError: the limit, or the driver, does not allow it.
+        """
+        size = round_up(num_bytes, _SLOT_ALIGNMENT_BYTES)
+        for chunk in self._chunks:
+            offset = chunk.free.take(size)
+            if offset is not None:
+                return PinnedSlot(chunk.memory[offset : offset + num_bytes], chunk, offset, size)
+        chunk = self._add_chunk(size)
+        offset = chunk.free.take(size) or 0
+        return PinnedSlot(chunk.memory[offset : offset + num_bytes], chunk, offset, size)
+
+    def free(self, slot: PinnedSlot) -> None:
+        """Take a slot back."""
+        slot.chunk.free.give(slot.offset, slot.num_bytes)
+
+    def close(self) -> None:
+        """Unpin everything. No copy may be under way."""
+        for chunk in self._chunks:
+            _runtime().cudaHostUnregister(chunk.memory.data_ptr())
+        self._chunks.clear()
+        self.pinned_bytes = 0
+
+    def _add_chunk(self, needed_bytes: int) -> _Chunk:
+        size = max(_CHUNK_BYTES, round_up(needed_bytes, _HUGE_PAGE_BYTES))
+        if self._limit_bytes is not None:
+            room_bytes = self._limit_bytes - self.pinned_bytes
+            if needed_bytes > room_bytes:
+                raise StoreError(
+                    f"{format_bytes(needed_bytes)} more of pinned host memory are needed, but "
+                    f"{format_bytes(self.pinned_bytes)} of the limit of {format_bytes(self._limit_bytes)} are pinned "
+                    "already; raise --host"
+                )
+            size = min(size, room_bytes // mmap.PAGESIZE * mmap.PAGESIZE or needed_bytes)
+        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        status = int(_runtime().cudaHostRegister(memory.data_ptr(), size, 0))
+        if status != 0:
+            raise StoreError(
+                f"the CUDA driver refuses to pin {format_bytes(size)} of host memory (error {status}) beside "
+                f"{format_bytes(self.pinned_bytes)} pinned already; lower --host, or raise the locked-memory limit "
+                "(ulimit -l) and the container's memory"
+            )
+        chunk = _Chunk(memory, FreeExtents())
+        chunk.free.give(0, size)
+        self._chunks.append(chunk)
+        self.pinned_bytes += size
+        return chunk
+
+
+@dataclass(slots=True, eq=False)
+class PinnedParked:
+    """Bytes in pinned memory once `copied` has happened; `source` is still held while they may be under way."""
+
+    host: PinnedSlot
+    copied: torch.cuda.Event
+    source: Tensor | None
+    num_bytes: int
+    last_read: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PinnedLoad:
+    """Bytes in `buffer` once `ready` has happened; None: they never left."""
+
+    buffer: Tensor
+    ready: torch.cuda.Event | None
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class PinnedTier:
+    """Pinned host memory for one CUDA device.
+
+    A source is held until its copy is known to be ordered before whatever reuses its memory. Its release is decided by
+    the program's order, not by polling, so that the device's peak is the same in every step: when more than the window
+    is under way, the compute stream itself waits for the oldest copy. `record_stream` is not used: it delays reuse
+    without a bound.
+
+    Args:
+        device: a CUDA device.
+        window_bytes: the most bytes of sources held for copies under way.
+        limit_bytes: the most pinned host memory; None for no limit.
+    """
+
+    def __init__(self, device: torch.device, *, window_bytes: int, limit_bytes: int | None) -> None:
+        self._device = device
+        self._window_bytes = window_bytes
+        self._outward = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._inward = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._arena = PinnedArena(limit_bytes)
+        self._leaving: dict[PinnedParked, None] = {}
+        self._leaving_bytes = 0
+        self.stall_seconds = 0.0
+
+    def park(self, source: Tensor, label: str) -> PinnedParked:
+        """See `Tier`."""
+        compute = torch.cuda.current_stream(self._device)
+        host = self._arena.allocate(source.numel())
+        self._outward.wait_stream(compute)
+        with torch.cuda.stream(self._outward):
+            host.memory.copy_(source, non_blocking=True)
+        copied = self._outward.record_event()
+        parked = PinnedParked(host=host, copied=copied, source=source, num_bytes=source.numel())
+        self._leaving[parked] = None
+        self._leaving_bytes += parked.num_bytes
+        while self._leaving_bytes > self._window_bytes:
+            oldest = next(iter(self._leaving))
+            compute.wait_event(oldest.copied)
+            self._let_go(oldest)
+        return parked
+
+    def load(self, parked: PinnedParked, *, is_urgent: bool) -> PinnedLoad:
+        """See `Tier`. What has not been let go yet is given back as it is."""
+        if parked.source is not None:
+            return PinnedLoad(buffer=parked.source, ready=None)
+        compute = torch.cuda.current_stream(self._device)
+        # Allocated for the compute stream, whose earlier kernels may still use this memory: the copy waits for them.
+        buffer = torch.empty(parked.num_bytes, dtype=torch.uint8, device=self._device)
+        self._inward.wait_stream(compute)
+        self._inward.wait_event(parked.copied)
+        with torch.cuda.stream(self._inward):
+            buffer.copy_(parked.host.memory, non_blocking=True)
+        ready = self._inward.record_event()
+        parked.last_read = ready
+        return PinnedLoad(buffer=buffer, ready=ready)
+
+    def collect(self, load: PinnedLoad) -> tuple[Tensor, float]:
+        """See `Tier`. The compute stream waits, the host does not: 0 seconds."""
+        if load.ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(load.ready)
+        return load.buffer, 0.0
+
+    def discard(self, load: PinnedLoad) -> None:
+        """See `Tier`. The buffer's next user on the compute stream must come after the copy into it."""
+        if load.ready is not None:
+            torch.cuda.current_stream(self._device).wait_event(load.ready)
+
+    def release(self, parked: PinnedParked) -> None:
+        """See `Tier`. Copies out are in order on one stream; it only has to wait for reads of the slot."""
+        if parked.last_read is not None:
+            self._outward.wait_event(parked.last_read)
+        self._let_go(parked)
+        self._arena.free(parked.host)
+
+    def close(self) -> None:
+        """See `Tier`."""
+        self._outward.synchronize()
+        self._inward.synchronize()
+        self._arena.close()
+
+    def _let_go(self, parked: PinnedParked) -> None:
+        if parked in self._leaving:
+            del self._leaving[parked]
+            self._leaving_bytes -= parked.num_bytes
+            parked.source = None

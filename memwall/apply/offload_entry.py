@@ -1,0 +1,218 @@
+"""What `ActivationOffload` remembers: a parked storage range, and the objects autograd holds in place of tensors."""
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memwall.store.tier import Tier
+
+__all__ = ["Entry", "EntryList", "Kept", "Saved", "byte_range", "describe", "quiet"]
+
+_EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide the tensor operations inside from recorders and other torch modes; costs nothing where none is active."""
+    if torch._C._len_torch_function_stack():
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            yield
+    elif torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():
+            yield
+    else:
+        yield
+
+
+def byte_range(tensor: Tensor, storage_bytes: int, alignment_bytes: int) -> tuple[int, int]:
+    """The bytes of its storage that must move for `tensor`: [start, end).
+
+    A view that spans more than half of its storage takes the whole: its siblings (query, key and value in one matrix)
+    then find the bytes moved already. A smaller one takes its own span, from an aligned start.
+    """
+    if tensor.numel() == 0:
+        return 0, 0
+    num_items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    end = start + num_items * tensor.itemsize
+    if 2 * (end - start) > storage_bytes:
+        return 0, storage_bytes
+    return start // alignment_bytes * alignment_bytes, end
+
+
+def describe(tensor: Tensor) -> str:
+    """Dtype and shape, as in an error: `float32[8, 128]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A storage range that is parked on a tier, shared by all saved views of it."""
+
+    tier: Tier[Any, Any]
+    parked: Any
+    label: str
+    start: int
+    num_bytes: int
+    key: Hashable
+    group: Hashable
+    source: StorageWeakRef
+    """While this lives, no other storage can take the address in `key`."""
+    number: int = -1
+    older: "Entry | None" = None
+    newer: "Entry | None" = None
+    load: Any = None
+    """Bytes on their way back, or back and waiting."""
+    num_handles: int = 0
+    num_unread: int = 0
+    """Handles that backward has not asked for yet."""
+    _restored: StorageWeakRef | None = None
+    _restored_offset: int = 0
+
+    def remember(self, buffer: Tensor) -> None:
+        """Let later readers share `buffer` for as long as somebody else keeps it."""
+        self._restored = StorageWeakRef(buffer.untyped_storage())  # type: ignore[no-untyped-call]
+        self._restored_offset = int(buffer.storage_offset())
+
+    def restored_buffer(self) -> Tensor | None:
+        """The buffer last remembered, if it still lives."""
+        if self._restored is None:
+            return None
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._restored.cdata)
+        if storage is None:
+            self._restored = None
+            return None
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return empty.set_(storage, self._restored_offset, (self.num_bytes,), (1,))
+
+
+class EntryList:
+    """Entries in the order they were parked; any of them leaves at the same small cost."""
+
+    def __init__(self) -> None:
+        self._newest: Entry | None = None
+        self._num_entries = 0
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry.number >= 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        entry = self._newest
+        while entry is not None:
+            yield entry
+            entry = entry.older
+
+    def append(self, entry: Entry) -> None:
+        """Add `entry` as the newest."""
+        entry.number = self._next_number
+        self._next_number += 1
+        entry.older = self._newest
+        if self._newest is not None:
+            self._newest.newer = entry
+        self._newest = entry
+        self._num_entries += 1
+
+    def remove(self, entry: Entry) -> None:
+        """Take `entry` out."""
+        if entry.older is not None:
+            entry.older.newer = entry.newer
+        if entry.newer is not None:
+            entry.newer.older = entry.older
+        else:
+            self._newest = entry.older
+        entry.older = entry.newer = None
+        entry.number = -1
+        self._num_entries -= 1
+
+
+class Kept:
+    """A saved tensor that stays where it is.
+
+    With hooks installed autograd no longer compares versions (torch/csrc/autograd/saved_variable.cpp, 2.13), so this
+    does, for tensors that do not move as well.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = -1 if tensor.is_inference() else tensor._version
+
+    @property
+    def label(self) -> str:
+        """What it is, for an error."""
+        return describe(self.tensor)
+
+    def current_version(self) -> int:
+        """How often it has been written by now."""
+        return self.version if self.version < 0 else self.tensor._version
+
+    def was_modified(self) -> bool:
+        """True when it was written since it was saved."""
+        return self.current_version() != self.version
+
+
+class Saved:
+    """A saved tensor whose bytes are parked: its geometry, and a guard that sees in-place writes to the source.
+
+    The guard is an alias that shares the source's version counter but none of its memory.
+    """
+
+    __slots__ = ("_dead", "_guard", "_is_read", "_offset_bytes", "dtype", "entry", "shape", "stride", "version")
+
+    def __init__(self, tensor: Tensor, entry: Entry, dead: "deque[tuple[Entry, bool]]") -> None:
+        self._is_read = False
+        self._dead = dead
+        self.entry = entry
+        entry.num_handles += 1
+        entry.num_unread += 1
+        self.version = tensor._version
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self._offset_bytes = tensor.storage_offset() * tensor.itemsize - entry.start
+        place = (tensor.device, tensor.dtype)
+        empty = _EMPTY.get(place)
+        if empty is None:
+            empty = _EMPTY[place] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._guard = tensor.detach()
+        self._guard.data = empty
+
+    def __del__(self) -> None:
+        self._dead.append((self.entry, self._is_read))
+
+    @property
+    def label(self) -> str:
+        """What it is and where it was saved, for an error."""
+        return self.entry.label
+
+    def current_version(self) -> int:
+        """How often the source has been written by now."""
+        return self._guard._version
+
+    def was_modified(self) -> bool:
+        """True when the source was written since it was saved."""
+        return self._guard._version != self.version
+
+    def mark_read(self) -> None:
+        """Note that backward has asked for it."""
+        if not self._is_read:
+            self._is_read = True
+            self.entry.num_unread -= 1
+
+    def view_of(self, buffer: Tensor) -> Tensor:
+        """The tensor, with its strides, in `buffer`: the bytes of its entry."""
+        offset_bytes = int(buffer.storage_offset()) + self._offset_bytes
+        empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
+        return empty.set_(buffer.untyped_storage(), offset_bytes // self.dtype.itemsize, self.shape, self.stride)

@@ -1,0 +1,126 @@
+"""The safest plan, under which the first step is recorded: every large saved tensor leaves the device."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.offload import ActivationOffload
+from memwall.predict.malloc import fault_seconds_per_byte
+from memwall.store.location import check_directory, default_directory
+from memwall.store.probe import probe_disk
+from memwall.store.scratch import ScratchFile
+from memwall.store.transfer import TransferPool
+from memwall.trace.records import Machine
+
+__all__ = ["Parked", "open_engine", "parameter_guard"]
+
+_PROBE_BYTES = 64 << 20
+
+
+def parameter_guard(roots: Sequence[nn.Module]) -> Callable[[Tensor], bool]:
+    """Says which tensors share memory with a parameter or buffer: autograd saves those too, and they stay."""
+    addresses = {
+        tensor.untyped_storage().data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())
+    }
+
+    def is_excluded(tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in addresses
+
+    return is_excluded
+
+
+def open_engine(
+    roots: Sequence[nn.Module],
+    *,
+    disk: str | None,
+    capacity_bytes: int | None,
+    window_bytes: int,
+    min_bytes: int,
+) -> ActivationOffload:
+    """An offload engine for the devices the modules are on: disk under CPU tensors, pinned host memory under CUDA ones.
+
+    Raises:
+        StoreError: the directory is missing, read-only, full, or a RAM disk.
+    """
+    is_cuda = any(p.device.type == "cuda" for root in roots for p in root.parameters())
+    pool = None
+    if not is_cuda:
+        directory = disk if disk is not None else default_directory()
+        check_directory(directory)
+        pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
+    return ActivationOffload(
+        pool, window_bytes=window_bytes, min_bytes=min_bytes, is_excluded=parameter_guard(roots)
+    )
+
+
+class Parked:
+    """Opens the engine for the recorded step and measures what planning needs to know of the machine.
+
+    Raises:
+        StoreError: see `open_engine`.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        *,
+        disk: str | None,
+        capacity_bytes: int | None,
+        window_bytes: int,
+        min_bytes: int,
+    ) -> None:
+        self.window_bytes = window_bytes
+        self._engine = open_engine(
+            roots, disk=disk, capacity_bytes=capacity_bytes, window_bytes=window_bytes, min_bytes=min_bytes
+        )
+        directory = "" if self._is_cuda(roots) else disk if disk is not None else default_directory()
+        self.machine = measured_machine(directory)
+
+    @staticmethod
+    def _is_cuda(roots: Sequence[nn.Module]) -> bool:
+        return any(p.device.type == "cuda" for root in roots for p in root.parameters())
+
+    @property
+    def engine(self) -> ActivationOffload:
+        """The engine, as the recorder's parking."""
+        return self._engine
+
+    def close(self) -> int:
+        """Lets go of everything parked; returns the bytes that were moved out."""
+        moved_bytes = self._engine.bytes_written
+        self._engine.close()
+        return moved_bytes
+
+
+def measured_machine(disk: str) -> Machine:
+    """Speeds of this machine, measured in about half a second: disk as the store uses it, page faults, copies."""
+    write = read = 0.0
+    free_bytes = 0
+    if disk:
+        speed = probe_disk(disk, _PROBE_BYTES)
+        write, read = speed.write_bytes_per_second, speed.read_bytes_per_second
+        import shutil
+
+        free_bytes = shutil.disk_usage(disk).free
+    faults = fault_seconds_per_byte()
+    return Machine(
+        disk=disk,
+        disk_write_bytes_per_second=write,
+        disk_read_bytes_per_second=read,
+        disk_free_bytes=free_bytes,
+        copy_seconds_per_byte=_copy_seconds_per_byte() + faults,
+        fault_seconds_per_byte=faults,
+    )
+
+
+def _copy_seconds_per_byte() -> float:
+    """One copy between warm buffers, as from a tensor into staging."""
+    source, target = torch.ones(4 << 20, dtype=torch.uint8), torch.ones(4 << 20, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - begin)
+    return best / source.numel()

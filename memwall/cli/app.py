@@ -1,0 +1,71 @@
+"""The command `memwall`: its list of commands, and the one place where errors become messages and exit statuses."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import memwall
+from memwall.cli import demo, doctor, explain, profile, run, verify
+from memwall.cli import plan as plan_command
+from memwall.cli.options import PASS_ARGUMENTS
+from memwall.errors import MemwallError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="memwall",
+    help="Make a PyTorch training run fit a byte budget, as fast as the hardware allows, with the same loss.",
+    epilog="Exit status: 0 fits or done; 2 bad input; 3 does not fit; 4 fits only inside the margin; "
+    "5 ran over the budget; otherwise the script's own.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("profile", context_settings=PASS_ARGUMENTS)(profile.profile)
+app.command("plan")(plan_command.plan)
+app.command("run", context_settings=PASS_ARGUMENTS)(run.run)
+app.command("verify")(verify.verify)
+app.command("explain")(explain.explain)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"memwall {memwall.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """The options before the command."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments after `memwall`; by default those of the process.
+
+    Returns:
+        The exit status, as DESIGN fixes it.
+    """
+    command = typer.main.get_command(app)
+    try:
+        command.main(args=None if argv is None else list(argv), prog_name="memwall")
+    except MemwallError as error:
+        # Not wrapped and not styled: paths and sizes in it are copied and searched for.
+        typer.echo(f"memwall: {error}", err=True)
+        return error.exit_status
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        typer.echo(stop.code, err=True)
+        return 1
+    return 0

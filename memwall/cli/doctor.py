@@ -1,0 +1,85 @@
+"""`memwall doctor`: what this machine offers, measured, with advice."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memwall.cli.options import JsonOption, write_json
+from memwall.units import format_bytes
+
+if TYPE_CHECKING:
+    from memwall.observe.machine import Finding, Machine
+
+
+def doctor(
+    disk: Annotated[
+        Path | None,
+        typer.Option("--disk", metavar="DIR", help="Folder whose disk is measured; by default the temporary one."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Look at devices, memory, disk and libraries, and say what to mend."""
+    from memwall.observe.machine import inspect_machine, warnings_of
+
+    machine = inspect_machine(disk)
+    warnings = warnings_of(machine)
+    if as_json:
+        write_json({"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings})
+    else:
+        _show(machine, warnings)
+
+
+def _show(machine: "Machine", warnings: "tuple[Finding, ...]") -> None:
+    """A table of facts, then the warnings."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows(machine):
+        table.add_row(name, text)
+    console.print(table)
+    for warning in warnings:
+        console.print(f"\nwarning: {warning.found}\n  -> {warning.advice}", soft_wrap=True)
+    if not warnings:
+        console.print("\nnothing to mend")
+
+
+def _rows(machine: "Machine") -> list[tuple[str, str]]:
+    """Name and text of every fact, as a person reads them."""
+    rows = [
+        (
+            device.name,
+            f"{device.description}: {format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free",
+        )
+        for device in machine.devices
+    ]
+    rows.append(("cores", f"{machine.num_cores}, torch computes with {machine.num_threads} threads"))
+    ram = f"{format_bytes(machine.ram_total_bytes)}, {format_bytes(machine.ram_available_bytes)} available"
+    rows.append(("memory", ram))
+    cgroup = machine.cgroup
+    limit = (
+        "none" if cgroup is None else f"{format_bytes(cgroup.limit_bytes)} (cgroup v{cgroup.version}, {cgroup.path})"
+    )
+    rows.append(("memory limit", limit))
+    swap = "none"
+    if machine.swap_total_bytes:
+        swap = f"{format_bytes(machine.swap_total_bytes)}, {format_bytes(machine.swap_used_bytes)} used"
+    rows.append(("swap", swap))
+    rows.append(("malloc", machine.malloc))
+    rows.append(("/dev/shm", "none" if machine.shm_total_bytes is None else format_bytes(machine.shm_total_bytes)))
+    disk = machine.disk
+    speed = "not measured"
+    if disk is not None:
+        speed = (
+            f"{disk.directory}: {format_bytes(disk.free_bytes)} free, write "
+            f"{format_bytes(disk.write_bytes_per_second)}/s, read {format_bytes(disk.read_bytes_per_second)}/s"
+        )
+    rows.append(("disk", speed))
+    for library in machine.libraries:
+        missing = f"not installed (pip install 'torch-memwall[{library.extra}]')" if library.extra else "not installed"
+        rows.append((library.name, library.version or missing))
+    return rows

@@ -1,0 +1,214 @@
+"""What several commands share: reading sizes, tiers, files and scripts from text, and writing the JSON object."""
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import typer
+from msgspec import Struct
+
+from memwall.errors import UsageError
+from memwall.units import parse_size
+
+__all__ = [
+    "ALLOWABLE",
+    "PASS_ARGUMENTS",
+    "AllowOption",
+    "CommandArgument",
+    "DiskOption",
+    "DiskTier",
+    "HostOption",
+    "JsonOption",
+    "Script",
+    "parse_allow",
+    "parse_budget",
+    "parse_command",
+    "parse_disk",
+    "parse_host",
+    "require_file",
+    "require_writable",
+    "write_json",
+]
+
+Allowable = Literal["precision", "low-bit-optimizer"]
+ALLOWABLE: tuple[Allowable, ...] = ("precision", "low-bit-optimizer")
+
+PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+"""Context settings of commands that end in SCRIPT [ARGS...]: what follows SCRIPT belongs to the script."""
+
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output; text on standard error.")]
+HostOption = Annotated[
+    str | None, typer.Option("--host", metavar="SIZE", help="Host memory that offloaded bytes may use.")
+]
+DiskOption = Annotated[
+    str | None,
+    typer.Option("--disk", metavar="DIR[:SIZE]", help="Folder, and bytes of it, that offloaded bytes may use."),
+]
+AllowOption = Annotated[
+    str | None,
+    typer.Option("--allow", metavar="KIND,...", help=f"Allow actions that change numerics: {', '.join(ALLOWABLE)}."),
+]
+CommandArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="SCRIPT [ARGS]...", help="Training script, or -m MODULE, and its own arguments."),
+]
+
+
+class DiskTier(Struct, frozen=True, kw_only=True):
+    """A folder for offloaded bytes; `limit_bytes` None means all its free space."""
+
+    directory: Path
+    limit_bytes: int | None
+
+
+class Script(Struct, frozen=True, kw_only=True):
+    """What to run: a path, or a module name, with its arguments."""
+
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+    @property
+    def target(self) -> str:
+        """As a person types it: `train.py` or `-m package.train`."""
+        return f"-m {self.name}" if self.is_module else self.name
+
+
+def parse_budget(text: str, *, device: str | None = None) -> int:
+    """Bytes of `--budget`; a percentage is of the device, which on a CPU is the memory limit in force.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:N`; None for the first CUDA device, or the CPU where there is none.
+
+    Raises:
+        UsageError: the text is no size, or the device is unknown.
+    """
+    whole_bytes = None
+    if text.strip().endswith("%"):
+        import torch
+
+        from memwall.predict.limits import device_total_bytes
+
+        whole_bytes = device_total_bytes(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return _parse_size_of("--budget", text, whole_bytes)
+
+
+def parse_host(text: str | None) -> int | None:
+    """Bytes of `--host`; a percentage is of the memory limit in force."""
+    if text is None:
+        return None
+    whole_bytes = None
+    if text.strip().endswith("%"):
+        from memwall.predict.limits import memory_limit_bytes
+
+        whole_bytes = memory_limit_bytes()
+    return _parse_size_of("--host", text, whole_bytes)
+
+
+def parse_disk(text: str | None) -> DiskTier | None:
+    """The tier of `--disk DIR[:SIZE]`, checked to be a real disk with that much space.
+
+    Raises:
+        UsageError: the size is no size.
+        StoreError: the folder cannot hold offloaded bytes.
+    """
+    if text is None:
+        return None
+    from memwall.store.location import check_directory
+
+    directory, separator, size = text.rpartition(":")
+    if not separator or Path(text).is_dir():
+        directory, size = text, ""
+    limit_bytes = _parse_size_of("--disk", size, None) if size else None
+    check_directory(directory, limit_bytes or 0)
+    return DiskTier(directory=Path(directory), limit_bytes=limit_bytes)
+
+
+def parse_allow(text: str | None) -> tuple[Allowable, ...]:
+    """The kinds of `--allow`, each once, in a fixed order.
+
+    Raises:
+        UsageError: a kind is unknown; the message lists those there are.
+    """
+    kinds = [kind.strip() for kind in (text or "").split(",") if kind.strip()]
+    for kind in kinds:
+        if kind not in ALLOWABLE:
+            raise UsageError(f"--allow: '{kind}' is not known; expected one or more of {', '.join(ALLOWABLE)}")
+    return tuple(kind for kind in ALLOWABLE if kind in kinds)
+
+
+def parse_command(command: Sequence[str], ctx: typer.Context) -> Script:
+    """The script to run, from everything that followed memwall's own options.
+
+    Raises:
+        UsageError: an option before SCRIPT is not known, or the script or module does not exist.
+    """
+    first, *rest = command
+    if first == "-m":
+        if not rest:
+            raise UsageError("-m needs the name of a module, as in: -m package.train")
+        name, *arguments = rest
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"-m {name}: {error}; expected a module that Python can import from here") from error
+        if found is None:
+            raise UsageError(f"-m {name}: there is no such module in {Path.cwd()} or installed")
+        return Script(name=name, is_module=True, arguments=tuple(arguments))
+    if first.startswith("-"):
+        known = [option for parameter in ctx.command.params for option in parameter.opts if option.startswith("--")]
+        near = difflib.get_close_matches(first.partition("=")[0], known, n=1)
+        meant = f", did you mean {near[0]}" if near else ""
+        raise UsageError(f"{ctx.info_name}: no such option {first}{meant}; the script's own options go after SCRIPT")
+    path = Path(first)
+    if not path.exists():
+        hint = "expected a Python file" if first.endswith(".py") else f"for a module write -m {first}"
+        raise UsageError(f"there is no script {path} in {Path.cwd()}; {hint}")
+    if not path.is_file():
+        raise UsageError(f"{path} is a folder; expected a Python script, or -m MODULE")
+    return Script(name=first, is_module=False, arguments=tuple(rest))
+
+
+def require_file(path: Path, *, expected: str) -> Path:
+    """The path of an input file that exists.
+
+    Raises:
+        UsageError: there is no such file; the message says what was expected.
+    """
+    if not path.exists():
+        raise UsageError(f"there is no file {path}; expected {expected}")
+    if not path.is_file():
+        raise UsageError(f"{path} is a folder; expected {expected}")
+    return path
+
+
+def require_writable(path: Path, *, option: str) -> Path:
+    """The path of an output file whose folder exists: found out before the work, not after it.
+
+    Raises:
+        UsageError: the folder is missing, or the path is a folder itself.
+    """
+    if path.is_dir():
+        raise UsageError(f"{option}: {path} is a folder; expected a file name in it")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"{option}: there is no folder {folder} to write {path.name} in; create it first")
+    return path
+
+
+def write_json(value: object) -> None:
+    """The one object of `--json`, on standard output."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _parse_size_of(option: str, text: str, whole_bytes: int | None) -> int:
+    try:
+        return parse_size(text, whole_bytes=whole_bytes)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from error

@@ -1,0 +1,87 @@
+"""`memwall plan`: from a trace, or from a workload recorded now, to a plan file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memwall.cli.options import (
+    AllowOption,
+    DiskOption,
+    HostOption,
+    JsonOption,
+    parse_allow,
+    parse_budget,
+    parse_disk,
+    parse_host,
+    require_file,
+    require_writable,
+)
+
+if TYPE_CHECKING:
+    from memwall.trace.records import Trace
+
+
+def plan(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="TRACE|SPEC", help="Trace file, package.module:factory, or path/file.py:factory."),
+    ],
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="SIZE", help="What the process may use: 10GiB, 800MiB, 50%.")
+    ],
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="Device to plan for; by default the trace's.")
+    ] = None,
+    host: HostOption = None,
+    disk: DiskOption = None,
+    allow: AllowOption = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, metavar="N", help="Samples per optimizer step; kept.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="plan.json", help="Where the plan is written.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose what to recompute, offload or split so that the step fits the budget."""
+    budget_bytes = parse_budget(budget, device=device)
+    host_bytes, disk_tier, allowed = parse_host(host), parse_disk(disk), parse_allow(allow)
+    if output is not None:
+        require_writable(output, option="--output")
+    trace = load_source(source)
+    from memwall.plan.search import plan as search
+    from memwall.report.text import show_plan
+
+    found = search(
+        trace,
+        budget=budget_bytes,
+        device=device,
+        host_bytes=host_bytes,
+        disk=disk_tier,
+        allow=allowed,
+        global_batch=global_batch,
+    )
+    if output is not None:
+        found.save(output)
+    raise typer.Exit(show_plan(found, as_json=as_json))
+
+
+def load_source(source: str) -> "Trace":
+    """The trace of a file, or of a workload recorded now.
+
+    Raises:
+        UsageError: there is no such file, or the factory cannot be loaded.
+        TraceError: the file is no trace.
+    """
+    if ":" in source and not Path(source).exists():
+        from memwall.trace.record import record
+        from memwall.trace.spec import load_workload
+
+        return record(load_workload(source))
+    path = require_file(
+        Path(source), expected="a trace written by memwall profile, or package.module:factory, or path/file.py:factory"
+    )
+    from memwall.trace.file import load_trace
+
+    return load_trace(path)

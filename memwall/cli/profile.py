@@ -1,0 +1,26 @@
+"""`memwall profile`: record the first steps of a script and show what is in memory."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memwall.cli.options import CommandArgument, JsonOption, parse_command, require_writable
+
+
+def profile(
+    ctx: typer.Context,
+    command: CommandArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the trace is written.")] = Path(
+        "memwall.trace"
+    ),
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps to record.")] = 2,
+    as_json: JsonOption = False,
+) -> None:
+    """Record the first steps of SCRIPT; print memory by phase, category and module."""
+    script = parse_command(command, ctx)
+    require_writable(output, option="--output")
+    from memwall.integrations.launcher import profile_script
+
+    status = profile_script(script.target, script.arguments, output=output, steps=steps, as_json=as_json)
+    raise typer.Exit(status)

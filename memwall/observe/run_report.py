@@ -1,0 +1,83 @@
+"""Measured beside predicted: the record that `memwall run --report` writes and `memwall verify` reads."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+from msgspec import Struct
+
+from memwall.errors import UsageError
+from memwall.plan.forecast import Forecast, PeakBytes
+
+__all__ = ["Measured", "RunReport"]
+
+_NEWEST = 1
+
+
+class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run did."""
+
+    peak: PeakBytes
+    """Of the steps under the plan. On a CPU, allocated_bytes is what the process held beyond its base."""
+    first_step_peak_bytes: int
+    """Process bytes of the recorded first step, which ran under the safest plan."""
+    step_seconds_median: float | None
+    steps: int
+    oom_recoveries: int
+    bytes_moved: dict[str, int]
+    plan_seconds: float = 0.0
+    """Time between the first and the second step: solving, replaying, applying."""
+    num_replans: int = 0
+
+
+class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run under one plan."""
+
+    schema: Literal["memwall.run/1"] = "memwall.run/1"
+    plan_hash: str
+    budget_bytes: int
+    forecast: Forecast
+    measured: Measured
+    within_budget: bool
+
+    def save(self, path: str | Path) -> None:
+        """Writes the report as JSON.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        target = Path(path)
+        partial = target.with_name(target.name + ".part")
+        try:
+            partial.write_bytes(msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=2) + b"\n")
+            partial.replace(target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UsageError(f"cannot write the report to {target}: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a report.
+
+        Raises:
+            UsageError: no such file, cut short, not a report, of a newer version, or with a wrong field; the message
+                names the file and the path inside it.
+        """
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(f"cannot read the report {path}: {error.strerror or error}") from error
+        try:
+            found: Any = msgspec.json.decode(content)
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{path} is cut short or no JSON ({error}); run again with --report") from error
+        schema = found.get("schema") if isinstance(found, dict) else None
+        prefix, _, version = str(schema).rpartition("/")
+        if prefix != "memwall.run":
+            raise UsageError(f"{path} is no run report: at $.schema expected 'memwall.run/{_NEWEST}', found {schema!r}")
+        if version.isdigit() and int(version) > _NEWEST:
+            raise UsageError(f"{path} has version {version}, this memwall reads up to {_NEWEST}; upgrade torch-memwall")
+        try:
+            return msgspec.json.decode(content, type=cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{path} is not a valid run report: {error}") from error

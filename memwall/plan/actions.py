@@ -1,0 +1,85 @@
+"""What a plan can do: one record per technique, a tagged union in the plan file.
+
+A technique is five pieces: its record here, its legality in `plan.legality`, its cost in the menu or the search, its
+handler in `apply`, and its test. `tests/plan/test_actions.py` enumerates them.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+__all__ = ["Accumulate", "Action", "AllocatorReuse", "Autocast", "Exactness", "Offload", "Recompute", "kinds"]
+
+Exactness = Literal["bit-exact", "equivalent", "changes-numerics"]
+
+
+class Recompute(Struct, frozen=True, kw_only=True, tag_field="kind", tag="recompute", forbid_unknown_fields=True):
+    """Runs a block's forward again in backward instead of keeping what it saves."""
+
+    block: str
+    """Path of the module."""
+    kept_ops: tuple[int, ...] = ()
+    """Operations whose results are kept, numbered within the block as selective checkpointing counts; () = none."""
+    num_ops: int = 0
+    """Operations the block was seen to run; a different number at run time means another model or input."""
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "bit-exact"
+
+
+class Offload(Struct, frozen=True, kw_only=True, tag_field="kind", tag="offload", forbid_unknown_fields=True):
+    """Moves a block's saved tensors to the next tier between forward and backward."""
+
+    block: str
+    scope: Literal["saved", "inputs"]
+    """saved: everything autograd saves in the block; inputs: what a recomputed block was called with."""
+    tier: Literal["disk", "host"]
+    min_bytes: int
+    window_bytes: int
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "bit-exact"
+
+
+class Accumulate(Struct, frozen=True, kw_only=True, tag_field="kind", tag="accumulate", forbid_unknown_fields=True):
+    """Splits the batch of a step into micro-batches whose gradients add up; the global batch stays."""
+
+    micro_batch: int
+    num_micro_batches: int
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "equivalent"
+
+
+class Autocast(Struct, frozen=True, kw_only=True, tag_field="kind", tag="autocast", forbid_unknown_fields=True):
+    """Runs forward in a lower precision where torch's autocast lists allow it."""
+
+    dtype: Literal["bfloat16", "float16"]
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "changes-numerics"
+
+
+class AllocatorReuse(
+    Struct, frozen=True, kw_only=True, tag_field="kind", tag="allocator", forbid_unknown_fields=True
+):
+    """How freed memory is kept or returned: malloc thresholds and trimming on a CPU, the setting string on CUDA."""
+
+    policy: str
+    """Name of the policy, as `predict.malloc` lists them."""
+    trim_blocks: tuple[str, ...] = ()
+    """Blocks before whose backward the heap's free pages are returned."""
+    cuda_setting: str = ""
+    """Complete PYTORCH_ALLOC_CONF string; must be in the environment before torch starts."""
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "bit-exact"
+
+
+Action = Recompute | Offload | Accumulate | Autocast | AllocatorReuse
+
+
+def kinds() -> dict[str, type[Struct]]:
+    """Action records by the name they have in a plan file."""
+    records: tuple[type[Struct], ...] = (Recompute, Offload, Accumulate, Autocast, AllocatorReuse)
+    return {str(record.__struct_config__.tag): record for record in records}

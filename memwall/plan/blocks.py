@@ -1,0 +1,124 @@
+"""Finds the blocks of a model in its trace: the sub-modules that are kept, recomputed or moved as one.
+
+Repeated classes in lists and sequences come first (transformer layers, ResNet stages); what they leave uncovered is
+divided by size. Everything is read from the trace, so the model itself is not needed.
+"""
+
+from memwall.predict.treatment import BlockCalls
+from memwall.trace.records import ModuleCall, Step, Trace
+
+__all__ = ["find_blocks"]
+
+# A block that saves more than this share of the whole is divided, if its children allow it: rematerialising one large
+# block at once would set the peak.
+_LARGE_SHARE = 1 / 6
+# A module that saves less than this share is not worth an action.
+_SMALL_SHARE = 0.01
+# Repeated children must hold this much of what their parent saves to stand for it.
+_COVER_SHARE = 0.8
+
+
+def find_blocks(trace: Trace, step: Step) -> tuple[BlockCalls, ...]:
+    """The blocks of a step in forward order, disjoint, each with its calls and the tensors saved in them."""
+    return _Finder(trace, step).find()
+
+
+class _Finder:
+    def __init__(self, trace: Trace, step: Step) -> None:
+        self.trace, self.step = trace, step
+        self.children: dict[int, list[int]] = {}
+        for index, module in enumerate(trace.modules):
+            self.children.setdefault(module.parent, []).append(index)
+        self.calls: dict[int, list[ModuleCall]] = {}
+        for call in step.calls:
+            self.calls.setdefault(call.module, []).append(call)
+        self.saved_bytes = [0] * len(trace.modules)
+        self.subtree: dict[int, frozenset[int]] = {}
+        counted: set[int] = set()
+        for save in step.saved:
+            storage = step.storages[save.storage]
+            if save.storage in counted or storage.category not in ("activation", "input") or storage.birth < 0:
+                continue
+            counted.add(save.storage)
+            module = save.module
+            while module >= 0:
+                self.saved_bytes[module] += storage.nbytes
+                module = trace.modules[module].parent
+        self.total = max(self.saved_bytes[0], 1) if trace.modules else 1
+
+    def find(self) -> tuple[BlockCalls, ...]:
+        chosen = [index for index in self._divide(0, is_root=True) if self._is_usable(index)]
+        chosen.sort(key=lambda index: (self.calls[index][0].start, index))
+        return tuple(self._block(index) for index in chosen)
+
+    def _divide(self, index: int, *, is_root: bool = False) -> list[int]:
+        """The blocks that stand for a module: itself, or a division of it."""
+        module = self.trace.modules[index]
+        if self.saved_bytes[index] < _SMALL_SHARE * self.total:
+            return []
+        descendants = [child for child in self.children.get(index, []) if not self.trace.modules[child].is_leaf]
+        must = is_root or not self.calls.get(index) or not module.is_wrappable
+        if not must and self._is_repeated(index) and not self._has_repeated_cover(index):
+            return [index]
+        if not must and (self.saved_bytes[index] <= _LARGE_SHARE * self.total or not descendants):
+            return [index]
+        if not must and sum(self.saved_bytes[child] for child in descendants) < _COVER_SHARE * self.saved_bytes[index]:
+            return [index]
+        found: list[int] = []
+        for child in self.children.get(index, []):
+            found.extend(self._divide(child))
+        return found
+
+    def _is_repeated(self, index: int) -> bool:
+        module = self.trace.modules[index]
+        if module.container == "none" or module.is_leaf:
+            return False
+        siblings = self.children[module.parent]
+        return sum(self.trace.modules[s].class_name == module.class_name for s in siblings) >= 2
+
+    def _has_repeated_cover(self, index: int) -> bool:
+        """Whether a large block consists of repeated blocks of its own, as a stage of a hierarchical model does."""
+        if self.saved_bytes[index] <= _LARGE_SHARE * self.total:
+            return False
+        inner = [i for i in self._below(index) if i != index and self._is_repeated(i)]
+        outermost = [i for i in inner if not any(self._contains(j, i) for j in inner if j != i)]
+        return sum(self.saved_bytes[i] for i in outermost) >= _COVER_SHARE * self.saved_bytes[index]
+
+    def _below(self, index: int) -> frozenset[int]:
+        if index not in self.subtree:
+            members = {index}
+            for child in self.children.get(index, []):
+                members |= self._below(child)
+            self.subtree[index] = frozenset(members)
+        return self.subtree[index]
+
+    def _contains(self, outer: int, inner: int) -> bool:
+        return inner in self._below(outer)
+
+    def _is_usable(self, index: int) -> bool:
+        calls = self.calls.get(index, [])
+        return (
+            bool(calls)
+            and self.trace.modules[index].is_wrappable
+            and all(call.backward_start >= call.end for call in calls if call.backward_start >= 0)
+            and any(call.backward_start >= 0 for call in calls)
+        )
+
+    def _block(self, index: int) -> BlockCalls:
+        members = self._below(index)
+        calls = self.calls[index]
+        saved: list[list[int]] = [[] for _ in calls]
+        for number, save in enumerate(self.step.saved):
+            if save.module in members:
+                for place, call in enumerate(calls):
+                    if call.start <= save.packed <= call.end:
+                        saved[place].append(number)
+                        break
+        return BlockCalls(
+            path=self.trace.modules[index].path or self.trace.modules[index].class_name,
+            module=index,
+            calls=tuple(calls),
+            saved=tuple(tuple(numbers) for numbers in saved),
+        )
+
+

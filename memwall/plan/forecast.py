@@ -1,0 +1,48 @@
+"""What is expected of a run: peaks by phase, seconds, and what is not modelled. The JSON contract's object."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from memwall.plan.actions import Action
+
+__all__ = ["Forecast", "PeakBytes"]
+
+
+class PeakBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Peaks of one phase, by where they are measured."""
+
+    allocated_bytes: int
+    """Bytes in tensors."""
+    reserved_bytes: int | None = None
+    """Bytes the caching allocator holds; null on a CPU."""
+    process_bytes: int
+    """What the meter shows for the process: the card's, or resident memory on a CPU."""
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+
+
+class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The prediction for one plan."""
+
+    schema: Literal["memwall.forecast/1"] = "memwall.forecast/1"
+    device: str
+    source: Literal["fake", "recorded", "snapshot"]
+    fits: bool | None
+    budget_bytes: int | None
+    margin_bytes: int
+    peak: PeakBytes
+    phases: dict[str, PeakBytes]
+    step_seconds: float | None
+    not_modelled: tuple[str, ...]
+    actions: tuple[Action, ...] = ()
+    binding: tuple[str, ...] = ()
+    smallest_feasible_budget_bytes: int | None = None
+    relaxations: tuple[str, ...] = ()
+    plain_peak: PeakBytes | None = None
+    """The same run without any action."""
+    plain_step_seconds: float | None = None
+    moved_bytes_per_step: int = 0
+    """Bytes written to the next tier in one optimizer step; the same number comes back."""
+    lower_bound_seconds: float | None = None
+    """No plan of these options can make the step shorter than this."""

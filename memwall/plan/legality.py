@@ -1,0 +1,47 @@
+"""Which actions are legal for a trace, each with the reason when it is not."""
+
+from memwall.predict.treatment import BlockCalls, StepModel
+from memwall.trace.records import Trace
+
+__all__ = ["can_accumulate", "can_autocast", "can_offload", "can_recompute", "can_reuse_allocator"]
+
+
+def can_recompute(model: StepModel, block: BlockCalls) -> str | None:
+    """None if recomputing the block is legal and frees something, else why not."""
+    if model.is_leaf_like(block):
+        return f"'{block.path}' saves nothing but what it was called with"
+    return None
+
+
+def can_offload(trace: Trace) -> str | None:
+    """None if saved tensors can leave the device, else why not."""
+    if trace.device == "cpu" and not trace.machine.disk:
+        return "there is no disk to move saved tensors to; pass --disk DIR"
+    return None
+
+
+def can_accumulate(trace: Trace, *, is_cooperative: bool) -> str | None:
+    """None if the batch of a step can be split, else why not."""
+    if not is_cooperative:
+        return "the training loop does not let the micro-batch be changed"
+    if trace.micro_batch < 2:
+        return "the batch has one sample"
+    if any(module.has_batch_norm for module in trace.modules):
+        return "a BatchNorm layer computes statistics over the batch, so splitting it changes the training"
+    return None
+
+
+def can_autocast(trace: Trace, allow: tuple[str, ...]) -> str | None:
+    """None if forward may run in lower precision, else why not."""
+    if "precision" not in allow:
+        return "lower precision changes numerics; allow it with --allow precision"
+    if trace.autocast != "none":
+        return f"the run already uses autocast to {trace.autocast}"
+    return None
+
+
+def can_reuse_allocator(trace: Trace) -> str | None:
+    """None if memwall may set how this process's allocator reuses memory, else why not."""
+    if trace.device not in ("cpu", "cuda"):
+        return f"nothing is known about the allocator of device '{trace.device}'"
+    return None

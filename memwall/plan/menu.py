@@ -1,0 +1,260 @@
+"""The menu of each block, and the memory rows: from a step to the instance the solvers work on."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from memwall.plan.instance import Block, Instance, Link, Option, Row
+from memwall.predict.curve import live_curve
+from memwall.predict.treatment import LAST, BlockCalls, Life, StepModel, Treatment
+
+__all__ = ["Costs", "Menu", "build_instance", "build_menus"]
+
+Int64s = NDArray[np.int64]
+
+# What the executor itself costs, measured on two cores with torch 2.13 (benchmarks/executor_cost.py, 2026-11-20).
+_CHECKPOINT_SECONDS = 250e-6  # one torch checkpoint of a block: frame, RNG state, hooks
+_SELECT_SECONDS_PER_OP = 20e-6  # one operation under selective checkpointing, forward and recomputation together
+
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """What moving bytes costs the computing thread, besides waiting for the link."""
+
+    copy_seconds_per_byte: float
+    """Out and back together: the copy into staging and the page faults of the returning tensor."""
+    min_bytes: int
+    """Tensors below this are not moved."""
+    can_offload: bool
+
+
+class Menu(Struct, frozen=True, kw_only=True):
+    """A block's options as the solver sees them, and as the executor applies them; same order."""
+
+    block: BlockCalls
+    options: tuple[Option, ...]
+    treatments: tuple[Treatment | None, ...]
+
+
+def build_menus(model: StepModel, costs: Costs) -> tuple[Menu, ...]:
+    """Per block: keep, full recompute, up to five selective points, and with a tier below the moved variants."""
+    return tuple(_menu(model, block, costs) for block in model.blocks)
+
+
+def _menu(model: StepModel, block: BlockCalls, costs: Costs) -> Menu:
+    options = [Option(name="keep", extra_seconds=0.0, moved_bytes=0)]
+    treatments: list[Treatment | None] = [None]
+
+    def offer(name: str, treatment: Treatment) -> None:
+        seconds, moved = _price(model, block, treatment, costs)
+        options.append(Option(name=name, extra_seconds=seconds, moved_bytes=moved))
+        treatments.append(treatment)
+
+    if not model.is_leaf_like(block):
+        offer("full", Treatment(recompute=True, min_bytes=costs.min_bytes))
+        for number, kept in enumerate(_selective_points(model, block), start=1):
+            offer(f"select-{number}", Treatment(recompute=True, kept_ops=kept, min_bytes=costs.min_bytes))
+    if costs.can_offload:
+        offer("offload", Treatment(offload=True, min_bytes=costs.min_bytes))
+        if options[-1].moved_bytes == 0:
+            options.pop()
+            treatments.pop()
+        if not model.is_leaf_like(block):
+            offer("full+offload", Treatment(recompute=True, offload=True, min_bytes=costs.min_bytes))
+            if options[-1].moved_bytes == 0:
+                options.pop()
+                treatments.pop()
+    return Menu(block=block, options=tuple(options), treatments=tuple(treatments))
+
+
+def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Costs) -> tuple[float, int]:
+    seconds, moved = 0.0, 0
+    step = model.step
+    for call, saved in zip(block.calls, block.saved, strict=True):
+        if call.backward_start < 0:
+            continue
+        if treatment.recompute:
+            seconds += _CHECKPOINT_SECONDS
+            seconds += sum(step.ops[op].seconds for op in model.recomputed_ops(call, saved, treatment))
+            if treatment.kept_ops:
+                seconds += _SELECT_SECONDS_PER_OP * len(model.counted_ops(call))
+        if treatment.offload:
+            moved += model.moved_bytes(call, saved, treatment)
+    return seconds + moved * costs.copy_seconds_per_byte, moved
+
+
+def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ...]]:
+    """Sets of operations whose results are worth keeping: the front of seconds saved per byte kept.
+
+    Candidates make new storages that nobody writes to later; views and in-place operations always run again.
+    """
+    step, call, saved = model.step, block.calls[0], block.saved[0]
+    again = set(model.recomputed_ops(call, saved, Treatment(recompute=True)))
+    written: dict[int, int] = {}
+    for op in range(call.start, call.end):
+        for storage in step.ops[op].writes:
+            written[storage] = op
+    candidates: list[tuple[float, int, int, float]] = []
+    total_seconds = 0.0
+    for number, op in enumerate(model.counted_ops(call)):
+        if op not in again:
+            continue
+        record = step.ops[op]
+        total_seconds += record.seconds
+        fresh = [i for i in record.outputs if step.storages[i].birth == op]
+        if not fresh or len(fresh) != len(record.outputs) or record.writes:
+            continue
+        if any(written.get(i, op) > op for i in fresh):
+            continue
+        num_bytes = sum(step.storages[i].nbytes for i in fresh)
+        if num_bytes > 0 and record.seconds > 0:
+            candidates.append((-record.seconds / num_bytes, number, num_bytes, record.seconds))
+    candidates.sort()
+    kept_in_full = sum(step.storages[i].nbytes for i in {step.saved[s].storage for s in saved})
+    points: list[tuple[int, ...]] = []
+    chosen: list[int] = []
+    num_bytes, seconds, next_share = 0, 0.0, 0.15
+    for _, number, size, gain in candidates:
+        num_bytes += size
+        seconds += gain
+        chosen.append(number)
+        if num_bytes >= kept_in_full:
+            break
+        if seconds >= next_share * total_seconds and len(points) < 5:
+            points.append(tuple(sorted(chosen)))
+            next_share = seconds / max(total_seconds, 1e-12) + 0.17
+    return points
+
+
+def build_instance(
+    model: StepModel, menus: Sequence[Menu], *, budget_bytes: int, device: str, link: Link | None
+) -> Instance:
+    """Memory rows at every block of forward, at the loss, at every block of backward and around them.
+
+    A row covers a stretch of operations. Within a block's own stretch the highest point of step and option together
+    counts; elsewhere what an option holds or frees there. Both are upper bounds of the sum.
+    """
+    step = model.step
+    curve = live_curve(step.storages, len(step.ops), device=device)
+    bounds, labels, owners = _stretches(model)
+    base_peaks = np.maximum.reduceat(curve, bounds)
+    columns: list[list[Int64s]] = []
+    for b, menu in enumerate(menus):
+        options = []
+        for treatment in menu.treatments:
+            if treatment is None:
+                options.append(np.zeros(len(bounds), dtype=np.int64))
+            else:
+                options.append(_column(model, b, treatment, curve, bounds, base_peaks, owners, device))
+        columns.append(options)
+    rows = tuple(
+        Row(
+            label=labels[r],
+            fixed_bytes=int(base_peaks[r]) + (link.window_bytes if link is not None else 0),
+            held=tuple(tuple(int(column[r]) for column in options) for options in columns),
+        )
+        for r in range(len(bounds))
+    )
+    blocks = tuple(
+        Block(
+            path=menu.block.path,
+            options=menu.options,
+            forward_seconds=sum(_seconds(model, call.start, call.end) for call in menu.block.calls),
+            backward_seconds=sum(
+                _seconds(model, call.backward_start, call.backward_end)
+                for call in menu.block.calls
+                if call.backward_start >= 0
+            ),
+        )
+        for menu in menus
+    )
+    return Instance(blocks=blocks, rows=rows, budget_bytes=budget_bytes, link=link)
+
+
+def _seconds(model: StepModel, start: int, end: int) -> float:
+    return sum(op.seconds for op in model.step.ops[start:end])
+
+
+def _stretches(model: StepModel) -> tuple[NDArray[np.intp], list[str], list[int]]:
+    """Consecutive stretches of the step: where each begins, what it is called, and the block it belongs to or -1."""
+    step = model.step
+    owner = np.full(len(step.ops), -1, dtype=np.int64)
+    side = np.zeros(len(step.ops), dtype=np.int64)
+    for b, block in enumerate(model.blocks):
+        for call in block.calls:
+            owner[call.start : call.end] = b
+            side[call.start : call.end] = 1
+            if call.backward_start >= 0:
+                owner[call.backward_start : call.backward_end] = b
+                side[call.backward_start : call.backward_end] = 2
+    phases = [op.phase for op in step.ops]
+    bounds, labels, owners = [], [], []
+    names = {1: "forward", 2: "backward"}
+    for op in range(len(step.ops)):
+        if op and owner[op] == owner[op - 1] and side[op] == side[op - 1] and phases[op] == phases[op - 1]:
+            continue
+        bounds.append(op)
+        owners.append(int(owner[op]))
+        if owner[op] >= 0:
+            labels.append(f"{names[int(side[op])]} of {model.blocks[owner[op]].path}")
+        else:
+            labels.append({"optimizer": "optimizer step"}.get(phases[op], phases[op]))
+    return np.asarray(bounds, dtype=np.intp), labels, owners
+
+
+def _column(
+    model: StepModel,
+    b: int,
+    treatment: Treatment,
+    curve: Int64s,
+    bounds: NDArray[np.intp],
+    base_peaks: Int64s,
+    owners: Sequence[int],
+    device: str,
+) -> Int64s:
+    """What one option of one block adds to each row."""
+    num_ops = len(model.step.ops)
+    gone, come = model.changed_lives(b, treatment)
+    change = np.zeros(num_ops + 1, dtype=np.int64)
+    for lives, sign in ((gone, -1), (come, 1)):
+        for life in lives:
+            if model.step.storages[life.origin].device.partition(":")[0] != device:
+                continue
+            begin = max(life.begin[0], 0)  # a life begun while recomputing before t is there at t
+            end = min(life.end[0], num_ops)
+            if begin < end:
+                change[begin] += sign * life.nbytes
+                change[end] -= sign * life.nbytes
+    delta = np.cumsum(change[:-1])
+    column = np.maximum.reduceat(delta, bounds)
+    own = np.maximum.reduceat(curve + delta, bounds) - base_peaks
+    own_rows = np.asarray(owners) == b
+    column[own_rows] = own[own_rows]
+    if treatment.recompute:
+        for call, saved in zip(model.blocks[b].calls, model.blocks[b].saved, strict=True):
+            if call.backward_start < 0:
+                continue
+            row = int(np.searchsorted(bounds, call.backward_start, side="right")) - 1
+            again = len(model.recomputed_ops(call, saved, treatment))
+            peak = int(curve[call.backward_start]) + _recompute_peak(gone, come, call.backward_start, again)
+            column[row] = max(int(column[row]), peak - int(base_peaks[row]))
+    return column
+
+
+def _recompute_peak(gone: Sequence[Life], come: Sequence[Life], at: int, num_ops: int) -> int:
+    """Highest bytes, relative to the plain step at operation `at`, while operations are recomputed before it."""
+    change = np.zeros(num_ops + 2, dtype=np.int64)
+    for lives, sign in ((gone, -1), (come, 1)):
+        for life in lives:
+            begin = life.begin[1] if life.begin[0] == at and life.begin[1] != LAST else 0
+            if life.begin[0] > at or life.end < (at, 0) or (life.begin[0] == at and life.begin[1] == LAST):
+                continue
+            end = life.end[1] if life.end[0] == at and life.end[1] != LAST else num_ops + 1
+            if life.end == (at, LAST):
+                end = num_ops + 1
+            begin, end = min(begin, num_ops), min(end, num_ops + 1)
+            if begin < end:
+                change[begin] += sign * life.nbytes
+                change[end] -= sign * life.nbytes
+    return int(np.cumsum(change[:-1]).max())

@@ -1,0 +1,336 @@
+"""The outer search: what to split, what to treat, how memory is reused; the cheapest plan whose forecast fits.
+
+Per candidate: solve for live bytes, replay the treated step through the allocator, take what fragmentation adds off the
+budget and solve again. The replayed peak decides; the solver only proposes.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from memwall.errors import InfeasibleError, UsageError
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
+from memwall.plan.blocks import find_blocks
+from memwall.plan.explain import binding_reasons
+from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.plan.instance import Choice, Link
+from memwall.plan.legality import can_accumulate, can_offload
+from memwall.plan.menu import Costs, Menu, build_instance, build_menus
+from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
+from memwall.plan.planfile import Plan
+from memwall.plan.solve import smallest_feasible_bytes, solve
+from memwall.predict.curve import live_curve, step_seconds
+from memwall.predict.process import Resident, Residency
+from memwall.predict.timing import smoothed
+from memwall.predict.treatment import StepModel, Treatment
+from memwall.trace.build import steady_after
+from memwall.trace.records import Step, Trace
+from memwall.units import format_bytes, parse_size
+
+__all__ = ["Settings", "make_plan", "plan"]
+
+_MAX_ROUNDS = 4
+# Step 1 already holds this much staging; a smaller window makes the executor wait, a larger one costs memory.
+_WINDOW_BYTES = 32 << 20
+_MIN_MOVED_BYTES = 1 << 20
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """What the user asked for."""
+
+    budget_bytes: int
+    disk: str | None = None
+    """Directory for bytes that leave memory; None for the one the trace was recorded with."""
+    disk_capacity_bytes: int | None = None
+    allow: tuple[str, ...] = ()
+    allow_accumulation: bool = False
+    """Whether the loop can be given smaller micro-batches."""
+    margin_share: float = 0.03
+    """Margin as a share of the bytes that the forecast adds to the base; see benchmarks/malloc_replay.py."""
+
+
+class _Found(Struct, frozen=True, kw_only=True):
+    """A plan candidate that was replayed."""
+
+    actions: tuple[Action, ...]
+    treatments: dict[str, Treatment]
+    resident: Resident
+    live_bytes: int
+    extra_seconds: float
+    moved_bytes: int
+    lower_bound_seconds: float
+    step: Step
+    binding: tuple[str, ...]
+
+
+def plan(
+    trace: Trace,
+    *,
+    budget: str | int,
+    disk: str | None = None,
+    allow: Sequence[str] = (),
+    global_batch: int | None = None,
+) -> Plan:
+    """The cheapest plan under which the traced run fits `budget`.
+
+    Args:
+        budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
+        disk: directory of the next tier; by default the one measured when the trace was recorded.
+        allow: relaxations that change numerics: "precision".
+        global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
+            micro-batches that accumulate; without it the micro-batch stays.
+
+    Raises:
+        InfeasibleError: nothing fits; says how much would, and what to allow.
+        UsageError: the budget is no size, or the global batch is not the trace's.
+    """
+    recorded = trace.micro_batch * trace.num_micro_batches
+    if global_batch is not None and global_batch != recorded:
+        raise UsageError(
+            f"the trace ran {recorded} samples per optimizer step, asked for is a global batch of {global_batch}; "
+            "record a trace with that batch"
+        )
+    settings = Settings(
+        budget_bytes=parse_size(budget), disk=disk, allow=tuple(allow), allow_accumulation=global_batch is not None
+    )
+    return make_plan(trace, settings)
+
+
+def make_plan(trace: Trace, settings: Settings) -> Plan:
+    """See `plan`.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    search = _Search(trace, settings)
+    found = search.best()
+    if found is None:
+        raise search.infeasible()
+    return search.as_plan(found)
+
+
+def steady_step(trace: Trace) -> Step:
+    """The step that repeats: recorded as such, or derived from the first."""
+    for step in reversed(trace.steps):
+        if step.kind == "steady":
+            return step
+    return steady_after(trace.steps[-1], gradients_persist=trace.gradients_persist)
+
+
+class _Search:
+    def __init__(self, trace: Trace, settings: Settings) -> None:
+        self.trace, self.settings = trace, settings
+        self.process = ProcessModel(trace)
+        self.steady = steady_step(trace)
+        blocks = find_blocks(trace, self.steady)
+        self.steady = smoothed(self.steady, blocks)
+        self.plain = self._replayed(StepModel(self.steady, trace.names, blocks), {}, 0)
+        self.lowest_bytes: int | None = None
+
+    # -- bytes -----------------------------------------------------------------------------------------------------
+
+    def _margin_bytes(self, process_bytes: int) -> int:
+        """What may be added to a forecast: a share of what it adds to the base, which is itself measured."""
+        return max(int((process_bytes - self.process.base_bytes) * self.settings.margin_share), _LEAST_MARGIN_BYTES)
+
+    def _fits(self, process_bytes: int) -> bool:
+        return process_bytes + self._margin_bytes(process_bytes) <= self.settings.budget_bytes
+
+    def _replayed(self, model: StepModel, treatments: dict[str, Treatment], window_bytes: int) -> list[Resident]:
+        step = model.treated(treatments) if treatments else model.step
+        return [
+            msgspec.structs.replace(resident, process_bytes=resident.process_bytes + window_bytes)
+            for resident in self.process.residents(step, model.blocks)
+        ]
+
+    # -- candidates ------------------------------------------------------------------------------------------------
+
+    def best(self) -> _Found | None:
+        """The cheapest candidate that fits; the user's own micro-batch first, so that equal costs leave it alone."""
+        best: _Found | None = None
+        for micro_batch in self._micro_batches():
+            step = with_micro_batch(self.trace, self.steady, micro_batch)
+            found = self._best_for(StepModel(step, self.trace.names, find_blocks(self.trace, step)), micro_batch)
+            if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
+                best = found
+            if best is not None and not best.actions:
+                break
+        return best
+
+    def _micro_batches(self) -> tuple[int, ...]:
+        if can_accumulate(self.trace, is_cooperative=self.settings.allow_accumulation) is not None:
+            return (self.trace.micro_batch,)
+        return candidate_micro_batches(self.trace)
+
+    def _best_for(self, model: StepModel, micro_batch: int) -> _Found | None:
+        num_parts = self.trace.micro_batch // micro_batch if micro_batch else 1
+        split_seconds = (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
+        fixed = self._fixed_actions(micro_batch, num_parts)
+        for resident in self._replayed(model, {}, 0):
+            if resident.is_default and self._fits(resident.process_bytes):
+                return self._found(model, {}, resident, None, fixed, split_seconds, 0)
+        best: _Found | None = None
+        for with_disk in (False, True):
+            reason = can_offload(self.trace)
+            if with_disk and reason is not None:
+                continue
+            found = self._solve_for(model, fixed, split_seconds, with_disk)
+            if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
+                best = found
+        return best
+
+    def _fixed_actions(self, micro_batch: int, num_parts: int) -> tuple[Action, ...]:
+        actions: list[Action] = []
+        if self.settings.autocast is not None:
+            actions.append(Autocast(dtype=self.settings.autocast))
+        if num_parts > 1:
+            actions.append(
+                Accumulate(micro_batch=micro_batch, num_micro_batches=num_parts * self.trace.num_micro_batches)
+            )
+        return tuple(actions)
+
+    def _solve_for(
+        self, model: StepModel, fixed: tuple[Action, ...], split_seconds: float, with_disk: bool
+    ) -> _Found | None:
+        """Solve, replay, take fragmentation off the live budget, solve again; per allocator policy its own budget."""
+        machine = self.trace.machine
+        costs = Costs(
+            copy_seconds_per_byte=machine.copy_seconds_per_byte, min_bytes=_MIN_MOVED_BYTES, can_offload=with_disk
+        )
+        menus = build_menus(model, costs)
+        link = None
+        if with_disk:
+            link = Link(
+                write_bytes_per_second=machine.disk_write_bytes_per_second,
+                read_bytes_per_second=machine.disk_read_bytes_per_second,
+                window_bytes=WINDOW_BYTES,
+                capacity_bytes=self.settings.disk_capacity_bytes or machine.disk_free_bytes,
+            )
+        instance = build_instance(model, menus, budget_bytes=0, device=self.trace.device, link=link)
+        window_bytes = link.window_bytes * _WINDOWS if link is not None else 0
+        room_bytes = self.settings.budget_bytes - self.process.base_bytes - self.process.workspace_bytes
+        best: _Found | None = None
+        tried: set[tuple[int, ...]] = set()
+        live_budget_bytes = room_bytes - self._margin_bytes(self.settings.budget_bytes)
+        for _ in range(_MAX_ROUNDS):
+            if live_budget_bytes <= 0:
+                break
+            choice = solve(msgspec.structs.replace(instance, budget_bytes=live_budget_bytes))
+            if choice is None:
+                break
+            if choice.options in tried:
+                break
+            tried.add(choice.options)
+            treatments = _treatments(menus, choice)
+            residents = self._replayed(model, treatments, window_bytes if _moves(menus, choice) else 0)
+            fitting = [r for r in residents if self._fits(r.process_bytes)]
+            for resident in fitting:
+                found = self._found(model, treatments, resident, (menus, choice), fixed, split_seconds, window_bytes)
+                if best is None or found.extra_seconds < best.extra_seconds:
+                    best = found
+            cheapest = min(residents, key=lambda r: (r.fault_seconds, r.process_bytes))
+            if cheapest in fitting:
+                break  # the policy that costs least fits: a smaller live budget can only cost more
+            over = cheapest.process_bytes + self._margin_bytes(cheapest.process_bytes) - self.settings.budget_bytes
+            live_budget_bytes -= max(over, _LEAST_MARGIN_BYTES // 4)
+        if best is None:
+            smallest = smallest_feasible_bytes(instance) + self.settings.budget_bytes - room_bytes
+            smallest += self._margin_bytes(smallest)
+            self.lowest_bytes = min(smallest, self.lowest_bytes or smallest)
+        return best
+
+    def _found(
+        self,
+        model: StepModel,
+        treatments: dict[str, Treatment],
+        resident: Resident,
+        solved: tuple[Sequence[Menu], Choice] | None,
+        fixed: tuple[Action, ...],
+        split_seconds: float,
+        window_bytes: int,
+    ) -> _Found:
+        step = model.treated(treatments) if treatments else model.step
+        actions: list[Action] = list(fixed)
+        extra_seconds, moved_bytes, bound = split_seconds, 0, 0.0
+        if solved is not None:
+            menus, choice = solved
+            actions.extend(_block_actions(menus, choice, self.trace.device))
+            extra_seconds += choice.extra_seconds
+            bound = choice.lower_bound_seconds + split_seconds
+            moved_bytes = sum(
+                menu.options[o].moved_bytes for menu, o in zip(menus, choice.options, strict=True)
+            )
+        if not resident.is_default:
+            actions.append(
+                AllocatorReuse(
+                    policy=resident.policy,
+                    trim_blocks=resident.trim_blocks,
+                    saved_bytes=None,
+                    cost_seconds=resident.fault_seconds,
+                )
+            )
+        return _Found(
+            actions=tuple(actions),
+            treatments=treatments,
+            resident=resident,
+            live_bytes=int(live_curve(step.storages, len(step.ops), device=self.trace.device).max()),
+            extra_seconds=extra_seconds + resident.fault_seconds,
+            moved_bytes=moved_bytes,
+            lower_bound_seconds=bound,
+            step=step,
+            binding=binding_reasons(self.trace, step, moved_bytes),
+        )
+
+    # -- answers ---------------------------------------------------------------------------------------------------
+
+    def as_plan(self, found: _Found) -> Plan:
+        """The plan file's record of a candidate."""
+        plain = next(resident for resident in self.plain if resident.is_default)
+        plain_seconds = step_seconds(self.steady)
+        peak = PeakBytes(
+            allocated_bytes=found.live_bytes,
+            process_bytes=found.resident.process_bytes,
+            disk_bytes=found.moved_bytes,
+        )
+        phases = {"steady_step": peak}
+        first = self.trace.steps[0]
+        if self.trace.is_parked and first.process_peak_bytes:
+            # It ran under the safest plan and has been measured already.
+            phases["first_step"] = PeakBytes(
+                allocated_bytes=int(live_curve(self.process.parked(first).storages, len(first.ops)).max()),
+                process_bytes=first.process_peak_bytes,
+            )
+        forecast = Forecast(
+            device=self.trace.device,
+            source=self.trace.source,
+            fits=True,
+            budget_bytes=self.settings.budget_bytes,
+            margin_bytes=self._margin_bytes(found.resident.process_bytes),
+            peak=PeakBytes(
+                allocated_bytes=peak.allocated_bytes,
+                process_bytes=max(phase.process_bytes for phase in phases.values()),
+                disk_bytes=peak.disk_bytes,
+            ),
+            phases=phases,
+            step_seconds=plain_seconds + found.extra_seconds,
+            not_modelled=self.process.not_modelled(),
+            actions=found.actions,
+            binding=found.binding,
+            smallest_feasible_budget_bytes=self.smallest_bytes(),
+            plain_peak=PeakBytes(
+                allocated_bytes=int(live_curve(self.steady.storages, len(self.steady.ops)).max()),
+                process_bytes=plain.process_bytes,
+            ),
+            plain_step_seconds=plain_seconds,
+            moved_bytes_per_step=found.moved_bytes,
+            lower_bound_seconds=plain_seconds + found.lower_bound_seconds,
+        )
+        return Plan(
+            model_fingerprint=self.trace.model_fingerprint,
+            trace_hash=hashlib.sha256(msgspec.msgpack.encode(self.trace)).hexdigest(),
+            micro_batch=self.trace.micro_batch,
+            num_micro_batches=self.trace.num_micro_batches,
+            forecast=forecast,
+        )

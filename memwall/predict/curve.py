@@ -1,0 +1,85 @@
+"""The byte curve of a step: live bytes while each operation runs, and what the peak is made of."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from memwall.trace.records import Step, Storage, Trace
+
+__all__ = ["Peak", "Share", "live_curve", "peak_of", "step_seconds"]
+
+
+class Share(Struct, frozen=True, kw_only=True):
+    """One holder of bytes at an instant."""
+
+    name: str
+    num_bytes: int
+
+
+class Peak(Struct, frozen=True, kw_only=True):
+    """The instant at which most bytes are live, and who holds them."""
+
+    live_bytes: int
+    op: int
+    phase: str
+    module: str
+    """Module whose operation runs then."""
+    by_category: tuple[Share, ...]
+    by_module: tuple[Share, ...]
+
+
+def live_curve(storages: Iterable[Storage], num_ops: int, *, device: str | None = None) -> NDArray[np.int64]:
+    """Live bytes [num_ops] while each operation runs: sum of storages with birth <= op < death.
+
+    Args:
+        device: count only storages of this device type, e.g. "cuda"; None counts all.
+    """
+    change = np.zeros(num_ops + 1, dtype=np.int64)
+    for storage in storages:
+        if device is not None and storage.device.partition(":")[0] != device:
+            continue
+        begin, end = max(storage.birth, 0), min(storage.death, num_ops)
+        if begin < end:
+            change[begin] += storage.nbytes
+            change[end] -= storage.nbytes
+    return np.cumsum(change[:-1], dtype=np.int64)
+
+
+def peak_of(trace: Trace, step: Step) -> Peak:
+    """Explains the highest point of a step's curve, largest holders first."""
+    curve = live_curve(step.storages, len(step.ops), device=trace.device)
+    op = int(np.argmax(curve))
+    categories: dict[str, int] = {}
+    modules: dict[str, int] = {}
+    for storage in step.storages:
+        if storage.birth <= op < storage.death and storage.device.partition(":")[0] == trace.device:
+            categories[storage.category] = categories.get(storage.category, 0) + storage.nbytes
+            name = module_name(trace, storage.module) if storage.birth >= 0 else f"({storage.category})"
+            modules[name] = modules.get(name, 0) + storage.nbytes
+    return Peak(
+        live_bytes=int(curve[op]),
+        op=op,
+        phase=step.ops[op].phase,
+        module=module_name(trace, step.ops[op].module),
+        by_category=_ranked(categories),
+        by_module=_ranked(modules),
+    )
+
+
+def module_name(trace: Trace, module: int) -> str:
+    """Path of a module for a person: the class name for the root, "(outside)" for none."""
+    if module < 0:
+        return "(outside)"
+    return trace.modules[module].path or trace.modules[module].class_name
+
+
+def step_seconds(step: Step) -> float:
+    """Compute seconds of a step: the sum of its operations' measured times."""
+    return sum(op.seconds for op in step.ops)
+
+
+def _ranked(holders: dict[str, int]) -> tuple[Share, ...]:
+    ordered = sorted(holders.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(Share(name=name, num_bytes=num_bytes) for name, num_bytes in ordered)

@@ -1,0 +1,335 @@
+"""What a step becomes when some module calls recompute or move their saved tensors: a step in, a step out.
+
+A storage lives as long as somebody holds it: the code itself until `dropped`, autograd until each saving is released,
+a checkpoint its inputs until its backward ends. A treatment takes holders away and adds second lives: rematerialised
+storages before backward, reloaded ones. Recomputed operations are inserted before the block's backward.
+
+Times are pairs (operation, position): `(t, LAST)` is operation t itself, `(t, r)` the r-th operation recomputed
+before it; so they sort as they run.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from memwall.trace.records import ModuleCall, SavedTensor, Step, Storage
+
+__all__ = ["LAST", "BlockCalls", "Life", "StepModel", "Time", "Treatment"]
+
+LAST = 1 << 40
+Time = tuple[int, int]
+
+# Selective checkpointing does not ask its policy about these (torch.utils.checkpoint.SAC_IGNORED_OPS, torch 2.13).
+UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
+
+
+class Treatment(Struct, frozen=True, kw_only=True):
+    """How every call of one block treats what autograd saves in it."""
+
+    recompute: bool = False
+    kept_ops: tuple[int, ...] = ()
+    """With recompute: operations whose results are kept, numbered within the call without `UNCOUNTED_OPS`."""
+    offload: bool = False
+    """Saved tensors (with recompute: the block's inputs) move to the next tier."""
+    min_bytes: int = 1 << 20
+    """Tensors below this stay where they are."""
+
+
+class BlockCalls(Struct, frozen=True, kw_only=True):
+    """A block, its calls in forward order, and per call the numbers of the tensors saved inside it."""
+
+    path: str
+    module: int
+    calls: tuple[ModuleCall, ...]
+    saved: tuple[tuple[int, ...], ...]
+
+
+class Life(NamedTuple):
+    """One stay in memory of a storage, or of a copy of it."""
+
+    origin: int
+    nbytes: int
+    begin: Time
+    end: Time
+
+
+class StepModel:
+    """A step, indexed for asking what treatments would make of it."""
+
+    def __init__(self, step: Step, names: Sequence[str], blocks: Sequence[BlockCalls]) -> None:
+        self.step = step
+        self.blocks = tuple(blocks)
+        self._is_counted = [name not in UNCOUNTED_OPS for name in names]
+        self._saves_of: dict[int, list[int]] = {}
+        for number, save in enumerate(step.saved):
+            self._saves_of.setdefault(save.storage, []).append(number)
+        self._born_in: list[list[list[int]]] = [[[] for _ in block.calls] for block in self.blocks]
+        spans = sorted(
+            (call.start, call.end, b, c) for b, block in enumerate(self.blocks) for c, call in enumerate(block.calls)
+        )
+        starts = [span[0] for span in spans]
+        for index, storage in enumerate(step.storages):
+            place = bisect_left(starts, storage.birth + 1) - 1
+            if place >= 0 and storage.birth < spans[place][1]:
+                self._born_in[spans[place][2]][spans[place][3]].append(index)
+        # The executor starts reading a block back when the block after it in forward begins its backward.
+        order = sorted(
+            (call.start, call) for block in self.blocks for call in block.calls if call.backward_start >= 0
+        )
+        self._prefetch_at: dict[int, Time] = {}
+        for (start, call), (_, after) in zip(order, [*order[1:], order[-1]] if order else [], strict=True):
+            self._prefetch_at[start] = (min(after.backward_start, call.backward_start), 0)
+
+    # -- one call --------------------------------------------------------------------------------------------------
+
+    def counted_ops(self, call: ModuleCall) -> list[int]:
+        """Operations of a call in the numbering that selective checkpointing uses."""
+        return [op for op in range(call.start, call.end) if self._is_counted[self.step.ops[op].name]]
+
+    def recomputed_ops(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> list[int]:
+        """Operations of a call that run again: up to the last one backward needs, without the kept ones."""
+        needed = min(max((self.step.saved[s].packed for s in saved), default=call.start), call.end)
+        counted = self.counted_ops(call)
+        kept = {counted[i] for i in treatment.kept_ops if i < len(counted)}
+        return [op for op in range(call.start, needed) if op not in kept]
+
+    def movable(self, number: int, treatment: Treatment) -> bool:
+        """Whether a saved tensor may leave the device: an activation or input, and large enough."""
+        save = self.step.saved[number]
+        return save.nbytes >= treatment.min_bytes and self.step.storages[save.storage].category in (
+            "activation",
+            "input",
+        )
+
+    def moved_bytes(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> int:
+        """Bytes of a call that leave the device under a treatment with offload."""
+        if treatment.recompute:
+            return sum(
+                storage.nbytes
+                for storage in (self.step.storages[i] for i in call.inputs)
+                if storage.birth >= 0
+                and storage.nbytes >= treatment.min_bytes
+                and storage.category in ("activation", "temporary", "input")
+            )
+        return sum(self._moved_of(saved, treatment).values())
+
+    def _moved_of(self, saved: Sequence[int], treatment: Treatment) -> dict[int, int]:
+        """Per storage the bytes that move: all of it when its saved views cover a good part, as the executor does."""
+        views: dict[int, int] = {}
+        for number in saved:
+            if self.movable(number, treatment):
+                save = self.step.saved[number]
+                views[save.storage] = views.get(save.storage, 0) + save.nbytes
+        whole = {index: self.step.storages[index].nbytes for index in views}
+        return {index: whole[index] if 4 * size >= whole[index] else size for index, size in views.items()}
+
+    def is_leaf_like(self, block: BlockCalls) -> bool:
+        """Whether recomputing a block frees nothing: all it saves is what it was called with."""
+        for call, saved in zip(block.calls, block.saved, strict=True):
+            if any(call.start <= self.step.storages[self.step.saved[n].storage].birth < call.end for n in saved):
+                return False
+        return True
+
+    # -- lives -----------------------------------------------------------------------------------------------------
+
+    def lives(self, treatments: Mapping[str, Treatment]) -> list[Life]:
+        """Every stay of every storage under the treatments (block path -> treatment), in no particular order."""
+        return self._lives(treatments, range(len(self.step.storages)))
+
+    def changed_lives(self, block: int, treatment: Treatment) -> tuple[list[Life], list[Life]]:
+        """What treating one block alone changes: (lives of a plain step that go, lives that come instead)."""
+        touched: set[int] = set()
+        for c, call in enumerate(self.blocks[block].calls):
+            touched.update(self._born_in[block][c])
+            touched.update(call.inputs)
+            touched.update(self.step.saved[s].storage for s in self.blocks[block].saved[c])
+        order = sorted(touched)
+        return self._lives({}, order), self._lives({self.blocks[block].path: treatment}, order)
+
+    def _lives(self, treatments: Mapping[str, Treatment], which: Sequence[int]) -> list[Life]:
+        taken: set[int] = set()  # savings that no longer hold their storage
+        held_until: dict[int, Time] = {}  # by checkpoints and kept results
+        come: list[Life] = []
+        for b, block in enumerate(self.blocks):
+            treatment = treatments.get(block.path)
+            if treatment is None:
+                continue
+            for c, call in enumerate(block.calls):
+                if call.backward_start < 0:
+                    continue
+                if treatment.recompute:
+                    self._recompute(b, c, treatment, taken, held_until, come)
+                elif treatment.offload:
+                    self._offload(b, c, treatment, taken, come)
+        lives = []
+        for index in which:
+            storage = self.step.storages[index]
+            end: Time = (storage.death, LAST)
+            saves = self._saves_of.get(index, ())
+            if any(s in taken for s in saves):
+                end = (storage.dropped, LAST)
+                for s in saves:
+                    if s not in taken:
+                        end = max(end, (self.step.saved[s].released, LAST))
+            end = max(end, held_until.get(index, end))
+            lives.append(Life(index, storage.nbytes, (storage.birth, LAST), end))
+        return lives + come
+
+    def _recompute(
+        self,
+        b: int,
+        c: int,
+        treatment: Treatment,
+        taken: set[int],
+        held_until: dict[int, Time],
+        come: list[Life],
+    ) -> None:
+        block, call, step = self.blocks[b], self.blocks[b].calls[c], self.step
+        saved = block.saved[c]
+        again = self.recomputed_ops(call, saved, treatment)
+        begin = call.backward_start
+        released: dict[int, int] = {}
+        for number in saved:
+            save = step.saved[number]
+            released[save.storage] = max(released.get(save.storage, 0), save.released)
+        born = set(self._born_in[b][c])
+        taken.update(number for number in saved if step.saved[number].storage in born)
+        counted = self.counted_ops(call)
+        kept = {counted[i] for i in treatment.kept_ops if i < len(counted)}
+        for index in self._born_in[b][c]:
+            storage = step.storages[index]
+            rank = bisect_left(again, storage.birth)
+            dropped: Time = (begin, min(bisect_left(again, storage.dropped), len(again)))
+            end = max(dropped, (released[index], LAST)) if index in released else dropped
+            if storage.birth in kept:
+                held_until[index] = max(end, (begin, rank))
+            elif rank < len(again) and again[rank] == storage.birth:
+                come.append(Life(index, storage.nbytes, (begin, rank), end))
+        for index in call.inputs:
+            storage = step.storages[index]
+            if storage.category not in ("activation", "temporary", "input"):
+                continue
+            if treatment.offload and storage.nbytes >= treatment.min_bytes:
+                taken.update(number for number in saved if step.saved[number].storage == index)
+                if storage.birth >= 0:
+                    come.append(
+                        Life(index, storage.nbytes, self._prefetch_at[call.start], (call.backward_end, LAST))
+                    )
+            else:
+                held_until[index] = max(held_until.get(index, (0, 0)), (call.backward_end, LAST))
+
+    def _offload(self, b: int, c: int, treatment: Treatment, taken: set[int], come: list[Life]) -> None:
+        saved = self.blocks[b].saved[c]
+        until: dict[int, int] = {}
+        for number in saved:
+            if self.movable(number, treatment):
+                save = self.step.saved[number]
+                taken.add(number)
+                until[save.storage] = max(until.get(save.storage, 0), save.released)
+        at = self._prefetch_at[self.blocks[b].calls[c].start]
+        for index, nbytes in self._moved_of(saved, treatment).items():
+            come.append(Life(index, nbytes, at, (until[index], LAST)))
+
+    # -- whole steps -----------------------------------------------------------------------------------------------
+
+    def treated(self, treatments: Mapping[str, Treatment]) -> Step:
+        """The step as it runs under the treatments, with recomputed operations and second lives in place."""
+        insertions: list[tuple[int, list[int]]] = []
+        for block in self.blocks:
+            treatment = treatments.get(block.path)
+            if treatment is not None and treatment.recompute:
+                for call, saved in zip(block.calls, block.saved, strict=True):
+                    if call.backward_start >= 0:
+                        insertions.append((call.backward_start, self.recomputed_ops(call, saved, treatment)))
+        return _rebuilt(self.step, sorted(insertions), self.lives(treatments))
+
+    def parked(self, min_bytes: int) -> Step:
+        """The step as it runs while being recorded with every large saved tensor moved away."""
+        taken: set[int] = set()
+        come: list[Life] = []
+        anywhere = Treatment(offload=True, min_bytes=min_bytes)
+        spans: dict[int, tuple[int, int]] = {}
+        for number, save in enumerate(self.step.saved):
+            if self.movable(number, anywhere):
+                taken.add(number)
+                begin, end = spans.get(save.storage, (save.unpacked, save.released))
+                spans[save.storage] = (min(begin, save.unpacked), max(end, save.released))
+        for index, nbytes in self._moved_of(range(len(self.step.saved)), anywhere).items():
+            come.append(Life(index, nbytes, (spans[index][0], LAST), (spans[index][1], LAST)))
+        lives = []
+        for index, storage in enumerate(self.step.storages):
+            end = storage.death
+            saves = self._saves_of.get(index, ())
+            if any(s in taken for s in saves):
+                end = max([storage.dropped, *(self.step.saved[s].released for s in saves if s not in taken)])
+            lives.append(Life(index, storage.nbytes, (storage.birth, LAST), (end, LAST)))
+        return _rebuilt(self.step, [], lives + come)
+
+
+def _rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequence[Life]) -> Step:
+    """Renumbers a step's time after inserting operations before others."""
+    at = [op for op, _ in insertions]
+    shifts = [0]
+    for _, ops in insertions:
+        shifts.append(shifts[-1] + len(ops))
+
+    def place(time: Time) -> int:
+        op, position = time
+        if op < 0:
+            return -1
+        if position == LAST:
+            return op + shifts[bisect_left(at, op + 1)]
+        return op + shifts[bisect_left(at, op)] + position
+
+    new_ops = []
+    inserted = dict(insertions)
+    for op, record in enumerate(step.ops):
+        for again in inserted.get(op, ()):
+            original = step.ops[again]
+            new_ops.append(msgspec.structs.replace(original, phase="backward", inputs=(), outputs=(), writes=()))
+        new_ops.append(record)
+    storages = []
+    for life in lives:
+        origin = step.storages[life.origin]
+        death = place(life.end)
+        storages.append(
+            Storage(
+                nbytes=life.nbytes,
+                device=origin.device,
+                category=origin.category,
+                birth=place(life.begin),
+                dropped=death,
+                death=death,
+                module=origin.module,
+                phase=origin.phase if life.begin[1] == LAST else "backward",
+                batched=origin.batched,
+            )
+        )
+    saved = tuple(
+        SavedTensor(
+            storage=save.storage,
+            module=save.module,
+            nbytes=save.nbytes,
+            packed=place((save.packed, LAST)),
+            unpacked=place((save.unpacked, LAST)),
+            released=place((save.released, LAST)),
+        )
+        for save in step.saved
+    )
+    calls = tuple(
+        msgspec.structs.replace(
+            call,
+            start=place((call.start, LAST)),
+            end=place((call.end, LAST)),
+            backward_start=place((call.backward_start, 0)) if call.backward_start >= 0 else -1,
+            backward_end=place((call.backward_end, LAST)) if call.backward_end >= 0 else -1,
+        )
+        for call in step.calls
+    )
+    marks = tuple((name, place((op, LAST))) for name, op in step.marks)
+    return msgspec.structs.replace(
+        step, ops=tuple(new_ops), storages=tuple(storages), saved=saved, calls=calls, marks=marks, process_peak_bytes=0
+    )

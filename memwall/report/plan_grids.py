@@ -1,0 +1,179 @@
+"""A plan as tables: its figures, its actions with equal blocks drawn together, its phases."""
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from memwall.plan.actions import Accumulate, Action, Autocast, Offload, Recompute
+from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.plan.planfile import Plan
+from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
+from memwall.units import format_bytes, format_seconds
+
+__all__ = ["Fit", "action_grid", "block_ranges", "fit_of", "forecast_phase_grid", "plan_facts"]
+
+Fit = Literal["fits", "inside-margin", "does-not-fit", "no-budget"]
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def fit_of(forecast: Forecast) -> Fit:
+    """What the forecast says about its budget."""
+    if forecast.budget_bytes is None or forecast.fits is None:
+        return "no-budget"
+    if forecast.fits:
+        return "fits"
+    return "inside-margin" if forecast.peak.process_bytes <= forecast.budget_bytes else "does-not-fit"
+
+
+def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The plan's figures as (name, value)."""
+    forecast = plan.forecast
+    peak_bytes = forecast.peak.process_bytes
+    peak_text = format_bytes(peak_bytes)
+    if forecast.budget_bytes is not None:
+        peak_text += f" ({share_percent(peak_bytes, forecast.budget_bytes)} of the budget)"
+    facts = [
+        ("budget", bytes_or_dash(forecast.budget_bytes)),
+        ("predicted process peak", peak_text),
+        ("margin", format_bytes(forecast.margin_bytes)),
+    ]
+    if forecast.plain_peak is not None:
+        facts.append(("peak without the plan", format_bytes(forecast.plain_peak.process_bytes)))
+    facts.append(("smallest feasible budget", bytes_or_dash(forecast.smallest_feasible_budget_bytes)))
+    step_text = seconds_or_dash(forecast.step_seconds)
+    if forecast.step_seconds is not None and forecast.plain_step_seconds:
+        ratio = ratio_text(forecast.step_seconds, forecast.plain_step_seconds)
+        step_text += f" ({ratio} the plain {format_seconds(forecast.plain_step_seconds)})"
+    facts.append(("predicted step", step_text))
+    facts.append(("bytes moved per step", format_bytes(forecast.moved_bytes_per_step)))
+    if plan.micro_batch:
+        samples = plan.micro_batch * plan.num_micro_batches
+        facts.append(("batch", f"{plan.num_micro_batches} x {plan.micro_batch} = {samples} samples"))
+    facts.append(("what binds", "; ".join(forecast.binding) or "nothing"))
+    return tuple(facts)
+
+
+class _Group(Struct, frozen=True, kw_only=True):
+    """Actions that differ in their block only."""
+
+    what: str
+    exactness: str
+    actions: tuple[Action, ...]
+
+
+def action_grid(actions: Sequence[Action]) -> Grid:
+    """The actions in the order they are applied, equal treatments of blocks drawn together."""
+    groups: dict[tuple[object, ...], list[Action]] = {}
+    for action in actions:
+        groups.setdefault(_treatment(action), []).append(action)
+    rows = [_group_row(_Group(what=_what(same[0]), exactness=same[0].exactness, actions=tuple(same)))
+            for same in groups.values()]
+    return Grid(
+        title="Actions",
+        columns=("action", "where", "frees", "costs", "exactness"),
+        rows=tuple(rows) or (("none needed", DASH, DASH, DASH, "bit-exact"),),
+        text_columns=(0, 1, 4),
+    )
+
+
+def forecast_phase_grid(forecast: Forecast) -> Grid:
+    """Predicted peaks by phase, for the places that the forecast knows."""
+    places = {
+        "tensors": "allocated_bytes",
+        "reserved": "reserved_bytes",
+        "process": "process_bytes",
+        "host": "host_bytes",
+        "disk": "disk_bytes",
+    }
+    phases: dict[str, PeakBytes] = forecast.phases or {"step": forecast.peak}
+    known = [place for place, field in places.items() if any(getattr(p, field) is not None for p in phases.values())]
+    rows = [
+        (name.replace("_", " "), *(bytes_or_dash(getattr(phases[name], places[place])) for place in known))
+        for name in sorted(phases)
+    ]
+    return Grid(title="Predicted peaks", columns=("phase", *known), rows=tuple(rows))
+
+
+def block_ranges(blocks: Sequence[str]) -> str:
+    """Paths of blocks with runs of numbers drawn together.
+
+    >>> block_ranges(["h.0", "h.1", "h.2", "h.7", "head"])
+    'h.0-2, h.7, head'
+    """
+    runs: list[tuple[str, str, int, int]] = []
+    for block in blocks:
+        numbers = list(_NUMBER.finditer(block))
+        if not numbers:
+            runs.append((block, "", -1, -1))
+            continue
+        before, after, number = block[: numbers[-1].start()], block[numbers[-1].end() :], int(numbers[-1].group())
+        if runs and runs[-1][:2] == (before, after) and runs[-1][3] == number - 1:
+            runs[-1] = (before, after, runs[-1][2], number)
+        else:
+            runs.append((before, after, number, number))
+    return ", ".join(_run_text(*run) for run in runs)
+
+
+def _run_text(before: str, after: str, first: int, last: int) -> str:
+    if first < 0:
+        return before
+    return f"{before}{first}{after}" if first == last else f"{before}{first}-{last}{after}"
+
+
+def _treatment(action: Action) -> tuple[object, ...]:
+    """What two actions must share to be drawn as one row."""
+    if isinstance(action, Recompute):
+        return ("recompute", action.kept_ops, action.num_ops, action.exactness)
+    if isinstance(action, Offload):
+        return ("offload", action.scope, action.tier, action.exactness)
+    return (action,)
+
+
+def _what(action: Action) -> str:
+    match action:
+        case Recompute(kept_ops=()):
+            return "recompute"
+        case Recompute():
+            return f"recompute, keep {len(action.kept_ops)} of {action.num_ops} ops"
+        case Offload():
+            thing = "saved tensors" if action.scope == "saved" else "block inputs"
+            return f"offload {thing} to {action.tier}"
+        case Accumulate():
+            return f"split the batch: {action.num_micro_batches} x {action.micro_batch}"
+        case Autocast():
+            return f"autocast to {action.dtype}"
+        case _:
+            return f"allocator policy {action.policy}"
+
+
+def _where(actions: Sequence[Action]) -> str:
+    blocks = [action.block for action in actions if isinstance(action, Recompute | Offload)]
+    if blocks:
+        return block_ranges(sorted(blocks, key=_natural))
+    action = actions[0]
+    if isinstance(action, Accumulate):
+        return "every step"
+    if isinstance(action, Autocast):
+        return "forward"
+    trims = action.trim_blocks if not isinstance(action, Recompute | Offload) else ()
+    return f"process; trimmed at {block_ranges(trims)}" if trims else "process"
+
+
+def _group_row(group: _Group) -> tuple[str, ...]:
+    saved = [action.saved_bytes for action in group.actions if action.saved_bytes is not None]
+    costs = [action.cost_seconds for action in group.actions if action.cost_seconds is not None]
+    return (
+        group.what,
+        _where(group.actions),
+        bytes_or_dash(sum(saved) if saved else None),
+        seconds_or_dash(sum(costs) if costs else None),
+        group.exactness,
+    )
+
+
+def _natural(path: str) -> tuple[tuple[int, int, str], ...]:
+    """Sorts h.2 before h.10."""
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.split("."))

@@ -1,0 +1,197 @@
+"""Reports for a terminal: rich renderables with the verdict first. The command line prints them."""
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from memwall.observe.run_report import RunReport
+from memwall.plan.planfile import Plan
+from memwall.report.grid import Grid
+from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, plan_facts
+from memwall.report.run_grids import Outcome, comparison_grid, run_grid, steady_process_bytes, unexplained_bytes
+from memwall.report.trace_grids import (
+    category_grid,
+    highest_point,
+    module_grid,
+    op_grid,
+    phase_grid,
+    shown_steps,
+)
+from memwall.trace.records import Trace
+from memwall.units import format_bytes, format_seconds
+
+__all__ = [
+    "Verdict",
+    "comparison",
+    "plan_report",
+    "plan_verdict",
+    "run_report",
+    "run_verdict",
+    "trace_report",
+    "trace_scope",
+    "verify_status",
+]
+
+Verdict = tuple[Fit, str]
+
+_SIGNS = {"fits": ("✓", "green"), "inside-margin": ("~", "yellow"), "does-not-fit": ("✗", "red"), "no-budget": ("·", "")}
+# For output whose encoding has none of them (LANG=C, old Windows consoles): printing must not fail there.
+_ASCII = str.maketrans({"✓": "v", "✗": "x", "█": "#", "◄": "<", "·": "-"})
+
+
+def trace_report(trace: Trace) -> Group:
+    """What one training step of a trace holds, and when: `memwall profile`, `memwall explain TRACE`."""
+    highest = highest_point(trace)
+    if highest is None:
+        return _report(Text("· no operation was recorded; a trace needs one whole training step"))
+    step, peak = highest.step, highest.peak
+    verdict = (
+        f"peak {format_bytes(peak.live_bytes)} of live tensors, in {peak.phase} of {peak.module} "
+        f"({step.kind} step, operation {peak.op} of {len(step.ops)})"
+    )
+    ops = op_grid(trace, step)
+    return _report(
+        _verdict(("no-budget", verdict)),
+        *(_table(phase_grid(trace, shown)) for shown in shown_steps(trace)),
+        _table(category_grid(peak)),
+        _table(module_grid(peak)),
+        *([_table(ops)] if ops is not None else []),
+        Text(trace_scope(trace), style="dim"),
+    )
+
+
+def trace_scope(trace: Trace) -> str:
+    """What the figures of a trace count, and what they leave out."""
+    times = "times are of the operations alone" if trace.source == "recorded" else "no times: nothing was computed"
+    return (
+        f"Counted: bytes of live tensors on {trace.device}; {times}. Not in them: {format_bytes(trace.base_bytes)} held "
+        f"before the step (interpreter, libraries, data), {format_bytes(trace.workspace_bytes)} of library workspaces, "
+        "memory the allocator holds but no tensor uses."
+    )
+
+
+def plan_report(plan: Plan) -> Group:
+    """A plan, why it is so, and what it does: `memwall plan`, `memwall explain plan.json`, `memwall run`."""
+    forecast = plan.forecast
+    relaxations: list[RenderableType] = []
+    if forecast.relaxations:
+        relaxations = [Text("What would make it fit:"), *(Text(f"  {line}") for line in forecast.relaxations)]
+    return _report(
+        _verdict(plan_verdict(plan)),
+        Text(),
+        _facts(plan_facts(plan)),
+        *relaxations,
+        _table(forecast_phase_grid(forecast)),
+        _table(action_grid(plan.actions)),
+        Text(f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.", style="dim"),
+    )
+
+
+def plan_verdict(plan: Plan) -> Verdict:
+    """Whether the plan fits, in one sentence."""
+    forecast = plan.forecast
+    fit, peak_bytes = fit_of(forecast), forecast.peak.process_bytes
+    with_margin = f"{format_bytes(peak_bytes)} predicted + {format_bytes(forecast.margin_bytes)} margin"
+    if forecast.budget_bytes is None or fit == "no-budget":
+        return "no-budget", f"no budget given: {with_margin}"
+    budget = format_bytes(forecast.budget_bytes)
+    if fit == "fits":
+        return fit, f"fits: {with_margin} in a budget of {budget}"
+    if fit == "inside-margin":
+        return fit, f"fits only inside the margin: {with_margin}, budget {budget}"
+    over = format_bytes(peak_bytes + forecast.margin_bytes - forecast.budget_bytes)
+    return fit, f"does not fit: {with_margin} is {over} over the budget of {budget}"
+
+
+def run_report(report: RunReport) -> Group:
+    """What a run measured beside what was predicted: `memwall run`, `memwall verify`."""
+    measured, forecast = report.measured, report.forecast
+    run_facts = [f"{measured.steps} steps", f"{measured.oom_recoveries} recoveries from out of memory"]
+    if measured.num_replans:
+        run_facts.append(f"{measured.num_replans} plans made again")
+    if measured.plan_seconds:
+        run_facts.append(f"{format_seconds(measured.plan_seconds)} between first and second step for planning")
+    return _report(
+        _verdict(run_verdict(report)),
+        _table(run_grid(report)),
+        Text(f"Within the budget: {'yes' if report.within_budget else 'no'}"),
+        Text(f"Run: {', '.join(run_facts)}."),
+        Text(
+            f"Counted: bytes of the process on {forecast.device}; margin {format_bytes(forecast.margin_bytes)}. "
+            f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.",
+            style="dim",
+        ),
+    )
+
+
+def run_verdict(report: RunReport) -> Verdict:
+    """Whether the run kept to its budget and its forecast, in one sentence."""
+    measured_bytes = max(report.measured.peak.process_bytes, report.measured.first_step_peak_bytes)
+    measured, budget = format_bytes(measured_bytes), format_bytes(report.budget_bytes)
+    status = verify_status(report)
+    if status == 5:
+        over = format_bytes(measured_bytes - report.budget_bytes)
+        return "does-not-fit", f"exceeded the budget: {measured} measured, {over} over {budget}"
+    if status == 4:
+        above = format_bytes(unexplained_bytes(report))
+        return "inside-margin", f"within the budget of {budget}, but {above} above the forecast: {measured} measured"
+    return "fits", f"within the budget: {measured} measured of {budget}"
+
+
+def verify_status(report: RunReport) -> int:
+    """Exit status of `memwall verify`: 0 within budget and forecast, 4 only inside the margin, 5 over the budget."""
+    if not report.within_budget:
+        return 5
+    return 4 if report.measured.peak.process_bytes > steady_process_bytes(report) else 0
+
+
+def comparison(rows: Sequence[Outcome]) -> Table:
+    """Runs side by side, the first being what the others are compared with: `memwall demo`."""
+    return _table(comparison_grid(rows))
+
+
+class _Printable:
+    """Draws its parts in ASCII where the output's encoding has no other signs."""
+
+    def __init__(self, parts: Iterable[RenderableType]) -> None:
+        self._parts = Group(*parts)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._parts, options):
+            plain = segment.text.translate(_ASCII) if options.ascii_only else segment.text
+            yield Segment(plain, segment.style, segment.control)
+
+
+def _report(*parts: RenderableType) -> Group:
+    return Group(_Printable(parts))
+
+
+def _verdict(verdict: Verdict) -> Text:
+    sign, colour = _SIGNS[verdict[0]]
+    return Text(f"{sign} {verdict[1]}", style=f"bold {colour}".strip())
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        # Text, not str: a module's path may look like rich's markup.
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def _table(grid: Grid) -> Table:
+    table = Table(title=grid.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(grid.columns):
+        is_text = index in grid.text_columns
+        table.add_column(
+            Text(column), justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text or None
+        )
+    for row in grid.rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

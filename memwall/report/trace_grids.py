@@ -1,0 +1,103 @@
+"""What is in a trace, as tables: phases of a step, holders at the peak, operators by time."""
+
+from msgspec import Struct
+
+from memwall.predict.curve import Peak, live_curve, peak_of, step_seconds
+from memwall.report.grid import Grid, seconds_or_dash, share_percent
+from memwall.trace.records import Step, Trace
+from memwall.units import format_bytes, format_seconds
+
+__all__ = ["HighestPoint", "category_grid", "highest_point", "module_grid", "op_grid", "phase_grid", "shown_steps"]
+
+_PHASES = ("forward", "loss", "backward", "optimizer", "eval", "other")
+_BAR_WIDTH = 20
+_MOST_ROWS = 10
+
+
+class HighestPoint(Struct, frozen=True, kw_only=True):
+    """The highest peak of a trace, and the step it is in."""
+
+    step: Step
+    peak: Peak
+
+
+def shown_steps(trace: Trace) -> tuple[Step, ...]:
+    """The first step and the last steady one: what differs between them is the optimizer's state."""
+    chosen = [step for step in trace.steps if step.kind == "first" and step.ops][:1]
+    chosen += [step for step in trace.steps if step.kind == "steady" and step.ops][-1:]
+    return tuple(chosen)
+
+
+def highest_point(trace: Trace) -> HighestPoint | None:
+    """The highest of the shown steps' peaks; None if no operation was recorded."""
+    points = [HighestPoint(step=step, peak=peak_of(trace, step)) for step in shown_steps(trace)]
+    return max(points, key=lambda point: point.peak.live_bytes, default=None)
+
+
+def phase_grid(trace: Trace, step: Step) -> Grid:
+    """Peak, time and number of operations of each phase of a step, with a bar of the peak."""
+    curve = live_curve(step.storages, len(step.ops), device=trace.device)
+    highest_bytes = int(curve.max())
+    rows = []
+    for phase in _PHASES:
+        ops = [k for k, op in enumerate(step.ops) if op.phase == phase]
+        if not ops:
+            continue
+        peak_bytes = int(curve[ops].max())
+        bar = "█" * round(_BAR_WIDTH * peak_bytes / highest_bytes) if highest_bytes else ""
+        marked = f"{bar} ◄ peak" if peak_bytes == highest_bytes else bar
+        seconds = sum(step.ops[k].seconds for k in ops)
+        rows.append((phase, format_bytes(peak_bytes), marked, seconds_or_dash(seconds or None), str(len(ops))))
+    total = ("step", format_bytes(highest_bytes), "", seconds_or_dash(step_seconds(step) or None), str(len(step.ops)))
+    return Grid(
+        title="First step" if step.kind == "first" else "Steady step",
+        columns=("phase", "peak live", "", "seconds", "ops"),
+        rows=(*rows, total),
+        text_columns=(0, 2),
+    )
+
+
+def category_grid(peak: Peak) -> Grid:
+    """Bytes at the peak by what they are for."""
+    rows = [
+        (share.name.replace("_", " "), format_bytes(share.num_bytes), share_percent(share.num_bytes, peak.live_bytes))
+        for share in peak.by_category
+        if share.num_bytes
+    ]
+    return Grid(title="In the peak, by category", columns=("category", "at peak", "share"), rows=tuple(rows))
+
+
+def module_grid(peak: Peak) -> Grid:
+    """Bytes at the peak by the module that made them; what existed before the step stands in brackets."""
+    held = [share for share in peak.by_module if share.num_bytes]
+    rows = [
+        (share.name, format_bytes(share.num_bytes), share_percent(share.num_bytes, peak.live_bytes))
+        for share in held[:_MOST_ROWS]
+    ]
+    if len(held) > _MOST_ROWS:
+        rest_bytes = sum(share.num_bytes for share in held[_MOST_ROWS:])
+        rows.append(
+            (f"{len(held) - _MOST_ROWS} others", format_bytes(rest_bytes), share_percent(rest_bytes, peak.live_bytes))
+        )
+    return Grid(title="In the peak, by module", columns=("module", "at peak", "share"), rows=tuple(rows))
+
+
+def op_grid(trace: Trace, step: Step) -> Grid | None:
+    """Operators by measured time; None where nothing was measured, as on fake tensors."""
+    seconds: dict[str, float] = {}
+    calls: dict[str, int] = {}
+    for op in step.ops:
+        name = trace.names[op.name]
+        seconds[name] = seconds.get(name, 0.0) + op.seconds
+        calls[name] = calls.get(name, 0) + 1
+    total_seconds = sum(seconds.values())
+    if not total_seconds:
+        return None
+    slowest = sorted(seconds, key=lambda name: (-seconds[name], name))[:_MOST_ROWS]
+    rows = [
+        (name, format_seconds(seconds[name]), share_percent(seconds[name], total_seconds), str(calls[name]))
+        for name in slowest
+    ]
+    return Grid(
+        title="Operators by time", columns=("operator", "seconds", "share", "calls"), rows=tuple(rows)
+    )

@@ -1,0 +1,219 @@
+"""The one door to the disk: every read, write and reservation of offloaded bytes goes through an `IOBackend`.
+
+Faults are tested by putting another backend in its place. Nothing here trusts a result: the two loops at the end move
+every byte or raise `OffloadIOError`.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Protocol
+
+from memwall.errors import OffloadIOError
+from memwall.units import format_bytes
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "IOBackend",
+    "OpenScratch",
+    "SystemBackend",
+    "read_fully",
+    "round_up",
+    "write_fully",
+]
+
+# O_DIRECT wants address, offset and length in units of the device's logical block: 512 or 4096 on today's disks.
+ALIGNMENT_BYTES = 4096
+_ZERO_FILL_BYTES = 1 << 20
+_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_logger = logging.getLogger(__name__)
+
+
+def round_up(num_bytes: int, unit_bytes: int = ALIGNMENT_BYTES) -> int:
+    """The smallest multiple of `unit_bytes` that holds `num_bytes`."""
+    return -(-num_bytes // unit_bytes) * unit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OpenScratch:
+    """An open file without a name."""
+
+    fd: int
+    is_direct: bool
+    """True when reads and writes bypass the page cache (O_DIRECT)."""
+
+
+class IOBackend(Protocol):
+    """What the store asks of an operating system. Methods raise `OSError`; the callers give it words."""
+
+    def open_scratch(self, directory: str) -> OpenScratch:
+        """Open an empty file in `directory` that vanishes with the process, however that ends."""
+
+    def reserve(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Make [offset, offset + num_bytes) at the end of the file really exist on disk, or leave no trace."""
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write some of `data`; the number of bytes written."""
+
+    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Fill some of `buffer`; the number of bytes read, 0 at the end of the file."""
+
+    def forget(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Let the page cache drop an extent that passed through it."""
+
+    def free_bytes(self, directory: str) -> int:
+        """What an ordinary user can still write in `directory`."""
+
+    def close(self, fd: int) -> None:
+        """Close the file; its space returns to the disk."""
+
+
+class SystemBackend:
+    """Files of this machine: O_TMPFILE, O_DIRECT and posix_fallocate, with a logged fallback for each."""
+
+    def open_scratch(self, directory: str) -> OpenScratch:
+        """See `IOBackend`. O_DIRECT is tried with a real write, because some filesystems refuse it only then."""
+        fd = _open_unnamed(directory)
+        try:
+            is_direct = _switch_to_direct(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        if not is_direct:
+            _logger.warning("%s refuses O_DIRECT: offloaded bytes pass through the page cache (slower)", directory)
+        return OpenScratch(fd=fd, is_direct=is_direct)
+
+    def reserve(self, fd: int, offset: int, num_bytes: int) -> None:
+        """See `IOBackend`. Where the filesystem cannot reserve, zeros are written: never a sparse file."""
+        try:
+            try:
+                os.posix_fallocate(fd, offset, num_bytes)
+            except OSError as error:
+                if error.errno not in _CANNOT_RESERVE:
+                    raise
+                self._write_zeros(fd, offset, num_bytes)
+        except OSError:
+            os.ftruncate(fd, offset)  # what was reserved of a failed request would be lost until the file is closed
+            raise
+
+    def _write_zeros(self, fd: int, offset: int, num_bytes: int) -> None:
+        with mmap.mmap(-1, _ZERO_FILL_BYTES) as zeros, memoryview(zeros) as view:
+            end = offset + num_bytes
+            while offset < end:
+                with view[: min(_ZERO_FILL_BYTES, end - offset)] as piece:
+                    count = self.pwrite(fd, piece, offset)
+                if count <= 0:
+                    raise OSError(errno.EIO, "the write made no progress")
+                offset += count
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """See `IOBackend`."""
+        return os.pwritev(fd, [data], offset)
+
+    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """See `IOBackend`."""
+        return os.preadv(fd, [buffer], offset)
+
+    def forget(self, fd: int, offset: int, num_bytes: int) -> None:
+        """See `IOBackend`."""
+        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def free_bytes(self, directory: str) -> int:
+        """See `IOBackend`."""
+        found = os.statvfs(directory)
+        return found.f_bavail * found.f_frsize
+
+    def close(self, fd: int) -> None:
+        """See `IOBackend`."""
+        os.close(fd)
+
+
+def _open_unnamed(directory: str) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        # EISDIR: a kernel that does not know O_TMPFILE; ENOENT: a filesystem (overlay) that reports it so.
+        if error.errno not in {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}:
+            raise
+    fd, path = tempfile.mkstemp(prefix=".memwall-", dir=directory)
+    os.unlink(path)
+    return fd
+
+
+def _switch_to_direct(fd: int) -> bool:
+    """Set O_DIRECT on `fd` if the filesystem takes it; the file is empty before and after."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
+            os.pwrite(fd, page, 0)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False
+    finally:
+        os.ftruncate(fd, 0)
+    return True
+
+
+def write_fully(backend: IOBackend, fd: int, data: memoryview, offset: int, *, path: str, label: str) -> None:
+    """Write all of `data` at `offset`.
+
+    Raises:
+        OffloadIOError: the system refused, or a write made no progress.
+    """
+    done, total = 0, len(data)
+    while done < total:
+        try:
+            count = backend.pwrite(fd, data[done:], offset + done)
+        except OSError as error:
+            raise _failure("writing", path, label, offset, total, done, error.errno or 0) from error
+        if not 0 < count <= total - done:
+            raise _failure("writing", path, label, offset, total, done, 0)
+        done += count
+
+
+def read_fully(backend: IOBackend, fd: int, buffer: memoryview, offset: int, *, path: str, label: str) -> None:
+    """Fill all of `buffer` from `offset`.
+
+    Raises:
+        OffloadIOError: the system refused, or the file ended early.
+    """
+    done, total = 0, len(buffer)
+    while done < total:
+        try:
+            count = backend.pread(fd, buffer[done:], offset + done)
+        except OSError as error:
+            raise _failure("reading", path, label, offset, total, done, error.errno or 0) from error
+        if not 0 < count <= total - done:
+            raise _failure("reading", path, label, offset, total, done, 0)
+        done += count
+
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free space there or give another directory with --disk DIR",
+    errno.EDQUOT: "the user's disk quota is used up: free space there or give another directory with --disk DIR",
+    errno.EFBIG: "the file may not grow further: raise the file size limit (ulimit -f)",
+    errno.EIO: "the disk or its driver reports an error: look at the kernel log (dmesg) and give another --disk DIR",
+}
+
+
+def _failure(
+    verb: str, path: str, label: str, offset: int, wanted_bytes: int, got_bytes: int, number: int
+) -> OffloadIOError:
+    reason = f"{os.strerror(number)} (errno {number})" if number else "the transfer stopped making progress"
+    advice = _ADVICE.get(number, "the file was cut short or the disk is failing: give another --disk DIR")
+    return OffloadIOError(
+        f"{verb} {label} in the scratch file in {path} failed at byte {offset}: {format_bytes(got_bytes)} of "
+        f"{format_bytes(wanted_bytes)} were transferred; {reason}; {advice}",
+        path=path,
+        offset=offset,
+        wanted_bytes=wanted_bytes,
+        got_bytes=got_bytes,
+        errno=number,
+    )

@@ -1,0 +1,103 @@
+"""Is this directory fit to hold offloaded bytes? Answered before a run starts, with what to do when it is not."""
+
+import errno
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from memwall.errors import StoreError
+from memwall.units import format_bytes
+
+__all__ = ["check_directory", "default_directory", "filesystem_of"]
+
+_RAM_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+_NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "9p", "fuse.sshfs", "beegfs"}
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_logger = logging.getLogger(__name__)
+
+
+def filesystem_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> str | None:
+    """The type of the filesystem that holds `path` ("ext4", "tmpfs"), or None where the system does not tell.
+
+    Args:
+        path: an existing file or directory.
+        mountinfo: the text of /proc/self/mountinfo (proc(5)); read from there if None.
+    """
+    if mountinfo is None:
+        try:
+            mountinfo = _MOUNTINFO.read_text()
+        except OSError:
+            return None
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in mountinfo.splitlines():
+        left, found, right = line.partition(" - ")
+        if found and left.split()[2] == wanted:
+            return right.split()[0]
+    return None
+
+
+def check_directory(path: str | os.PathLike[str], needed_bytes: int = 0) -> None:
+    """Return if `path` can hold `needed_bytes` of offloaded bytes.
+
+    Raises:
+        StoreError: it is missing, no directory, not writable, in RAM, or too full; the message says what to do.
+    """
+    shown = os.fspath(path)
+    if not os.path.exists(shown):
+        raise StoreError(
+            f"--disk {shown}: this directory does not exist; create it (mkdir -p {shown}) or give another one"
+        )
+    if not os.path.isdir(shown):
+        raise StoreError(f"--disk {shown}: this is a file; give a directory on a disk with free space")
+    filesystem = filesystem_of(shown)
+    if filesystem in _RAM_FILESYSTEMS:
+        raise StoreError(
+            f"--disk {shown}: this is a RAM disk ({filesystem}), so moving bytes there would free no memory; "
+            "give a directory on a real disk"
+        )
+    if filesystem in _NETWORK_FILESYSTEMS:
+        _logger.warning("--disk %s is on a network filesystem (%s): expect it to be slow", shown, filesystem)
+    _check_writable(shown)
+    found = os.statvfs(shown)
+    free_bytes = found.f_bavail * found.f_frsize
+    if free_bytes < needed_bytes:
+        raise StoreError(
+            f"--disk {shown}: {format_bytes(needed_bytes)} are needed there, {format_bytes(free_bytes)} are free; "
+            f"free {format_bytes(needed_bytes - free_bytes)} or give a directory on a larger disk"
+        )
+
+
+def default_directory() -> str:
+    """The directory to use when the user named none: the system's temporary directory, where that is on a disk.
+
+    Raises:
+        StoreError: it is unsuitable; the message asks for `--disk DIR`.
+    """
+    try:
+        directory = tempfile.gettempdir()
+        check_directory(directory)
+    except (OSError, StoreError) as error:
+        reason = str(error).removeprefix("--disk ")
+        raise StoreError(
+            f"offloading needs a directory on a disk, and the default one is unsuitable ({reason}); "
+            "name one with --disk DIR"
+        ) from error
+    return directory
+
+
+def _check_writable(shown: str) -> None:
+    # Creating a file is the only answer that holds for root, for access lists and for network filesystems alike.
+    try:
+        with tempfile.TemporaryFile(dir=shown):
+            pass
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            problem, advice = "its filesystem is mounted read-only", "remount it or give another directory"
+        elif error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            problem, advice = "not even an empty file fits there", "free space or give another directory"
+        else:
+            problem = f"no file can be created there ({os.strerror(error.errno or 0)})"
+            advice = "change its permissions or give a directory that you may write to"
+        raise StoreError(f"--disk {shown}: {problem}; {advice}") from error

@@ -1,0 +1,61 @@
+"""The trace file: one line that says what it is, then zstandard-compressed MessagePack, decoded strictly."""
+
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from memwall.errors import TraceError
+from memwall.trace.records import Trace
+
+__all__ = ["MAGIC", "load_trace", "save_trace"]
+
+MAGIC = b"memwall.trace/"
+_VERSION = 1
+
+
+def save_trace(trace: Trace, path: Path) -> None:
+    """Writes a trace; a file half written never takes the place of a whole one.
+
+    Raises:
+        TraceError: the file cannot be written.
+    """
+    payload = zstandard.ZstdCompressor(level=6, write_checksum=True).compress(msgspec.msgpack.encode(trace))
+    partial = path.with_name(path.name + ".part")
+    try:
+        partial.write_bytes(MAGIC + f"{_VERSION}\n".encode() + payload)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise TraceError(f"cannot write the trace to {path}: {error.strerror or error}; choose another -o FILE") from error
+
+
+def load_trace(path: Path) -> Trace:
+    """Reads a trace file.
+
+    Raises:
+        TraceError: no such file, not a trace, a newer version, cut short or damaged; the message says which.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    head, newline, payload = content[:64].partition(b"\n")
+    if not content.startswith(MAGIC) or not newline or not head[len(MAGIC) :].isdigit():
+        raise TraceError(f"{path} is not a memwall trace; expected a file written by `memwall profile -o FILE`")
+    version = int(head[len(MAGIC) :])
+    if version > _VERSION:
+        raise TraceError(
+            f"{path} is a trace of version {version}, this memwall reads up to {_VERSION}; "
+            "upgrade torch-memwall or record it again"
+        )
+    payload = content[len(head) + 1 :]
+    try:
+        size_bytes = zstandard.frame_content_size(payload)
+        data = zstandard.ZstdDecompressor().decompress(payload, max_output_size=max(size_bytes, 1))
+    except zstandard.ZstdError as error:
+        raise TraceError(f"{path} is cut short or damaged ({error}); record it again") from error
+    try:
+        return msgspec.msgpack.decode(data, type=Trace)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise TraceError(f"{path} is not a valid trace: {error}; record it again") from error

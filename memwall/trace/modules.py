@@ -1,0 +1,100 @@
+"""The module table of a trace: which modules there are, how they nest, and whose weights they hold."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from memwall.trace.records import Module
+
+__all__ = ["ModuleTable", "fingerprint"]
+
+
+class ModuleTable:
+    """Numbers the modules below one or several roots.
+
+    With one root, index 0 is that root. With several (say an encoder and a decoder that the script calls one after
+    the other) index 0 is a nameless parent, and each root's path starts with `<ClassName>` or `<ClassName>#2`.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self.roots = tuple(roots)
+        self._index: dict[int, int] = {}
+        self._modules: list[nn.Module] = []
+        records: list[Module] = []
+        if len(self.roots) != 1:
+            records.append(Module("", "roots", -1, "none", False, False, False, 0))
+        for root, prefix in zip(self.roots, root_names(self.roots), strict=True):
+            first_parent = -1 if len(self.roots) == 1 else 0
+            self._add(root, prefix, first_parent, "none", records)
+        self.records = tuple(records)
+
+    def _add(
+        self,
+        module: nn.Module,
+        path: str,
+        parent: int,
+        container: Literal["list", "sequential", "none"],
+        records: list[Module],
+    ) -> None:
+        if id(module) in self._index:
+            return
+        index = len(records)
+        self._index[id(module)] = index
+        self._modules.append(module)
+        children = list(module.named_children())
+        records.append(
+            Module(
+                path=path,
+                class_name=type(module).__name__,
+                parent=parent,
+                container=container,
+                is_leaf=not children,
+                has_batch_norm=any(is_batch_norm(child) for child in module.modules()),
+                is_wrappable=not isinstance(module, (torch.jit.ScriptModule, nn.ModuleList, nn.ModuleDict))
+                and not hasattr(module, "_orig_mod"),
+                parameter_bytes=sum(p.nbytes for p in module.parameters(recurse=False)),
+            )
+        )
+        kind: Literal["list", "sequential", "none"] = "none"
+        if isinstance(module, nn.Sequential):
+            kind = "sequential"
+        elif isinstance(module, nn.ModuleList):
+            kind = "list"
+        for name, child in children:
+            self._add(child, f"{path}.{name}" if path else name, index, kind, records)
+
+    def index_of(self, module: nn.Module) -> int:
+        """Index of a module, or -1 if it is not below a root."""
+        return self._index.get(id(module), -1)
+
+
+def root_names(roots: Sequence[nn.Module]) -> list[str]:
+    """Path prefixes of the roots: "" for a single one, else their class names, numbered where they repeat."""
+    if len(roots) == 1:
+        return [""]
+    seen: dict[str, int] = {}
+    names = []
+    for root in roots:
+        name = type(root).__name__
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module updates running statistics from the batches it sees (BatchNorm and its kin)."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and bool(module.track_running_stats)
+
+
+def fingerprint(roots: Sequence[nn.Module]) -> str:
+    """SHA-256 over what a plan relies on: module paths and classes; parameter names, shapes and dtypes."""
+    digest = hashlib.sha256()
+    for root, prefix in zip(roots, root_names(roots), strict=True):
+        for path, module in root.named_modules():
+            digest.update(f"{prefix}.{path}:{type(module).__qualname__}\n".encode())
+        for name, parameter in root.named_parameters():
+            digest.update(f"{prefix}.{name}:{tuple(parameter.shape)}:{parameter.dtype}\n".encode())
+    return digest.hexdigest()

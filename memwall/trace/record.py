@@ -1,0 +1,189 @@
+"""Records a workload: the Python entry `memwall.record(workload)`, and the assembly of a trace from step logs."""
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from memwall.errors import TraceError
+from memwall.trace.build import build_step
+from memwall.trace.events import EventLog
+from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
+from memwall.trace.modules import ModuleTable, fingerprint
+from memwall.trace.recorder import Parking, StepRecorder
+from memwall.trace.records import Machine, Step, Trace
+from memwall.trace.workload import Workload
+from memwall.trace.workspace import Workspaces
+
+__all__ = ["TraceBuilder", "record"]
+
+
+class TraceBuilder:
+    """Records the steps of one training run, one after the other, and puts them into a trace."""
+
+    def __init__(self, roots: Sequence[nn.Module], parking: Parking | None = None) -> None:
+        self.roots = tuple(roots)
+        self._parking = parking
+        self._names: dict[str, int] = {}
+        self._steps: list[Step] = []
+        self._recorder: StepRecorder | None = None
+        self._base_bytes = 0
+        self._micro_batch = 0
+        self._num_micro_batches = 1
+        self._gradients_persist = False
+        self._had_state = False
+        self._begin = 0.0
+        self._workspaces = Workspaces()
+        self._modules = ModuleTable(roots).records
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a step is being recorded now."""
+        return self._recorder is not None
+
+    def start_step(self, optimizer: torch.optim.Optimizer | None, *, running_root: nn.Module | None = None) -> None:
+        """Begins to record a step; `running_root` is the root whose forward is about to begin, if one is."""
+        self._had_state = optimizer is not None and bool(optimizer.state)
+        self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
+        recorder = StepRecorder(self.roots, self._parking, self._workspaces)
+        return_free_memory()
+        resident_bytes = process_bytes()
+        reset_process_peak()
+        recorder.start(optimizer, running_root)
+        if not self._steps:
+            self._base_bytes = resident_bytes - _existing_bytes(recorder.log)
+        self._recorder = recorder
+        self._begin = time.perf_counter()
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps that ended in the step being recorded."""
+        return self._recorder.num_optimizer_steps if self._recorder is not None else 0
+
+    def cancel_step(self) -> None:
+        """Takes the recording away without a result."""
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
+
+    def finish_step(self, optimizer: torch.optim.Optimizer | None) -> Step:
+        """Ends the recording of a step and returns it.
+
+        Raises:
+            TraceError: the step had no forward, backward or optimizer step.
+        """
+        if self._recorder is None:
+            raise TraceError("no step is being recorded")
+        wall_seconds = time.perf_counter() - self._begin
+        peak_bytes = process_peak_bytes()
+        recorder, self._recorder = self._recorder, None
+        log = recorder.finish(optimizer)
+        for phase, hint in (
+            ("forward", "the model was not called with gradients on"),
+            ("backward", "loss.backward() was not called"),
+            ("optimizer", "optimizer.step() was not called"),
+        ):
+            if not log.has_mark(phase):
+                raise TraceError(f"the recorded step has no {phase} phase: {hint}; record one whole training step")
+        if not self._steps:
+            # Inputs show themselves only when they are read; they were resident before the step all the same.
+            self._base_bytes -= sum(
+                size
+                for size, birth, category in zip(
+                    log.storage_bytes, log.storage_birth, log.storage_category, strict=True
+                )
+                if birth < 0 and category is None
+            )
+        self._micro_batch = log.micro_batch
+        self._num_micro_batches = 1 + sum(name == "accumulation" for name, _ in log.marks)
+        self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
+        step = build_step(
+            log,
+            recorder.table,
+            self._names,
+            kind="steady" if self._had_state else "first",
+            wall_seconds=wall_seconds,
+            process_peak_bytes=peak_bytes,
+        )
+        self._steps.append(step)
+        return step
+
+    def trace(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        machine: Machine | None = None,
+        autocast: Literal["none", "bfloat16", "float16"] = "none",
+    ) -> Trace:
+        """The trace of all steps recorded so far.
+
+        Args:
+            machine: what is known of the machine's speeds.
+            autocast: the precision the forward ran in.
+        """
+        device = next((p.device.type for root in self.roots for p in root.parameters()), "cpu")
+        return Trace(
+            schema="memwall.trace/1",
+            source="recorded",
+            device=device,
+            torch_version=str(torch.__version__),
+            num_threads=torch.get_num_threads(),
+            model_fingerprint=fingerprint(self.roots),
+            optimizer=type(optimizer).__name__ if optimizer is not None else "",
+            micro_batch=self._micro_batch,
+            gradients_persist=self._gradients_persist,
+            num_micro_batches=self._num_micro_batches,
+            autocast=autocast,
+            is_parked=self._parking is not None,
+            base_bytes=self._base_bytes,
+            workspace_bytes=0,
+            machine=machine or Machine(),
+            names=tuple(self._names),
+            modules=self._modules,
+            steps=tuple(self._steps),
+        )
+
+
+def _existing_bytes(log: EventLog) -> int:
+    return sum(
+        size
+        for size, birth, device in zip(log.storage_bytes, log.storage_birth, log.storage_device, strict=True)
+        if birth < 0 and device == "cpu"
+    )
+
+
+def record(workload: Workload, *, num_steps: int = 2) -> Trace:
+    """Runs and records the first steps of a workload: the first one, and steady ones after it.
+
+    Example:
+        >>> import torch
+        >>> from memwall.trace.workload import Workload
+from memwall.trace.workspace import Workspaces
+        >>> workload = Workload(
+        ...     model=lambda: torch.nn.Linear(4, 2),
+        ...     batch=lambda: torch.zeros(3, 4),
+        ...     loss=lambda model, batch: model(batch).sum(),
+        ...     optimizer=lambda parameters: torch.optim.AdamW(parameters),
+        ... )
+        >>> [step.kind for step in record(workload).steps]
+        ['first', 'steady']
+
+    Raises:
+        TraceError: the workload does not run a whole training step.
+    """
+    model = workload.make_model()
+    optimizer = workload.make_optimizer(model)
+    batch = workload.make_batch()
+    builder = TraceBuilder([model])
+    for _ in range(num_steps):
+        builder.start_step(optimizer)
+        try:
+            workload.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            builder.finish_step(optimizer)
+        finally:
+            builder.cancel_step()
+    return builder.trace(optimizer)

@@ -1,0 +1,268 @@
+"""Records one training step while it runs: the first stage of trace -> predict -> plan -> apply.
+
+A dispatch mode sees every operation below autograd, weak references to storages see every death, saved-tensor hooks
+see what backward keeps, and module hooks say whose forward is running. The recorder only observes; if it is given a
+`Parking`, that decides where saved tensors live meanwhile, and the trace still describes the plain step.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from memwall.errors import TraceError
+from memwall.trace.events import EventLog
+from memwall.trace.modules import ModuleTable
+from memwall.trace.records import Phase
+from memwall.trace.workspace import Workspaces
+
+__all__ = ["Parking", "StepRecorder"]
+
+
+class Parking(Protocol):
+    """Where saved tensors live between forward and backward while a step is recorded."""
+
+    def pack(self, tensor: Tensor) -> object:
+        """Takes a tensor that autograd saves; returns a handle, with the tensor as its `tensor` if it was kept."""
+
+    def unpack(self, packed: object) -> Tensor:
+        """Gives back the tensor of a handle, or the kept tensor."""
+
+
+class _Held:
+    """What autograd holds in place of a saved tensor; its end is the moment backward let go."""
+
+    __slots__ = ("index", "log", "packed")
+
+    def __init__(self, packed: object, index: int, log: EventLog) -> None:
+        self.packed, self.index, self.log = packed, index, log
+
+    def __del__(self) -> None:
+        self.log.saved_released(self.index)
+
+
+def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
+    """Collects tensors from the nesting that operator arguments have: tuples, lists and dicts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _tensors(value, found)
+        elif isinstance(value, dict):
+            _tensors(value.values(), found)
+        elif hasattr(value, "__dataclass_fields__"):
+            _tensors(vars(value).values(), found)
+    return found
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records from `start()` to `finish()`; between them at least one forward, backward and optimizer step run.
+
+    Args:
+        roots: the modules the step trains, in order of their first call.
+        parking: where saved tensors go while recording; None keeps them, as a plain step does.
+        workspaces: what operators were seen to allocate for themselves, to be shared between steps.
+    """
+
+    def __init__(
+        self, roots: Sequence[nn.Module], parking: Parking | None = None, workspaces: Workspaces | None = None
+    ) -> None:
+        super().__init__()
+        self.workspaces = workspaces or Workspaces()
+        self.table = ModuleTable(roots)
+        self.log = EventLog(is_parked=parking is not None)
+        self._parking = parking
+        self._phase: Phase = "other"
+        self._in_optimizer = False
+        self.num_optimizer_steps = 0
+        self._paused = 0
+        self._hook_handles: list[Any] = []
+        self._saved_hooks: Any = None
+        self._root_ids = {id(root) for root in roots}
+        self._cuda_events: list[tuple[int, Any, Any]] = []
+
+    # -- life cycle ------------------------------------------------------------------------------------------------
+
+    def start(
+        self, optimizer: torch.optim.Optimizer | None = None, running_root: nn.Module | None = None
+    ) -> None:
+        """Begins recording. Parameters, buffers, gradients and optimizer state count as there before the step.
+
+        Args:
+            running_root: a root that is being called right now, from a hook of its own before its forward.
+        """
+        for root in self.table.roots:
+            for parameter in root.parameters():
+                self.log.existing(parameter, "parameter")
+                if parameter.grad is not None:
+                    self.log.existing(parameter.grad, "gradient")
+            for buffer in root.buffers():
+                self.log.existing(buffer, "buffer")
+        if optimizer is not None:
+            for tensor in _tensors(optimizer.state.values(), []):
+                self.log.existing(tensor, "optimizer_state")
+        hooks = torch.nn.modules.module
+        self._hook_handles = [
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
+            register_optimizer_step_pre_hook(self._enter_optimizer),
+            register_optimizer_step_post_hook(self._leave_optimizer),
+        ]
+        self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._saved_hooks.__enter__()
+        self.__enter__()
+        if running_root is not None:
+            self._enter_module(running_root, ())
+
+    def stop(self) -> None:
+        """Ends recording and takes every hook away; safe to call twice."""
+        if self._saved_hooks is None:
+            return
+        self._saved_hooks.__exit__(None, None, None)
+        self._saved_hooks = None
+        self.__exit__(None, None, None)
+        for handle in self._hook_handles:
+            handle.remove()
+        self._hook_handles = []
+
+    def finish(self, optimizer: torch.optim.Optimizer | None) -> EventLog:
+        """Ends recording and settles what only the end of the step can tell: gradients, state, device times."""
+        self.stop()
+        if self._cuda_events:
+            torch.cuda.synchronize()
+            for index, begin, end in self._cuda_events:
+                self.log.op_seconds[index] = begin.elapsed_time(end) / 1e3
+            self._cuda_events = []
+        for root in self.table.roots:
+            for parameter in root.parameters():
+                if parameter.grad is not None:
+                    self.log.categorise(parameter.grad, "gradient")
+        if optimizer is not None:
+            for tensor in _tensors(optimizer.state.values(), []):
+                self.log.categorise(tensor, "optimizer_state")
+        if not self.log.op_name:
+            raise TraceError("the recorded step ran no tensor operation; nothing can be planned from it")
+        return self.log
+
+    # -- module, optimizer and autograd hooks ----------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        index = self.table.index_of(module)
+        if index < 0:
+            return
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node is None and id(module) in self._root_ids and not self.log.call_stack:
+            self._set_phase("forward" if torch.is_grad_enabled() else "eval")
+            if self.log.micro_batch == 0:
+                self.log.micro_batch = next((t.shape[0] for t in _tensors(args, []) if t.dim() > 0), 0)
+        self.log.enter_call(index, torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        index = self.table.index_of(module)
+        if index < 0 or not self.log.call_stack:
+            return
+        inputs = _tensors((*args, *kwargs.values()), [])
+        outputs = _tensors((output,), [])
+        self.log.leave_call(index, torch.autograd._get_sequence_nr(), inputs, outputs)  # type: ignore[attr-defined]
+        if not self.log.call_stack and self._phase == "forward":
+            if self.log.micro_batch == 0:
+                self.log.micro_batch = next((t.shape[0] for t in inputs if t.dim() > 0), 0)
+            self._set_phase("loss")
+
+    def _enter_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.log.categorise(parameter.grad, "gradient")
+        self._in_optimizer = True
+        self._set_phase("optimizer")
+
+    def _leave_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._in_optimizer = False
+        self.num_optimizer_steps += 1
+        self._set_phase("other")
+
+    def _set_phase(self, phase: Phase) -> None:
+        if phase != self._phase:
+            if phase == "forward" and self.log.has_mark("backward"):
+                self.log.mark("accumulation")
+            self._phase = phase
+            self.log.mark(phase)
+
+    def _pack(self, tensor: Tensor) -> _Held:
+        index = self.log.saved(tensor)
+        self._paused += 1
+        try:
+            packed = tensor if self._parking is None else self._parking.pack(tensor)
+        finally:
+            self._paused -= 1
+        self.log.saved_moved.append(packed is not tensor and getattr(packed, "tensor", None) is None)
+        return _Held(packed, index, self.log)
+
+    def _unpack(self, held: _Held) -> Tensor:
+        self.log.saved_unpacked(held.index)
+        if self._parking is None:
+            assert isinstance(held.packed, Tensor)
+            return held.packed
+        self._paused += 1
+        try:
+            tensor = self._parking.unpack(held.packed)
+        finally:
+            self._paused -= 1
+        self.log.alias(tensor, held.index)
+        return tensor
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        log = self.log
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        sequence = -1
+        if node is not None:
+            sequence = node._sequence_nr()
+            if self._phase not in ("backward", "optimizer"):
+                self._set_phase("backward")
+        elif self._phase == "backward" and not self._in_optimizer and not log.call_stack:
+            self._set_phase("other")
+        inputs = _tensors(args, [])
+        if kwargs:
+            _tensors(kwargs.values(), inputs)
+        index = log.begin_op(str(func), self._phase, sequence, inputs)
+        device_timer = self._begin_device_timer(inputs)
+        begin = time.perf_counter()
+        with self.workspaces.measuring(func, inputs) as workspace:
+            out = func(*args, **kwargs)
+        seconds = time.perf_counter() - begin
+        if device_timer is not None:
+            device_timer[1].record()
+            self._cuda_events.append((index, *device_timer))
+        flop_formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        flops = int(flop_formula(*args, **kwargs, out_val=out)) if flop_formula is not None else 0
+        outputs = _tensors((out,), [])
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if "out" in kwargs:
+            written.append(kwargs["out"])
+        log.end_op(index, seconds, flops, outputs, _tensors(written, []) if written else [])
+        log.workspace(index, workspace.beyond(log.born_bytes(index)))
+        return out
+
+    def _begin_device_timer(self, inputs: list[Tensor]) -> tuple[Any, Any] | None:
+        if not inputs or inputs[0].device.type != "cuda":
+            return None
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()  # type: ignore[no-untyped-call]
+        return begin, end

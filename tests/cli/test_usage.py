@@ -1,0 +1,232 @@
+"""What a person who mistypes is told, and the exit status that goes with it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+import memwall
+from memwall.cli import options
+from memwall.cli.app import app, main
+from memwall.errors import InfeasibleError, MemwallError, UsageError
+
+SIZES = "expected a number with a unit, such as 10GiB, 800MiB, 24GB, plain bytes, or a percentage such as 50%"
+OPTIONS = {
+    "demo": {"--budget", "--out", "--json"},
+    "doctor": {"--disk", "--json"},
+    "explain": {"--json"},
+    "plan": {"--budget", "--device", "--host", "--disk", "--allow", "--global-batch", "--output", "--json"},
+    "profile": {"--output", "--steps", "--json"},
+    "run": {"--budget", "--plan", "--host", "--disk", "--allow", "--report", "--json"},
+    "verify": {"--json"},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with one script in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    return tmp_path
+
+
+def test_commands_and_options_are_pinned() -> None:
+    group = typer.main.get_command(app)
+    found = {
+        name: {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+        for name, command in group.commands.items()
+    }
+    assert found == OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("run train.py", "run: expected either --budget SIZE or --plan plan.json, found neither"),
+        (
+            "run --budget 1GiB --plan p.json train.py",
+            "run: expected either --budget SIZE or --plan plan.json, found both",
+        ),
+        ("run --budget lots train.py", f"--budget: 'lots' is not a size; {SIZES}"),
+        ("run --budget 3Gob train.py", f"--budget: '3Gob' is not a size; {SIZES}"),
+        ("run --budget 0 train.py", "--budget: '0' is zero bytes; a size must be positive"),
+        ("run --budget 1GiB --host some train.py", f"--host: 'some' is not a size; {SIZES}"),
+        ("run --budget 1GiB nope.py", "there is no script nope.py in {cwd}; expected a Python file"),
+        ("run --budget 1GiB pkg.train", "there is no script pkg.train in {cwd}; for a module write -m pkg.train"),
+        ("run --budget 1GiB {cwd}", "{cwd} is a folder; expected a Python script, or -m MODULE"),
+        ("run --budget 1GiB -m", "-m needs the name of a module, as in: -m package.train"),
+        ("run --budget 1GiB -m nope", "-m nope: there is no such module in {cwd} or installed"),
+        (
+            "run --bugdet 1GiB train.py",
+            "run: no such option --bugdet, did you mean --budget; the script's own options go after SCRIPT",
+        ),
+        (
+            "run --plan p.json train.py",
+            "there is no file p.json; expected a plan written by memwall plan -o plan.json",
+        ),
+        (
+            "run --budget 1GiB --report no/run.json train.py",
+            "--report: there is no folder {cwd}/no to write run.json in; create it first",
+        ),
+        (
+            "run --budget 1GiB --allow precision,magic train.py",
+            "--allow: 'magic' is not known; expected one or more of precision, low-bit-optimizer",
+        ),
+        (
+            "run --budget 1GiB --disk no/such train.py",
+            "--disk no/such: this directory does not exist; create it (mkdir -p no/such) or give another one",
+        ),
+        ("run --budget 1GiB --disk {cwd}:5Gob train.py", f"--disk: '5Gob' is not a size; {SIZES}"),
+        ("profile nope.py", "there is no script nope.py in {cwd}; expected a Python file"),
+        ("profile -o {cwd} train.py", "--output: {cwd} is a folder; expected a file name in it"),
+        (
+            "plan no.trace --budget 1GiB",
+            "there is no file no.trace; expected a trace written by memwall profile, or package.module:factory, "
+            "or path/file.py:factory",
+        ),
+        (
+            "plan gone.py:tiny --budget 1GiB",
+            "'gone.py:tiny': there is no file gone.py; expected package.module:factory or path/file.py:factory, "
+            "a function that returns a memwall.Workload",
+        ),
+        (
+            "plan train.py --budget 10% --device tpu",
+            "'tpu' is no device of this machine; expected cpu, cuda or cuda:N",
+        ),
+        (
+            "verify p.json r.json",
+            "there is no file p.json; expected a plan written by memwall plan -o plan.json",
+        ),
+        (
+            "verify train.py r.json",
+            "there is no file r.json; expected a report written by memwall run --report run.json",
+        ),
+        (
+            "explain no.trace",
+            "there is no file no.trace; expected a trace written by memwall profile, or a plan written by memwall plan",
+        ),
+        ("demo --budget half", f"--budget: 'half' is not a size; {SIZES}"),
+        (
+            "doctor --disk no/such",
+            "--disk no/such: this directory does not exist; create it (mkdir -p no/such) or give another one",
+        ),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(
+    arguments: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(arguments.replace("{cwd}", str(folder)).split())
+    shown = capsys.readouterr()
+    assert shown.err == f"memwall: {message.replace('{cwd}', str(folder))}\n"
+    assert shown.out == ""
+    assert status == 2
+
+
+@pytest.mark.parametrize("arguments", ["nope", "plan x.trace", "plan", "run", "doctor --dsik x", "verify only.json"])
+def test_wrong_command_line_shows_usage_and_status_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("Usage: memwall")
+    assert shown.out == ""
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"memwall {memwall.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (MemwallError("any"), 2),
+        (InfeasibleError("needs 3 GiB", budget_bytes=1, smallest_feasible_bytes=3), 3),
+    ],
+)
+def test_error_of_any_command_gives_its_message_and_status(
+    error: MemwallError, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(directory: Path | None) -> None:
+        raise error
+
+    monkeypatch.setattr("memwall.observe.machine.inspect_machine", fail)
+    assert main(["doctor"]) == status
+    assert capsys.readouterr().err == f"memwall: {error}\n"
+
+
+def test_status_of_the_command_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(directory: Path | None) -> None:
+        raise typer.Exit(5)
+
+    monkeypatch.setattr("memwall.observe.machine.inspect_machine", stop)
+    assert main(["doctor"]) == 5
+
+
+def parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> options.Script:
+    """What `memwall run` makes of the end of its command line."""
+    seen: list[options.Script] = []
+
+    def note(command: list[str], ctx: typer.Context) -> options.Script:
+        seen.append(options.parse_command(command, ctx))
+        raise UsageError("far enough")
+
+    monkeypatch.setattr("memwall.cli.run.parse_command", note)
+    assert main(["run", *line.split()]) == 2
+    return seen[0]
+
+
+def test_everything_after_the_script_is_the_script_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("--budget 1GiB train.py --lr 3 --json -o x --budget 5 -m y", monkeypatch) == options.Script(
+        name="train.py", is_module=False, arguments=("--lr", "3", "--json", "-o", "x", "--budget", "5", "-m", "y")
+    )
+
+
+def test_everything_after_the_module_is_the_module_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = parsed("--budget 1GiB -m train --lr 3 --json", monkeypatch)
+    assert script == options.Script(name="train", is_module=True, arguments=("--lr", "3", "--json"))
+    assert script.target == "-m train"
+
+
+def test_percentage_of_a_cpu_is_of_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memwall.predict.limits.memory_limit_bytes", lambda *, root=None: 8000)
+    assert options.parse_budget("25%", device="cpu") == 2000
+    assert options.parse_host("50%") == 4000
+
+
+def test_disk_with_and_without_a_size(folder: Path) -> None:
+    (folder / "a:5").mkdir()
+    assert options.parse_disk(None) is None
+    assert options.parse_disk(str(folder)) == options.DiskTier(directory=folder, limit_bytes=None)
+    assert options.parse_disk(f"{folder}:1MiB") == options.DiskTier(directory=folder, limit_bytes=1 << 20)
+    assert options.parse_disk(f"{folder}/a:5") == options.DiskTier(directory=folder / "a:5", limit_bytes=None)
+
+
+def test_allow_is_in_a_fixed_order() -> None:
+    assert options.parse_allow(None) == ()
+    assert options.parse_allow("low-bit-optimizer, precision,precision") == ("precision", "low-bit-optimizer")
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys\nfrom memwall.cli.app import main\nstatus = main(['--help'])\n"
+        "print(status, sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert time.perf_counter() - begin < 5
+
+
+def test_python_dash_m_memwall() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "memwall", "explain", "no.trace"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("memwall: there is no file no.trace; ")

@@ -1,0 +1,40 @@
+"""What every test gets: a fixed terminal width, its environment restored, and one way to say what it requires."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Text as on an 80-column terminal without colours; environment variables are put back afterwards."""
+    before = dict(os.environ)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("NO_COLOR", "1")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what cannot run here, each with its reason."""
+    for item in items:
+        missing = [
+            name
+            for mark in item.iter_markers("requires")
+            for name in mark.args
+            if importlib.util.find_spec(name) is None
+        ]
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
+        if item.get_closest_marker("gpu") is not None and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

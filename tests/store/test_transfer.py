@@ -1,0 +1,278 @@
+"""Transfers by worker threads: complete and checked, or a typed error on the caller's thread; never a hang."""
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from memwall.errors import OffloadIOError, StoreError
+from memwall.store.backend import SystemBackend, round_up
+from memwall.store.scratch import ScratchFile
+from memwall.store.tier import DiskTier
+from memwall.store.transfer import TransferPool
+
+BLOCK = 64 << 10
+pytestmark = pytest.mark.timeout(30)
+
+
+def pages(num_bytes: int, seed: int = 0) -> memoryview:
+    """Page-aligned pseudo-random memory."""
+    memory = mmap.mmap(-1, round_up(num_bytes))
+    memory.write(
+        torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).numpy()
+    )
+    return memoryview(memory)[:num_bytes]
+
+
+class Faulty(SystemBackend):
+    """Runs `on_write` and `on_read` in place of the real calls, with the count of calls so far."""
+
+    def __init__(
+        self,
+        on_write: Callable[[int, int, memoryview, int], int] | None = None,
+        on_read: Callable[[int, int, memoryview, int], int] | None = None,
+    ) -> None:
+        self.on_write, self.on_read, self.num_writes, self.num_reads = on_write, on_read, 0, 0
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        self.num_writes += 1
+        return self.on_write(self.num_writes, fd, data, offset) if self.on_write else os.pwrite(fd, data, offset)
+
+    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self.num_reads += 1
+        return self.on_read(self.num_reads, fd, buffer, offset) if self.on_read else os.preadv(fd, [buffer], offset)
+
+
+def fail_with(number: int) -> Callable[[int, int, memoryview, int], int]:
+    """A call that always fails."""
+
+    def call(count: int, fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def short_then_full(count: int, fd: int, data: memoryview, offset: int) -> int:
+    """Half of the first block, then a full disk."""
+    if count > 1:
+        raise OSError(errno.ENOSPC, "full")
+    return os.pwrite(fd, data[: len(data) // 2], offset)
+
+
+def flip_a_bit(count: int, fd: int, buffer: memoryview, offset: int) -> int:
+    """A read that succeeds with one wrong bit."""
+    done = os.preadv(fd, [buffer], offset)
+    buffer[done // 2] ^= 1
+    return done
+
+
+def half_then_nothing(count: int, fd: int, buffer: memoryview, offset: int) -> int:
+    """A file cut short."""
+    return os.preadv(fd, [buffer[: len(buffer) // 2]], offset) if count == 1 else 0
+
+
+def drop_the_write(count: int, fd: int, data: memoryview, offset: int) -> int:
+    """Acknowledged, never done."""
+    return len(data)
+
+
+def a_bug(count: int, fd: int, data: memoryview, offset: int) -> int:
+    """Not an operating system's error at all."""
+    raise ZeroDivisionError("in a worker")
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_many_transfers_come_back_equal(tmp_path: Path, has_checksums: bool) -> None:
+    with TransferPool(ScratchFile(tmp_path), block_bytes=BLOCK, has_checksums=has_checksums) as pool:
+        data = [pages(round_up(5000 * (n + 1)), seed=n) for n in range(40)]
+        slots = [pool.scratch.allocate(len(item)) for item in data]
+        writes = [pool.write(slot, item) for slot, item in zip(slots, data, strict=True)]
+        for write in writes:
+            write.wait()
+        for slot, item in zip(slots, data, strict=True):
+            back = pages(len(item), seed=99)
+            pool.read(slot, back).wait()
+            assert back == item
+        assert pool.bytes_written == pool.bytes_read == sum(len(item) for item in data)
+
+
+def test_a_read_queued_behind_its_write_waits_for_it(tmp_path: Path) -> None:
+    started = threading.Event()
+
+    def slow(count: int, fd: int, data: memoryview, offset: int) -> int:
+        started.wait(10)
+        return os.pwrite(fd, data, offset)
+
+    with TransferPool(ScratchFile(tmp_path, backend=Faulty(slow)), block_bytes=BLOCK) as pool:
+        data, back = pages(3 * BLOCK), pages(3 * BLOCK, seed=1)
+        slot = pool.scratch.allocate(3 * BLOCK)
+        write = pool.write(slot, data)
+        read = pool.read(slot, back, after=write, is_urgent=True)
+        assert not read.is_done
+        started.set()
+        read.wait()
+        assert back == data
+
+
+@pytest.mark.parametrize(
+    ("on_write", "number", "words"),
+    [
+        (fail_with(errno.EIO), errno.EIO, "look at the kernel log"),
+        (fail_with(errno.ENOSPC), errno.ENOSPC, "the disk is full"),
+        (fail_with(errno.EDQUOT), errno.EDQUOT, "quota"),
+        (fail_with(errno.EFBIG), errno.EFBIG, "ulimit -f"),
+        (short_then_full, errno.ENOSPC, r"32\.0 KiB of 64\.0 KiB were transferred; No space left on device"),
+    ],
+)
+def test_a_failed_write_reaches_the_caller(
+    tmp_path: Path, on_write: Callable[[int, int, memoryview, int], int], number: int, words: str
+) -> None:
+    with TransferPool(ScratchFile(tmp_path, backend=Faulty(on_write)), num_workers=1, block_bytes=BLOCK) as pool:
+        write = pool.write(pool.scratch.allocate(BLOCK), pages(BLOCK), label="float32[16384]")
+        with pytest.raises(OffloadIOError, match=words) as caught:
+            write.wait()
+        assert caught.value.errno == number
+        assert "writing float32[16384]" in str(caught.value)
+        with pytest.raises(OffloadIOError):  # also whoever comes later
+            pool.write(pool.scratch.allocate(BLOCK), pages(BLOCK))
+
+
+@pytest.mark.parametrize(
+    ("on_read", "words"),
+    [
+        (fail_with(errno.EIO), "Input/output error"),
+        (half_then_nothing, r"32\.0 KiB of 64\.0 KiB were transferred"),
+        (flip_a_bit, "float32.16384. came back different"),
+    ],
+)
+def test_a_failed_read_reaches_the_caller(
+    tmp_path: Path, on_read: Callable[[int, int, memoryview, int], int], words: str
+) -> None:
+    with TransferPool(ScratchFile(tmp_path, backend=Faulty(on_read=on_read)), block_bytes=BLOCK) as pool:
+        slot = pool.scratch.allocate(BLOCK)
+        pool.write(slot, pages(BLOCK)).wait()
+        with pytest.raises(OffloadIOError, match=words):
+            pool.read(slot, pages(BLOCK), label="float32[16384]").wait()
+
+
+def test_a_write_that_was_acknowledged_and_dropped_is_found_at_the_read(tmp_path: Path) -> None:
+    with TransferPool(ScratchFile(tmp_path, backend=Faulty(drop_the_write)), block_bytes=BLOCK) as pool:
+        slot = pool.scratch.allocate(BLOCK)
+        pool.write(slot, pages(BLOCK)).wait()
+        with pytest.raises(OffloadIOError, match="came back different"):
+            pool.read(slot, pages(BLOCK)).wait()
+
+
+def test_any_other_exception_in_a_worker_is_typed(tmp_path: Path) -> None:
+    with TransferPool(ScratchFile(tmp_path, backend=Faulty(a_bug)), block_bytes=BLOCK) as pool:
+        write = pool.write(pool.scratch.allocate(BLOCK), pages(BLOCK))
+        with pytest.raises(StoreError, match="died of ZeroDivisionError: in a worker"):
+            write.wait()
+
+
+def test_a_disk_that_stands_still_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    def stuck(count: int, fd: int, data: memoryview, offset: int) -> int:
+        released.wait(20)
+        return len(data)
+
+    pool = TransferPool(ScratchFile(tmp_path, backend=Faulty(stuck)), block_bytes=BLOCK, stall_seconds=0.2)
+    write = pool.write(pool.scratch.allocate(BLOCK), pages(BLOCK))
+    with pytest.raises(StoreError, match="has finished nothing for"):
+        write.wait()
+    released.set()
+    pool.close()
+
+
+def test_closing_drops_what_is_queued_and_ends_the_threads(tmp_path: Path) -> None:
+    def slow(count: int, fd: int, data: memoryview, offset: int) -> int:
+        time.sleep(0.05)
+        return len(data)
+
+    before = threading.active_count()
+    pool = TransferPool(ScratchFile(tmp_path, backend=Faulty(slow)), block_bytes=BLOCK)
+    write = pool.write(pool.scratch.allocate(200 * BLOCK), pages(200 * BLOCK))
+    pool.close()
+    pool.close()
+    assert write.is_done
+    assert threading.active_count() == before
+    with pytest.raises(StoreError, match="has been closed"):
+        pool.write(pool.scratch.allocate(BLOCK), pages(BLOCK))
+
+
+def test_the_interpreter_ends_with_transfers_under_way(tmp_path: Path) -> None:
+    code = f"""
+import mmap
+from memwall.store.scratch import ScratchFile
+from memwall.store.transfer import TransferPool
+pool = TransferPool(ScratchFile({str(tmp_path)!r}))
+data = memoryview(mmap.mmap(-1, 64 << 20))
+pool.write(pool.scratch.allocate(64 << 20), data)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_is_told_instead_of_waiting(tmp_path: Path) -> None:
+    code = f"""
+import os
+from memwall.errors import StoreError
+from memwall.store.scratch import ScratchFile
+from memwall.store.transfer import TransferPool
+pool = TransferPool(ScratchFile({str(tmp_path)!r}))
+if os.fork() == 0:
+    try:
+        pool.raise_failure()
+    except StoreError as error:
+        print(error, flush=True)
+    raise SystemExit
+os.wait()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25, check=True)
+    assert "was forked from it and has no transfer threads" in result.stdout
+
+
+def test_a_slot_is_not_reused_while_something_is_under_way_in_it(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def wait_for_gate(count: int, fd: int, data: memoryview, offset: int) -> int:
+        gate.wait(10)
+        return os.pwrite(fd, data, offset)
+
+    with TransferPool(ScratchFile(tmp_path, backend=Faulty(wait_for_gate)), block_bytes=BLOCK) as pool:
+        tier = DiskTier(pool, window_bytes=4 * BLOCK)
+        parked = tier.park(torch.ones(BLOCK, dtype=torch.uint8), "x")
+        tier.release(parked)
+        assert pool.scratch.used_bytes == BLOCK
+        gate.set()
+        pool.wait_for(lambda: pool.scratch.used_bytes == 0)
+
+
+def test_a_window_of_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
+    with TransferPool(ScratchFile(tmp_path), block_bytes=BLOCK) as pool:
+        with pytest.raises(StoreError) as caught:
+            DiskTier(pool, window_bytes=BLOCK)
+        assert str(caught.value) == (
+            "an offload window of 64.0 KiB is too small: it must hold at least two blocks of 64.0 KiB; raise it to "
+            "128.0 KiB or more"
+        )
+
+
+def test_bytes_read_back_land_on_a_page_without_a_copy(tmp_path: Path) -> None:
+    with TransferPool(ScratchFile(tmp_path), block_bytes=BLOCK) as pool:
+        tier = DiskTier(pool, window_bytes=2 * BLOCK)
+        source = torch.arange(3 * BLOCK + 5, dtype=torch.int64).to(torch.uint8)
+        parked = tier.park(source, "x")
+        back, _ = tier.collect(tier.load(parked, is_urgent=True))
+        assert back.data_ptr() % 4096 == 0
+        assert torch.equal(back, source)

@@ -1,0 +1,157 @@
+"""The package as a whole: what importing it does, what it exports, what is installed, how large its files are."""
+
+import ast
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import memwall
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted([*ROOT.glob("memwall/**/*.py"), *ROOT.glob("triton_kernels/**/*.py")])
+MAX_LINES = 600
+RIM = ("cli", "report", "integrations")
+PUBLIC_NAMES = [
+    "InfeasibleError",
+    "MemwallError",
+    "OffloadIOError",
+    "Plan",
+    "Session",
+    "StoreError",
+    "Trace",
+    "Workload",
+    "__version__",
+    "fit",
+    "plan",
+    "record",
+]
+INSPECT_IMPORT = """
+import json, logging, os, sys, warnings
+before = dict(os.environ), list(logging.root.handlers), list(warnings.filters), set(sys.modules)
+import memwall
+after = dict(os.environ), list(logging.root.handlers), list(warnings.filters)
+print(json.dumps({
+    "same": [a == b for a, b in zip(before, after)],
+    "loggers": [n for n, l in logging.root.manager.loggerDict.items() if getattr(l, "handlers", None)],
+    "loaded": sorted({name.partition(".")[0] for name in set(sys.modules) - before[3]} - sys.stdlib_module_names),
+}))
+"""
+
+
+def run_python(code: str) -> str:
+    """Standard output of a new interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_changes_nothing_and_reads_no_other_library() -> None:
+    found = json.loads(run_python(INSPECT_IMPORT))
+    assert found == {"same": [True, True, True], "loggers": [], "loaded": ["memwall"]}
+
+
+def test_public_names_start_no_device_and_load_no_optional_library() -> None:
+    code = (
+        "import sys, memwall\n"
+        "for name in memwall.__all__: getattr(memwall, name)\n"
+        "import torch\n"
+        "optional = {'triton', 'transformers', 'accelerate', 'deepspeed', 'plotly', 'jinja2', 'rich', 'typer'}\n"
+        "print(sorted(optional & set(sys.modules)), torch.cuda.is_initialized())"
+    )
+    assert run_python(code).split("\n")[-2] == "[] False"
+
+
+def test_public_names_are_pinned() -> None:
+    assert memwall.__all__ == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_public_name_exists_and_says_what_it_is(name: str) -> None:
+    value = getattr(memwall, name)
+    assert isinstance(value, str) or (value.__doc__ or "").strip()
+
+
+def test_unknown_name_lists_the_public_ones() -> None:
+    with pytest.raises(AttributeError) as raised:
+        _ = memwall.Wrokload
+    assert str(raised.value) == (
+        f"module 'memwall' has no attribute 'Wrokload'; public names: {', '.join(PUBLIC_NAMES)}"
+    )
+
+
+@pytest.mark.parametrize("first", ["memwall", "memwall.plan", "memwall.plan.instance"])
+def test_plan_is_the_verb_whichever_import_came_first(first: str) -> None:
+    code = f"import memwall, {first}; from memwall import plan; print(callable(memwall.plan), plan is memwall.plan)"
+    assert run_python(code) == "True True\n"
+
+
+def test_listed_packages_are_the_folders() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    sources = {
+        ROOT / name.replace("memwall.triton_kernels", "triton_kernels").replace(".", "/") for name in setup["packages"]
+    }
+    assert sources == {path.parent for path in MODULES}
+    assert [folder for folder in sources if not (folder / "__init__.py").exists()] == []
+
+
+def test_entry_point_is_the_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, name = project["scripts"]["memwall"].split(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_wheel_installs_memwall_only(tmp_path: Path) -> None:
+    # A copy: setuptools leaves build/ behind, from where removed files would come back into a later wheel.
+    for name in ("pyproject.toml", "README.md", "memwall", "triton_kernels", "recipes", "tests", "benchmarks"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy(source, tmp_path / name)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "dist").glob("torch_memwall-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    expected = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("memwall/**/*.py")}
+    expected |= {f"memwall/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("triton_kernels/**/*.py")}
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert check_wheel(wheel).returncode == 0
+
+
+def test_wheel_check_names_what_is_wrong(tmp_path: Path) -> None:
+    wheel = tmp_path / "torch_memwall-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("memwall/__init__.py", "memwall/cli/app.py", "memwall/py.typed", "triton_kernels/__init__.py"):
+            archive.writestr(name, "")
+    done = check_wheel(wheel)
+    assert done.returncode == 1
+    faults = [line.removeprefix(f"{wheel}: ") for line in done.stderr.splitlines()]
+    assert "memwall/triton_kernels/__init__.py is missing" in faults
+    assert "top-level triton_kernels would be installed" in faults
+
+
+def check_wheel(wheel: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(ROOT / ".ci/check_wheel.py"), str(wheel)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_module_is_small_typed_and_silent(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= MAX_LINES
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert [node.name for node in functions if node.returns is None] == []
+    if path.relative_to(ROOT).parts[1] not in RIM:
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        assert [node.lineno for node in calls if getattr(node.func, "id", "") == "print"] == []
