@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,14 @@ def save_to_disk(moved: dict[str, int]) -> Iterator[None]:
             return tensor
         file = _SelfDeletingFile(folder)
         torch.save(tensor, file.name)
-        moved["bytes"] += os.path.getsize(file.name)
+        moved["bytes_moved"] += os.path.getsize(file.name)
         return file
 
     def unpack(packed: object) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         assert isinstance(packed, _SelfDeletingFile)
-        moved["bytes"] += os.path.getsize(packed.name)
+        moved["bytes_moved"] += os.path.getsize(packed.name)
         tensor: torch.Tensor = torch.load(packed.name)
         return tensor
 
@@ -97,7 +97,7 @@ def reset_peak() -> None:
 def _hash(tensors: Iterator[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -109,11 +109,11 @@ def work(workload_name: str, arm: str, budget_bytes: int | None) -> None:
     workload = WORKLOADS[workload_name]
     model = workload.build()
     optimizer = workload.optimizer(model)
-    moved = {"bytes": 0}
+    moved = {"bytes_moved": 0}
     losses: list[float] = []
     reset_peak()
     with ExitStack() as stack:
-        facts: Callable[[], dict[str, object]] = lambda: {"bytes_moved": moved["bytes"]}  # noqa: E731
+        facts: Callable[[], Mapping[str, object]] = moved.copy
         if arm.startswith("checkpoint-every-"):
             checkpoint_every(workload.blocks(model), int(arm.rsplit("-", 1)[1]))
         elif arm == "save-to-disk":

@@ -68,7 +68,7 @@ def score(records: Sequence[dict[str, Any]], budgets_bytes: Mapping[int, int]) -
 def _paired_ratio(record: dict[str, Any], other: dict[str, Any]) -> float:
     """Returns the median over rounds of the ratio of two step times; slow drift of the machine cancels."""
     pairs = zip(record["step_seconds"], other["step_seconds"], strict=True)
-    return statistics.median(ours / theirs for ours, theirs in pairs)
+    return statistics.median(float(ours / theirs) for ours, theirs in pairs)
 
 
 def _cell(
@@ -91,7 +91,7 @@ def _cell(
         return cell
     peak_bytes, predicted_bytes = memwall["peak_bytes"], memwall["predicted_peak_bytes"]
     limit = MAX_TIME_RATIO_WHEN_FITTING if share_percent > 100 else MAX_TIME_RATIO
-    ratio = best and memwall["step_seconds_median"] / best["step_seconds_median"]
+    ratio = memwall["step_seconds_median"] / best["step_seconds_median"] if best else None
     failures = {
         "over budget": peak_bytes > budget_bytes,
         "slower than allowed": ratio is not None and ratio > limit,
@@ -124,7 +124,7 @@ def knob_table(result: dict[str, Any]) -> str:
     lines = ["| workload | arm | step s (quartiles) | x plain | peak MiB | moved MiB | same weights | same buffers |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for workload in result["workloads"]:
-        for arm in workload["arms"]:
+        for arm in (arm for race in workload["races"] for arm in race["arms"]):
             low, middle, high = arm["step_seconds_quartiles"]
             lines.append(
                 f"| {workload['workload']} | {arm['arm']} | {middle:.3f} ({low:.3f}-{high:.3f}) "
@@ -145,7 +145,7 @@ def cell_table(result: dict[str, Any]) -> str:
     ]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for workload in result["workloads"]:
-        for cell in workload["cells"]:
+        for cell in (cell for race in workload["races"] for cell in race["cells"]):
             seconds = cell["best_knob_seconds"]
             row = f"| {workload['workload']} | {cell['share_percent']} % | {_mib(cell['budget_bytes'])} "
             row += f"| {cell['best_knob'] or 'none'} | {'' if seconds is None else f'{seconds:.3f}'} "
@@ -162,8 +162,9 @@ def cell_table(result: dict[str, Any]) -> str:
 
 def summary(result: dict[str, Any]) -> str:
     """Returns one paragraph: cells won, lost and how, and the noise floor."""
-    cells = [cell for workload in result["workloads"] for cell in workload["cells"] if "failures" in cell]
-    noise = ", ".join(f"{each['workload']} {each['noise_ratio'] - 1:+.1%}" for each in result["workloads"])
+    races = [(workload["workload"], race) for workload in result["workloads"] for race in workload["races"]]
+    cells = [cell for _, race in races for cell in race["cells"] if "failures" in cell]
+    noise = ", ".join(f"{name} {race['noise_ratio'] - 1:+.1%}" for name, race in races)
     counts = "memwall left out"
     if cells:
         passed = sum(not cell["failures"] for cell in cells)

@@ -31,7 +31,7 @@ FITS_PERCENT = 110
 TIGHTEST = "memwall-tightest"
 NUM_WARM_STEPS, NUM_PROBE_STEPS, NUM_ROUNDS = 3, 2, 12
 MEMORY_SHARE = 0.8
-"""How much of the available memory the racing processes may be expected to hold."""
+"""How much of the available memory the racing processes may be expected to hold at once."""
 
 
 class Worker:
@@ -123,29 +123,41 @@ def measure(workload: str, shares_percent: Sequence[int], num_rounds: int, has_m
             f"{workload}: {arm} peaks at {probe['peak_bytes'] / 2**20:.0f} MiB, {min(probe['step_seconds']):.2f} s"
         )
     plans = [(f"memwall-{share}", budgets_bytes[share]) for share in budgets_bytes] if has_memwall else []
-    arms: list[tuple[str, int | None]] = [*((arm, None) for arm in knobs), *plans]
-    check_memory(sum(probes[arm]["peak_bytes"] for arm in knobs if arm in probes) + keep_all_bytes * (1 + len(plans)))
-    records = race(workload, arms, num_rounds)
+    knob_bytes = keep_all_bytes + sum(probe["peak_bytes"] for arm, probe in probes.items() if arm in knobs)
+    races = []
+    for group in grouped(plans, knob_bytes):
+        records = race(workload, [*((arm, None) for arm in knobs), *group], num_rounds)
+        group_budgets = {
+            share: size for share, size in budgets_bytes.items() if not plans or size in dict(group).values()
+        }
+        races.append({**score(records, group_budgets), "arms": records})
     return {
         "workload": workload,
         "keep_all_bytes": keep_all_bytes,
         "floor_bytes": floor_bytes,
         "budgets_bytes": {str(share): budget_bytes for share, budget_bytes in budgets_bytes.items()},
         "probes": list(probes.values()),
-        "arms": records,
-        **score(records, budgets_bytes),
+        "races": races,
         "wall_seconds": time.perf_counter() - start,
     }
 
 
-def check_memory(needed_bytes: int) -> None:
-    """Refuses a race in which swapping or the kernel's out-of-memory killer would decide."""
-    available_bytes = psutil.virtual_memory().available
-    if needed_bytes > MEMORY_SHARE * available_bytes:
+def grouped(plans: Sequence[tuple[str, int]], knob_bytes: int) -> list[list[tuple[str, int]]]:
+    """Splits memwall's arms so that each group fits in memory together with all knobs, with which it races."""
+    room_bytes = int(MEMORY_SHARE * psutil.virtual_memory().available) - knob_bytes
+    most_bytes = max((budget_bytes for _, budget_bytes in plans), default=0)
+    if most_bytes > room_bytes:
         raise SystemExit(
-            f"the race may hold {needed_bytes / 2**30:.1f} GiB at once, and only {available_bytes / 2**30:.1f} GiB are "
-            f"available (of which {MEMORY_SHARE:.0%} are used): pass fewer budgets with --shares"
+            f"the knobs hold {knob_bytes / 2**30:.1f} GiB at once, which leaves {room_bytes / 2**30:.1f} GiB of "
+            f"{MEMORY_SHARE:.0%} of the available memory, and a plan needs {most_bytes / 2**30:.1f} GiB: "
+            "free some memory"
         )
+    groups: list[list[tuple[str, int]]] = [[]]
+    for plan in plans:
+        if sum(budget_bytes for _, budget_bytes in [*groups[-1], plan]) > room_bytes:
+            groups.append([])
+        groups[-1].append(plan)
+    return groups
 
 
 def main() -> None:

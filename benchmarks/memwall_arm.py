@@ -12,8 +12,8 @@ def memwall_arm(model: nn.Module, optimizer: Optimizer, budget_bytes: int) -> It
     """Trains an ordinary loop under a plan for `budget_bytes` of process memory.
 
     Yields:
-        A function that returns, after the last step, `predicted_peak_bytes` (process), `margin_bytes`, `bytes_moved` and
-        `actions` (one text per action of the plan).
+        A function that returns, after the last step, `predicted_peak_bytes` (process), `margin_bytes`, `bytes_moved`
+        and `actions` (one text per action of the plan).
     """
     import memwall
 

@@ -203,7 +203,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload(
             name="gpt",
             build=_seeded(lambda: GPT(width=256, num_heads=4, num_layers=12, max_tokens=512)),
-            batch=lambda step: _text(step, batch_size=6, num_tokens=512),
+            batch=lambda step: _text(step, batch_size=7, num_tokens=512),
             loss=_language_loss,
             blocks=_blocks,
         ),
@@ -217,14 +217,14 @@ WORKLOADS: dict[str, Workload] = {
         Workload(
             name="resnet",
             build=_seeded(lambda: ResNet(channels=32, depths=(3, 4, 6, 3))),
-            batch=lambda step: _images(step, batch_size=24, image=96),
+            batch=lambda step: _images(step, batch_size=32, image=96),
             loss=_image_loss,
             blocks=_blocks,
         ),
         Workload(
             name="llama",
             build=_seeded(_llama),
-            batch=lambda step: _text(step, batch_size=6, num_tokens=512),
+            batch=lambda step: _text(step, batch_size=7, num_tokens=512),
             loss=_llama_loss,
             blocks=lambda model: list(model.get_submodule("model.layers").children()),
         ),

@@ -23,6 +23,9 @@ class OffloadEngine(Protocol):
     def group(self, key: Any) -> Any:
         """Context manager under which saved tensors belong to `key`."""
 
+    def hooks(self) -> Any:
+        """Context manager under which saved tensors move away."""
+
     def prefetch(self, key: Any) -> None:
         """Begins to read a group back."""
 
@@ -44,7 +47,7 @@ class BlockExecutor:
         modules: block path -> module, as `resolve_blocks` gives them.
         order: paths of all blocks in forward order, those without an action too: their backward triggers prefetch.
         engine: needed when an action offloads.
-        at_backward: called with a block's path when its backward begins.
+        trim: returns the heap's free pages; called before the forward and the backward of the blocks named.
     """
 
     def __init__(
@@ -52,14 +55,15 @@ class BlockExecutor:
         modules: Mapping[str, nn.Module],
         order: Sequence[str],
         engine: OffloadEngine | None = None,
-        at_backward: Callable[[str], None] | None = None,
-        watched: frozenset[str] = frozenset(),
+        trim: Callable[[], None] | None = None,
+        trim_forward: frozenset[str] = frozenset(),
+        trim_backward: frozenset[str] = frozenset(),
     ) -> None:
         self._modules = modules
         self._order = tuple(order)
         self._engine = engine
-        self._at_backward = at_backward
-        self._watched = watched
+        self._trim = trim
+        self._trim_forward, self._trim_backward = trim_forward, trim_backward
         self._restore: list[tuple[nn.Module, Any, bool]] = []
         self._groups: list[tuple[str, int] | None] = []
         self._calls = 0
@@ -84,7 +88,8 @@ class BlockExecutor:
         try:
             for place, path in enumerate(order):
                 follows = place > 0 and order[place - 1] in offload
-                if path in recompute or path in offload or follows or path in self._watched:
+                is_trimmed = path in self._trim_forward or path in self._trim_backward
+                if path in recompute or path in offload or follows or is_trimmed:
                     self._wrap(path, recompute.get(path), path in offload)
         except BaseException:
             self.undo()
@@ -112,11 +117,13 @@ class BlockExecutor:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            if self._trim is not None and path in self._trim_forward:
+                self._trim()
             key = None
             if is_offloaded and self._engine is not None:
                 key = (path, self._calls)
                 self._calls += 1
-                with self._engine.group(key):
+                with self._engine.group(key), self._engine.hooks():
                     out = inner(*args, **kwargs)
             else:
                 out = inner(*args, **kwargs)
@@ -140,12 +147,12 @@ class BlockExecutor:
         before = self._groups[place - 1] if place else None
 
         def begins(_: Tensor) -> None:
-            if self._at_backward is not None:
-                self._at_backward(path)
+            if self._trim is not None and path in self._trim_backward:
+                self._trim()
             if before is not None and self._engine is not None:
                 self._engine.prefetch(before)
 
-        if before is not None or path in self._watched:
+        if before is not None or path in self._trim_backward:
             tensor.register_hook(begins)
 
 

@@ -61,7 +61,9 @@ def num_samples(batch: Any) -> int:
     for value in values:
         if isinstance(value, (Tensor, list, tuple, Mapping)):
             return num_samples(value)
-    raise ApplyError(f"a batch of type {type(batch).__name__} holds no tensor; pass a tensor, tuple, list or dict of them")
+    raise ApplyError(
+        f"a batch of type {type(batch).__name__} holds no tensor; pass a tensor, tuple, list or dict of them"
+    )
 
 
 def take(batch: Any, begin: int, end: int, size: int) -> Any:

@@ -162,7 +162,7 @@ class ActivationOffload:
                 entry = self._park(tensor, storage, start, end, key)
             return Saved(tensor, entry, self._dead)
 
-    def unpack(self, saved: Saved | Kept) -> Tensor:
+    def unpack(self, saved: Any) -> Tensor:
         """The tensor as it was: same bits, strides and dtype.
 
         Raises:

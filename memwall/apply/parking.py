@@ -38,8 +38,11 @@ def open_engine(
     capacity_bytes: int | None,
     window_bytes: int,
     min_bytes: int,
-) -> ActivationOffload:
+) -> tuple[ActivationOffload, Callable[[], None]]:
     """An offload engine for the devices the modules are on: disk under CPU tensors, pinned host memory under CUDA ones.
+
+    Returns:
+        The engine, and what closes it with its files and threads.
 
     Raises:
         StoreError: the directory is missing, read-only, full, or a RAM disk.
@@ -50,9 +53,16 @@ def open_engine(
         directory = disk if disk is not None else default_directory()
         check_directory(directory)
         pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
-    return ActivationOffload(
+    engine = ActivationOffload(
         pool, window_bytes=window_bytes, min_bytes=min_bytes, is_excluded=parameter_guard(roots)
     )
+
+    def close() -> None:
+        engine.close()
+        if pool is not None:
+            pool.close()
+
+    return engine, close
 
 
 class Parked:
@@ -72,7 +82,7 @@ class Parked:
         min_bytes: int,
     ) -> None:
         self.window_bytes = window_bytes
-        self._engine = open_engine(
+        self._engine, self._close = open_engine(
             roots, disk=disk, capacity_bytes=capacity_bytes, window_bytes=window_bytes, min_bytes=min_bytes
         )
         directory = "" if self._is_cuda(roots) else disk if disk is not None else default_directory()
@@ -90,7 +100,7 @@ class Parked:
     def close(self) -> int:
         """Lets go of everything parked; returns the bytes that were moved out."""
         moved_bytes = self._engine.bytes_written
-        self._engine.close()
+        self._close()
         return moved_bytes
 
 

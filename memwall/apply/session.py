@@ -9,21 +9,25 @@ to the system at once. It is a full training step; nothing is thrown away.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, Self
 
+import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from memwall.apply.applied import AppliedPlan
+from memwall.apply.applied import AppliedPlan, autocast_forward
 from memwall.apply.malloc import MallocHandler
 from memwall.apply.microbatch import MicroBatches
-from memwall.apply.parking import SafestPlan
+from memwall.apply.parking import Parked
 from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
+from memwall.plan.actions import AllocatorReuse
+from memwall.plan.blocks import find_blocks
+from memwall.plan.legality import can_autocast
 from memwall.plan.planfile import Plan
-from memwall.plan.search import Settings, make_plan
+from memwall.plan.search import MIN_MOVED_BYTES, WINDOW_BYTES, Settings, make_plan, steady_step
 from memwall.predict.limits import device_total_bytes
+from memwall.predict.process import calibrated
 from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
 from memwall.trace.modules import fingerprint
 from memwall.trace.record import TraceBuilder
@@ -101,7 +105,6 @@ class Session:
         disk: str | None = None,
         disk_capacity_bytes: int | None = None,
         allow: Sequence[str] = (),
-        allow_accumulation: bool = False,
     ) -> None:
         if (budget_bytes is None) == (plan is None):
             raise UsageError("give either a budget or a plan, not both and not neither")
@@ -110,7 +113,6 @@ class Session:
             disk=disk,
             disk_capacity_bytes=disk_capacity_bytes,
             allow=tuple(allow),
-            allow_accumulation=allow_accumulation,
         )
         self.state: Literal["waiting", "recording", "running", "closed"] = "waiting"
         self.plan: Plan | None = plan
@@ -123,10 +125,11 @@ class Session:
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
         self._builder: TraceBuilder | None = None
-        self._safest: SafestPlan | None = None
+        self._parked: Parked | None = None
         self._applied: AppliedPlan | None = None
         self._malloc = MallocHandler()
-        self._autocast: Any = None
+        self._undo_autocast: Callable[[], None] | None = None
+        self._is_cooperative = False
         self._micro = MicroBatches()
         self._step_begin = 0.0
         self._has_stepped = False
@@ -165,10 +168,14 @@ class Session:
         finally:
             self._stop_recording()
             if self._applied is not None:
-                self.measured.bytes_to_tier += self._applied.bytes_to_tier
-                self.measured.bytes_from_tier += self._applied.bytes_from_tier
+                out_bytes, in_bytes = self._applied.moved_bytes
+                self.measured.bytes_to_tier += out_bytes
+                self.measured.bytes_from_tier += in_bytes
                 self._applied.undo()
                 self._applied = None
+            if self._undo_autocast is not None:
+                self._undo_autocast()
+                self._undo_autocast = None
             for handle in self._handles:
                 handle.remove()
             self._handles = []
@@ -191,12 +198,16 @@ class Session:
             count: loss terms in a batch, where the loss is a mean over something else than samples: by default
                 labels other than -100 if the batch has any, else samples.
         """
-        self._settings = Settings(**{**_fields(self._settings), "allow_accumulation": True})
+        self._is_cooperative = True
         yield from self._micro.split(batch, count)
 
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()`, weighted by the present micro-batch's share of the batch."""
         self._micro.backward(loss)
+
+    def first_forward(self, model: nn.Module) -> None:
+        """Begins the run from within the model's first forward, whose hooks were already collected."""
+        self._before_forward(model, (), {})
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
@@ -219,10 +230,16 @@ class Session:
                 self.on_plan(self)
             self._apply(self.plan)
             return
-        self._safest = SafestPlan([self._model], self._settings)
+        self._parked = Parked(
+            [self._model],
+            disk=self._settings.disk,
+            capacity_bytes=self._settings.disk_capacity_bytes,
+            window_bytes=WINDOW_BYTES,
+            min_bytes=MIN_MOVED_BYTES,
+        )
         self._malloc.apply_tight()
-        self.measured.overall_peak_bytes = process_peak_bytes()
-        self._builder = TraceBuilder([self._model], self._safest.engine)
+        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, process_peak_bytes())
+        self._builder = TraceBuilder([self._model], self._parked.engine)
         self._builder.start_step(self._optimizer, running_root=self._model)
         self.state = "recording"
 
@@ -256,26 +273,32 @@ class Session:
         if self._builder is not None:
             self._builder.cancel_step()
             self._builder = None
-        if self._safest is not None:
-            self._safest.close()
-            self._safest = None
+        if self._parked is not None:
+            self.measured.bytes_to_tier += self._parked.close()
+            self._parked = None
 
     def _finish_recording(self) -> None:
-        assert self._builder is not None and self._safest is not None
+        assert self._builder is not None and self._parked is not None and self._model is not None
         begin = time.perf_counter()
-        builder, safest = self._builder, self._safest
+        builder, machine = self._builder, self._parked.machine
         step = builder.finish_step(self._optimizer)
-        window_bytes = safest.held_window_bytes
         self._stop_recording()
-        self.measured.first_step_peak_bytes = step.process_peak_bytes
+        self.measured.first_step_peak_bytes = max(self.measured.first_step_peak_bytes, step.process_peak_bytes)
+        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, step.process_peak_bytes)
         return_free_memory()
-        self.trace = builder.trace(
-            self._optimizer, machine=safest.machine, resident_bytes=process_bytes(), window_bytes=window_bytes
+        trace = builder.trace(self._optimizer, machine=machine, autocast=self._settings.autocast or "none")
+        self.trace = calibrated(
+            trace,
+            resident_bytes=process_bytes(),
+            standing_bytes=standing_bytes(self._model, self._optimizer, trace),
+            window_bytes=WINDOW_BYTES,
+            min_bytes=MIN_MOVED_BYTES,
         )
+        settings = msgspec.structs.replace(self._settings, allow_accumulation=self._is_cooperative)
         try:
-            self.plan = make_plan(self.trace, self._settings)
+            self.plan = make_plan(self.trace, settings)
         except InfeasibleError:
-            if "precision" not in self._settings.allow or self.trace.autocast != "none":
+            if can_autocast(self.trace, self._settings.allow) is not None:
                 raise
             self._record_again_under_autocast()
             return
@@ -285,24 +308,49 @@ class Session:
         self._apply(self.plan)
 
     def _record_again_under_autocast(self) -> None:
-        raise NotImplementedError
+        """Records the next step in bfloat16, which the user allowed: observed bytes, not halved ones."""
+        assert self._model is not None
+        _log.info("nothing fits in the present precision; recording the next step under bfloat16 autocast")
+        self._settings = msgspec.structs.replace(self._settings, autocast="bfloat16")
+        self._undo_autocast = autocast_forward(self._model, "bfloat16")
+        self._begin_run()
 
     def _apply(self, plan: Plan) -> None:
         assert self._model is not None
-        applied = AppliedPlan(self._model, plan, self.trace, self._settings, self._malloc, self._micro)
+        if self._undo_autocast is not None:  # the plan's own action takes its place
+            self._undo_autocast()
+            self._undo_autocast = None
+        order: tuple[str, ...] = ()
+        if self.trace is not None:
+            order = tuple(block.path for block in find_blocks(self.trace, steady_step(self.trace)))
+        applied = AppliedPlan(
+            self._model,
+            plan,
+            block_order=order,
+            disk=self._settings.disk,
+            disk_capacity_bytes=self._settings.disk_capacity_bytes,
+            malloc=self._malloc,
+            micro=self._micro,
+            is_cooperative=self._is_cooperative,
+        )
+        if not any(isinstance(action, AllocatorReuse) for action in plan.actions):
+            self._malloc.undo()
         applied.apply()
         self._applied = applied
         self.state = "running"
         return_free_memory()
         reset_process_peak()
-        self.measured.base_bytes = process_bytes()
+        self.measured.base_bytes = self.trace.base_bytes if self.trace is not None else process_bytes()
         _log.info("plan applied: %d actions, %s", len(plan.actions), format_bytes(plan.forecast.peak.process_bytes))
 
 
-def _fields(record: Struct) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__struct_fields__}
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, trace: Trace) -> int:
+    """Bytes of tensors that stand between steps: parameters, buffers, gradients, optimizer state, and the batch."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+    batch = sum(s.nbytes for s in trace.steps[0].storages if s.category == "input" and s.device == "cpu")
+    return sum(storages.values()) + batch

@@ -14,6 +14,15 @@ def explain(
 ) -> None:
     """Show what makes the peak; for a plan, what each action saves and what binds."""
     require_file(source, expected="a trace written by memwall profile, or a plan written by memwall plan")
-    from memwall.report.text import explain_file
+    from memwall.cli.output import show, trace_summary
+    from memwall.report.text import plan_report, trace_report
+    from memwall.trace.file import MAGIC, load_trace
 
-    raise typer.Exit(explain_file(source, as_json=as_json))
+    if source.read_bytes()[: len(MAGIC)] == MAGIC:
+        trace = load_trace(source)
+        show(trace_report(trace), trace_summary(trace), as_json=as_json)
+    else:
+        from memwall.plan.planfile import Plan
+
+        plan = Plan.load(source)
+        show(plan_report(plan), plan.forecast, as_json=as_json)

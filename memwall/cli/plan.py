@@ -18,6 +18,8 @@ from memwall.cli.options import (
     require_writable,
 )
 
+from memwall.errors import UsageError
+
 if TYPE_CHECKING:
     from memwall.trace.records import Trace
 
@@ -46,25 +48,30 @@ def plan(
 ) -> None:
     """Choose what to recompute, offload or split so that the step fits the budget."""
     budget_bytes = parse_budget(budget, device=device)
-    host_bytes, disk_tier, allowed = parse_host(host), parse_disk(disk), parse_allow(allow)
+    disk_tier, allowed = parse_disk(disk), parse_allow(allow)
+    parse_host(host)
     if output is not None:
         require_writable(output, option="--output")
     trace = load_source(source)
+    from memwall.cli.output import show
     from memwall.plan.search import plan as search
-    from memwall.report.text import show_plan
+    from memwall.report.text import plan_report
 
+    if device not in (None, trace.device):
+        raise UsageError(
+            f"--device {device}: the trace was recorded on {trace.device}, and translating it to another device is "
+            f"not possible yet; leave --device out"
+        )
     found = search(
         trace,
         budget=budget_bytes,
-        device=device,
-        host_bytes=host_bytes,
-        disk=disk_tier,
+        disk=None if disk_tier is None else str(disk_tier.directory),
         allow=allowed,
         global_batch=global_batch,
     )
     if output is not None:
         found.save(output)
-    raise typer.Exit(show_plan(found, as_json=as_json))
+    show(plan_report(found), found.forecast, as_json=as_json)
 
 
 def load_source(source: str) -> "Trace":

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from memwall.cli.options import CommandArgument, JsonOption, parse_command, require_writable
+from memwall.cli.output import show, trace_summary
 
 
 def profile(
@@ -21,6 +22,9 @@ def profile(
     script = parse_command(command, ctx)
     require_writable(output, option="--output")
     from memwall.integrations.launcher import profile_script
+    from memwall.report.text import trace_report
+    from memwall.trace.file import save_trace
 
-    status = profile_script(script.target, script.arguments, output=output, steps=steps, as_json=as_json)
-    raise typer.Exit(status)
+    trace = profile_script(script.name, script.arguments, num_steps=steps, is_module=script.is_module)
+    save_trace(trace, output)
+    show(trace_report(trace), trace_summary(trace), as_json=as_json)

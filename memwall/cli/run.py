@@ -49,18 +49,26 @@ def run(
         require_file(plan_path, expected="a plan written by memwall plan -o plan.json")
     if report_path is not None:
         require_writable(report_path, option="--report")
-    host_bytes, disk_tier, allowed = parse_host(host), parse_disk(disk), parse_allow(allow)
+    disk_tier, allowed = parse_disk(disk), parse_allow(allow)
+    parse_host(host)
+    from memwall.apply.session import Session
+    from memwall.cli.output import note, show
     from memwall.integrations.launcher import run_script
+    from memwall.observe.measure import run_report
+    from memwall.plan.planfile import Plan
+    from memwall.report.text import plan_report, run_report as run_table, verify_status
 
-    status = run_script(
-        script.target,
-        script.arguments,
+    session = Session(
         budget_bytes=budget_bytes,
-        plan_path=plan_path,
-        host_bytes=host_bytes,
-        disk=disk_tier,
+        plan=None if plan_path is None else Plan.load(plan_path),
+        disk=None if disk_tier is None else str(disk_tier.directory),
+        disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
         allow=allowed,
-        report_path=report_path,
-        as_json=as_json,
     )
-    raise typer.Exit(status)
+    session.on_plan = lambda ready: note(plan_report(ready.plan)) if ready.plan is not None else None
+    status = run_script(script.name, script.arguments, session, is_module=script.is_module)
+    report = run_report(session)
+    if report_path is not None:
+        report.save(report_path)
+    show(run_table(report), report, as_json=as_json, to_error=True)
+    raise typer.Exit(status or (5 if not report.within_budget else 0))

@@ -16,7 +16,10 @@ def verify(
     """Compare prediction with measurement, number by number."""
     require_file(plan_path, expected="a plan written by memwall plan -o plan.json")
     require_file(run_path, expected="a report written by memwall run --report run.json")
-    from memwall.observe.verify import verify_run
-    from memwall.report.text import show_verification
+    from memwall.cli.output import show
+    from memwall.observe.verify import load_pair
+    from memwall.report.text import run_report, verify_status
 
-    raise typer.Exit(show_verification(verify_run(plan_path, run_path), as_json=as_json))
+    report = load_pair(plan_path, run_path)
+    show(run_report(report), report, as_json=as_json)
+    raise typer.Exit(verify_status(report))

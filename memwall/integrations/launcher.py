@@ -7,6 +7,7 @@ steps. Nothing in the script changes; what memwall hooks is taken away when the 
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.session import Session
-from memwall.errors import UsageError
+from memwall.errors import MemwallError, UsageError
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Trace
 
@@ -68,12 +69,8 @@ class _Watch:
         self.optimizer = optimizer
 
 
-def run_script(
-    script: str,
-    args: Sequence[str],
-    session: Session,
-) -> int:
-    """Runs a script, or `-m module`, under a session.
+def run_script(name: str, args: Sequence[str], session: Session, *, is_module: bool = False) -> int:
+    """Runs a script, or a module, under a session.
 
     Returns:
         The script's own status.
@@ -82,7 +79,7 @@ def run_script(
         UsageError: the script finished without a training step, or trains two models.
         InfeasibleError: the budget cannot be met.
     """
-    watch = _Watch(script)
+    watch = _Watch(name)
 
     def before_forward(module: nn.Module, _: Any) -> None:
         if watch.model is None and watch.is_model(module):
@@ -100,25 +97,25 @@ def run_script(
     step_handle = register_optimizer_step_pre_hook(before_step)
     try:
         with session:
-            status = _execute(script, args)
+            status = _execute(name, args, is_module=is_module)
     finally:
         handle.remove()
         step_handle.remove()
     if session.measured.num_steps == 0 and status == 0:
         raise UsageError(
-            f"{script} finished without an optimizer step on a model called with gradients on; "
+            f"{name} finished without an optimizer step on a model called with gradients on; "
             "there was nothing to plan"
         )
     return status
 
 
-def profile_script(script: str, args: Sequence[str], *, num_steps: int) -> Trace:
+def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module: bool = False) -> Trace:
     """Runs a script until `num_steps` optimizer steps are recorded, then ends it.
 
     Raises:
         UsageError: the script ended by itself before that many steps, failed, or trains two models.
     """
-    watch = _Watch(script)
+    watch = _Watch(name)
     builder: TraceBuilder | None = None
     num_recorded = 0
 
@@ -143,7 +140,7 @@ def profile_script(script: str, args: Sequence[str], *, num_steps: int) -> Trace
 
     handles = [register_module_forward_pre_hook(before_forward), register_optimizer_step_pre_hook(before_step)]
     try:
-        status = _execute(script, args)
+        status = _execute(name, args, is_module=is_module)
         if builder is not None and builder.is_recording and builder.num_optimizer_steps > 0:
             builder.finish_step(watch.optimizer)
             num_recorded += 1
@@ -156,45 +153,42 @@ def profile_script(script: str, args: Sequence[str], *, num_steps: int) -> Trace
             builder.cancel_step()
     if builder is None or num_recorded == 0:
         ending = f"ended with status {status}" if status else "finished"
-        raise UsageError(f"{script} {ending} without a whole training step (forward, backward, optimizer step)")
+        raise UsageError(f"{name} {ending} without a whole training step (forward, backward, optimizer step)")
     return builder.trace(watch.optimizer)
 
 
-def _execute(script: str, args: Sequence[str]) -> int:
-    """Runs a script as `python script args` would; returns the status it asks for."""
-    with _as_main(script, args) as (name, is_module):
+def _execute(name: str, args: Sequence[str], *, is_module: bool) -> int:
+    """Runs a script as `python name args` would; returns the status it asks for, 1 if it raised."""
+    with _as_main(name, args, is_module=is_module):
         try:
             if is_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(name, run_name="__main__")
         except SystemExit as end:
-            if end.code is None:
-                return 0
-            if isinstance(end.code, int):
-                return end.code
-            print(end.code, file=sys.stderr)
+            if end.code is None or isinstance(end.code, int):
+                return end.code or 0
+            sys.stderr.write(f"{end.code}\n")
+            return 1
+        except (MemwallError, ScriptEnded):
+            raise
+        except Exception as error:
+            # As Python would show it, from the script's own first line on.
+            frames = error.__traceback__
+            while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+                frames = frames.tb_next
+            traceback.print_exception(type(error), error, frames)
             return 1
     return 0
 
 
 @contextmanager
-def _as_main(script: str, args: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    is_module = script == "-m"
-    if is_module and not args:
-        raise UsageError("-m needs the name of a module")
+def _as_main(name: str, args: Sequence[str], *, is_module: bool) -> Iterator[None]:
+    """The argument list and import path that a script finds when Python runs it."""
     argv, path = list(sys.argv), list(sys.path)
-    if is_module:
-        name = args[0]
-        sys.argv = list(args)
-        sys.path.insert(0, os.getcwd())
-    else:
-        if not Path(script).is_file():
-            raise UsageError(f"there is no script {script}; give the path of a Python file, or -m MODULE")
-        name = script
-        sys.argv = [script, *args]
-        sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.argv = [name, *args]
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(name).resolve().parent))
     try:
-        yield name, is_module
+        yield
     finally:
         sys.argv, sys.path[:] = argv, path

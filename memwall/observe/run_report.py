@@ -18,7 +18,9 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a run did."""
 
     peak: PeakBytes
-    """Of the steps under the plan. On a CPU, allocated_bytes is what the process held beyond its base."""
+    """Of the whole run. On a CPU, allocated_bytes is what the process held beyond its base."""
+    steady_peak_bytes: int = 0
+    """Process bytes of the steps under the plan."""
     first_step_peak_bytes: int
     """Process bytes of the recorded first step, which ran under the safest plan."""
     step_seconds_median: float | None

@@ -60,15 +60,15 @@ class Autocast(Struct, frozen=True, kw_only=True, tag_field="kind", tag="autocas
     exactness: Exactness = "changes-numerics"
 
 
-class AllocatorReuse(
-    Struct, frozen=True, kw_only=True, tag_field="kind", tag="allocator", forbid_unknown_fields=True
-):
+class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="allocator", forbid_unknown_fields=True):
     """How freed memory is kept or returned: malloc thresholds and trimming on a CPU, the setting string on CUDA."""
 
     policy: str
     """Name of the policy, as `predict.malloc` lists them."""
-    trim_blocks: tuple[str, ...] = ()
-    """Blocks before whose backward the heap's free pages are returned."""
+    trim_forward: tuple[str, ...] = ()
+    """Blocks before whose forward the heap's free pages are returned."""
+    trim_backward: tuple[str, ...] = ()
+    """Blocks before whose backward they are."""
     cuda_setting: str = ""
     """Complete PYTORCH_ALLOC_CONF string; must be in the environment before torch starts."""
     saved_bytes: int | None = None

@@ -120,5 +120,3 @@ class _Finder:
             calls=tuple(calls),
             saved=tuple(tuple(numbers) for numbers in saved),
         )
-
-

@@ -35,6 +35,8 @@ class Menu(Struct, frozen=True, kw_only=True):
     block: BlockCalls
     options: tuple[Option, ...]
     treatments: tuple[Treatment | None, ...]
+    freed_bytes: tuple[int, ...]
+    """What each option takes off the device between the block's forward and its backward."""
 
 
 def build_menus(model: StepModel, costs: Costs) -> tuple[Menu, ...]:
@@ -65,7 +67,17 @@ def _menu(model: StepModel, block: BlockCalls, costs: Costs) -> Menu:
             if options[-1].moved_bytes == 0:
                 options.pop()
                 treatments.pop()
-    return Menu(block=block, options=tuple(options), treatments=tuple(treatments))
+    number = model.blocks.index(block)
+    freed = tuple(0 if t is None else _freed_bytes(model, number, t) for t in treatments)
+    return Menu(block=block, options=tuple(options), treatments=tuple(treatments), freed_bytes=freed)
+
+
+def _freed_bytes(model: StepModel, number: int, treatment: Treatment) -> int:
+    call = next(call for call in model.blocks[number].calls if call.backward_start >= 0)
+    between = (call.end, LAST + 1)
+    gone, come = model.changed_lives(number, treatment)
+    held = [sum(life.nbytes for life in lives if life.begin < between < life.end) for lives in (gone, come)]
+    return held[0] - held[1]
 
 
 def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Costs) -> tuple[float, int]:

@@ -83,11 +83,15 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         try:
             found: Any = msgspec.json.decode(content)
         except msgspec.DecodeError as error:
-            raise PlanError(f"{path} is cut short or no JSON ({error}); make the plan again with `memwall plan`") from error
+            raise PlanError(
+                f"{path} is cut short or no JSON ({error}); make the plan again with `memwall plan`"
+            ) from error
         schema = found.get("schema") if isinstance(found, dict) else None
         prefix, _, version = str(schema).rpartition("/")
         if prefix != "memwall.plan":
-            raise PlanError(f"{path} is not a memwall plan: at $.schema expected 'memwall.plan/{_NEWEST}', found {schema!r}")
+            raise PlanError(
+                f"{path} is not a memwall plan: at $.schema expected 'memwall.plan/{_NEWEST}', found {schema!r}"
+            )
         if version.isdigit() and int(version) > _NEWEST:
             raise PlanError(
                 f"{path} is a plan of version {version}, this memwall reads up to {_NEWEST}; upgrade torch-memwall"

@@ -6,6 +6,7 @@ budget and solve again. The replayed peak decides; the solver only proposes.
 
 import hashlib
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -13,28 +14,32 @@ from msgspec import Struct
 from memwall.errors import InfeasibleError, UsageError
 from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
 from memwall.plan.blocks import find_blocks
-from memwall.plan.explain import binding_reasons
+from memwall.plan.explain import binding_reasons, infeasible_message, relaxations
 from memwall.plan.forecast import Forecast, PeakBytes
-from memwall.plan.instance import Choice, Link
+from memwall.plan.instance import Choice, Instance, Link
 from memwall.plan.legality import can_accumulate, can_offload
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.planfile import Plan
 from memwall.plan.solve import smallest_feasible_bytes, solve
 from memwall.predict.curve import live_curve, step_seconds
-from memwall.predict.process import Resident, Residency
+from memwall.predict.process import ProcessModel, Resident
 from memwall.predict.timing import smoothed
 from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.build import steady_after
 from memwall.trace.records import Step, Trace
-from memwall.units import format_bytes, parse_size
+from memwall.units import parse_size
 
-__all__ = ["Settings", "make_plan", "plan"]
+__all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "steady_step"]
 
-_MAX_ROUNDS = 4
-# Step 1 already holds this much staging; a smaller window makes the executor wait, a larger one costs memory.
-_WINDOW_BYTES = 32 << 20
-_MIN_MOVED_BYTES = 1 << 20
+_MAX_ROUNDS = 5
+# Staging for bytes on their way out. Smaller makes the computing thread wait, larger costs memory all the time.
+WINDOW_BYTES = 32 << 20
+MIN_MOVED_BYTES = 1 << 20
+# No forecast of a process is better than this: Python objects, graph nodes, thread stacks.
+_LEAST_MARGIN_BYTES = 12 << 20
+# What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
+_SECONDS_PER_OP = 8e-6
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -47,6 +52,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     allow_accumulation: bool = False
     """Whether the loop can be given smaller micro-batches."""
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """The precision memwall ran the recorded step in, having been allowed to."""
     margin_share: float = 0.03
     """Margin as a share of the bytes that the forecast adds to the base; see benchmarks/malloc_replay.py."""
 
@@ -127,7 +134,7 @@ class _Search:
         blocks = find_blocks(trace, self.steady)
         self.steady = smoothed(self.steady, blocks)
         self.plain = self._replayed(StepModel(self.steady, trace.names, blocks), {}, 0)
-        self.lowest_bytes: int | None = None
+        self._smallest_bytes: int | None = None
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
@@ -170,7 +177,7 @@ class _Search:
         fixed = self._fixed_actions(micro_batch, num_parts)
         for resident in self._replayed(model, {}, 0):
             if resident.is_default and self._fits(resident.process_bytes):
-                return self._found(model, {}, resident, None, fixed, split_seconds, 0)
+                return self._found(model, {}, resident, None, fixed, split_seconds)
         best: _Found | None = None
         for with_disk in (False, True):
             reason = can_offload(self.trace)
@@ -195,21 +202,9 @@ class _Search:
         self, model: StepModel, fixed: tuple[Action, ...], split_seconds: float, with_disk: bool
     ) -> _Found | None:
         """Solve, replay, take fragmentation off the live budget, solve again; per allocator policy its own budget."""
-        machine = self.trace.machine
-        costs = Costs(
-            copy_seconds_per_byte=machine.copy_seconds_per_byte, min_bytes=_MIN_MOVED_BYTES, can_offload=with_disk
-        )
-        menus = build_menus(model, costs)
-        link = None
-        if with_disk:
-            link = Link(
-                write_bytes_per_second=machine.disk_write_bytes_per_second,
-                read_bytes_per_second=machine.disk_read_bytes_per_second,
-                window_bytes=WINDOW_BYTES,
-                capacity_bytes=self.settings.disk_capacity_bytes or machine.disk_free_bytes,
-            )
-        instance = build_instance(model, menus, budget_bytes=0, device=self.trace.device, link=link)
-        window_bytes = link.window_bytes * _WINDOWS if link is not None else 0
+        menus, instance = self._instance(model, with_disk)
+        link = instance.link
+        window_bytes = link.window_bytes if link is not None else 0
         room_bytes = self.settings.budget_bytes - self.process.base_bytes - self.process.workspace_bytes
         best: _Found | None = None
         tried: set[tuple[int, ...]] = set()
@@ -224,10 +219,11 @@ class _Search:
                 break
             tried.add(choice.options)
             treatments = _treatments(menus, choice)
-            residents = self._replayed(model, treatments, window_bytes if _moves(menus, choice) else 0)
+            moves = any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
+            residents = self._replayed(model, treatments, window_bytes if moves else 0)
             fitting = [r for r in residents if self._fits(r.process_bytes)]
             for resident in fitting:
-                found = self._found(model, treatments, resident, (menus, choice), fixed, split_seconds, window_bytes)
+                found = self._found(model, treatments, resident, (menus, choice), fixed, split_seconds)
                 if best is None or found.extra_seconds < best.extra_seconds:
                     best = found
             cheapest = min(residents, key=lambda r: (r.fault_seconds, r.process_bytes))
@@ -235,11 +231,23 @@ class _Search:
                 break  # the policy that costs least fits: a smaller live budget can only cost more
             over = cheapest.process_bytes + self._margin_bytes(cheapest.process_bytes) - self.settings.budget_bytes
             live_budget_bytes -= max(over, _LEAST_MARGIN_BYTES // 4)
-        if best is None:
-            smallest = smallest_feasible_bytes(instance) + self.settings.budget_bytes - room_bytes
-            smallest += self._margin_bytes(smallest)
-            self.lowest_bytes = min(smallest, self.lowest_bytes or smallest)
         return best
+
+    def _instance(self, model: StepModel, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
+        machine = self.trace.machine
+        costs = Costs(
+            copy_seconds_per_byte=machine.copy_seconds_per_byte, min_bytes=MIN_MOVED_BYTES, can_offload=with_disk
+        )
+        menus = build_menus(model, costs)
+        link = None
+        if with_disk:
+            link = Link(
+                write_bytes_per_second=machine.disk_write_bytes_per_second,
+                read_bytes_per_second=machine.disk_read_bytes_per_second,
+                window_bytes=WINDOW_BYTES,
+                capacity_bytes=self.settings.disk_capacity_bytes or machine.disk_free_bytes,
+            )
+        return menus, build_instance(model, menus, budget_bytes=0, device=self.trace.device, link=link)
 
     def _found(
         self,
@@ -249,7 +257,6 @@ class _Search:
         solved: tuple[Sequence[Menu], Choice] | None,
         fixed: tuple[Action, ...],
         split_seconds: float,
-        window_bytes: int,
     ) -> _Found:
         step = model.treated(treatments) if treatments else model.step
         actions: list[Action] = list(fixed)
@@ -259,14 +266,13 @@ class _Search:
             actions.extend(_block_actions(menus, choice, self.trace.device))
             extra_seconds += choice.extra_seconds
             bound = choice.lower_bound_seconds + split_seconds
-            moved_bytes = sum(
-                menu.options[o].moved_bytes for menu, o in zip(menus, choice.options, strict=True)
-            )
+            moved_bytes = sum(menu.options[o].moved_bytes for menu, o in zip(menus, choice.options, strict=True))
         if not resident.is_default:
             actions.append(
                 AllocatorReuse(
                     policy=resident.policy,
-                    trim_blocks=resident.trim_blocks,
+                    trim_forward=resident.trim_forward,
+                    trim_backward=resident.trim_backward,
                     saved_bytes=None,
                     cost_seconds=resident.fault_seconds,
                 )
@@ -275,7 +281,7 @@ class _Search:
             actions=tuple(actions),
             treatments=treatments,
             resident=resident,
-            live_bytes=int(live_curve(step.storages, len(step.ops), device=self.trace.device).max()),
+            live_bytes=_live_peak(step, self.trace),
             extra_seconds=extra_seconds + resident.fault_seconds,
             moved_bytes=moved_bytes,
             lower_bound_seconds=bound,
@@ -299,7 +305,7 @@ class _Search:
         if self.trace.is_parked and first.process_peak_bytes:
             # It ran under the safest plan and has been measured already.
             phases["first_step"] = PeakBytes(
-                allocated_bytes=int(live_curve(self.process.parked(first).storages, len(first.ops)).max()),
+                allocated_bytes=_live_peak(StepModel(first, self.trace.names, ()).parked(MIN_MOVED_BYTES), self.trace),
                 process_bytes=first.process_peak_bytes,
             )
         forecast = Forecast(
@@ -320,7 +326,7 @@ class _Search:
             binding=found.binding,
             smallest_feasible_budget_bytes=self.smallest_bytes(),
             plain_peak=PeakBytes(
-                allocated_bytes=int(live_curve(self.steady.storages, len(self.steady.ops)).max()),
+                allocated_bytes=_live_peak(self.steady, self.trace),
                 process_bytes=plain.process_bytes,
             ),
             plain_step_seconds=plain_seconds,
@@ -334,3 +340,85 @@ class _Search:
             num_micro_batches=self.trace.num_micro_batches,
             forecast=forecast,
         )
+
+    def smallest_bytes(self) -> int:
+        """The smallest budget for which a plan exists, margin included, with every tier that is there."""
+        if self._smallest_bytes is None:
+            candidates = []
+            for micro_batch in self._micro_batches():
+                step = with_micro_batch(self.trace, self.steady, micro_batch)
+                model = StepModel(step, self.trace.names, find_blocks(self.trace, step))
+                for with_disk in (False, True):
+                    if with_disk and can_offload(self.trace) is not None:
+                        continue
+                    candidates.append(self._smallest_for(model, with_disk))
+            self._smallest_bytes = min(candidates)
+        return self._smallest_bytes
+
+    def _smallest_for(self, model: StepModel, with_disk: bool) -> int:
+        menus, instance = self._instance(model, with_disk)
+        live_bytes = smallest_feasible_bytes(instance)
+        choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
+        if choice is None:
+            process_bytes = self.process.base_bytes + self.process.workspace_bytes + live_bytes
+        else:
+            moves = any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
+            residents = self._replayed(model, _treatments(menus, choice), WINDOW_BYTES if moves else 0)
+            process_bytes = min(r.process_bytes for r in residents)
+        return process_bytes + self._margin_bytes(process_bytes)
+
+    def infeasible(self) -> InfeasibleError:
+        """Says by how much, and what would help."""
+        helps = relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
+        smallest = self.smallest_bytes()
+        return InfeasibleError(
+            infeasible_message(self.trace, self.settings.budget_bytes, smallest, helps),
+            budget_bytes=self.settings.budget_bytes,
+            smallest_feasible_bytes=smallest,
+            relaxations=helps,
+        )
+
+
+def _live_peak(step: Step, trace: Trace) -> int:
+    return int(live_curve(step.storages, len(step.ops), device=trace.device).max())
+
+
+def _treatments(menus: Sequence[Menu], choice: Choice) -> dict[str, Treatment]:
+    found: dict[str, Treatment] = {}
+    for menu, option in zip(menus, choice.options, strict=True):
+        treatment = menu.treatments[option]
+        if treatment is not None:
+            found[menu.block.path] = treatment
+    return found
+
+
+def _block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[Action]:
+    """The executor's orders for a choice: recompute first, then offload, in block order."""
+    recompute: list[Action] = []
+    offload: list[Action] = []
+    for menu, number in zip(menus, choice.options, strict=True):
+        treatment, option = menu.treatments[number], menu.options[number]
+        if treatment is None:
+            continue
+        if treatment.recompute:
+            recompute.append(
+                Recompute(
+                    block=menu.block.path,
+                    kept_ops=treatment.kept_ops,
+                    saved_bytes=menu.freed_bytes[number],
+                    cost_seconds=option.extra_seconds,
+                )
+            )
+        if treatment.offload:
+            offload.append(
+                Offload(
+                    block=menu.block.path,
+                    scope="inputs" if treatment.recompute else "saved",
+                    tier="disk" if device == "cpu" else "host",
+                    min_bytes=treatment.min_bytes,
+                    window_bytes=WINDOW_BYTES,
+                    saved_bytes=option.moved_bytes if treatment.recompute else menu.freed_bytes[number],
+                    cost_seconds=0.0 if treatment.recompute else option.extra_seconds,
+                )
+            )
+    return recompute + offload

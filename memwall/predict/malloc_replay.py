@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["ALLOCATE", "ALLOCATE_SMALL", "FREE", "STEP", "TRIM", "resident_pages"]
+__all__ = ["ALLOCATE", "ALLOCATE_SMALL", "FREE", "MOVE", "SET_POLICY", "STEP", "TRIM", "resident_pages"]
 
 ALLOCATE = 0
 """A tensor's block, aligned as torch's CPU allocator aligns it; all of it will be written."""
@@ -28,6 +28,10 @@ TRIM = 3
 """malloc_trim(0)."""
 STEP = 4
 """A new step begins: figures are kept per step."""
+SET_POLICY = 5
+"""The request's mallopt pairs are set: what was allocated before met malloc's own defaults."""
+MOVE = 6
+"""The block of the slot in the third number is now known by the slot in the second."""
 
 # c10/core/alignment.h: gAlignment.
 _TORCH_ALIGNMENT_BYTES = 64
@@ -38,7 +42,7 @@ _IS_MMAPPED = 2
 
 
 def _perform(events: Sequence[int], settings: list[list[int]]) -> tuple[array[int], array[int], array[int]]:
-    """Makes the calls; returns per event the address (0 if none), whether it has its own mapping, and the heap's end."""
+    """Makes the calls; per event: the address (0 if none), whether it has a mapping of its own, the heap's end."""
     libc = ctypes.CDLL(None)
     memalign, malloc, free, sbrk = libc.memalign, libc.malloc, libc.free, libc.sbrk
     memalign.argtypes, memalign.restype = (ctypes.c_size_t, ctypes.c_size_t), ctypes.c_void_p
@@ -50,9 +54,6 @@ def _perform(events: Sequence[int], settings: list[list[int]]) -> tuple[array[in
     num_events = len(events) // 3
     addresses, mapped, heap_ends = (array("q", bytes(8 * num_events)) for _ in range(3))
     slots = array("q", bytes(8 * (1 + max(events[1::3], default=0))))
-    for parameter, value in settings:
-        if libc.mallopt(parameter, value) != 1:
-            raise ValueError(f"mallopt({parameter}, {value}) was refused by this C library")
     position = 0
     for index in range(num_events):
         kind = events[position]
@@ -67,6 +68,12 @@ def _perform(events: Sequence[int], settings: list[list[int]]) -> tuple[array[in
             mapped[index] = read_size_word(address - _SIZE_WORD_BYTES).value & _IS_MMAPPED
         elif kind == TRIM:
             libc.malloc_trim(0)
+        elif kind == MOVE:
+            slots[events[position + 1]] = slots[events[position + 2]]
+        elif kind == SET_POLICY:
+            for parameter, value in settings:
+                if libc.mallopt(parameter, value) != 1:
+                    raise ValueError(f"mallopt({parameter}, {value}) was refused by this C library")
         heap_ends[index] = sbrk(0)
         position += 3
     return addresses, mapped, heap_ends
@@ -133,7 +140,9 @@ def resident_pages(
                 if not own:
                     is_resident[low:high] = b"\1" * (high - low)
             heap_pages = is_resident.count(1)
-        else:
+        elif kind == MOVE:
+            live[slot] = live.pop(nbytes)
+        elif kind == STEP:
             resident = (heap_pages + mapped_pages) * page_bytes
             figures = {"peak_resident_bytes": resident, "peak_event": index, "peak_live_bytes": live_bytes}
             figures |= {"fresh_bytes": 0, "end_resident_bytes": 0, "end_live_bytes": 0}

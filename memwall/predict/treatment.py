@@ -76,9 +76,7 @@ class StepModel:
             if place >= 0 and storage.birth < spans[place][1]:
                 self._born_in[spans[place][2]][spans[place][3]].append(index)
         # The executor starts reading a block back when the block after it in forward begins its backward.
-        order = sorted(
-            (call.start, call) for block in self.blocks for call in block.calls if call.backward_start >= 0
-        )
+        order = sorted((call.start, call) for block in self.blocks for call in block.calls if call.backward_start >= 0)
         self._prefetch_at: dict[int, Time] = {}
         for (start, call), (_, after) in zip(order, [*order[1:], order[-1]] if order else [], strict=True):
             self._prefetch_at[start] = (min(after.backward_start, call.backward_start), 0)
@@ -215,9 +213,7 @@ class StepModel:
             if treatment.offload and storage.nbytes >= treatment.min_bytes:
                 taken.update(number for number in saved if step.saved[number].storage == index)
                 if storage.birth >= 0:
-                    come.append(
-                        Life(index, storage.nbytes, self._prefetch_at[call.start], (call.backward_end, LAST))
-                    )
+                    come.append(Life(index, storage.nbytes, self._prefetch_at[call.start], (call.backward_end, LAST)))
             else:
                 held_until[index] = max(held_until.get(index, (0, 0)), (call.backward_end, LAST))
 

@@ -2,11 +2,9 @@
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, assert_never
 
-from msgspec import Struct
-
-from memwall.plan.actions import Accumulate, Action, Autocast, Offload, Recompute
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
@@ -56,21 +54,12 @@ def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
-class _Group(Struct, frozen=True, kw_only=True):
-    """Actions that differ in their block only."""
-
-    what: str
-    exactness: str
-    actions: tuple[Action, ...]
-
-
 def action_grid(actions: Sequence[Action]) -> Grid:
     """The actions in the order they are applied, equal treatments of blocks drawn together."""
     groups: dict[tuple[object, ...], list[Action]] = {}
     for action in actions:
         groups.setdefault(_treatment(action), []).append(action)
-    rows = [_group_row(_Group(what=_what(same[0]), exactness=same[0].exactness, actions=tuple(same)))
-            for same in groups.values()]
+    rows = [_group_row(same) for same in groups.values()]
     return Grid(
         title="Actions",
         columns=("action", "where", "frees", "costs", "exactness"),
@@ -119,7 +108,7 @@ def block_ranges(blocks: Sequence[str]) -> str:
 
 def _run_text(before: str, after: str, first: int, last: int) -> str:
     if first < 0:
-        return before
+        return before or "whole model"
     return f"{before}{first}{after}" if first == last else f"{before}{first}-{last}{after}"
 
 
@@ -145,32 +134,39 @@ def _what(action: Action) -> str:
             return f"split the batch: {action.num_micro_batches} x {action.micro_batch}"
         case Autocast():
             return f"autocast to {action.dtype}"
-        case _:
+        case AllocatorReuse():
             return f"allocator policy {action.policy}"
+        case _:
+            assert_never(action)
 
 
 def _where(actions: Sequence[Action]) -> str:
     blocks = [action.block for action in actions if isinstance(action, Recompute | Offload)]
     if blocks:
         return block_ranges(sorted(blocks, key=_natural))
-    action = actions[0]
-    if isinstance(action, Accumulate):
-        return "every step"
-    if isinstance(action, Autocast):
-        return "forward"
-    trims = action.trim_blocks if not isinstance(action, Recompute | Offload) else ()
-    return f"process; trimmed at {block_ranges(trims)}" if trims else "process"
+    match actions[0]:
+        case Accumulate():
+            return "every step"
+        case Autocast():
+            return "forward"
+        case AllocatorReuse(trim_forward=forward, trim_backward=backward):
+            trims = [(name, blocks) for name, blocks in (("forward", forward), ("backward", backward)) if blocks]
+            places = [f"{name} of {block_ranges(sorted(blocks, key=_natural))}" for name, blocks in trims]
+            return "process" + (f"; trimmed before {' and '.join(places)}" if places else "")
+        case _:
+            return DASH
 
 
-def _group_row(group: _Group) -> tuple[str, ...]:
-    saved = [action.saved_bytes for action in group.actions if action.saved_bytes is not None]
-    costs = [action.cost_seconds for action in group.actions if action.cost_seconds is not None]
+def _group_row(actions: Sequence[Action]) -> tuple[str, ...]:
+    """One row for actions that differ in their block only."""
+    saved = [action.saved_bytes for action in actions if action.saved_bytes is not None]
+    costs = [action.cost_seconds for action in actions if action.cost_seconds is not None]
     return (
-        group.what,
-        _where(group.actions),
+        _what(actions[0]),
+        _where(actions),
         bytes_or_dash(sum(saved) if saved else None),
         seconds_or_dash(sum(costs) if costs else None),
-        group.exactness,
+        actions[0].exactness,
     )
 
 

@@ -1,5 +1,6 @@
 """Prediction beside measurement, and one run beside another, as tables."""
 
+import math
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -8,7 +9,15 @@ from memwall.observe.run_report import RunReport
 from memwall.report.grid import DASH, Grid, bytes_or_dash, error_percent, ratio_text, seconds_or_dash
 from memwall.units import format_bytes
 
-__all__ = ["Outcome", "comparison_grid", "loss_difference", "run_grid", "steady_process_bytes", "unexplained_bytes"]
+__all__ = [
+    "Outcome",
+    "comparison_grid",
+    "loss_difference",
+    "overall_process_bytes",
+    "run_grid",
+    "steady_process_bytes",
+    "unexplained_bytes",
+]
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -29,6 +38,11 @@ class Outcome(Struct, frozen=True, kw_only=True):
 def steady_process_bytes(report: RunReport) -> int:
     """Predicted process peak of what was measured: the steady step where the forecast names it, else its maximum."""
     return report.forecast.phases.get("steady_step", report.forecast.peak).process_bytes
+
+
+def overall_process_bytes(report: RunReport) -> int:
+    """Highest measured process peak, the recorded first step included."""
+    return max(report.measured.peak.process_bytes, report.measured.first_step_peak_bytes)
 
 
 def unexplained_bytes(report: RunReport) -> int:
@@ -83,11 +97,12 @@ def loss_difference(reference: Outcome, other: Outcome) -> str:
     pairs = list(zip(reference.losses, other.losses, strict=False))
     if not pairs:
         return DASH
-    largest = max(abs(ours - theirs) for theirs, ours in pairs)
     noun = "step" if len(pairs) == 1 else "steps"
-    # An unequal pair without a measurable distance is a NaN or an infinity: not the same training.
     if all(ours == theirs for theirs, ours in pairs):
         return f"0, bit for bit, over {len(pairs)} {noun}"
+    distances = [abs(ours - theirs) for theirs, ours in pairs]
+    # A loss that is no number is further away than any; max() alone would depend on where it stands.
+    largest = math.nan if any(math.isnan(distance) for distance in distances) else max(distances)
     return f"{largest:.1e} over {len(pairs)} {noun}"
 
 
@@ -95,34 +110,34 @@ def comparison_grid(outcomes: Sequence[Outcome]) -> Grid:
     """Runs side by side; the first is what the others are compared with."""
     first = outcomes[0]
 
-    def cells(name: str, texts: Sequence[str]) -> tuple[str, ...]:
-        return (name, *texts)
-
-    times = [
-        seconds_or_dash(outcome.step_seconds)
-        if outcome is first or outcome.step_seconds is None
-        else f"{seconds_or_dash(outcome.step_seconds)} ({ratio_text(outcome.step_seconds, first.step_seconds)})"
+    columns = [
+        (
+            bytes_or_dash(outcome.peak_predicted_bytes),
+            bytes_or_dash(outcome.peak_measured_bytes) + _times(outcome.peak_measured_bytes, first.peak_measured_bytes),
+            error_percent(outcome.peak_predicted_bytes, outcome.peak_measured_bytes),
+            seconds_or_dash(outcome.step_seconds) + _times(outcome.step_seconds, first.step_seconds),
+            DASH if outcome is first else loss_difference(first, outcome),
+            outcome.actions,
+        )
         for outcome in outcomes
     ]
-    peaks = [
-        bytes_or_dash(outcome.peak_measured_bytes)
-        if outcome is first or outcome.peak_measured_bytes is None
-        else f"{format_bytes(outcome.peak_measured_bytes)} "
-        f"({ratio_text(outcome.peak_measured_bytes, first.peak_measured_bytes)})"
-        for outcome in outcomes
-    ]
-    rows = (
-        cells("process peak, predicted", [bytes_or_dash(outcome.peak_predicted_bytes) for outcome in outcomes]),
-        cells("process peak, measured", peaks),
-        cells(
-            "prediction error",
-            [error_percent(outcome.peak_predicted_bytes, outcome.peak_measured_bytes) for outcome in outcomes],
-        ),
-        cells("step", times),
-        cells(
-            "loss difference",
-            [DASH if outcome is first else loss_difference(first, outcome) for outcome in outcomes],
-        ),
-        cells("actions", [outcome.actions for outcome in outcomes]),
+    names = (
+        "process peak, predicted",
+        "process peak, measured",
+        "prediction error",
+        "step",
+        "loss difference",
+        "actions",
     )
-    return Grid(title="Before and after", columns=("", *(outcome.name for outcome in outcomes)), rows=rows)
+    return Grid(
+        title="Before and after",
+        columns=("", *(outcome.name for outcome in outcomes)),
+        rows=tuple(zip(names, *columns, strict=True)),
+        text_columns=tuple(range(len(outcomes) + 1)),
+    )
+
+
+def _times(value: float | None, reference: float | None) -> str:
+    """The ratio in brackets, where there is one to tell."""
+    ratio = ratio_text(value, reference)
+    return "" if ratio in (DASH, "1.00x") else f" ({ratio})"

@@ -12,13 +12,14 @@ from memwall.observe.run_report import RunReport
 from memwall.plan.planfile import Plan
 from memwall.report.grid import Grid
 from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, plan_facts
-from memwall.report.run_grids import Outcome, comparison_grid, run_grid, steady_process_bytes, unexplained_bytes
+from memwall.report.run_grids import Outcome, comparison_grid, overall_process_bytes, run_grid, unexplained_bytes
 from memwall.report.trace_grids import (
     category_grid,
     highest_point,
     module_grid,
     op_grid,
     phase_grid,
+    place_of,
     shown_steps,
 )
 from memwall.trace.records import Trace
@@ -38,7 +39,12 @@ __all__ = [
 
 Verdict = tuple[Fit, str]
 
-_SIGNS = {"fits": ("✓", "green"), "inside-margin": ("~", "yellow"), "does-not-fit": ("✗", "red"), "no-budget": ("·", "")}
+_SIGNS = {
+    "fits": ("✓", "green"),
+    "inside-margin": ("~", "yellow"),
+    "does-not-fit": ("✗", "red"),
+    "no-budget": ("·", ""),
+}
 # For output whose encoding has none of them (LANG=C, old Windows consoles): printing must not fail there.
 _ASCII = str.maketrans({"✓": "v", "✗": "x", "█": "#", "◄": "<", "·": "-"})
 
@@ -50,16 +56,16 @@ def trace_report(trace: Trace) -> Group:
         return _report(Text("· no operation was recorded; a trace needs one whole training step"))
     step, peak = highest.step, highest.peak
     verdict = (
-        f"peak {format_bytes(peak.live_bytes)} of live tensors, in {peak.phase} of {peak.module} "
+        f"peak {format_bytes(peak.live_bytes)} of live tensors, in {place_of(peak)} "
         f"({step.kind} step, operation {peak.op} of {len(step.ops)})"
     )
     ops = op_grid(trace, step)
+    grids = [*(phase_grid(trace, shown) for shown in shown_steps(trace)), category_grid(peak), module_grid(peak)]
+    if ops is not None:
+        grids.append(ops)
     return _report(
         _verdict(("no-budget", verdict)),
-        *(_table(phase_grid(trace, shown)) for shown in shown_steps(trace)),
-        _table(category_grid(peak)),
-        _table(module_grid(peak)),
-        *([_table(ops)] if ops is not None else []),
+        *(_table(grid) for grid in grids),
         Text(trace_scope(trace), style="dim"),
     )
 
@@ -68,23 +74,20 @@ def trace_scope(trace: Trace) -> str:
     """What the figures of a trace count, and what they leave out."""
     times = "times are of the operations alone" if trace.source == "recorded" else "no times: nothing was computed"
     return (
-        f"Counted: bytes of live tensors on {trace.device}; {times}. Not in them: {format_bytes(trace.base_bytes)} held "
-        f"before the step (interpreter, libraries, data), {format_bytes(trace.workspace_bytes)} of library workspaces, "
-        "memory the allocator holds but no tensor uses."
+        f"Counted: bytes of live tensors on {trace.device}; {times}. Not in them: {format_bytes(trace.base_bytes)} "
+        f"held before the step (interpreter, libraries, data), {format_bytes(trace.workspace_bytes)} of library "
+        "workspaces, memory the allocator holds but no tensor uses."
     )
 
 
 def plan_report(plan: Plan) -> Group:
     """A plan, why it is so, and what it does: `memwall plan`, `memwall explain plan.json`, `memwall run`."""
     forecast = plan.forecast
-    relaxations: list[RenderableType] = []
-    if forecast.relaxations:
-        relaxations = [Text("What would make it fit:"), *(Text(f"  {line}") for line in forecast.relaxations)]
+    relaxations = Text("\n".join(("What would make it fit:", *(f"  {line}" for line in forecast.relaxations))))
     return _report(
         _verdict(plan_verdict(plan)),
-        Text(),
         _facts(plan_facts(plan)),
-        *relaxations,
+        *([relaxations] if forecast.relaxations else []),
         _table(forecast_phase_grid(forecast)),
         _table(action_grid(plan.actions)),
         Text(f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.", style="dim"),
@@ -118,8 +121,7 @@ def run_report(report: RunReport) -> Group:
     return _report(
         _verdict(run_verdict(report)),
         _table(run_grid(report)),
-        Text(f"Within the budget: {'yes' if report.within_budget else 'no'}"),
-        Text(f"Run: {', '.join(run_facts)}."),
+        Text(f"Within the budget: {'no' if verify_status(report) == 5 else 'yes'}\nRun: {', '.join(run_facts)}."),
         Text(
             f"Counted: bytes of the process on {forecast.device}; margin {format_bytes(forecast.margin_bytes)}. "
             f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.",
@@ -130,23 +132,27 @@ def run_report(report: RunReport) -> Group:
 
 def run_verdict(report: RunReport) -> Verdict:
     """Whether the run kept to its budget and its forecast, in one sentence."""
-    measured_bytes = max(report.measured.peak.process_bytes, report.measured.first_step_peak_bytes)
-    measured, budget = format_bytes(measured_bytes), format_bytes(report.budget_bytes)
+    budget = format_bytes(report.budget_bytes)
     status = verify_status(report)
     if status == 5:
-        over = format_bytes(measured_bytes - report.budget_bytes)
-        return "does-not-fit", f"exceeded the budget: {measured} measured, {over} over {budget}"
+        measured_bytes = overall_process_bytes(report)
+        measured = f"{format_bytes(measured_bytes)} measured"
+        over_bytes = measured_bytes - report.budget_bytes
+        over = f", {format_bytes(over_bytes)} over" if over_bytes > 0 else " in the steps, more outside them"
+        return "does-not-fit", f"exceeded the budget of {budget}: {measured}{over}"
+    steady = format_bytes(report.measured.peak.process_bytes)
     if status == 4:
         above = format_bytes(unexplained_bytes(report))
-        return "inside-margin", f"within the budget of {budget}, but {above} above the forecast: {measured} measured"
-    return "fits", f"within the budget: {measured} measured of {budget}"
+        return "inside-margin", f"within the budget of {budget}, but {above} above the forecast: {steady} measured"
+    return "fits", f"within the budget: {steady} measured of {budget}"
 
 
 def verify_status(report: RunReport) -> int:
     """Exit status of `memwall verify`: 0 within budget and forecast, 4 only inside the margin, 5 over the budget."""
-    if not report.within_budget:
+    # The run's own record counts too: it may have seen a peak outside the steps that are kept here.
+    if not report.within_budget or overall_process_bytes(report) > report.budget_bytes:
         return 5
-    return 4 if report.measured.peak.process_bytes > steady_process_bytes(report) else 0
+    return 4 if unexplained_bytes(report) > 0 else 0
 
 
 def comparison(rows: Sequence[Outcome]) -> Table:
@@ -167,7 +173,10 @@ class _Printable:
 
 
 def _report(*parts: RenderableType) -> Group:
-    return Group(_Printable(parts))
+    spaced: list[RenderableType] = []
+    for part in parts:
+        spaced += [part] if not spaced else [Text(), part]
+    return Group(_Printable(spaced))
 
 
 def _verdict(verdict: Verdict) -> Text:
@@ -186,12 +195,17 @@ def _facts(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def _table(grid: Grid) -> Table:
-    table = Table(title=grid.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=grid.title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
     for index, column in enumerate(grid.columns):
         is_text = index in grid.text_columns
-        table.add_column(
-            Text(column), justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text or None
-        )
+        table.add_column(Text(column), justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in grid.rows:
         table.add_row(*(Text(cell) for cell in row))
     return table

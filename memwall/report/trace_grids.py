@@ -7,7 +7,16 @@ from memwall.report.grid import Grid, seconds_or_dash, share_percent
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["HighestPoint", "category_grid", "highest_point", "module_grid", "op_grid", "phase_grid", "shown_steps"]
+__all__ = [
+    "HighestPoint",
+    "category_grid",
+    "highest_point",
+    "module_grid",
+    "op_grid",
+    "phase_grid",
+    "place_of",
+    "shown_steps",
+]
 
 _PHASES = ("forward", "loss", "backward", "optimizer", "eval", "other")
 _BAR_WIDTH = 20
@@ -34,6 +43,11 @@ def highest_point(trace: Trace) -> HighestPoint | None:
     return max(points, key=lambda point: point.peak.live_bytes, default=None)
 
 
+def place_of(peak: Peak) -> str:
+    """The phase and the module a peak is in, for a sentence."""
+    return peak.phase if peak.module == "(outside)" else f"{peak.phase} of {peak.module}"
+
+
 def phase_grid(trace: Trace, step: Step) -> Grid:
     """Peak, time and number of operations of each phase of a step, with a bar of the peak."""
     curve = live_curve(step.storages, len(step.ops), device=trace.device)
@@ -45,7 +59,7 @@ def phase_grid(trace: Trace, step: Step) -> Grid:
             continue
         peak_bytes = int(curve[ops].max())
         bar = "█" * round(_BAR_WIDTH * peak_bytes / highest_bytes) if highest_bytes else ""
-        marked = f"{bar} ◄ peak" if peak_bytes == highest_bytes else bar
+        marked = f"{bar} ◄ peak" if int(curve.argmax()) in ops else bar
         seconds = sum(step.ops[k].seconds for k in ops)
         rows.append((phase, format_bytes(peak_bytes), marked, seconds_or_dash(seconds or None), str(len(ops))))
     total = ("step", format_bytes(highest_bytes), "", seconds_or_dash(step_seconds(step) or None), str(len(step.ops)))
@@ -71,7 +85,7 @@ def module_grid(peak: Peak) -> Grid:
     """Bytes at the peak by the module that made them; what existed before the step stands in brackets."""
     held = [share for share in peak.by_module if share.num_bytes]
     rows = [
-        (share.name, format_bytes(share.num_bytes), share_percent(share.num_bytes, peak.live_bytes))
+        (_holder(share.name), format_bytes(share.num_bytes), share_percent(share.num_bytes, peak.live_bytes))
         for share in held[:_MOST_ROWS]
     ]
     if len(held) > _MOST_ROWS:
@@ -87,7 +101,7 @@ def op_grid(trace: Trace, step: Step) -> Grid | None:
     seconds: dict[str, float] = {}
     calls: dict[str, int] = {}
     for op in step.ops:
-        name = trace.names[op.name]
+        name = trace.names[op.name].removesuffix(".default")
         seconds[name] = seconds.get(name, 0.0) + op.seconds
         calls[name] = calls.get(name, 0) + 1
     total_seconds = sum(seconds.values())
@@ -98,6 +112,9 @@ def op_grid(trace: Trace, step: Step) -> Grid | None:
         (name, format_seconds(seconds[name]), share_percent(seconds[name], total_seconds), str(calls[name]))
         for name in slowest
     ]
-    return Grid(
-        title="Operators by time", columns=("operator", "seconds", "share", "calls"), rows=tuple(rows)
-    )
+    return Grid(title="Operators by time", columns=("operator", "seconds", "share", "calls"), rows=tuple(rows))
+
+
+def _holder(name: str) -> str:
+    """A module's path as it is; a category in brackets in words."""
+    return name.replace("_", " ") if name.startswith("(") else name

@@ -27,7 +27,9 @@ def save_trace(trace: Trace, path: Path) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise TraceError(f"cannot write the trace to {path}: {error.strerror or error}; choose another -o FILE") from error
+        raise TraceError(
+            f"cannot write the trace to {path}: {error.strerror or error}; choose another -o FILE"
+        ) from error
 
 
 def load_trace(path: Path) -> Trace:

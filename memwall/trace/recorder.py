@@ -27,10 +27,10 @@ __all__ = ["Parking", "StepRecorder"]
 class Parking(Protocol):
     """Where saved tensors live between forward and backward while a step is recorded."""
 
-    def pack(self, tensor: Tensor) -> object:
+    def pack(self, tensor: Tensor, /) -> object:
         """Takes a tensor that autograd saves; returns a handle, with the tensor as its `tensor` if it was kept."""
 
-    def unpack(self, packed: object) -> Tensor:
+    def unpack(self, saved: Any, /) -> Tensor:
         """Gives back the tensor of a handle, or the kept tensor."""
 
 
@@ -88,9 +88,7 @@ class StepRecorder(TorchDispatchMode):
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
-    def start(
-        self, optimizer: torch.optim.Optimizer | None = None, running_root: nn.Module | None = None
-    ) -> None:
+    def start(self, optimizer: torch.optim.Optimizer | None = None, running_root: nn.Module | None = None) -> None:
         """Begins recording. Parameters, buffers, gradients and optimizer state count as there before the step.
 
         Args:

@@ -73,6 +73,4 @@ class Workspaces:
 
 def _configuration() -> Any:
     """Memory events on the CPU and nothing else."""
-    return ProfilerConfig(
-        ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
-    )
+    return ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig())

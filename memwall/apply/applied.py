@@ -1,0 +1,194 @@
+"""A plan in effect: every action's handler, applied in order and undone in reverse.
+
+Adding a technique adds a handler here; `HANDLERS` names the one of each action record.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.malloc import MallocHandler
+from memwall.apply.microbatch import MicroBatches
+from memwall.apply.offload import ActivationOffload
+from memwall.apply.parking import open_engine
+from memwall.errors import ApplyError
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
+from memwall.plan.planfile import Plan
+from memwall.predict.malloc import policy_named
+from memwall.trace.modules import root_names
+
+__all__ = ["HANDLERS", "AppliedPlan", "autocast_forward"]
+
+
+class AppliedPlan:
+    """Applies a plan to a model; `undo` leaves no trace of it.
+
+    Args:
+        model: the root the plan was made for.
+        block_order: paths of all blocks in forward order, so that a block can be read back while the next one runs
+            its backward; () where only the plan is known, then blocks with an action count.
+        is_cooperative: whether the loop takes its micro-batches from the session.
+
+    Raises:
+        ApplyError: an action cannot be applied here; nothing has changed then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        block_order: tuple[str, ...],
+        disk: str | None,
+        disk_capacity_bytes: int | None,
+        malloc: MallocHandler,
+        micro: MicroBatches,
+        is_cooperative: bool,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.disk, self.disk_capacity_bytes = disk, disk_capacity_bytes
+        self.malloc, self.micro, self.is_cooperative = malloc, micro, is_cooperative
+        self.block_order = block_order
+        self.engine: ActivationOffload | None = None
+        self.executor: BlockExecutor | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def apply(self) -> None:
+        """Applies every action, or none."""
+        try:
+            done: set[Callable[..., Any]] = set()
+            for action in self.plan.actions:
+                handler = HANDLERS[type(action)]
+                if handler not in done:  # block actions are applied together
+                    done.add(handler)
+                    handler(self, action)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Takes everything back, last first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def begin_step(self) -> None:
+        """To be called before each step's first forward."""
+        if self.executor is not None:
+            self.executor.begin_step()
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes moved to the next tier, and back, so far."""
+        return (0, 0) if self.engine is None else (self.engine.bytes_written, self.engine.bytes_read)
+
+    # -- handlers --------------------------------------------------------------------------------------------------
+
+    def _apply_blocks(self, _: Action) -> None:
+        actions = self.plan.actions
+        offload = [a for a in actions if isinstance(a, Offload)]
+        reuse = next((a for a in actions if isinstance(a, AllocatorReuse)), None)
+        if offload:
+            self.engine, close = open_engine(
+                [self.model],
+                disk=self.disk,
+                capacity_bytes=self.disk_capacity_bytes,
+                window_bytes=offload[0].window_bytes,
+                min_bytes=offload[0].min_bytes,
+            )
+            self._undo.append(close)
+        executor = BlockExecutor(
+            resolve_blocks([self.model], root_names([self.model])),
+            self.block_order,
+            engine=self.engine,
+            trim=self.malloc.trim,
+            trim_forward=frozenset(reuse.trim_forward) if reuse else frozenset(),
+            trim_backward=frozenset(reuse.trim_backward) if reuse else frozenset(),
+        )
+        executor.apply(actions)
+        self.executor = executor
+        self._undo.append(executor.undo)
+
+    def _apply_allocator(self, action: Action) -> None:
+        assert isinstance(action, AllocatorReuse)
+        if action.cuda_setting:
+            raise ApplyError(
+                f"the plan needs PYTORCH_ALLOC_CONF={action.cuda_setting} before torch starts; "
+                "run it with `memwall run --plan`"
+            )
+        self.malloc.apply(policy_named(action.policy))
+        if self.executor is None and (action.trim_forward or action.trim_backward):
+            self._apply_blocks(action)
+
+    def _apply_accumulate(self, action: Action) -> None:
+        assert isinstance(action, Accumulate)
+        if not self.is_cooperative:
+            raise ApplyError(
+                f"the plan runs micro-batches of {action.micro_batch} samples, {action.num_micro_batches} per step, "
+                "but this loop does not take them from memwall; set the batch size and accumulation yourself, or "
+                "write `for micro in session.step(batch)`"
+            )
+        self.micro.micro_batch = action.micro_batch
+
+        def undo() -> None:
+            self.micro.micro_batch = None
+
+        self._undo.append(undo)
+
+    def _apply_autocast(self, action: Action) -> None:
+        assert isinstance(action, Autocast)
+        self._undo.append(autocast_forward(self.model, action.dtype))
+
+
+def autocast_forward(model: nn.Module, dtype: str) -> Callable[[], None]:
+    """Runs the model's forward under autocast, with results in float32 again; returns what undoes it.
+
+    Raises:
+        ApplyError: float16, whose gradients need a scaler that a loop must have of its own.
+    """
+    if dtype == "float16":
+        raise ApplyError(
+            "float16 needs a gradient scaler in the training loop; let the Trainer (fp16=True) or "
+            "Accelerator(mixed_precision='fp16') set both, or allow bfloat16"
+        )
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    original, was_own = model.forward, "forward" in model.__dict__
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            out = original(*args, **kwargs)
+        return _in_float32(out)
+
+    model.forward = forward
+
+    def undo() -> None:
+        if was_own:
+            model.forward = original
+        else:
+            del model.__dict__["forward"]
+
+    return undo
+
+
+def _in_float32(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        for key in list(value):
+            value[key] = _in_float32(value[key])
+        return value
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_in_float32(item) for item in value)
+    return [_in_float32(item) for item in value] if isinstance(value, list) else value
+
+
+HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
+    Recompute: AppliedPlan._apply_blocks,
+    Offload: AppliedPlan._apply_blocks,
+    AllocatorReuse: AppliedPlan._apply_allocator,
+    Accumulate: AppliedPlan._apply_accumulate,
+    Autocast: AppliedPlan._apply_autocast,
+}

@@ -1,0 +1,74 @@
+"""Where output goes: one JSON object on standard output, or tables; notes while a script runs on standard error."""
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from memwall.trace.records import Trace
+
+__all__ = ["TraceSummary", "note", "show", "trace_summary"]
+
+
+class TraceSummary(Struct, frozen=True, kw_only=True):
+    """A trace in figures, for scripts."""
+
+    schema: str = "memwall.trace-summary/1"
+    device: str
+    steps: list[dict[str, Any]]
+    base_bytes: int
+    micro_batch: int
+
+
+def trace_summary(trace: "Trace") -> TraceSummary:
+    """Peak, phase and categories of every recorded step."""
+    from memwall.predict.curve import peak_of, step_seconds
+
+    steps = []
+    for step in trace.steps:
+        peak = peak_of(trace, step)
+        steps.append(
+            {
+                "kind": step.kind,
+                "peak_live_bytes": peak.live_bytes,
+                "peak_phase": peak.phase,
+                "peak_module": peak.module,
+                "by_category": {share.name: share.num_bytes for share in peak.by_category},
+                "process_peak_bytes": step.process_peak_bytes,
+                "compute_seconds": step_seconds(step),
+                "num_ops": len(step.ops),
+            }
+        )
+    return TraceSummary(
+        device=trace.device, steps=steps, base_bytes=trace.base_bytes, micro_batch=trace.micro_batch
+    )
+
+
+def show(table: "RenderableType", record: Struct, *, as_json: bool, to_error: bool = False) -> None:
+    """The result of a command.
+
+    Args:
+        table: for a person.
+        record: for `--json`.
+        to_error: standard output belongs to the script that ran.
+    """
+    if as_json:
+        import typer
+        from msgspec.json import encode, format
+
+        typer.echo(format(encode(record, order="sorted"), indent=2))
+        return
+    _console(to_error=to_error).print(table)
+
+
+def note(table: "RenderableType") -> None:
+    """Something to read while a script runs."""
+    _console(to_error=True).print(table)
+
+
+def _console(*, to_error: bool) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=to_error)

@@ -1,0 +1,45 @@
+"""What a session measured, beside what its plan foresaw."""
+
+from statistics import median
+
+from memwall.apply.session import Session
+from memwall.errors import TraceError
+from memwall.observe.run_report import Measured, RunReport
+from memwall.plan.forecast import PeakBytes
+
+__all__ = ["run_report"]
+
+
+def run_report(session: Session) -> RunReport:
+    """The report of a session that has ended.
+
+    Raises:
+        TraceError: the session has no plan yet: fewer than one whole step ran.
+    """
+    plan, measured = session.plan, session.measured
+    if plan is None:
+        raise TraceError("the run ended before its first step was complete; there is nothing to compare")
+    budget_bytes = plan.forecast.budget_bytes or 0
+    steady_bytes = measured.peak_bytes or measured.first_step_peak_bytes
+    overall_bytes = max(measured.overall_peak_bytes, steady_bytes)
+    return RunReport(
+        plan_hash=plan.plan_hash,
+        budget_bytes=budget_bytes,
+        forecast=plan.forecast,
+        measured=Measured(
+            peak=PeakBytes(
+                allocated_bytes=max(0, steady_bytes - measured.base_bytes),
+                process_bytes=overall_bytes,
+                disk_bytes=plan.forecast.moved_bytes_per_step,
+            ),
+            steady_peak_bytes=steady_bytes,
+            first_step_peak_bytes=measured.first_step_peak_bytes,
+            step_seconds_median=median(measured.step_seconds) if measured.step_seconds else None,
+            steps=measured.num_steps,
+            oom_recoveries=0,
+            bytes_moved={"disk": measured.bytes_to_tier} if measured.bytes_to_tier else {},
+            plan_seconds=measured.plan_seconds,
+            num_replans=measured.num_replans,
+        ),
+        within_budget=overall_bytes <= budget_bytes,
+    )

@@ -1,0 +1,51 @@
+"""Why a plan is what it is, in words: what binds, what is missing, and what would help, cheapest first."""
+
+from memwall.plan.legality import can_accumulate, can_autocast, can_offload
+from memwall.predict.curve import peak_of
+from memwall.trace.records import Step, Trace
+from memwall.units import format_bytes
+
+__all__ = ["binding_reasons", "infeasible_message", "relaxations"]
+
+
+def binding_reasons(trace: Trace, step: Step, moved_bytes: int) -> tuple[str, ...]:
+    """What stops the step from being faster: the instant at which the bytes are tight, and the link if one is used."""
+    peak = peak_of(trace, step)
+    where = f"{peak.phase} in {peak.module}"
+    largest = ", ".join(f"{share.name} {format_bytes(share.num_bytes)}" for share in peak.by_category[:3])
+    reasons = [f"memory at {where}: {format_bytes(peak.live_bytes)} of tensors ({largest})"]
+    if moved_bytes:
+        reasons.append(f"{format_bytes(moved_bytes)} go to disk and come back in each step")
+    return tuple(reasons)
+
+
+def relaxations(trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> tuple[str, ...]:
+    """What to allow or lower so that less memory is needed, cheapest first."""
+    found = []
+    if can_offload(trace) is not None:
+        found.append("give a disk for saved tensors: --disk DIR")
+    if not can_split and can_accumulate(trace, is_cooperative=True) is None:
+        half = trace.micro_batch // 2
+        found.append(
+            f"halve the micro-batch and accumulate: batch size {half}, "
+            f"{2 * trace.num_micro_batches} accumulation steps (the same global batch)"
+        )
+    if can_autocast(trace, ("precision",)) is None and "precision" not in allow:
+        found.append("allow bfloat16 autocast, which changes numerics: --allow precision")
+    found.append("shorten the sequence or lower the resolution")
+    return tuple(found)
+
+
+def infeasible_message(trace: Trace, budget_bytes: int, smallest_bytes: int, helps: tuple[str, ...]) -> str:
+    """One message: asked, found, what to do."""
+    parameters = sum(s.nbytes for s in trace.steps[0].storages if s.category == "parameter")
+    largest = max(trace.modules, key=lambda module: module.parameter_bytes, default=None)
+    lines = [
+        f"the budget of {format_bytes(budget_bytes)} cannot be met: the smallest feasible one is "
+        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} more",
+        f"of that, {format_bytes(trace.base_bytes)} are the process before the step, "
+        f"{format_bytes(parameters)} parameters"
+        + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),
+        *(f"  - {help_line}" for help_line in helps),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,161 @@
+"""The byte curve of a step, thinned for drawing: layers by category, phases, and the peak with its holders."""
+
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from memwall.predict.curve import Peak, live_curve, peak_of
+from memwall.trace.records import Category, Step, Storage, Trace
+
+__all__ = ["Curve", "Layer", "PhaseBand", "Tag", "curve_of", "kept_points"]
+
+Tag = Literal["simulated", "cpu-measured", "gpu-measured", "external"]
+
+_MOST_POINTS = 2000
+# From the longest lived to the shortest: what stays is at the bottom of the stack, what comes and goes on top.
+_STACK: tuple[Category, ...] = (
+    "parameter",
+    "buffer",
+    "optimizer_state",
+    "gradient",
+    "input",
+    "activation",
+    "temporary",
+)
+
+
+class Layer(Struct, frozen=True, kw_only=True):
+    """Bytes of one category at each point of a curve."""
+
+    category: str
+    live_bytes: tuple[int, ...]
+
+
+class PhaseBand(Struct, frozen=True, kw_only=True):
+    """Where a phase begins and ends, in the unit of the curve's positions."""
+
+    phase: str
+    begin: float
+    end: float
+
+
+class Curve(Struct, frozen=True, kw_only=True):
+    """Live bytes over one step; each point holds until the next."""
+
+    name: str
+    tag: Tag
+    """How the bytes were obtained; a simulated curve is never shown as a measured one."""
+    position_unit: Literal["seconds", "operations"]
+    """Seconds of computing since the step began; operations where no times are known."""
+    positions: tuple[float, ...]
+    layers: tuple[Layer, ...]
+    total_bytes: tuple[int, ...]
+    bands: tuple[PhaseBand, ...]
+    peak: Peak
+    peak_position: float
+    budget_bytes: int | None = None
+    process_peak_bytes: int | None = None
+    """What the meter showed for the process over this step."""
+
+
+def curve_of(
+    trace: Trace,
+    step: Step,
+    name: str,
+    tag: Tag,
+    *,
+    budget_bytes: int | None = None,
+    process_peak_bytes: int | None = None,
+) -> Curve:
+    """The curve of one recorded or treated step, on top of what the process held before it.
+
+    Args:
+        trace: names and modules the step's indices point into, and the bytes below the curve.
+        step: a step with at least one operation.
+        name: heading of the curve, e.g. "free run".
+        tag: how its bytes were obtained.
+        budget_bytes: process bytes the run may use, drawn as a line.
+        process_peak_bytes: what the meter showed over this very step, drawn as a line. Not simply the recorded step's:
+            that one may have run with its saved tensors parked, or been treated since.
+    """
+    num_ops = len(step.ops)
+    base_bytes = trace.base_bytes
+    total = live_curve(step.storages, num_ops, device=trace.device) + base_bytes
+    kept = kept_points(total, _MOST_POINTS)
+    clock, unit = _clock(step)
+    # The last point repeats its value at the end of the step, so that the last operation has a width.
+    points = np.append(kept, num_ops - 1)
+    positions = np.append(clock[kept], clock[num_ops])
+    layers = [
+        Layer(category=category, live_bytes=_numbers(curve[points]))
+        for category, curve in _category_curves(trace, step).items()
+    ]
+    if base_bytes:
+        layers.insert(0, Layer(category="base", live_bytes=(base_bytes,) * len(points)))
+    peak = peak_of(trace, step)
+    return Curve(
+        name=name,
+        tag=tag,
+        position_unit=unit,
+        positions=tuple(float(position) for position in positions),
+        layers=tuple(layers),
+        total_bytes=_numbers(total[points]),
+        bands=_bands(step, clock),
+        peak=peak,
+        peak_position=float(clock[peak.op]),
+        budget_bytes=budget_bytes,
+        process_peak_bytes=process_peak_bytes,
+    )
+
+
+def kept_points(curve: NDArray[np.int64], most: int) -> NDArray[np.intp]:
+    """Indices to draw, at most `most`: of each stretch its first, lowest, highest and last point.
+
+    No stretch loses its maximum, so the peak is always among them (Jugel et al., "M4: a visualization-oriented time
+    series data aggregation", VLDB 2014, section 4).
+    """
+    if len(curve) <= most:
+        return np.arange(len(curve))
+    edges = np.linspace(0, len(curve), most // 4 + 1).astype(np.intp)
+    kept: set[int] = set()
+    for begin, end in pairwise(edges):
+        stretch = curve[begin:end]
+        kept |= {int(begin), int(begin + stretch.argmin()), int(begin + stretch.argmax()), int(end - 1)}
+    return np.array(sorted(kept), dtype=np.intp)
+
+
+def _category_curves(trace: Trace, step: Step) -> dict[str, NDArray[np.int64]]:
+    """Live bytes per category, bottom of the stack first; categories that never hold a byte are left out."""
+    held: dict[Category, list[Storage]] = {}
+    for storage in step.storages:
+        held.setdefault(storage.category, []).append(storage)
+    curves = {c: live_curve(held[c], len(step.ops), device=trace.device) for c in _STACK if c in held}
+    return {category: curve for category, curve in curves.items() if curve.any()}
+
+
+def _clock(step: Step) -> tuple[NDArray[np.float64], Literal["seconds", "operations"]]:
+    """Where each operation begins, and where the step ends: [num_ops + 1]."""
+    seconds = np.array([op.seconds for op in step.ops])
+    if not seconds.any():
+        return np.arange(len(step.ops) + 1, dtype=np.float64), "operations"
+    return np.concatenate(([0.0], np.cumsum(seconds))), "seconds"
+
+
+def _bands(step: Step, clock: NDArray[np.float64]) -> tuple[PhaseBand, ...]:
+    """Stretches of operations of one phase; operations between the phases belong to none."""
+    bands: list[PhaseBand] = []
+    begin = 0
+    for k in range(1, len(step.ops) + 1):
+        if k < len(step.ops) and step.ops[k].phase == step.ops[begin].phase:
+            continue
+        if step.ops[begin].phase != "other":
+            bands.append(PhaseBand(phase=step.ops[begin].phase, begin=float(clock[begin]), end=float(clock[k])))
+        begin = k
+    return tuple(bands)
+
+
+def _numbers(values: NDArray[np.int64]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)

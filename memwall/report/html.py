@@ -1,0 +1,205 @@
+"""One page that holds everything about a plan and its run, in one file that loads nothing from anywhere."""
+
+import base64
+import gzip
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from memwall.errors import UsageError
+from memwall.observe.run_report import RunReport
+from memwall.plan.planfile import Plan
+from memwall.report.chart import chart_of, legend_of, scale_of
+from memwall.report.curves import Curve
+from memwall.report.grid import Grid, ratio_text
+from memwall.report.plan_grids import action_grid, forecast_phase_grid, plan_facts
+from memwall.report.run_grids import Outcome, comparison_grid, run_grid, steady_process_bytes
+from memwall.report.text import Verdict, plan_verdict, run_verdict
+from memwall.report.trace_grids import category_grid, module_grid, place_of
+from memwall.units import format_bytes, format_seconds
+
+__all__ = ["Page", "page_html", "save_page"]
+
+
+class Page(Struct, frozen=True, kw_only=True):
+    """What one page shows; parts that are not given are left out."""
+
+    title: str
+    curves: tuple[Curve, ...] = ()
+    """Drawn beside each other with the same scales."""
+    outcomes: tuple[Outcome, ...] = ()
+    """Runs of the before/after table; the first is what the others are compared with."""
+    plan: Plan | None = None
+    run: RunReport | None = None
+    notes: tuple[str, ...] = ()
+    """Further lines on what the figures count, e.g. `trace_scope`."""
+
+
+class _Card(Struct, frozen=True):
+    """A figure worth a large print."""
+
+    name: str
+    value: str
+    remark: str
+
+
+class _Panel(Struct, frozen=True, kw_only=True):
+    """One curve with its heading and its figure in plotly's form."""
+
+    name: str
+    tag: str
+    summary: str
+    chart: dict[str, Any]
+
+
+class _Holders(Struct, frozen=True, kw_only=True):
+    """What is in the peak of one curve."""
+
+    name: str
+    where: str
+    categories: Grid
+    modules: Grid
+
+
+def save_page(page: Page, path: str | Path) -> None:
+    """Writes the page as one HTML file.
+
+    Raises:
+        UsageError: plotly or jinja2 is not installed, or the file cannot be written.
+    """
+    target = Path(path)
+    content = page_html(page)
+    partial = target.with_name(target.name + ".part")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"cannot write the page to {target}: {error.strerror or error}") from error
+
+
+def page_html(page: Page) -> str:
+    """The page; equal input gives equal text.
+
+    Raises:
+        UsageError: plotly or jinja2 is not installed.
+    """
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        package = str(error.name).partition(".")[0]
+        raise UsageError(
+            f"the HTML report needs {package}, which is not installed; "
+            "install the extra with: pip install 'torch-memwall[report]'"
+        ) from error
+    template = resources.files("memwall.report").joinpath("templates", "report.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(template).render(
+        title=page.title,
+        verdict=_verdict(page),
+        cards=_cards(page),
+        panels=_panels(page.curves),
+        legend=legend_of(page.curves),
+        grids=_grids(page),
+        facts=plan_facts(page.plan) if page.plan is not None else (),
+        holders=[_holders(curve) for curve in page.curves],
+        scope=_scope(page),
+        # 4.8 MB as it is, 2 MB like this: plotly.js 4.1 alone would otherwise fill the page's 5 MB.
+        plotly=_packed(get_plotlyjs()) if page.curves else "",
+    )
+
+
+def _packed(script: str) -> str:
+    return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
+
+
+def _verdict(page: Page) -> Verdict | None:
+    if page.run is not None:
+        return run_verdict(page.run)
+    return plan_verdict(page.plan) if page.plan is not None else None
+
+
+def _cards(page: Page) -> list[_Card]:
+    forecast = page.run.forecast if page.run is not None else page.plan.forecast if page.plan is not None else None
+    if forecast is None:
+        return []
+    cards = []
+    if forecast.budget_bytes is not None:
+        smallest = forecast.smallest_feasible_budget_bytes
+        remark = f"{format_bytes(smallest)} would do" if smallest is not None else "of the process"
+        cards.append(_Card("budget", format_bytes(forecast.budget_bytes), remark))
+    remark = f"margin {format_bytes(forecast.margin_bytes)}"
+    predicted_bytes = forecast.peak.process_bytes if page.run is None else steady_process_bytes(page.run)
+    cards.append(_Card("predicted peak", format_bytes(predicted_bytes), remark))
+    if page.run is not None:
+        measured_bytes = page.run.measured.peak.process_bytes
+        cards.append(_Card("measured peak", format_bytes(measured_bytes), f"{page.run.measured.steps} steps"))
+    plain_seconds = forecast.plain_step_seconds
+    seconds = page.run.measured.step_seconds_median if page.run is not None else forecast.step_seconds
+    if page.outcomes and page.outcomes[0].step_seconds and page.run is not None:
+        plain_seconds = page.outcomes[0].step_seconds
+    if seconds is not None:
+        kind = "measured" if page.run is not None else "predicted"
+        remark = f"{ratio_text(seconds, plain_seconds)} the free run" if plain_seconds else kind
+        cards.append(_Card(f"{kind} step", format_seconds(seconds), remark))
+    return cards
+
+
+def _panels(curves: Sequence[Curve]) -> list[_Panel]:
+    scale = scale_of(curves)
+    return [
+        _Panel(
+            name=curve.name,
+            tag=curve.tag,
+            summary=f"highest {format_bytes(max(curve.total_bytes))} in {place_of(curve.peak)}",
+            chart=chart_of(curve, scale),
+        )
+        for curve in curves
+    ]
+
+
+def _grids(page: Page) -> list[Grid]:
+    grids = []
+    if page.outcomes:
+        grids.append(comparison_grid(page.outcomes))
+    if page.run is not None:
+        grids.append(run_grid(page.run))
+    if page.plan is not None:
+        grids += [action_grid(page.plan.actions), forecast_phase_grid(page.plan.forecast)]
+    return grids
+
+
+def _holders(curve: Curve) -> _Holders:
+    return _Holders(
+        name=curve.name,
+        where=f"{format_bytes(curve.peak.live_bytes)} of live tensors, in {place_of(curve.peak)} "
+        f"(operation {curve.peak.op})",
+        categories=category_grid(curve.peak),
+        modules=module_grid(curve.peak),
+    )
+
+
+def _scope(page: Page) -> list[str]:
+    """What the figures count, with which margin, and what they leave out."""
+    lines = []
+    forecast = page.plan.forecast if page.plan is not None else page.run.forecast if page.run is not None else None
+    if forecast is not None:
+        lines.append(
+            f"Peaks are bytes of the process on {forecast.device}, with a margin of "
+            f"{format_bytes(forecast.margin_bytes)}. Not modelled: "
+            f"{'; '.join(forecast.not_modelled) or 'nothing known'}."
+        )
+    if page.curves:
+        lines.append(
+            "Curves are bytes of live tensors, stacked on what the process held before the step (base); memory that "
+            "the allocator holds but no tensor uses is not drawn."
+        )
+    if page.plan is not None:
+        lines.append(f"Plan {page.plan.plan_hash[:16]}, from trace {page.plan.trace_hash[:16]}.")
+    return [*lines, *page.notes]

@@ -1,0 +1,65 @@
+"""Activations of a CUDA device in pinned host memory: the same bits, bounded device memory, exact pinned bytes."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from memwall.apply.offload import ActivationOffload
+from memwall.apply.offload_cuda import PinnedArena
+from memwall.errors import StoreError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+MIB = 1 << 20
+
+
+def gradient(offload: ActivationOffload | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """The gradient through 40 chained products [2048, 2048], and the allocated bytes at the end of forward."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(2048, 2048, device="cuda", dtype=dtype, generator=generator).div_(46).requires_grad_()
+    with offload.hooks() if offload is not None else nullcontext():
+        y = x
+        for _ in range(40):
+            y = (y @ x).sin()
+    allocated_bytes = torch.cuda.memory_allocated()
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    return x.grad, allocated_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window_bytes", [1 * MIB, 32 * MIB, 1 << 30])
+def test_gradients_are_bitwise_equal_and_device_memory_falls(dtype: torch.dtype, window_bytes: int) -> None:
+    plain, plain_bytes = gradient(None, dtype)
+    with ActivationOffload(None, window_bytes=window_bytes, is_excluded=lambda tensor: False) as offload:
+        for _ in range(3):
+            offloaded, offloaded_bytes = gradient(offload, dtype)
+            assert torch.equal(plain, offloaded)
+        assert offload.num_held == 0
+        assert offload.bytes_written > 0
+        if window_bytes < 100 * MIB:
+            assert offloaded_bytes < plain_bytes / 2
+
+
+def test_dropped_prefetches_do_not_write_into_reused_memory() -> None:
+    with ActivationOffload(None, window_bytes=16 * MIB, is_excluded=lambda tensor: False) as offload:
+        for _ in range(20):
+            with offload.group("a"):
+                packed = [offload.pack(torch.ones(1 << 20, device="cuda")) for _ in range(16)]
+            offload.prefetch("a")
+            del packed
+            assert offload.num_held == 0
+            zeros = [torch.zeros(1 << 20, device="cuda") for _ in range(16)]
+            assert not torch.stack(zeros).any()
+
+
+def test_the_pinned_limit_is_kept_and_named() -> None:
+    arena = PinnedArena(limit_bytes=8 * MIB)
+    slots = [arena.allocate(4 * MIB), arena.allocate(4 * MIB)]
+    assert arena.pinned_bytes == 8 * MIB
+    assert all(slot.memory.is_pinned() for slot in slots)
+    with pytest.raises(StoreError, match=r"8\.0 MiB of the limit of 8\.0 MiB are pinned already; raise --host"):
+        arena.allocate(1)
+    for slot in slots:
+        arena.free(slot)
+    arena.close()

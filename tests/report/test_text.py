@@ -1,0 +1,211 @@
+"""The tables as a user sees them: exact text on terminals of 80 and 160 columns."""
+
+import io
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console, RenderableType
+
+from memwall.observe.run_report import RunReport
+from memwall.plan.actions import Action, kinds
+from memwall.plan.forecast import PeakBytes
+from memwall.plan.planfile import Plan
+from memwall.report.plan_grids import action_grid, block_ranges, fit_of
+from memwall.report.run_grids import Outcome, loss_difference
+from memwall.report.text import (
+    comparison,
+    plan_report,
+    plan_verdict,
+    run_report,
+    run_verdict,
+    trace_report,
+    verify_status,
+)
+from memwall.trace.records import Trace
+
+MIB = 1 << 20
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def drawn(renderable: RenderableType, width: int = 80) -> list[str]:
+    """Lines as printed, without the blanks that fill them up to the width."""
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None).print(renderable)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def golden(name: str) -> list[str]:
+    return (GOLDEN / name).read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+class TestExactText:
+    def test_trace(self, trace: Trace, width: int) -> None:
+        assert drawn(trace_report(trace), width) == golden(f"trace_{width}.txt")
+
+    def test_plan(self, plan: Plan, width: int) -> None:
+        assert drawn(plan_report(plan), width) == golden(f"plan_{width}.txt")
+
+    def test_run(self, run: RunReport, width: int) -> None:
+        assert drawn(run_report(run), width) == golden(f"run_{width}.txt")
+
+    def test_comparison(self, outcomes: tuple[Outcome, ...], width: int) -> None:
+        assert drawn(comparison(outcomes), width) == golden(f"comparison_{width}.txt")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+def test_no_table_uses_decimal_units_or_is_too_wide(name: str) -> None:
+    text = "\n".join(golden(name))
+    assert re.findall(r"\d (?:MiB|GiB|KiB)\b", text), "no size found: the pattern is wrong"
+    assert re.findall(r"\d\s*(?:[kKMGT]B)\b", text) == []
+    assert max(len(line) for line in text.splitlines()) <= int(name.removesuffix(".txt").rpartition("_")[2])
+
+
+def test_a_terminal_without_unicode_gets_ascii(trace: Trace, plan: Plan) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(file=file, width=80)
+    console.print(trace_report(trace))
+    console.print(plan_report(plan))
+    file.flush()
+    text = file.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert "#################### < peak" in text
+    assert "v fits: 460.0 MiB predicted" in text
+
+
+def test_a_module_path_is_not_read_as_markup(trace: Trace) -> None:
+    assert any(line.startswith("blocks[bold].1   360.0 MiB") for line in drawn(trace_report(trace)))
+
+
+def test_a_trace_without_times_has_no_table_of_times(trace: Trace) -> None:
+    untimed = tuple(
+        msgspec.structs.replace(step, ops=tuple(msgspec.structs.replace(op, seconds=0.0) for op in step.ops))
+        for step in trace.steps
+    )
+    lines = drawn(trace_report(msgspec.structs.replace(trace, steps=untimed, source="fake")))
+    assert "Operators by time" not in lines
+    assert "backward    500.0 MiB   ████████████████████ ◄ peak         -     2" in lines
+    assert "no times: nothing was computed" in " ".join(lines)
+
+
+def test_a_trace_without_operations_says_what_it_needs(trace: Trace) -> None:
+    assert drawn(trace_report(msgspec.structs.replace(trace, steps=()))) == [
+        "· no operation was recorded; a trace needs one whole training step"
+    ]
+
+
+def _with(plan: Plan, **changes: object) -> Plan:
+    return msgspec.structs.replace(plan, forecast=msgspec.structs.replace(plan.forecast, **changes))
+
+
+class TestPlanVerdict:
+    def test_inside_the_margin(self, plan: Plan) -> None:
+        assert plan_verdict(_with(plan, fits=False, budget_bytes=470 * MIB)) == (
+            "inside-margin",
+            "fits only inside the margin: 460.0 MiB predicted + 12.0 MiB margin, budget 470.0 MiB",
+        )
+
+    def test_does_not_fit(self, plan: Plan) -> None:
+        assert plan_verdict(_with(plan, fits=False, budget_bytes=400 * MIB)) == (
+            "does-not-fit",
+            "does not fit: 460.0 MiB predicted + 12.0 MiB margin is 72.0 MiB over the budget of 400.0 MiB",
+        )
+
+    def test_without_a_budget(self, plan: Plan) -> None:
+        free = _with(plan, fits=None, budget_bytes=None)
+        assert fit_of(free.forecast) == "no-budget"
+        assert plan_verdict(free)[1] == "no budget given: 460.0 MiB predicted + 12.0 MiB margin"
+
+    @pytest.mark.parametrize(("budget_mib", "sign"), [(480, "✓ fits: "), (470, "~ fits only"), (400, "✗ does not fit")])
+    def test_the_first_line_begins_with_its_sign(self, plan: Plan, budget_mib: int, sign: str) -> None:
+        shown = _with(plan, fits=budget_mib == 480, budget_bytes=budget_mib * MIB)
+        assert drawn(plan_report(shown))[0].startswith(sign)
+
+    def test_what_would_make_it_fit_is_listed(self, plan: Plan) -> None:
+        tight = _with(plan, fits=False, budget_bytes=400 * MIB, relaxations=("allow a disk: -80.0 MiB",))
+        lines = drawn(plan_report(tight))
+        assert lines[lines.index("What would make it fit:") + 1] == "  allow a disk: -80.0 MiB"
+
+
+def test_a_plan_without_actions_says_that_none_is_needed() -> None:
+    assert action_grid(()).rows == (("none needed", "-", "-", "-", "bit-exact"),)
+
+
+def test_every_kind_of_action_is_drawn(actions: tuple[Action, ...]) -> None:
+    assert {type(action) for action in actions} == set(kinds().values())
+    for action in actions:
+        (row,) = action_grid((action,)).rows
+        assert all(row), row
+
+
+def test_blocks_of_another_treatment_are_another_row(actions: tuple[Action, ...]) -> None:
+    first = actions[0]
+    other = msgspec.structs.replace(actions[1], exactness="equivalent")
+    assert [row[1] for row in action_grid((first, other)).rows] == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        (["h.0", "h.1", "h.2"], "h.0-2"),
+        (["h.0", "h.2"], "h.0, h.2"),
+        (["enc.0", "dec.1"], "enc.0, dec.1"),
+        (["m.0.h.1", "m.1.h.2"], "m.0.h.1, m.1.h.2"),
+        (["h.0.mlp", "h.1.mlp"], "h.0-1.mlp"),
+        (["layer4", "layer5"], "layer4, layer5"),
+        ([""], "whole model"),
+    ],
+)
+def test_block_ranges(blocks: list[str], expected: str) -> None:
+    assert block_ranges(blocks) == expected
+
+
+def _measured(run: RunReport, **changes: object) -> RunReport:
+    return msgspec.structs.replace(run, measured=msgspec.structs.replace(run.measured, **changes))
+
+
+def _peaking_at(run: RunReport, num_mib: int) -> RunReport:
+    return _measured(run, peak=PeakBytes(allocated_bytes=0, process_bytes=num_mib * MIB))
+
+
+class TestVerify:
+    @pytest.mark.parametrize(("num_mib", "status"), [(400, 0), (455, 0), (456, 4), (480, 4), (481, 5)])
+    def test_status_of_a_steady_peak(self, run: RunReport, num_mib: int, status: int) -> None:
+        """GIVEN a steady step foreseen at 455 MiB, a first one at 460 MiB, and a budget of 480 MiB."""
+        assert verify_status(_peaking_at(run, num_mib)) == status
+
+    def test_a_first_step_over_the_budget_counts(self, run: RunReport) -> None:
+        report = _measured(run, first_step_peak_bytes=500 * MIB)
+        assert verify_status(report) == 5
+        assert run_verdict(report)[1] == "exceeded the budget of 480.0 MiB: 500.0 MiB measured, 20.0 MiB over"
+
+    def test_the_run_may_have_seen_more_than_its_steps_show(self, run: RunReport) -> None:
+        report = msgspec.structs.replace(run, within_budget=False)
+        assert verify_status(report) == 5
+        assert run_verdict(report)[1] == (
+            "exceeded the budget of 480.0 MiB: 458.0 MiB measured in the steps, more outside them"
+        )
+        assert "Within the budget: no" in drawn(run_report(report))
+
+    def test_within_the_forecast(self, run: RunReport) -> None:
+        report = _peaking_at(run, 455)
+        assert drawn(run_report(report))[0] == "✓ within the budget: 455.0 MiB measured of 480.0 MiB"
+        assert not any("not itemised" in line for line in drawn(run_report(report)))
+
+
+class TestLossDifference:
+    def test_equal_is_said_to_be_bit_for_bit(self) -> None:
+        run = Outcome(name="a", losses=(1.5, 0.5))
+        assert loss_difference(run, run) == "0, bit for bit, over 2 steps"
+
+    def test_the_largest_difference_of_the_common_steps(self) -> None:
+        first, second = Outcome(name="a", losses=(1.0, 2.0, 9.0)), Outcome(name="b", losses=(1.0, 2.25))
+        assert loss_difference(first, second) == "2.5e-01 over 2 steps"
+
+    def test_a_loss_that_is_no_number_is_never_equal(self) -> None:
+        first, second = Outcome(name="a", losses=(1.0, 2.0)), Outcome(name="b", losses=(1.0, float("nan")))
+        assert loss_difference(first, second) == "nan over 2 steps"
+
+    def test_nothing_to_compare(self) -> None:
+        assert loss_difference(Outcome(name="a"), Outcome(name="b", losses=(1.0,))) == "-"
