@@ -1,6 +1,6 @@
 """Resident peak under each malloc policy: predicted by replaying a recorded step against measured in fresh processes.
 
-    python benchmarks/malloc_replay.py [--rounds N] [--steps N] [--output FILE]
+    python benchmarks/malloc_replay.py [--workloads NAME ...] [--rounds N] [--steps N] [--output FILE]
 
 Each workload is recorded once. Then each policy trains it in processes of its own, policies taking turns, so that a
 slow spell of the machine hits them all. What tensors do not explain (library buffers, thread stacks) is one constant
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def conv() -> Workload:
 
 
 def mlp() -> Workload:
-    """Six feed-forward layers of width 1024 on 2048 rows; parameters and their state weigh as much as activations."""
+    """Six feed-forward layers of width 1024 on 1024 rows; parameters and their state weigh as much as activations."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -125,7 +126,7 @@ def mlp() -> Workload:
         return nn.Sequential(*layers, nn.Linear(1024, 10))
 
     def batch() -> tuple[Tensor, Tensor]:
-        return torch.randn(2048, 1024), torch.randint(0, 10, (2048,))
+        return torch.randn(1024, 1024), torch.randint(0, 10, (1024,))
 
     return Workload(model=model, batch=batch, loss=_classify, optimizer=_adamw)
 
@@ -147,6 +148,8 @@ def train(workload_name: str, policy: MallocPolicy, num_steps: int) -> dict[str,
         if policy.trims_forward:
             block.register_forward_pre_hook(lambda *_: handler.trim())
         if policy.trims_backward:
+            # torch warns for a first layer whose inputs need no gradient; it is called all the same.
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
             block.register_full_backward_pre_hook(lambda *_: handler.trim())
     peaks, seconds = [], []
     for _ in range(num_steps):
@@ -183,8 +186,19 @@ def predict(trace: Trace, policy: MallocPolicy, num_steps: int) -> tuple[list[in
 
 
 def _in_fresh_process(workload_name: str, policy: MallocPolicy, num_steps: int) -> dict[str, Any]:
+    threads = str(torch.get_num_threads())
     done = subprocess.run(
-        [sys.executable, __file__, "--train", workload_name, policy.name, "--steps", str(num_steps)],
+        [
+            sys.executable,
+            __file__,
+            "--train",
+            workload_name,
+            policy.name,
+            "--steps",
+            str(num_steps),
+            "--threads",
+            threads,
+        ],
         stdout=subprocess.PIPE,
         env=dict(os.environ) | environment(policy),
         check=True,
@@ -237,6 +251,7 @@ def measure(workload_name: str, num_rounds: int, num_steps: int, fault_seconds: 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", nargs=2, metavar=("WORKLOAD", "POLICY"), help=argparse.SUPPRESS)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="1 keeps times steady on a shared machine")
@@ -247,17 +262,21 @@ def _main() -> None:
         print(json.dumps(train(options.train[0], policy_named(options.train[1]), options.steps)))
         return
     fault_seconds = fault_seconds_per_byte()
-    rows = [row for name in WORKLOADS for row in measure(name, options.rounds, options.steps, fault_seconds)]
     print(
-        f"{'workload':9}{'policy':24}{'predicted':>10}{'measured':>10}{'range':>14}{'error':>8}{'time':>7}{'faults':>9}"
+        f"{'workload':9}{'policy':24}{'predicted':>10}{'measured':>10}{'range':>14}{'error':>8}{'time':>7}{'faulted':>9}"
     )
-    for row in rows:
-        low, high = (round(value / _MIB) for value in row["measured_peak_bytes_range"])
-        print(
-            f"{row['workload']:9}{row['policy']:24}{row['predicted_peak_bytes'] / _MIB:10.0f}"
-            f"{row['measured_peak_bytes'] / _MIB:10.0f}{f'{low}-{high}':>14}{row['error']:8.1%}"
-            f"{row['time_ratio_to_default']:7.2f}{row['fresh_bytes'] / _MIB:9.0f}"
-        )
+    rows = []
+    for name in options.workloads:
+        found = measure(name, options.rounds, options.steps, fault_seconds)
+        rows += found
+        for row in found:
+            low, high = (round(value / _MIB) for value in row["measured_peak_bytes_range"])
+            print(
+                f"{row['workload']:9}{row['policy']:24}{row['predicted_peak_bytes'] / _MIB:10.0f}"
+                f"{row['measured_peak_bytes'] / _MIB:10.0f}{f'{low}-{high}':>14}{row['error']:8.1%}"
+                f"{row['time_ratio_to_default']:7.2f}{row['fresh_bytes'] / _MIB:9.0f}",
+                flush=True,
+            )
     options.output.parent.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     report = {

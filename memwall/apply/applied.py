@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.malloc import MallocHandler
@@ -104,9 +105,8 @@ class AppliedPlan:
             resolve_blocks([self.model], root_names([self.model])),
             self.block_order,
             engine=self.engine,
-            trim=self.malloc.trim,
-            trim_forward=frozenset(reuse.trim_forward) if reuse else frozenset(),
-            trim_backward=frozenset(reuse.trim_backward) if reuse else frozenset(),
+            make_room=self.malloc.make_room,
+            trims=reuse.trims if reuse else None,
         )
         executor.apply(actions)
         self.executor = executor
@@ -120,8 +120,15 @@ class AppliedPlan:
                 "run it with `memwall run --plan`"
             )
         self.malloc.apply(policy_named(action.policy))
-        if self.executor is None and (action.trim_forward or action.trim_backward):
+        self.malloc.limit_bytes = action.limit_bytes
+        if self.executor is None:
             self._apply_blocks(action)
+        needed_bytes = action.trims.optimizer_bytes
+
+        def before_optimizer(*_: Any) -> None:
+            self.malloc.make_room(needed_bytes)
+
+        self._undo.append(register_optimizer_step_pre_hook(before_optimizer).remove)
 
     def _apply_accumulate(self, action: Action) -> None:
         assert isinstance(action, Accumulate)

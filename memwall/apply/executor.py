@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from memwall.apply.recompute import recomputed
 from memwall.errors import ApplyError
 from memwall.plan.actions import Action, Offload, Recompute
+from memwall.predict.process import TrimPoints
 
 __all__ = ["BlockExecutor", "OffloadEngine", "resolve_blocks"]
 
@@ -47,7 +48,8 @@ class BlockExecutor:
         modules: block path -> module, as `resolve_blocks` gives them.
         order: paths of all blocks in forward order, those without an action too: their backward triggers prefetch.
         engine: needed when an action offloads.
-        trim: returns the heap's free pages; called before the forward and the backward of the blocks named.
+        make_room: called with the bytes a block is about to need, before its forward and its backward.
+        trims: where, and how many bytes.
     """
 
     def __init__(
@@ -55,15 +57,14 @@ class BlockExecutor:
         modules: Mapping[str, nn.Module],
         order: Sequence[str],
         engine: OffloadEngine | None = None,
-        trim: Callable[[], None] | None = None,
-        trim_forward: frozenset[str] = frozenset(),
-        trim_backward: frozenset[str] = frozenset(),
+        make_room: Callable[[int], None] | None = None,
+        trims: TrimPoints | None = None,
     ) -> None:
         self._modules = modules
         self._order = tuple(order)
         self._engine = engine
-        self._trim = trim
-        self._trim_forward, self._trim_backward = trim_forward, trim_backward
+        self._make_room = make_room
+        self._trims = trims or TrimPoints()
         self._restore: list[tuple[nn.Module, Any, bool]] = []
         self._groups: list[tuple[str, int] | None] = []
         self._calls = 0
@@ -88,7 +89,7 @@ class BlockExecutor:
         try:
             for place, path in enumerate(order):
                 follows = place > 0 and order[place - 1] in offload
-                is_trimmed = path in self._trim_forward or path in self._trim_backward
+                is_trimmed = path in self._trims.forward or path in self._trims.backward
                 if path in recompute or path in offload or follows or is_trimmed:
                     self._wrap(path, recompute.get(path), path in offload)
         except BaseException:
@@ -117,8 +118,8 @@ class BlockExecutor:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            if self._trim is not None and path in self._trim_forward:
-                self._trim()
+            if self._make_room is not None and path in self._trims.forward:
+                self._make_room(self._trims.forward[path])
             key = None
             if is_offloaded and self._engine is not None:
                 key = (path, self._calls)
@@ -147,12 +148,12 @@ class BlockExecutor:
         before = self._groups[place - 1] if place else None
 
         def begins(_: Tensor) -> None:
-            if self._trim is not None and path in self._trim_backward:
-                self._trim()
+            if self._make_room is not None and path in self._trims.backward:
+                self._make_room(self._trims.backward[path])
             if before is not None and self._engine is not None:
                 self._engine.prefetch(before)
 
-        if before is not None or path in self._trim_backward:
+        if before is not None or path in self._trims.backward:
             tensor.register_hook(begins)
 
 

@@ -17,7 +17,6 @@ from memwall.cli.options import (
     require_file,
     require_writable,
 )
-
 from memwall.errors import UsageError
 
 if TYPE_CHECKING:

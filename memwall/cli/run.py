@@ -56,7 +56,8 @@ def run(
     from memwall.integrations.launcher import run_script
     from memwall.observe.measure import run_report
     from memwall.plan.planfile import Plan
-    from memwall.report.text import plan_report, run_report as run_table, verify_status
+    from memwall.report.text import plan_report
+    from memwall.report.text import run_report as run_table
 
     session = Session(
         budget_bytes=budget_bytes,

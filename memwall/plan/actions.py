@@ -8,6 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from memwall.predict.process import TrimPoints
+
 __all__ = ["Accumulate", "Action", "AllocatorReuse", "Autocast", "Exactness", "Offload", "Recompute", "kinds"]
 
 Exactness = Literal["bit-exact", "equivalent", "changes-numerics"]
@@ -64,11 +66,11 @@ class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="a
     """How freed memory is kept or returned: malloc thresholds and trimming on a CPU, the setting string on CUDA."""
 
     policy: str
-    """Name of the policy, as `predict.malloc` lists them."""
-    trim_forward: tuple[str, ...] = ()
-    """Blocks before whose forward the heap's free pages are returned."""
-    trim_backward: tuple[str, ...] = ()
-    """Blocks before whose backward they are."""
+    """Name of the malloc policy, as `predict.malloc` lists them."""
+    limit_bytes: int = 0
+    """Process bytes above which the heap's free pages are returned before they are needed again."""
+    trims: TrimPoints = TrimPoints()
+    """Where that is looked after."""
     cuda_setting: str = ""
     """Complete PYTORCH_ALLOC_CONF string; must be in the environment before torch starts."""
     saved_bytes: int | None = None

@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["ALLOCATE", "ALLOCATE_SMALL", "FREE", "MOVE", "SET_POLICY", "STEP", "TRIM", "resident_pages"]
+__all__ = ["ALLOCATE", "ALLOCATE_SMALL", "FREE", "MOVE", "SET_POLICY", "STEP", "TRIM", "TRIM_IF_NEEDED", "resident_pages"]
 
 ALLOCATE = 0
 """A tensor's block, aligned as torch's CPU allocator aligns it; all of it will be written."""
@@ -32,6 +32,8 @@ SET_POLICY = 5
 """The request's mallopt pairs are set: what was allocated before met malloc's own defaults."""
 MOVE = 6
 """The block of the slot in the third number is now known by the slot in the second."""
+TRIM_IF_NEEDED = 7
+"""malloc_trim(0) if the resident bytes and the third number together exceed the request's limit."""
 
 # c10/core/alignment.h: gAlignment.
 _TORCH_ALIGNMENT_BYTES = 64
@@ -85,6 +87,7 @@ def resident_pages(
     mapped: Sequence[int],
     heap_ends: Sequence[int],
     page_bytes: int,
+    limit_bytes: int = 0,
 ) -> list[dict[str, int]]:
     """Figures per step, from the addresses that malloc gave.
 
@@ -96,6 +99,7 @@ def resident_pages(
         events: (kind, slot, nbytes) per event, flat.
         addresses, mapped, heap_ends: per event: address given, whether it is a mapping of its own, the heap's end.
         page_bytes: size of a page.
+        limit_bytes: from which on trims on need happen; where blocks lie is taken to be the same with and without.
     """
     in_heap = [address for address, own in zip(addresses, mapped, strict=True) if address and not own]
     first_page = (min(in_heap, default=0) - _CHUNK_HEADER_BYTES) // page_bytes
@@ -134,7 +138,11 @@ def resident_pages(
             low, high, own, size = live.pop(slot)
             live_bytes -= size
             mapped_pages -= high - low if own else 0
-        elif kind == TRIM:
+        elif kind == TRIM or (
+            kind == TRIM_IF_NEEDED and (heap_pages + mapped_pages) * page_bytes + nbytes > limit_bytes
+        ):
+            if figures:
+                figures["num_trims"] += 1
             is_resident = bytearray(len(is_resident))
             for low, high, own, _ in live.values():
                 if not own:
@@ -145,7 +153,7 @@ def resident_pages(
         elif kind == STEP:
             resident = (heap_pages + mapped_pages) * page_bytes
             figures = {"peak_resident_bytes": resident, "peak_event": index, "peak_live_bytes": live_bytes}
-            figures |= {"fresh_bytes": 0, "end_resident_bytes": 0, "end_live_bytes": 0}
+            figures |= {"fresh_bytes": 0, "num_trims": 0, "end_resident_bytes": 0, "end_live_bytes": 0}
             steps.append(figures)
         if heap_ends[index] < heap_end:
             beyond = max(0, -(-heap_ends[index] // page_bytes) - first_page)
@@ -169,7 +177,7 @@ def _main() -> int:
     except (MemoryError, ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    steps = resident_pages(events, addresses, mapped, heap_ends, os.sysconf("SC_PAGE_SIZE"))
+    steps = resident_pages(events, addresses, mapped, heap_ends, os.sysconf("SC_PAGE_SIZE"), request["limit_bytes"])
     sys.stdout.write(json.dumps(steps) + "\n")
     return 0
 

@@ -1,16 +1,32 @@
-"""The process's peak: resident bytes before the run, tensors, and what the allocator keeps of freed ones."""
+"""The process's peak: resident bytes before the run, tensors, and what the allocator keeps of freed ones.
 
-from collections.abc import Sequence
+What a heap keeps beyond its live blocks depends on small blocks that no trace knows, so a forecast alone cannot promise
+it. A plan therefore watches: where a block begins, and the resident bytes plus what that block will need would exceed
+the limit, free pages are returned first. The replay says how often that happens and what it costs.
+"""
+
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from memwall.predict.curve import live_curve
-from memwall.predict.malloc import candidate_policies, replay_step
+from memwall.predict.malloc import candidate_policies, policy_named, replay, replay_step, unavailable_reason
+from memwall.predict.malloc_events import events_of
 from memwall.predict.treatment import BlockCalls, StepModel
 from memwall.trace.records import Step, Trace
 
-__all__ = ["ProcessModel", "Resident", "calibrated"]
+__all__ = ["ProcessModel", "Resident", "TrimPoints", "calibrated", "trim_points"]
+
+
+class TrimPoints(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the heap is watched, and how many bytes beyond the live ones are needed until the next such place."""
+
+    forward: dict[str, int] = {}
+    """Block path -> bytes needed from the beginning of its forward."""
+    backward: dict[str, int] = {}
+    optimizer_bytes: int = 0
 
 
 class Resident(Struct, frozen=True, kw_only=True):
@@ -19,12 +35,11 @@ class Resident(Struct, frozen=True, kw_only=True):
     policy: str
     is_default: bool
     """Whether this is how the process behaves anyway, so that nothing has to be applied."""
-    trim_forward: tuple[str, ...]
-    """Blocks before whose forward free pages are returned."""
-    trim_backward: tuple[str, ...]
+    trims: TrimPoints
     process_bytes: int
     fault_seconds: float
-    """Time that pages becoming resident anew cost in a step, beyond the default's."""
+    """Time that pages becoming resident anew cost in a step."""
+    num_trims: int
 
 
 class ProcessModel:
@@ -34,25 +49,42 @@ class ProcessModel:
         self.base_bytes = trace.base_bytes
         self.workspace_bytes = trace.workspace_bytes
         self._trace = trace
+        names = {policy.name for policy in candidate_policies()}
+        self._watched_policy = "compact" if "compact" in names else "heap"
+        self._has_malloc = not unavailable_reason()
 
-    def residents(self, step: Step, blocks: Sequence[BlockCalls]) -> tuple[Resident, ...]:
-        """The process peak of a step under every allocator policy, cheapest in time first."""
-        found = []
-        for policy in candidate_policies():
-            figures = replay_step(step, policy, blocks)
-            found.append(
-                Resident(
-                    policy=policy.name,
-                    is_default=policy.is_default,
-                    trim_forward=tuple(b.path for b in blocks) if policy.trims_forward else (),
-                    trim_backward=tuple(b.path for b in blocks) if policy.trims_backward else (),
-                    process_bytes=self.base_bytes + self.workspace_bytes + figures.peak_resident_bytes,
-                    fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
-                )
-            )
-        usual = next((r.fault_seconds for r in found if r.is_default), 0.0)
-        relative = [msgspec.structs.replace(r, fault_seconds=r.fault_seconds - usual) for r in found]
-        return tuple(sorted(relative, key=lambda r: (r.fault_seconds, r.process_bytes, r.policy)))
+    def plain(self, step: Step) -> Resident:
+        """The step with malloc as it is."""
+        live_bytes = int(live_curve(step.storages, len(step.ops), device=self._trace.device).max())
+        fresh = 0
+        if self._has_malloc:
+            figures = replay_step(step, policy_named("default"))
+            live_bytes, fresh = figures.peak_resident_bytes, figures.fresh_bytes
+        return Resident(
+            policy="default",
+            is_default=True,
+            trims=TrimPoints(),
+            process_bytes=self.base_bytes + self.workspace_bytes + live_bytes,
+            fault_seconds=fresh * self._trace.machine.fault_seconds_per_byte,
+            num_trims=0,
+        )
+
+    def watched(self, step: Step, blocks: Sequence[BlockCalls], limit_bytes: int) -> Resident | None:
+        """The step with the heap held under `limit_bytes` of process memory; None where malloc cannot be steered."""
+        if not self._has_malloc:
+            return None
+        trims, needs = trim_points(self._trace, step, blocks)
+        events = events_of(step, needs=needs)
+        beyond = self.base_bytes + self.workspace_bytes
+        figures = replay(policy_named(self._watched_policy), [events] * 3, limit_bytes=limit_bytes - beyond)
+        return Resident(
+            policy=self._watched_policy,
+            is_default=False,
+            trims=trims,
+            process_bytes=beyond + figures.peak_resident_bytes,
+            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
+            num_trims=figures.steps[-1].num_trims,
+        )
 
     def not_modelled(self) -> tuple[str, ...]:
         """What the forecast leaves out, for a person."""
@@ -61,6 +93,41 @@ class ProcessModel:
             "batches larger than the recorded one",
             "memory of data loader workers and other processes",
         )
+
+
+def trim_points(trace: Trace, step: Step, blocks: Sequence[BlockCalls]) -> tuple[TrimPoints, Mapping[int, int]]:
+    """Where to watch the heap in a step, for the executor by block and for the replay by operation."""
+    curve = live_curve(step.storages, len(step.ops), device=trace.device)
+    born = np.zeros(len(step.ops), dtype=np.int64)
+    for storage in step.storages:
+        if 0 <= storage.birth < len(step.ops) and storage.death > storage.birth:
+            born[storage.birth] += storage.nbytes
+    paths = {block.module: block.path for block in blocks}
+    places: dict[int, tuple[str, str]] = {}
+    for call in step.calls:
+        if call.module in paths:
+            places[call.start] = ("forward", paths[call.module])
+            if call.backward_start >= 0:
+                places[call.backward_start] = ("backward", paths[call.module])
+    for name, op in step.marks:
+        if name == "optimizer":
+            places[op] = ("optimizer", "")
+    order = sorted(op for op in places if op < len(step.ops))
+    needs: dict[int, int] = {}
+    forward: dict[str, int] = {}
+    backward: dict[str, int] = {}
+    optimizer_bytes = 0
+    for op, after in zip(order, [*order[1:], len(step.ops)], strict=True):
+        need = max(0, int(curve[op:after].max()) - int(curve[op] - born[op])) if after > op else 0
+        needs[op] = need
+        side, path = places[op]
+        if side == "forward":
+            forward[path] = max(forward.get(path, 0), need)
+        elif side == "backward":
+            backward[path] = max(backward.get(path, 0), need)
+        else:
+            optimizer_bytes = max(optimizer_bytes, need)
+    return TrimPoints(forward=forward, backward=backward, optimizer_bytes=optimizer_bytes), needs
 
 
 def calibrated(trace: Trace, *, resident_bytes: int, standing_bytes: int, window_bytes: int, min_bytes: int) -> Trace:

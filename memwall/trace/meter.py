@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import mmap
 from pathlib import Path
 
 import psutil
@@ -9,6 +10,8 @@ import psutil
 __all__ = ["process_bytes", "process_peak_bytes", "reset_process_peak", "return_free_memory"]
 
 _STATUS = Path("/proc/self/status")
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = mmap.PAGESIZE
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -20,8 +23,10 @@ def _status_bytes(field: str) -> int:
 
 
 def process_bytes() -> int:
-    """Resident bytes of this process now (VmRSS)."""
-    return _status_bytes("VmRSS") if _STATUS.exists() else int(psutil.Process().memory_info().rss)
+    """Resident bytes of this process now."""
+    if _STATM.exists():
+        return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+    return int(psutil.Process().memory_info().rss)
 
 
 def process_peak_bytes() -> int:
