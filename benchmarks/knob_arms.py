@@ -123,6 +123,7 @@ def work(workload_name: str, arm: str, budget_bytes: int | None) -> None:
             facts = stack.enter_context(memwall_arm(model, optimizer, budget_bytes))
         json.dump({"built_peak_bytes": read_peak_bytes()}, replies)
         replies.write("\n")
+        peak_bytes = 0
         for line in sys.stdin:
             if line.strip() != "step":
                 break
@@ -135,14 +136,16 @@ def work(workload_name: str, arm: str, budget_bytes: int | None) -> None:
             seconds = time.perf_counter() - start
             losses.append(loss.item())
             del loss, batch
-            json.dump({"step_seconds": seconds, "peak_bytes": read_peak_bytes()}, replies)
+            peak_bytes = max(peak_bytes, read_peak_bytes())  # memwall sets the mark back after each step it measured
+            json.dump({"step_seconds": seconds, "peak_bytes": peak_bytes}, replies)
             replies.write("\n")
+        found = dict(facts())
         record = {
-            "peak_bytes": read_peak_bytes(),
+            "peak_bytes": max(peak_bytes, int(found.get("overall_peak_bytes", 0))),  # type: ignore[call-overload]
             "losses": losses,
             "weights_sha256": _hash(iter(model.parameters())),
             "buffers_sha256": _hash(iter(model.buffers())),
-            **facts(),
+            **found,
         }
     json.dump(record, replies)
     replies.write("\n")

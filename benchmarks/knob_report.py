@@ -89,11 +89,12 @@ def _cell(
     }
     if memwall is None:
         return cell
-    peak_bytes, predicted_bytes = memwall["peak_bytes"], memwall["predicted_peak_bytes"]
+    # The budget binds the whole run, its recorded first step too; the forecast is of the steps under the plan.
+    peak_bytes, predicted_bytes = memwall["planned_peak_bytes"], memwall["predicted_peak_bytes"]
     limit = MAX_TIME_RATIO_WHEN_FITTING if share_percent > 100 else MAX_TIME_RATIO
     ratio = memwall["step_seconds_median"] / best["step_seconds_median"] if best else None
     failures = {
-        "over budget": peak_bytes > budget_bytes,
+        "over budget": memwall["peak_bytes"] > budget_bytes,
         "slower than allowed": ratio is not None and ratio > limit,
         "prediction off": abs(predicted_bytes - peak_bytes) > MAX_PREDICTION_ERROR * peak_bytes,
         "predicted too low": predicted_bytes + memwall["margin_bytes"] < peak_bytes,

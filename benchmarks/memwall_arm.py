@@ -12,20 +12,27 @@ def memwall_arm(model: nn.Module, optimizer: Optimizer, budget_bytes: int) -> It
     """Trains an ordinary loop under a plan for `budget_bytes` of process memory.
 
     Yields:
-        A function that returns, after the last step, `predicted_peak_bytes` (process), `margin_bytes`, `bytes_moved`
-        and `actions` (one text per action of the plan).
+        A function that returns, after the last step, `predicted_peak_bytes` (process, steps under the plan),
+        `margin_bytes`, `bytes_moved`, `actions` (one text per action of the plan), and the peaks memwall measured:
+        `overall_peak_bytes` of the whole run, `planned_peak_bytes` of the steps under the plan.
     """
     import memwall
+    from memwall.observe.measure import run_report
 
     with memwall.fit(model, optimizer, budget=budget_bytes) as session:
 
         def facts() -> dict[str, object]:
-            report = session.report
+            report = run_report(session)
             return {
-                "predicted_peak_bytes": report.forecast.process_bytes,
+                "predicted_peak_bytes": report.forecast.phases["steady_step"].process_bytes,
+                "predicted_step_seconds": report.forecast.step_seconds,
                 "margin_bytes": report.forecast.margin_bytes,
-                "bytes_moved": report.bytes_moved,
-                "actions": [str(action) for action in report.plan.actions],
+                "bytes_moved": report.forecast.moved_bytes_per_step,
+                "smallest_feasible_bytes": report.forecast.smallest_feasible_budget_bytes,
+                "plan_seconds": report.measured.plan_seconds,
+                "overall_peak_bytes": report.measured.peak.process_bytes,
+                "planned_peak_bytes": report.measured.steady_peak_bytes,
+                "actions": [str(action) for action in report.forecast.actions],
             }
 
         yield facts

@@ -32,6 +32,8 @@ class AppliedPlan:
         block_order: paths of all blocks in forward order, so that a block can be read back while the next one runs
             its backward; () where only the plan is known, then blocks with an action count.
         is_cooperative: whether the loop takes its micro-batches from the session.
+        is_running: whether the model's forward is being called right now, by a hook before it.
+        set_by_loop: records of actions that the training loop carries out itself; they are left to it.
 
     Raises:
         ApplyError: an action cannot be applied here; nothing has changed then.
@@ -48,11 +50,14 @@ class AppliedPlan:
         malloc: MallocHandler,
         micro: MicroBatches,
         is_cooperative: bool,
+        is_running: bool = False,
+        set_by_loop: tuple[type, ...] = (),
     ) -> None:
         self.model = model
         self.plan = plan
         self.disk, self.disk_capacity_bytes = disk, disk_capacity_bytes
         self.malloc, self.micro, self.is_cooperative = malloc, micro, is_cooperative
+        self.is_running, self.set_by_loop = is_running, set_by_loop
         self.block_order = block_order
         self.engine: ActivationOffload | None = None
         self.executor: BlockExecutor | None = None
@@ -64,7 +69,7 @@ class AppliedPlan:
             done: set[Callable[..., Any]] = set()
             for action in self.plan.actions:
                 handler = HANDLERS[type(action)]
-                if handler not in done:  # block actions are applied together
+                if type(action) not in self.set_by_loop and handler not in done:  # block actions are applied together
                     done.add(handler)
                     handler(self, action)
         except BaseException:
@@ -147,11 +152,15 @@ class AppliedPlan:
 
     def _apply_autocast(self, action: Action) -> None:
         assert isinstance(action, Autocast)
-        self._undo.append(autocast_forward(self.model, action.dtype))
+        self._undo.append(autocast_forward(self.model, action.dtype, is_running=self.is_running))
 
 
-def autocast_forward(model: nn.Module, dtype: str) -> Callable[[], None]:
+def autocast_forward(model: nn.Module, dtype: str, *, is_running: bool = False) -> Callable[[], None]:
     """Runs the model's forward under autocast, with results in float32 again; returns what undoes it.
+
+    Args:
+        is_running: whether a hook before the model's forward asks for it. That call has already looked its forward up,
+            so it is put under autocast by itself.
 
     Raises:
         ApplyError: float16, whose gradients need a scaler that a loop must have of its own.
@@ -170,6 +179,8 @@ def autocast_forward(model: nn.Module, dtype: str) -> Callable[[], None]:
         return _in_float32(out)
 
     model.forward = forward
+    if is_running:
+        _autocast_present_call(model, device)
 
     def undo() -> None:
         if was_own:
@@ -178,6 +189,18 @@ def autocast_forward(model: nn.Module, dtype: str) -> Callable[[], None]:
             del model.__dict__["forward"]
 
     return undo
+
+
+def _autocast_present_call(model: nn.Module, device: str) -> None:
+    context = torch.autocast(device, dtype=torch.bfloat16)
+
+    def leave(module: nn.Module, args: Any, out: Any) -> Any:
+        handle.remove()
+        context.__exit__(None, None, None)
+        return _in_float32(out)
+
+    context.__enter__()  # type: ignore[no-untyped-call]
+    handle = model.register_forward_hook(leave, always_call=True)
 
 
 def _in_float32(value: Any) -> Any:

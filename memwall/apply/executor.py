@@ -46,7 +46,8 @@ class BlockExecutor:
 
     Args:
         modules: block path -> module, as `resolve_blocks` gives them.
-        order: paths of all blocks in forward order, those without an action too: their backward triggers prefetch.
+        order: paths of all blocks in forward order, those without an action too: their backward triggers prefetch;
+            () where only the plan is known, then those it names in the order in which the model holds them.
         engine: needed when an action offloads.
         make_room: called with the bytes a block is about to need, before its forward and its backward.
         trims: where, and how many bytes.
@@ -77,7 +78,8 @@ class BlockExecutor:
         """
         recompute = {a.block: a for a in actions if isinstance(a, Recompute)}
         offload = {a.block: a for a in actions if isinstance(a, Offload)}
-        order = self._order or tuple(dict.fromkeys((*recompute, *offload)))
+        named = {*recompute, *offload, *self._trims.forward, *self._trims.backward}
+        order = self._order or tuple(path for path in self._modules if path in named)
         missing = sorted({*recompute, *offload} - set(self._modules))
         if missing:
             raise ApplyError(

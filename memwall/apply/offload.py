@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memwall.apply.offload_cuda import PinnedTier
 from memwall.apply.offload_entry import Entry, EntryList, Kept, Saved, byte_range, describe, quiet
-from memwall.errors import ApplyError
+from memwall.errors import ApplyError, MemwallError
 from memwall.store.tier import DiskTier, Tier
 from memwall.store.transfer import TransferPool
 
@@ -79,6 +79,8 @@ class ActivationOffload:
         self._moved_bytes = 0
         self._restored_bytes = 0
         self._stall_seconds = 0.0
+        self.failure: MemwallError | None = None
+        """The first transfer that failed: autograd passes the error through the caller's code, which may drop it."""
 
     # Counters.
 
@@ -159,7 +161,8 @@ class ActivationOffload:
             key = (storage._cdata, storage.data_ptr(), start, end, tensor._version)
             entry = self._by_range.get(key)
             if entry is None:
-                entry = self._park(tensor, storage, start, end, key)
+                with self._noting_failure():
+                    entry = self._park(tensor, storage, start, end, key)
             return Saved(tensor, entry, self._dead)
 
     def unpack(self, saved: Any) -> Tensor:
@@ -181,7 +184,8 @@ class ActivationOffload:
             self._reap()
             if self._is_closed:
                 raise ApplyError(f"the activation offload was closed before backward asked for {saved.label}")
-            return saved.view_of(self._restore(saved))
+            with self._noting_failure():
+                return saved.view_of(self._restore(saved))
 
     # Lifetime.
 
@@ -204,6 +208,14 @@ class ActivationOffload:
         self.close()
 
     # How it is done.
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except MemwallError as error:
+            self.failure = self.failure or error
+            raise
 
     def _can_move(self, tensor: Tensor) -> bool:
         """The cheap part of eligibility: a plain dense tensor, on a device that has a tier."""

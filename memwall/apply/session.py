@@ -20,7 +20,7 @@ from memwall.apply.applied import AppliedPlan, autocast_forward
 from memwall.apply.malloc import MallocHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.parking import Parked
-from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
+from memwall.errors import ApplyError, InfeasibleError, MemwallError, PlanError, UsageError
 from memwall.plan.actions import AllocatorReuse
 from memwall.plan.blocks import find_blocks
 from memwall.plan.legality import can_autocast
@@ -51,6 +51,8 @@ class Measurements(Struct, kw_only=True):
     num_steps: int = 0
     num_replans: int = 0
     bytes_to_tier: int = 0
+    first_step_bytes_to_tier: int = 0
+    """Of these, what the recorded step moved under the safest plan."""
     bytes_from_tier: int = 0
     plan_seconds: float = 0.0
 
@@ -105,9 +107,21 @@ class Session:
         disk: str | None = None,
         disk_capacity_bytes: int | None = None,
         allow: Sequence[str] = (),
+        set_by_loop: tuple[type, ...] = (),
     ) -> None:
+        """See `fit`.
+
+        Args:
+            set_by_loop: records of actions that the training loop itself carries out, by arguments of its own; of a
+                given plan they are not applied a second time.
+        """
         if (budget_bytes is None) == (plan is None):
             raise UsageError("give either a budget or a plan, not both and not neither")
+        if plan is not None and plan.forecast.device.startswith("cuda") and not torch.cuda.is_available():
+            raise PlanError(
+                f"the plan is for device {plan.forecast.device}, and torch finds no CUDA device here; run it on a "
+                "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
+            )
         self._settings = Settings(
             budget_bytes=budget_bytes if budget_bytes is not None else (plan.forecast.budget_bytes or 0) if plan else 0,
             disk=disk,
@@ -120,7 +134,10 @@ class Session:
         self.measured = Measurements()
         self.on_plan: Callable[[Session], None] | None = None
         """Called once a plan stands, before it is applied: the place to show it, or to object."""
+        self.failure: MemwallError | None = None
+        """What ended the run; raised again at each further forward, should the loop have caught it."""
         self._given_plan = plan is not None
+        self._set_by_loop = set_by_loop
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
@@ -134,6 +151,7 @@ class Session:
         self._step_begin = 0.0
         self._has_stepped = False
         self._in_step = False
+        self._in_forward = False
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
@@ -146,6 +164,12 @@ class Session:
                 f"the plan was made for another model: it names {self.plan.model_fingerprint[:12]}, this "
                 f"{type(model).__name__} is {fingerprint([model])[:12]}; make a plan for this model with "
                 "`memwall plan`, or run with --budget"
+            )
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        if self.plan is not None and self.plan.forecast.device.partition(":")[0] != device:
+            raise PlanError(
+                f"the plan is for device {self.plan.forecast.device}, the model is on {device}; "
+                f"make a plan from a trace recorded on {device}, or run with --budget"
             )
         self._model, self._optimizer = model, optimizer
         self._handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True))
@@ -162,8 +186,9 @@ class Session:
         """Ends the session: the model and the process are as before. A first step that was alone is still planned."""
         if self.state == "closed":
             return
+        self._note_engine_failure()
         try:
-            if completed and self.state == "recording" and self._has_stepped:
+            if completed and self.failure is None and self.state == "recording" and self._has_stepped:
                 self._finish_recording()
         finally:
             self._stop_recording()
@@ -209,21 +234,49 @@ class Session:
         """Begins the run from within the model's first forward, whose hooks were already collected."""
         self._before_forward(model, (), {})
 
+    def end_step(self) -> None:
+        """Says that the optimizer has stepped and gradients are dropped: what runs next is no part of the step.
+
+        Without it the step ends at the next forward, be that of the next step or of an evaluation.
+
+        Raises:
+            InfeasibleError: the step was the recorded one, and nothing fits.
+        """
+        if self.state == "recording" and self._has_stepped:
+            self._finish_recording()
+
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:  # type: ignore[attr-defined]
+        if torch._C._current_autograd_node() is not None:  # type: ignore[attr-defined]
+            return
+        self._note_engine_failure()
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self._enter_forward(args, kwargs)
+        except MemwallError as error:
+            self.failure = error
+            raise
+
+    def _enter_forward(self, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.end_step()  # an evaluation: it must not be recorded as if every step had one
             return
         if self._in_step and not self._has_stepped:
             return  # a further micro-batch of the same step
-        if self.state == "waiting":
-            self._begin_run()
-        elif self.state == "recording" and self._has_stepped:
-            self._finish_recording()
+        self._in_forward = True
+        try:
+            self.end_step()
+            if self.state == "waiting":
+                self._begin_run()
+        finally:
+            self._in_forward = False
         self._begin_step(args, kwargs)
 
     def _begin_run(self) -> None:
         assert self._model is not None
+        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, process_peak_bytes())
         if self._given_plan:
             assert self.plan is not None
             if self.on_plan is not None:
@@ -238,7 +291,6 @@ class Session:
             min_bytes=MIN_MOVED_BYTES,
         )
         self._malloc.apply_tight()
-        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, process_peak_bytes())
         self._builder = TraceBuilder([self._model], self._parked.engine)
         self._builder.start_step(self._optimizer, running_root=self._model)
         self.state = "recording"
@@ -269,12 +321,20 @@ class Session:
 
     # -- from recording to running -----------------------------------------------------------------------------------
 
+    def _note_engine_failure(self) -> None:
+        """A transfer fails inside autograd, where no hook of the session sees the error pass."""
+        for engine in (self._parked and self._parked.engine, self._applied and self._applied.engine):
+            if engine and self.failure is None:
+                self.failure = engine.failure
+
     def _stop_recording(self) -> None:
         if self._builder is not None:
             self._builder.cancel_step()
             self._builder = None
         if self._parked is not None:
-            self.measured.bytes_to_tier += self._parked.close()
+            moved_bytes = self._parked.close()
+            self.measured.bytes_to_tier += moved_bytes
+            self.measured.first_step_bytes_to_tier += moved_bytes
             self._parked = None
 
     def _finish_recording(self) -> None:
@@ -312,8 +372,8 @@ class Session:
         assert self._model is not None
         _log.info("nothing fits in the present precision; recording the next step under bfloat16 autocast")
         self._settings = msgspec.structs.replace(self._settings, autocast="bfloat16")
-        self._undo_autocast = autocast_forward(self._model, "bfloat16")
-        self._begin_run()
+        self._undo_autocast = autocast_forward(self._model, "bfloat16", is_running=self._in_forward)
+        self.state = "waiting"
 
     def _apply(self, plan: Plan) -> None:
         assert self._model is not None
@@ -332,6 +392,8 @@ class Session:
             malloc=self._malloc,
             micro=self._micro,
             is_cooperative=self._is_cooperative,
+            is_running=self._in_forward,
+            set_by_loop=self._set_by_loop,
         )
         if not any(isinstance(action, AllocatorReuse) for action in plan.actions):
             self._malloc.undo()

@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     command = typer.main.get_command(app)
     try:
-        command.main(args=None if argv is None else list(argv), prog_name="memwall")
+        # Only as the process's own command may `run` start the process again.
+        owner = "command" if argv is None else "caller"
+        command.main(args=None if argv is None else list(argv), prog_name="memwall", obj=owner)
     except MemwallError as error:
         # Not wrapped and not styled: paths and sizes in it are copied and searched for.
         typer.echo(f"memwall: {error}", err=True)

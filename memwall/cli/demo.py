@@ -20,6 +20,6 @@ def demo(
     """Train a small GPT on text of this machine twice, plain and planned, and compare bytes, seconds and loss."""
     # Before the minutes of work; what a percentage is a part of is measured first by the demo itself.
     parse_budget(budget, device="cpu")
-    from memwall.report.demo import run_demo
+    from memwall.cli.demo_run import run_demo
 
     raise typer.Exit(run_demo(budget=budget, out=out, as_json=as_json))

@@ -29,6 +29,7 @@ __all__ = [
     "parse_command",
     "parse_disk",
     "parse_host",
+    "require_disk",
     "require_file",
     "require_writable",
     "write_json",
@@ -56,6 +57,10 @@ CommandArgument = Annotated[
     list[str],
     typer.Argument(metavar="SCRIPT [ARGS]...", help="Training script, or -m MODULE, and its own arguments."),
 ]
+
+
+# What measuring the disk takes; a disk without that much room is of no use to a step.
+_LEAST_DISK_BYTES = 64 << 20
 
 
 class DiskTier(Struct, frozen=True, kw_only=True):
@@ -124,8 +129,19 @@ def parse_disk(text: str | None) -> DiskTier | None:
     if not separator or Path(text).is_dir():
         directory, size = text, ""
     limit_bytes = _parse_size_of("--disk", size, None) if size else None
-    check_directory(directory, limit_bytes or 0)
+    check_directory(directory, limit_bytes or _LEAST_DISK_BYTES)
     return DiskTier(directory=Path(directory), limit_bytes=limit_bytes)
+
+
+def require_disk() -> None:
+    """Checks the disk that is used where `--disk` is left out.
+
+    Raises:
+        StoreError: the temporary directory cannot hold offloaded bytes; the message asks for `--disk`.
+    """
+    from memwall.store.location import check_directory, default_directory
+
+    check_directory(default_directory(), _LEAST_DISK_BYTES)
 
 
 def parse_allow(text: str | None) -> tuple[Allowable, ...]:

@@ -1,5 +1,9 @@
 """Where output goes: one JSON object on standard output, or tables; notes while a script runs on standard error."""
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -9,7 +13,7 @@ if TYPE_CHECKING:
 
     from memwall.trace.records import Trace
 
-__all__ = ["TraceSummary", "note", "show", "trace_summary"]
+__all__ = ["TraceSummary", "note", "script_output", "show", "trace_summary"]
 
 
 class TraceSummary(Struct, frozen=True, kw_only=True):
@@ -41,9 +45,7 @@ def trace_summary(trace: "Trace") -> TraceSummary:
                 "num_ops": len(step.ops),
             }
         )
-    return TraceSummary(
-        device=trace.device, steps=steps, base_bytes=trace.base_bytes, micro_batch=trace.micro_batch
-    )
+    return TraceSummary(device=trace.device, steps=steps, base_bytes=trace.base_bytes, micro_batch=trace.micro_batch)
 
 
 def show(table: "RenderableType", record: Struct, *, as_json: bool, to_error: bool = False) -> None:
@@ -61,6 +63,23 @@ def show(table: "RenderableType", record: Struct, *, as_json: bool, to_error: bo
         typer.echo(format(encode(record, order="sorted"), indent=2))
         return
     _console(to_error=to_error).print(table)
+
+
+@contextmanager
+def script_output(*, to_error: bool) -> Iterator[None]:
+    """Where a script's standard output goes while it runs: with `--json` to standard error, children's too."""
+    if not to_error:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def note(table: "RenderableType") -> None:

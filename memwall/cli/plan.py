@@ -16,10 +16,13 @@ from memwall.cli.options import (
     parse_host,
     require_file,
     require_writable,
+    write_json,
 )
-from memwall.errors import UsageError
+from memwall.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
+    from memwall.cli.options import DiskTier
+    from memwall.plan.forecast import Forecast
     from memwall.trace.records import Trace
 
 
@@ -51,7 +54,7 @@ def plan(
     parse_host(host)
     if output is not None:
         require_writable(output, option="--output")
-    trace = load_source(source)
+    trace = with_disk(load_source(source), disk_tier)
     from memwall.cli.output import show
     from memwall.plan.search import plan as search
     from memwall.report.text import plan_report
@@ -61,13 +64,19 @@ def plan(
             f"--device {device}: the trace was recorded on {trace.device}, and translating it to another device is "
             f"not possible yet; leave --device out"
         )
-    found = search(
-        trace,
-        budget=budget_bytes,
-        disk=None if disk_tier is None else str(disk_tier.directory),
-        allow=allowed,
-        global_batch=global_batch,
-    )
+    try:
+        found = search(
+            trace,
+            budget=budget_bytes,
+            disk=None if disk_tier is None else str(disk_tier.directory),
+            disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
+            allow=allowed,
+            global_batch=global_batch,
+        )
+    except InfeasibleError as error:
+        if as_json:
+            write_json(forecast_without_plan(trace, error))
+        raise
     if output is not None:
         found.save(output)
     show(plan_report(found), found.forecast, as_json=as_json)
@@ -91,3 +100,34 @@ def load_source(source: str) -> "Trace":
     from memwall.trace.file import load_trace
 
     return load_trace(path)
+
+
+def with_disk(trace: "Trace", tier: "DiskTier | None") -> "Trace":
+    """The trace with the speeds of another disk than the one it was recorded with, measured now."""
+    if tier is None or trace.device != "cpu" or trace.machine.disk == str(tier.directory):
+        return trace
+    import msgspec
+
+    from memwall.apply.parking import measured_machine
+
+    return msgspec.structs.replace(trace, machine=measured_machine(str(tier.directory)))
+
+
+def forecast_without_plan(trace: "Trace", error: InfeasibleError) -> "Forecast":
+    """What `--json` prints where nothing fits: the peak is what the leanest plan needs, its margin included."""
+    from memwall.plan.forecast import Forecast, PeakBytes
+
+    smallest_bytes = error.smallest_feasible_bytes
+    return Forecast(
+        device=trace.device,
+        source=trace.source,
+        fits=False,
+        budget_bytes=error.budget_bytes,
+        margin_bytes=0,
+        peak=PeakBytes(allocated_bytes=max(0, smallest_bytes - trace.base_bytes), process_bytes=smallest_bytes),
+        phases={},
+        step_seconds=None,
+        not_modelled=(),
+        smallest_feasible_budget_bytes=smallest_bytes,
+        relaxations=error.relaxations,
+    )

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from memwall.cli.options import CommandArgument, JsonOption, parse_command, require_writable
-from memwall.cli.output import show, trace_summary
+from memwall.cli.output import script_output, show, trace_summary
 
 
 def profile(
@@ -25,6 +25,7 @@ def profile(
     from memwall.report.text import trace_report
     from memwall.trace.file import save_trace
 
-    trace = profile_script(script.name, script.arguments, num_steps=steps, is_module=script.is_module)
+    with script_output(to_error=as_json):
+        trace = profile_script(script.name, script.arguments, num_steps=steps, is_module=script.is_module)
     save_trace(trace, output)
     show(trace_report(trace), trace_summary(trace), as_json=as_json)

@@ -16,9 +16,11 @@ from memwall.cli.options import (
     parse_command,
     parse_disk,
     parse_host,
+    require_disk,
     require_file,
     require_writable,
 )
+from memwall.cli.restart import restart_for_malloc
 from memwall.errors import UsageError
 
 
@@ -51,14 +53,21 @@ def run(
         require_writable(report_path, option="--report")
     disk_tier, allowed = parse_disk(disk), parse_allow(allow)
     parse_host(host)
+    if ctx.find_root().obj == "command":
+        restart_for_malloc()
+    import torch
+
     from memwall.apply.session import Session
-    from memwall.cli.output import note, show
+    from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
     from memwall.observe.measure import run_report
     from memwall.plan.planfile import Plan
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
 
+    if budget is not None and disk_tier is None and not torch.cuda.is_available():
+        # Found out before the script builds its model; on CUDA bytes leave for host memory instead.
+        require_disk()
     session = Session(
         budget_bytes=budget_bytes,
         plan=None if plan_path is None else Plan.load(plan_path),
@@ -67,7 +76,11 @@ def run(
         allow=allowed,
     )
     session.on_plan = lambda ready: note(plan_report(ready.plan)) if ready.plan is not None else None
-    status = run_script(script.name, script.arguments, session, is_module=script.is_module)
+    with script_output(to_error=as_json):
+        status = run_script(script.name, script.arguments, session, is_module=script.is_module)
+    if session.plan is None or session.measured.num_steps == 0:
+        note(f"memwall: {script.target} ended with status {status} before its first step; there is nothing to report")
+        raise typer.Exit(status)
     report = run_report(session)
     if report_path is not None:
         report.save(report_path)

@@ -13,30 +13,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memwall.apply.session import Session
-from memwall.errors import MemwallError, UsageError
+from memwall.apply.parking import measured_machine
+from memwall.apply.session import Session, standing_bytes
+from memwall.errors import MemwallError, StoreError, UsageError
+from memwall.store.location import default_directory
+from memwall.trace.meter import process_bytes, return_free_memory
 from memwall.trace.record import TraceBuilder
-from memwall.trace.records import Trace
+from memwall.trace.records import Machine, Trace
 
 __all__ = ["ScriptEnded", "profile_script", "run_script"]
 
+_INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended: 128 + SIGINT
 
-class ScriptEnded(Exception):
-    """Raised inside a script to end it early, once enough steps were recorded. Not an error."""
+
+class ScriptEnded(BaseException):
+    """Raised inside a script to end it early, once enough steps were recorded.
+
+    Not an `Exception`, so that a script which handles those does not go on.
+    """
 
 
 class _Watch:
-    """Waits for the model and the optimizer of a script to show themselves."""
+    """Waits for the model and the optimizer of a script to show themselves, and remembers what memwall refused."""
 
     def __init__(self, script: str) -> None:
         self.script = script
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
+        self.failure: MemwallError | None = None
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around each hook: a script that catches memwall's error meets it again, and it still decides the status."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            yield
+        except MemwallError as error:
+            self.failure = error
+            raise
 
     def is_model(self, module: nn.Module) -> bool:
         """Whether this call is the first one of what is being trained."""
@@ -64,13 +85,14 @@ class _Watch:
                 raise UsageError(
                     f"{self.script} called {type(self.model).__name__} with gradients on, but its optimizer "
                     f"{type(optimizer).__name__} trains other parameters; a script that trains two models cannot be "
-                    "planned as one"
+                    "planned as one: train them in separate scripts, or call the one that is not trained under "
+                    "torch.no_grad()"
                 )
         self.optimizer = optimizer
 
 
 def run_script(name: str, args: Sequence[str], session: Session, *, is_module: bool = False) -> int:
-    """Runs a script, or a module, under a session.
+    """Runs a script, or a module, under a session, which is closed at the end.
 
     Returns:
         The script's own status.
@@ -78,70 +100,83 @@ def run_script(name: str, args: Sequence[str], session: Session, *, is_module: b
     Raises:
         UsageError: the script finished without a training step, or trains two models.
         InfeasibleError: the budget cannot be met.
+        MemwallError: whatever else ended the session, even where the script caught it.
     """
     watch = _Watch(name)
 
     def before_forward(module: nn.Module, _: Any) -> None:
         if watch.model is None and watch.is_model(module):
-            watch.model = module
-            handle.remove()
-            session.attach(module, None)
-            # The hook just attached is not in the list this call is going through: call it for this first time.
-            session.first_forward(module)
+            with watch.guarded():
+                session.attach(module, None)
+                watch.model = module
+                handle.remove()
+                # The hook just attached is not in the list this call is going through: call it for this first time.
+                session.first_forward(module)
 
     def before_step(optimizer: Any, *_: Any) -> None:
-        watch.check_optimizer(optimizer)
-        session.set_optimizer(optimizer)
+        with watch.guarded():
+            watch.check_optimizer(optimizer)
+            session.set_optimizer(optimizer)
 
     handle = register_module_forward_pre_hook(before_forward)
     step_handle = register_optimizer_step_pre_hook(before_step)
+    status = 1
     try:
-        with session:
-            status = _execute(name, args, is_module=is_module)
+        status = _execute(name, args, is_module=is_module)
     finally:
         handle.remove()
         step_handle.remove()
+        session.close(completed=status == 0 and watch.failure is None)
+    failure = watch.failure or session.failure
+    if failure is not None:
+        raise failure
     if session.measured.num_steps == 0 and status == 0:
-        raise UsageError(
-            f"{name} finished without an optimizer step on a model called with gradients on; "
-            "there was nothing to plan"
-        )
+        raise UsageError(_without_step(name, status))
     return status
 
 
 def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module: bool = False) -> Trace:
     """Runs a script until `num_steps` optimizer steps are recorded, then ends it.
 
+    Returns:
+        The trace, with the speeds of this machine.
+
     Raises:
-        UsageError: the script ended by itself before that many steps, failed, or trains two models.
+        UsageError: the script ended or failed before its first step was complete, or trains two models.
     """
     watch = _Watch(name)
     builder: TraceBuilder | None = None
     num_recorded = 0
+    resident_bytes: int | None = None
 
     def before_forward(module: nn.Module, _: Any) -> None:
-        nonlocal builder, num_recorded
-        if watch.model is None and watch.is_model(module):
-            watch.model = module
-            builder = TraceBuilder([module])
-        if module is not watch.model or builder is None or not watch.is_model(module):
-            return
-        if builder.is_recording:
-            if builder.num_optimizer_steps == 0:
+        nonlocal builder, num_recorded, resident_bytes
+        with watch.guarded():
+            if watch.model is None and watch.is_model(module):
+                watch.model = module
+                builder = TraceBuilder([module])
+            if module is not watch.model or builder is None or not watch.is_model(module):
                 return
-            builder.finish_step(watch.optimizer)
-            num_recorded += 1
+            if builder.is_recording:
+                if builder.num_optimizer_steps == 0:
+                    return
+                builder.finish_step(watch.optimizer)
+                num_recorded += 1
             if num_recorded >= num_steps:
+                return_free_memory()
+                resident_bytes = process_bytes()
                 raise ScriptEnded
-        builder.start_step(watch.optimizer, running_root=module)
+            builder.start_step(watch.optimizer, running_root=module)
 
     def before_step(optimizer: Any, *_: Any) -> None:
-        watch.check_optimizer(optimizer)
+        with watch.guarded():
+            watch.check_optimizer(optimizer)
 
     handles = [register_module_forward_pre_hook(before_forward), register_optimizer_step_pre_hook(before_step)]
     try:
         status = _execute(name, args, is_module=is_module)
-        if builder is not None and builder.is_recording and builder.num_optimizer_steps > 0:
+        is_last_whole = builder is not None and builder.is_recording and builder.num_optimizer_steps > 0
+        if status == 0 and watch.failure is None and builder is not None and is_last_whole:
             builder.finish_step(watch.optimizer)
             num_recorded += 1
     except ScriptEnded:
@@ -151,14 +186,43 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
             handle.remove()
         if builder is not None:
             builder.cancel_step()
+    if watch.failure is not None:
+        raise watch.failure
     if builder is None or num_recorded == 0:
-        ending = f"ended with status {status}" if status else "finished"
-        raise UsageError(f"{name} {ending} without a whole training step (forward, backward, optimizer step)")
-    return builder.trace(watch.optimizer)
+        raise UsageError(_without_step(name, status))
+    model = builder.roots[0]
+    trace = builder.trace(watch.optimizer, machine=_machine_of(model))
+    if resident_bytes is None:
+        return trace
+    # After the steps: threads, loaded code and caches of the libraries are part of what every further step finds.
+    return msgspec.structs.replace(trace, base_bytes=resident_bytes - standing_bytes(model, watch.optimizer, trace))
+
+
+def _without_step(name: str, status: int) -> str:
+    ending = f"ended with status {status}" if status else "finished"
+    return (
+        f"{name} {ending} without a whole training step (forward of a module with gradients on, backward, step of a "
+        "torch optimizer); there is nothing to plan"
+    )
+
+
+def _machine_of(model: nn.Module) -> Machine:
+    """This machine's speeds, with the default disk where there is a fit one: `plan --disk DIR` measures another."""
+    if any(parameter.device.type == "cuda" for parameter in model.parameters()):
+        return measured_machine("")
+    try:
+        return measured_machine(default_directory())
+    except StoreError:
+        return measured_machine("")
 
 
 def _execute(name: str, args: Sequence[str], *, is_module: bool) -> int:
-    """Runs a script as `python name args` would; returns the status it asks for, 1 if it raised."""
+    """Runs a script as `python name args` would; returns the status it asks for, 1 if it raised.
+
+    Raises:
+        MemwallError: one that the script let pass.
+        ScriptEnded: likewise.
+    """
     with _as_main(name, args, is_module=is_module):
         try:
             if is_module:
@@ -172,13 +236,13 @@ def _execute(name: str, args: Sequence[str], *, is_module: bool) -> int:
             return 1
         except (MemwallError, ScriptEnded):
             raise
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             # As Python would show it, from the script's own first line on.
             frames = error.__traceback__
-            while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
                 frames = frames.tb_next
             traceback.print_exception(type(error), error, frames)
-            return 1
+            return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 

@@ -22,6 +22,8 @@ def run_report(session: Session) -> RunReport:
     budget_bytes = plan.forecast.budget_bytes or 0
     steady_bytes = measured.peak_bytes or measured.first_step_peak_bytes
     overall_bytes = max(measured.overall_peak_bytes, steady_bytes)
+    tier = "disk" if plan.forecast.device == "cpu" else "host"
+    planned_bytes = measured.bytes_to_tier - measured.first_step_bytes_to_tier
     return RunReport(
         plan_hash=plan.plan_hash,
         budget_bytes=budget_bytes,
@@ -37,7 +39,8 @@ def run_report(session: Session) -> RunReport:
             step_seconds_median=median(measured.step_seconds) if measured.step_seconds else None,
             steps=measured.num_steps,
             oom_recoveries=0,
-            bytes_moved={"disk": measured.bytes_to_tier} if measured.bytes_to_tier else {},
+            bytes_moved={tier: measured.bytes_to_tier} if measured.bytes_to_tier else {},
+            bytes_moved_per_step=planned_bytes // len(measured.step_seconds) if measured.step_seconds else None,
             plan_seconds=measured.plan_seconds,
             num_replans=measured.num_replans,
         ),

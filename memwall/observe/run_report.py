@@ -27,6 +27,9 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: int
     oom_recoveries: int
     bytes_moved: dict[str, int]
+    """To each tier, over the whole run."""
+    bytes_moved_per_step: int | None = None
+    """Of the steps under the plan; None where none was."""
     plan_seconds: float = 0.0
     """Time between the first and the second step: solving, replaying, applying."""
     num_replans: int = 0

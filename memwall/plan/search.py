@@ -23,7 +23,7 @@ from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.planfile import Plan
 from memwall.plan.solve import smallest_feasible_bytes, solve
 from memwall.predict.curve import live_curve, step_seconds
-from memwall.predict.process import ProcessModel, Resident, TrimPoints
+from memwall.predict.process import ProcessModel, Resident
 from memwall.predict.timing import smoothed
 from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.build import steady_after
@@ -83,6 +83,7 @@ def plan(
     *,
     budget: str | int,
     disk: str | None = None,
+    disk_capacity_bytes: int | None = None,
     allow: Sequence[str] = (),
     global_batch: int | None = None,
 ) -> Plan:
@@ -91,6 +92,7 @@ def plan(
     Args:
         budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
         disk: directory of the next tier; by default the one measured when the trace was recorded.
+        disk_capacity_bytes: the most to take of it; by default all that is free.
         allow: relaxations that change numerics: "precision".
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
@@ -212,23 +214,18 @@ class _Search:
             window_bytes = WINDOW_BYTES if moves else 0
             treatments = _treatments(menus, choice)
             step = model.treated(treatments) if treatments else model.step
-            resident = self.process.watched(step, model.blocks, limit_bytes - window_bytes)
-            if resident is None:
-                live_bytes = _live_peak(step, self.trace)
-                resident = Resident(
-                    policy="default",
-                    is_default=True,
-                    trims=TrimPoints(),
-                    process_bytes=self.process.base_bytes + self.process.workspace_bytes + live_bytes,
-                    fault_seconds=0.0,
-                    num_trims=0,
-                )
-            if resident.process_bytes + window_bytes > limit_bytes + _SLACK_BYTES:
-                continue
-            found = self._found(model, treatments, resident, (menus, choice), fixed, split_seconds, window_bytes)
-            if best is None or found.extra_seconds < best.extra_seconds:
-                best = found
+            for resident in self._residents(step, model, limit_bytes - window_bytes):
+                if resident.process_bytes + window_bytes > limit_bytes + _SLACK_BYTES:
+                    continue
+                found = self._found(model, treatments, resident, (menus, choice), fixed, split_seconds, window_bytes)
+                if best is None or found.extra_seconds < best.extra_seconds:
+                    best = found
         return best
+
+    def _residents(self, step: Step, model: StepModel, limit_bytes: int) -> list[Resident]:
+        """The ways to reuse freed memory in a step; tensors alone where malloc cannot be steered."""
+        found = [self.process.watched(step, model.blocks, limit_bytes), self.process.mapped(step)]
+        return [resident for resident in found if resident is not None] or [self.process.bare(step)]
 
     def _limit_bytes(self) -> int:
         """Process bytes up to which a plan may go: the budget without the margin."""

@@ -53,20 +53,27 @@ class ProcessModel:
         self._watched_policy = "compact" if "compact" in names else "heap"
         self._has_malloc = not unavailable_reason()
 
-    def plain(self, step: Step) -> Resident:
-        """The step with malloc as it is."""
+    def bare(self, step: Step) -> Resident:
+        """The step where nothing is known about what the allocator keeps: tensors alone."""
         live_bytes = int(live_curve(step.storages, len(step.ops), device=self._trace.device).max())
-        fresh = 0
-        if self._has_malloc:
-            figures = replay_step(step, policy_named("default"))
-            live_bytes, fresh = figures.peak_resident_bytes, figures.fresh_bytes
         return Resident(
             policy="default",
             is_default=True,
             trims=TrimPoints(),
             process_bytes=self.base_bytes + self.workspace_bytes + live_bytes,
-            fault_seconds=fresh * self._trace.machine.fault_seconds_per_byte,
+            fault_seconds=0.0,
             num_trims=0,
+        )
+
+    def plain(self, step: Step) -> Resident:
+        """The step with malloc as it is."""
+        if not self._has_malloc:
+            return self.bare(step)
+        figures = replay_step(step, policy_named("default"))
+        return msgspec.structs.replace(
+            self.bare(step),
+            process_bytes=self.base_bytes + self.workspace_bytes + figures.peak_resident_bytes,
+            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
         )
 
     def watched(self, step: Step, blocks: Sequence[BlockCalls], limit_bytes: int) -> Resident | None:
@@ -84,6 +91,20 @@ class ProcessModel:
             process_bytes=beyond + figures.peak_resident_bytes,
             fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
             num_trims=figures.steps[-1].num_trims,
+        )
+
+    def mapped(self, step: Step) -> Resident | None:
+        """The step with each large block in a mapping of its own, gone when freed: least memory, most page faults."""
+        if not self._has_malloc:
+            return None
+        figures = replay_step(step, policy_named("mmap"))
+        return Resident(
+            policy="mmap",
+            is_default=False,
+            trims=TrimPoints(),
+            process_bytes=self.base_bytes + self.workspace_bytes + figures.peak_resident_bytes,
+            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
+            num_trims=0,
         )
 
     def not_modelled(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
+from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.trace.records import ModuleCall, SavedTensor, Step, Storage
 
 __all__ = ["LAST", "BlockCalls", "Life", "StepModel", "Time", "Treatment"]
@@ -24,6 +25,8 @@ Time = tuple[int, int]
 
 # Selective checkpointing does not ask its policy about these (torch.utils.checkpoint.SAC_IGNORED_OPS, torch 2.13).
 UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
+# What torch.get_rng_state() returns on a CPU: every checkpoint holds one, and one more while it recomputes.
+RNG_STATE_BYTES = 5056
 
 
 class Treatment(Struct, frozen=True, kw_only=True):
@@ -203,9 +206,14 @@ class StepModel:
             dropped: Time = (begin, min(bisect_left(again, storage.dropped), len(again)))
             end = max(dropped, (released[index], LAST)) if index in released else dropped
             if storage.birth in kept:
-                held_until[index] = max(end, (begin, rank))
+                if index in step.ops[storage.birth].outputs:  # what it allocated for itself is not kept
+                    held_until[index] = max(end, (begin, rank))
             elif rank < len(again) and again[rank] == storage.birth:
                 come.append(Life(index, storage.nbytes, (begin, rank), end))
+        if self._born_in[b][c] and step.storages[self._born_in[b][c][0]].device == "cpu":
+            first = self._born_in[b][c][0]
+            come.append(Life(first, RNG_STATE_BYTES, (call.start, LAST), (call.backward_end, LAST)))
+            come.append(Life(first, RNG_STATE_BYTES, (begin, 0), (begin, len(again))))
         for index in call.inputs:
             storage = step.storages[index]
             if storage.category not in ("activation", "temporary", "input"):
@@ -213,7 +221,8 @@ class StepModel:
             if treatment.offload and storage.nbytes >= treatment.min_bytes:
                 taken.update(number for number in saved if step.saved[number].storage == index)
                 if storage.birth >= 0:
-                    come.append(Life(index, storage.nbytes, self._prefetch_at[call.start], (call.backward_end, LAST)))
+                    nbytes = _reloaded_bytes(storage, storage.nbytes)
+                    come.append(Life(index, nbytes, self._prefetch_at[call.start], (call.backward_end, LAST)))
             else:
                 held_until[index] = max(held_until.get(index, (0, 0)), (call.backward_end, LAST))
 
@@ -227,6 +236,7 @@ class StepModel:
                 until[save.storage] = max(until.get(save.storage, 0), save.released)
         at = self._prefetch_at[self.blocks[b].calls[c].start]
         for index, nbytes in self._moved_of(saved, treatment).items():
+            nbytes = _reloaded_bytes(self.step.storages[index], nbytes)
             come.append(Life(index, nbytes, at, (until[index], LAST)))
 
     # -- whole steps -----------------------------------------------------------------------------------------------
@@ -254,6 +264,7 @@ class StepModel:
                 begin, end = spans.get(save.storage, (save.unpacked, save.released))
                 spans[save.storage] = (min(begin, save.unpacked), max(end, save.released))
         for index, nbytes in self._moved_of(range(len(self.step.saved)), anywhere).items():
+            nbytes = _reloaded_bytes(self.step.storages[index], nbytes)
             come.append(Life(index, nbytes, (spans[index][0], LAST), (spans[index][1], LAST)))
         lives = []
         for index, storage in enumerate(self.step.storages):
@@ -263,6 +274,11 @@ class StepModel:
                 end = max([storage.dropped, *(self.step.saved[s].released for s in saves if s not in taken)])
             lives.append(Life(index, storage.nbytes, (storage.birth, LAST), (end, LAST)))
         return _rebuilt(self.step, [], lives + come)
+
+
+def _reloaded_bytes(storage: Storage, nbytes: int) -> int:
+    """Memory that takes bytes back: a disk reads whole blocks, into memory that begins at one (store.tier)."""
+    return round_up(nbytes) + ALIGNMENT_BYTES if storage.device == "cpu" else nbytes
 
 
 def _rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequence[Life]) -> Step:

@@ -118,7 +118,7 @@ def _treatment(action: Action) -> tuple[object, ...]:
         return ("recompute", action.kept_ops, action.num_ops, action.exactness)
     if isinstance(action, Offload):
         return ("offload", action.scope, action.tier, action.exactness)
-    return (action,)
+    return (type(action), id(action))
 
 
 def _what(action: Action) -> str:

@@ -54,7 +54,7 @@ def run_grid(report: RunReport) -> Grid:
     """What was predicted and what was measured, quantity by quantity."""
     forecast, measured = report.forecast, report.measured
     predicted_bytes, measured_bytes = steady_process_bytes(report), measured.peak.process_bytes
-    moved_bytes = sum(measured.bytes_moved.values()) // measured.steps if measured.steps else None
+    moved_bytes = measured.bytes_moved_per_step
     first = forecast.phases.get("first_step")
     first_bytes = first.process_bytes if first is not None else None
     rows = [

@@ -162,8 +162,11 @@ class EventLog:
     # -- saved tensors ---------------------------------------------------------------------------------------------
 
     def saved(self, tensor: Tensor) -> int:
-        """Autograd saved a tensor; returns the number of this saving."""
-        self.saved_storage.append(self._index(tensor, len(self.op_name)))
+        """Autograd saved a tensor; returns the number of this saving.
+
+        Arguments are saved before their operation runs, results after it: a storage never seen before is an input.
+        """
+        self.saved_storage.append(self._index(tensor, -1))
         self.saved_bytes.append(tensor.numel() * tensor.element_size())
         self.saved_call.append(self.call_stack[-1] if self.call_stack else -1)
         self.saved_packed.append(len(self.op_name))

@@ -155,12 +155,16 @@ class StepRecorder(TorchDispatchMode):
             return
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if node is None and id(module) in self._root_ids and not self.log.call_stack:
+            if self.num_optimizer_steps and torch.is_grad_enabled():
+                return  # the next step's: whoever records ends this one in a hook that runs after this
             self._set_phase("forward" if torch.is_grad_enabled() else "eval")
             if self.log.micro_batch == 0:
                 self.log.micro_batch = next((t.shape[0] for t in _tensors(args, []) if t.dim() > 0), 0)
         self.log.enter_call(index, torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
-    def _leave_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        # torch passes (kwargs, output); after an exception in forward only the output, which is None.
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
         index = self.table.index_of(module)
         if index < 0 or not self.log.call_stack:
             return

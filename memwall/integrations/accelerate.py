@@ -1,0 +1,170 @@
+"""memwall in a loop of Accelerate's: a session on what `Accelerator.prepare` returns.
+
+Of a plan, Accelerate carries out precision and accumulation (`Accelerator(**plan.accelerate_kwargs())`); everything
+else is the session's.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from memwall.apply.session import Session
+from memwall.errors import IntegrationError
+from memwall.observe.measure import run_report
+from memwall.observe.run_report import RunReport
+from memwall.plan.actions import Accumulate, Autocast
+from memwall.plan.planfile import Plan
+from memwall.predict.limits import device_total_bytes
+from memwall.units import parse_size
+
+__all__ = ["MemwallPlugin", "open_session", "precision_name", "torch_optimizer"]
+
+
+class MemwallPlugin:
+    """Makes a training loop of Accelerate's fit a budget, or follow a plan made before.
+
+    Example::
+
+        with MemwallPlugin(budget="10GiB") as plugin:
+            model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
+            for batch in loader:
+                ...  # the loop as it was
+
+    Args:
+        budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
+        plan: a plan made for this model.
+        disk: directory for bytes that leave memory; the system's temporary directory by default.
+        allow: relaxations: "precision".
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: str | int | None = None,
+        plan: Plan | None = None,
+        disk: str | None = None,
+        allow: Sequence[str] = (),
+    ) -> None:
+        self.session: Session | None = None
+        self._budget, self._plan, self._disk, self._allow = budget, plan, disk, tuple(allow)
+
+    def prepare(self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> Any:
+        """What `accelerator.prepare(model, optimizer, *rest)` returns, with a session on the model.
+
+        Raises:
+            IntegrationError: the accelerator or the data loader is not what the plan needs, or this plugin trains a
+                model already.
+            PlanError: the plan was made for another model.
+        """
+        if self.session is not None and self.session.state != "closed":
+            raise IntegrationError("this MemwallPlugin already trains a model; close it, or use one plugin for each")
+        if self._plan is not None:
+            _check(self._plan, accelerator, rest)
+        prepared = accelerator.prepare(model, optimizer, *rest)
+        # A wrapper (DDP) calls the module within it, whose paths are those of the plan and whose hooks it runs.
+        trained = accelerator.unwrap_model(prepared[0])
+        self.session = open_session(
+            trained,
+            torch_optimizer(prepared[1]),
+            budget=self._budget,
+            plan=self._plan,
+            disk=self._disk,
+            allow=self._allow,
+        )
+        return prepared
+
+    def close(self, *, completed: bool = True) -> None:
+        """Ends the session: the model is as Accelerate prepared it."""
+        if self.session is not None:
+            self.session.close(completed=completed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self.close(completed=failure[0] is None)
+
+    def report(self) -> RunReport:
+        """Forecast and measurement.
+
+        Raises:
+            IntegrationError: nothing was prepared.
+            TraceError: not one whole step ran.
+        """
+        if self.session is None:
+            raise IntegrationError("plugin.prepare(accelerator, model, optimizer) was not called; nothing ran")
+        return run_report(self.session)
+
+
+def open_session(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    budget: str | int | None,
+    plan: Plan | None,
+    disk: str | None,
+    allow: tuple[str, ...],
+) -> Session:
+    """A session on a model whose loop carries out accumulation and a given plan's precision itself.
+
+    Raises:
+        UsageError: neither or both of budget and plan; a budget that is no size.
+        PlanError: the plan was made for another model.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    budget_bytes = None if budget is None else parse_size(budget, whole_bytes=device_total_bytes(str(device)))
+    session = Session(
+        budget_bytes=budget_bytes,
+        plan=plan,
+        disk=disk,
+        allow=allow,
+        set_by_loop=(Accumulate, Autocast) if plan is not None else (),
+    )
+    session.attach(model, optimizer)
+    return session
+
+
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer of torch within Accelerate's wrapper: the one whose step runs the hooks.
+
+    Raises:
+        IntegrationError: there is none in it.
+    """
+    inner = optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise IntegrationError(
+            f"the optimizer is a {type(inner).__name__}, expected a torch.optim.Optimizer, whose steps memwall follows"
+        )
+    return inner
+
+
+def precision_name(action: Autocast) -> str:
+    """What Accelerate and the Trainer call an autocast action: "bf16" or "fp16"."""
+    return "bf16" if action.dtype == "bfloat16" else "fp16"
+
+
+def _check(plan: Plan, accelerator: Any, rest: Iterable[Any]) -> None:
+    """Refuses an accelerator that does not do its part of the plan."""
+    expected = plan.accelerate_kwargs()
+    found = {name: getattr(accelerator, name) for name in expected}
+    if found != expected:
+        raise IntegrationError(
+            f"the plan needs Accelerator({_arguments(expected)}), found {_arguments(found)}; "
+            "Accelerator(**plan.accelerate_kwargs()) sets them"
+        )
+    sizes = sorted({loader.batch_size for loader in rest if isinstance(loader, DataLoader) and loader.batch_size})
+    for action in plan.actions:
+        if isinstance(action, Accumulate) and sizes and action.micro_batch not in sizes:
+            raise IntegrationError(
+                f"the plan runs micro-batches of {action.micro_batch} samples, {action.num_micro_batches} per step; "
+                f"found data loaders with batch_size {', '.join(map(str, sizes))}; set batch_size={action.micro_batch}"
+            )
+
+
+def _arguments(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -1,0 +1,227 @@
+"""memwall in the Trainer of transformers: one callback.
+
+What the Trainer fixes before a callback can act (micro-batch, accumulation, precision) stays the Trainer's;
+`plan.training_arguments(args)` sets it. The rest of a plan is applied by a session on the model.
+"""
+
+import logging
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from torch import nn
+
+from memwall.apply.session import Session
+from memwall.errors import InfeasibleError, IntegrationError
+from memwall.integrations.accelerate import open_session, precision_name, torch_optimizer
+from memwall.observe.measure import run_report
+from memwall.observe.run_report import RunReport
+from memwall.plan.actions import Accumulate, Autocast
+from memwall.plan.planfile import Plan
+from memwall.plan.search import Settings, make_plan
+from memwall.units import format_bytes
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("the Trainer callback needs transformers: pip install 'torch-memwall[hf]'") from error
+
+__all__ = ["MemwallCallback"]
+
+_log = logging.getLogger(__name__)
+
+
+class MemwallCallback(TrainerCallback):  # type: ignore[misc]
+    """Makes a Trainer's run fit a budget, or follow a plan made before.
+
+    Example::
+
+        trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[MemwallCallback(budget="10GiB")])
+        trainer.train()
+
+    The Trainer tells callbacks nothing of an exception: after one, `close()` gives the model back.
+
+    Args:
+        budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
+        plan: a plan made for this model.
+        disk: directory for bytes that leave memory; the system's temporary directory by default.
+        allow: relaxations: "precision".
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: str | int | None = None,
+        plan: Plan | None = None,
+        disk: str | None = None,
+        allow: Sequence[str] = (),
+    ) -> None:
+        self.session: Session | None = None
+        """The session of the present or last `train()`; None before the Trainer is built."""
+        self._budget, self._plan, self._disk, self._allow = budget, plan, disk, tuple(allow)
+        self._model: nn.Module | None = None
+
+    def close(self, *, completed: bool = True) -> None:
+        """Ends the session: the model is as it was. Done by itself when training ends."""
+        if self.session is not None:
+            self.session.close(completed=completed)
+
+    def report(self) -> RunReport:
+        """Forecast and measurement.
+
+        Raises:
+            IntegrationError: the callback belongs to no Trainer.
+            TraceError: not one whole step ran.
+        """
+        if self.session is None:
+            raise IntegrationError("this MemwallCallback belongs to no Trainer; pass it as Trainer(callbacks=[...])")
+        return run_report(self.session)
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Attaches the session, before the Trainer wraps the model.
+
+        Raises:
+            IntegrationError: the arguments and memwall, or the arguments and the plan, do not go together.
+            PlanError: the plan was made for another model.
+            UsageError: neither or both of budget and plan; a budget that is no size.
+        """
+        _check_arguments(args)
+        if self._plan is not None:
+            _check_plan(self._plan, args)
+        self._model = model
+        self._open(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Tells the session the optimizer; a second `train()` gets a session of its own.
+
+        Raises:
+            IntegrationError: the callback came too late, or the model is not the one the Trainer was built with.
+        """
+        if self._model is None or self.session is None:
+            raise IntegrationError(
+                "MemwallCallback was added to a Trainer that was already built; its model may be wrapped by now. "
+                "Pass it when building: Trainer(..., callbacks=[MemwallCallback(...)])"
+            )
+        if not any(module is self._model for module in model.modules()):
+            self.close(completed=False)
+            raise IntegrationError(
+                f"the Trainer replaced the {type(self._model).__name__} it was built with, as it does with "
+                "model_init=...; memwall follows one model: build it first and pass model=..."
+            )
+        if self.session.state != "waiting":
+            self.close(completed=False)
+            self._open(self._model)
+        self.session.set_optimizer(torch_optimizer(optimizer))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the first step the plan is made and applied, before anything is evaluated or saved.
+
+        Raises:
+            InfeasibleError: nothing fits; says which arguments would make it fit, if some do.
+        """
+        if self.session is None:
+            return
+        try:
+            self.session.end_step()
+        except InfeasibleError as error:
+            self.close(completed=False)
+            raise self._with_arguments(error) from error
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Closes the session and logs one line."""
+        self.close()
+        session = self.session
+        if session is not None and session.plan is not None and state.is_world_process_zero:
+            measured, forecast = session.measured, session.plan.forecast
+            seconds = f"{median(measured.step_seconds):.3f} s" if measured.step_seconds else "not timed"
+            _log.info(
+                "memwall: %d steps (median %s) under %d actions; peak %s, foreseen %s, budget %s",
+                measured.num_steps,
+                seconds,
+                len(session.plan.actions),
+                format_bytes(max(measured.overall_peak_bytes, measured.peak_bytes)),
+                format_bytes(forecast.peak.process_bytes),
+                format_bytes(forecast.budget_bytes or 0),
+            )
+
+    def _open(self, model: nn.Module) -> None:
+        self.session = open_session(
+            model, None, budget=self._budget, plan=self._plan, disk=self._disk, allow=self._allow
+        )
+
+    def _with_arguments(self, error: InfeasibleError) -> InfeasibleError:
+        """The same error; where smaller micro-batches would fit, with the arguments that say so."""
+        trace = self.session.trace if self.session is not None else None
+        settings = Settings(
+            budget_bytes=error.budget_bytes, disk=self._disk, allow=self._allow, allow_accumulation=True
+        )
+        if trace is None:
+            return error
+        try:
+            plan = make_plan(trace, settings)
+        except InfeasibleError:
+            return error
+        split = next((action for action in plan.actions if isinstance(action, Accumulate)), None)
+        if split is None:
+            return error
+        help_line = (
+            f"set TrainingArguments(per_device_train_batch_size={split.micro_batch}, "
+            f"gradient_accumulation_steps={split.num_micro_batches}): the same global batch, and it fits"
+        )
+        return InfeasibleError(
+            f"{error}\n  - {help_line}",
+            budget_bytes=error.budget_bytes,
+            smallest_feasible_bytes=error.smallest_feasible_bytes,
+            relaxations=(help_line, *error.relaxations),
+        )
+
+
+def _check_arguments(args: Any) -> None:
+    """Refuses what would train behind memwall's back."""
+    if args.auto_find_batch_size:
+        raise IntegrationError(
+            "auto_find_batch_size=True restarts training with another batch size when memory runs out, unseen by "
+            "memwall and without adjusting accumulation; set TrainingArguments(auto_find_batch_size=False)"
+        )
+    if args.torch_compile:
+        raise IntegrationError(
+            "torch_compile=True moves saved tensors and recomputation into the compiler, where memwall does not see "
+            "them; set TrainingArguments(torch_compile=False)"
+        )
+    if args.n_gpu > 1:
+        raise IntegrationError(
+            f"one process drives {args.n_gpu} devices (DataParallel), memwall plans one device per process; "
+            f"start it with torchrun --nproc-per-node {args.n_gpu}"
+        )
+
+
+def _check_plan(plan: Plan, args: Any) -> None:
+    """Refuses arguments that are not the plan's: when a callback hears of them it is too late to change them."""
+    expected: dict[str, Any] = {}
+    for action in plan.actions:
+        if isinstance(action, Accumulate):
+            expected["per_device_train_batch_size"] = action.micro_batch
+            expected["gradient_accumulation_steps"] = action.num_micro_batches
+        elif isinstance(action, Autocast):
+            expected[precision_name(action)] = True
+    found = {name: getattr(args, name) for name in expected}
+    if found != expected:
+        raise IntegrationError(
+            f"the plan needs TrainingArguments({_arguments(expected)}), found {_arguments(found)}; "
+            "args = plan.training_arguments(args) sets them"
+        )
+    if args.per_device_train_batch_size > plan.micro_batch > 0:
+        _log.warning(
+            "the plan was made for micro-batches of %d samples, per_device_train_batch_size is %d: "
+            "its forecast does not hold; make a plan for this batch",
+            plan.micro_batch,
+            args.per_device_train_batch_size,
+        )
+
+
+def _arguments(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

@@ -1,0 +1,35 @@
+"""The step that a plan makes of a trace: what runs, recomputed operations and second lives included."""
+
+from memwall.plan.actions import Accumulate, Offload, Recompute
+from memwall.plan.blocks import find_blocks
+from memwall.plan.microbatch import with_micro_batch
+from memwall.plan.planfile import Plan
+from memwall.plan.search import steady_step
+from memwall.predict.treatment import StepModel, Treatment
+from memwall.trace.records import Step, Trace
+
+__all__ = ["planned_step", "treatments_of"]
+
+
+def treatments_of(plan: Plan) -> dict[str, Treatment]:
+    """Block path -> treatment, from a plan's actions."""
+    recompute = {a.block: a for a in plan.actions if isinstance(a, Recompute)}
+    offload = {a.block: a for a in plan.actions if isinstance(a, Offload)}
+    return {
+        block: Treatment(
+            recompute=block in recompute,
+            kept_ops=recompute[block].kept_ops if block in recompute else (),
+            offload=block in offload,
+            **({"min_bytes": offload[block].min_bytes} if block in offload else {}),
+        )
+        for block in {**recompute, **offload}
+    }
+
+
+def planned_step(trace: Trace, plan: Plan) -> Step:
+    """The steady step of a trace under a plan made from it."""
+    step = steady_step(trace)
+    for action in plan.actions:
+        if isinstance(action, Accumulate):
+            step = with_micro_batch(trace, step, action.micro_batch)
+    return StepModel(step, trace.names, find_blocks(trace, step)).treated(treatments_of(plan))
