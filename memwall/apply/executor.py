@@ -115,7 +115,7 @@ class BlockExecutor:
     def _wrap(self, path: str, recompute: Recompute | None, is_offloaded: bool) -> None:
         module = self._modules[path]
         original = module.forward
-        inner = original if recompute is None else recomputed(module, original, recompute.kept_ops)
+        inner = original if recompute is None else recomputed(module, original, recompute)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():

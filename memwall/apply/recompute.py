@@ -4,12 +4,13 @@ The executor is torch's non-reentrant checkpoint, which restores RNG and autocas
 operation number, running statistics that are updated once, and key-value caches that are not extended twice.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -34,10 +35,20 @@ def recomputed(module: nn.Module, forward: Forward, kept_ops: tuple[int, ...]) -
     """
     norms = [child for child in module.modules() if is_batch_norm(child)]
     contexts = partial(_contexts, norms, frozenset(kept_ops))
+    layers = sorted({c.layer_idx for c in module.modules() if isinstance(getattr(c, "layer_idx", None), int)})
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: _without_cache(name, value) for name, value in kwargs.items()}
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if not any(map(_is_cache, (*args, *kwargs.values()))):
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        args = tuple(_unfilled(value, layers) for value in args)
+        kwargs = {name: _unfilled(value, layers) for name, value in kwargs.items()}
+        return checkpoint(with_own_caches, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def with_own_caches(*args: Any, **kwargs: Any) -> Any:
+        return forward(
+            *(_unfilled(value, layers) for value in args),
+            **{name: _unfilled(value, layers) for name, value in kwargs.items()},
+        )
 
     return run
 
@@ -90,13 +101,55 @@ def _spared_statistics(norms: list[nn.Module]) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
-def _without_cache(name: str, value: Any) -> Any:
-    """Drops an empty key-value cache: running twice would extend it twice, and training does not read it."""
-    if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+def _is_cache(value: Any) -> bool:
+    """Whether a value is a key-value cache of transformers (its Cache classes share these names)."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _unfilled(value: Any, layers: Sequence[int]) -> Any:
+    """A copy of a key-value cache without the keys and values in it; any other value as it is.
+
+    A block extends the cache it is given, so each run gets a copy of its own: training does not read what comes out.
+    The copy takes the same operations as the cache, and holds no other layer's tensors until backward.
+
+    Args:
+        layers: indices of the layers that the block consists of; () if it does not say.
+    """
+    if not _is_cache(value):
         return value
-    if int(value.get_seq_length()) > 0:
+    num_positions = max(_num_positions(value, layer) for layer in layers or (0,))
+    if num_positions > 0:
         raise ApplyError(
-            f"a block to be recomputed was called with a key-value cache in '{name}' that already holds "
-            f"{int(value.get_seq_length())} positions; train with use_cache=False"
+            f"a block to be recomputed was called with a key-value cache that already holds {num_positions} positions "
+            "for it, as generation does; call the model without past_key_values when training"
         )
-    return None
+    return _emptied(value)
+
+
+def _num_positions(cache: Any, layer: int) -> int:
+    try:
+        return int(cache.get_seq_length(layer))
+    except ValueError:  # transformers: a layer without positions, such as one of linear attention
+        return 0
+
+
+def _emptied(cache: Any) -> Any:
+    own = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if _is_cache(value):
+            setattr(own, name, _emptied(value))
+        elif isinstance(value, dict):
+            setattr(own, name, dict(value))
+        elif isinstance(value, list):
+            setattr(own, name, [_emptied_layer(layer) for layer in value])
+    return own
+
+
+def _emptied_layer(layer: Any) -> Any:
+    own = copy.copy(layer)
+    for name, value in list(vars(own).items()) if hasattr(own, "__dict__") else ():
+        if isinstance(value, Tensor):
+            setattr(own, name, None)
+    if hasattr(own, "is_initialized"):
+        own.is_initialized = False
+    return own

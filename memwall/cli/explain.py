@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from memwall.cli.options import JsonOption, require_file
+from memwall.errors import UsageError
 
 
 def explain(
@@ -21,6 +22,11 @@ def explain(
     if source.read_bytes()[: len(MAGIC)] == MAGIC:
         trace = load_trace(source)
         show(trace_report(trace), trace_summary(trace), as_json=as_json)
+    elif not source.read_bytes().lstrip().startswith(b"{"):
+        raise UsageError(
+            f"{source} is neither a trace nor a plan; expected a file written by `memwall profile -o FILE` or "
+            "`memwall plan -o FILE`"
+        )
     else:
         from memwall.plan.planfile import Plan
 

@@ -61,16 +61,19 @@ def run(
     from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
     from memwall.observe.measure import run_report
+    from memwall.plan.actions import Offload
     from memwall.plan.planfile import Plan
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
 
-    if budget is not None and disk_tier is None and not torch.cuda.is_available():
+    given = None if plan_path is None else Plan.load(plan_path)
+    needs_disk = given is None or any(isinstance(action, Offload) for action in given.actions)
+    if needs_disk and disk_tier is None and not torch.cuda.is_available():
         # Found out before the script builds its model; on CUDA bytes leave for host memory instead.
         require_disk()
     session = Session(
         budget_bytes=budget_bytes,
-        plan=None if plan_path is None else Plan.load(plan_path),
+        plan=given,
         disk=None if disk_tier is None else str(disk_tier.directory),
         disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
         allow=allowed,
@@ -79,7 +82,8 @@ def run(
     with script_output(to_error=as_json):
         status = run_script(script.name, script.arguments, session, is_module=script.is_module)
     if session.plan is None or session.measured.num_steps == 0:
-        note(f"memwall: {script.target} ended with status {status} before its first step; there is nothing to report")
+        ending = f"memwall: {script.target} ended with status {status} before a step under a plan"
+        typer.echo(f"{ending}; there is nothing to report", err=True)
         raise typer.Exit(status)
     report = run_report(session)
     if report_path is not None:

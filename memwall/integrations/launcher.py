@@ -63,7 +63,7 @@ class _Watch:
         """Whether this call is the first one of what is being trained."""
         return (
             torch.is_grad_enabled()
-            and torch._C._current_autograd_node() is None  # type: ignore[attr-defined]
+            and torch._C._current_autograd_node() is None
             and any(parameter.requires_grad for parameter in module.parameters())
         )
 

@@ -22,8 +22,10 @@ class Recompute(Struct, frozen=True, kw_only=True, tag_field="kind", tag="recomp
     """Path of the module."""
     kept_ops: tuple[int, ...] = ()
     """Operations whose results are kept, numbered within the block as selective checkpointing counts; () = none."""
+    kept_names: tuple[str, ...] = ()
+    """Their names. Where another operation runs in such a place, that call keeps nothing from there on."""
     num_ops: int = 0
-    """Operations the block was seen to run; a different number at run time means another model or input."""
+    """Operations the block was seen to run."""
     saved_bytes: int | None = None
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"

@@ -6,10 +6,20 @@ from memwall.trace.records import Trace
 __all__ = ["can_accumulate", "can_autocast", "can_offload", "can_recompute", "can_reuse_allocator"]
 
 
-def can_recompute(model: StepModel, block: BlockCalls) -> str | None:
-    """None if recomputing the block is legal and frees something, else why not."""
+def can_recompute(trace: Trace, model: StepModel, block: BlockCalls) -> str | None:
+    """None if recomputing the block is legal and frees something, else why not.
+
+    A forward that writes to a buffer would write twice, and read what it wrote. The executor spares the running
+    statistics of BatchNorm layers, of which a trace shows the counter; it knows no other.
+    """
     if model.is_leaf_like(block):
         return f"'{block.path}' saves nothing but what it was called with"
+    for call in block.calls:
+        for op in model.step.ops[call.start : call.end]:
+            if any(model.step.storages[i].category in ("buffer", "parameter") for i in op.writes):
+                writer = trace.modules[op.module]
+                if not (writer.is_leaf and writer.has_batch_norm):
+                    return f"'{writer.path or writer.class_name}' writes to a buffer of its own in forward"
     return None
 
 

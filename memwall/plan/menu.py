@@ -7,8 +7,10 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from memwall.plan.instance import Block, Instance, Link, Option, Row
+from memwall.plan.legality import can_recompute
 from memwall.predict.curve import live_curve
 from memwall.predict.treatment import LAST, BlockCalls, Life, StepModel, Treatment
+from memwall.trace.records import Trace
 
 __all__ = ["Costs", "Menu", "build_instance", "build_menus"]
 
@@ -35,16 +37,20 @@ class Menu(Struct, frozen=True, kw_only=True):
     block: BlockCalls
     options: tuple[Option, ...]
     treatments: tuple[Treatment | None, ...]
+    op_names: tuple[str, ...]
+    """Operations of one call, in the numbering that selective checkpointing uses."""
     freed_bytes: tuple[int, ...]
     """What each option takes off the device between the block's forward and its backward."""
 
 
-def build_menus(model: StepModel, costs: Costs) -> tuple[Menu, ...]:
+def build_menus(trace: Trace, model: StepModel, costs: Costs) -> tuple[Menu, ...]:
     """Per block: keep, full recompute, up to five selective points, and with a tier below the moved variants."""
-    return tuple(_menu(model, block, costs) for block in model.blocks)
+    return tuple(
+        _menu(model, block, costs, is_repeatable=can_recompute(trace, model, block) is None) for block in model.blocks
+    )
 
 
-def _menu(model: StepModel, block: BlockCalls, costs: Costs) -> Menu:
+def _menu(model: StepModel, block: BlockCalls, costs: Costs, *, is_repeatable: bool) -> Menu:
     options = [Option(name="keep", extra_seconds=0.0, moved_bytes=0)]
     treatments: list[Treatment | None] = [None]
 
@@ -53,7 +59,7 @@ def _menu(model: StepModel, block: BlockCalls, costs: Costs) -> Menu:
         options.append(Option(name=name, extra_seconds=seconds, moved_bytes=moved))
         treatments.append(treatment)
 
-    if not model.is_leaf_like(block):
+    if is_repeatable:
         offer("full", Treatment(recompute=True, min_bytes=costs.min_bytes))
         for number, kept in enumerate(_selective_points(model, block), start=1):
             offer(f"select-{number}", Treatment(recompute=True, kept_ops=kept, min_bytes=costs.min_bytes))
@@ -62,14 +68,15 @@ def _menu(model: StepModel, block: BlockCalls, costs: Costs) -> Menu:
         if options[-1].moved_bytes == 0:
             options.pop()
             treatments.pop()
-        if not model.is_leaf_like(block):
+        if is_repeatable:
             offer("full+offload", Treatment(recompute=True, offload=True, min_bytes=costs.min_bytes))
             if options[-1].moved_bytes == 0:
                 options.pop()
                 treatments.pop()
     number = model.blocks.index(block)
+    op_names = tuple(model.names[model.step.ops[op].name] for op in model.counted_ops(block.calls[0]))
     freed = tuple(0 if t is None else _freed_bytes(model, number, t) for t in treatments)
-    return Menu(block=block, options=tuple(options), treatments=tuple(treatments), freed_bytes=freed)
+    return Menu(block=block, options=tuple(options), treatments=tuple(treatments), op_names=op_names, freed_bytes=freed)
 
 
 def _freed_bytes(model: StepModel, number: int, treatment: Treatment) -> int:
@@ -145,10 +152,17 @@ def build_instance(
     """Memory rows at every block of forward, at the loss, at every block of backward and around them.
 
     A row covers a stretch of operations. Within a block's own stretch the highest point of step and option together
-    counts; elsewhere what an option holds or frees there. Both are upper bounds of the sum.
+    counts; elsewhere what an option holds or frees there. Both are upper bounds of what options do together, but for
+    one case: a checkpoint that holds a tensor which only another block saved (found: up to 2 % of the peak). The search
+    therefore replays what it chose.
     """
     step = model.step
     curve = live_curve(step.storages, len(step.ops), device=device)
+    # Live just before each operation: what it makes is not there yet.
+    before = curve.copy()
+    for storage in step.storages:
+        if storage.birth >= 0 and storage.birth < storage.death and storage.device.partition(":")[0] == device:
+            before[storage.birth] -= storage.nbytes
     bounds, labels, owners = _stretches(model)
     base_peaks = np.maximum.reduceat(curve, bounds)
     columns: list[list[Int64s]] = []
@@ -158,7 +172,7 @@ def build_instance(
             if treatment is None:
                 options.append(np.zeros(len(bounds), dtype=np.int64))
             else:
-                options.append(_column(model, b, treatment, curve, bounds, base_peaks, owners, device))
+                options.append(_column(model, b, treatment, curve, before, bounds, base_peaks, owners, device))
         columns.append(options)
     rows = tuple(
         Row(
@@ -220,6 +234,7 @@ def _column(
     b: int,
     treatment: Treatment,
     curve: Int64s,
+    before: Int64s,
     bounds: NDArray[np.intp],
     base_peaks: Int64s,
     owners: Sequence[int],
@@ -247,9 +262,10 @@ def _column(
         for call, saved in zip(model.blocks[b].calls, model.blocks[b].saved, strict=True):
             if call.backward_start < 0:
                 continue
-            row = int(np.searchsorted(bounds, call.backward_start, side="right")) - 1
+            at = model.recomputed_at(call, saved)
+            row = int(np.searchsorted(bounds, at, side="right")) - 1
             again = len(model.recomputed_ops(call, saved, treatment))
-            peak = int(curve[call.backward_start]) + _recompute_peak(gone, come, call.backward_start, again)
+            peak = int(before[at]) + _recompute_peak(gone, come, at, again)
             column[row] = max(int(column[row]), peak - int(base_peaks[row]))
     return column
 
@@ -259,14 +275,10 @@ def _recompute_peak(gone: Sequence[Life], come: Sequence[Life], at: int, num_ops
     change = np.zeros(num_ops + 2, dtype=np.int64)
     for lives, sign in ((gone, -1), (come, 1)):
         for life in lives:
-            begin = life.begin[1] if life.begin[0] == at and life.begin[1] != LAST else 0
-            if life.begin[0] > at or life.end < (at, 0) or (life.begin[0] == at and life.begin[1] == LAST):
+            if life.begin >= (at, LAST) or life.end <= (at, 0):
                 continue
-            end = life.end[1] if life.end[0] == at and life.end[1] != LAST else num_ops + 1
-            if life.end == (at, LAST):
-                end = num_ops + 1
-            begin, end = min(begin, num_ops), min(end, num_ops + 1)
-            if begin < end:
-                change[begin] += sign * life.nbytes
-                change[end] -= sign * life.nbytes
+            begin = life.begin[1] if life.begin[0] == at else 0
+            end = life.end[1] if life.end[0] == at else num_ops + 1
+            change[begin] += sign * life.nbytes
+            change[end] -= sign * life.nbytes
     return int(np.cumsum(change[:-1]).max())

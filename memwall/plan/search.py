@@ -108,7 +108,11 @@ def plan(
             "record a trace with that batch"
         )
     settings = Settings(
-        budget_bytes=parse_size(budget), disk=disk, allow=tuple(allow), allow_accumulation=global_batch is not None
+        budget_bytes=parse_size(budget),
+        disk=disk,
+        disk_capacity_bytes=disk_capacity_bytes,
+        allow=tuple(allow),
+        allow_accumulation=global_batch is not None,
     )
     return make_plan(trace, settings)
 
@@ -236,7 +240,7 @@ class _Search:
         costs = Costs(
             copy_seconds_per_byte=machine.copy_seconds_per_byte, min_bytes=MIN_MOVED_BYTES, can_offload=with_disk
         )
-        menus = build_menus(model, costs)
+        menus = build_menus(self.trace, model, costs)
         link = None
         if with_disk:
             link = Link(
@@ -404,6 +408,8 @@ def _block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[A
                 Recompute(
                     block=menu.block.path,
                     kept_ops=treatment.kept_ops,
+                    kept_names=tuple(menu.op_names[op] for op in treatment.kept_ops),
+                    num_ops=len(menu.op_names),
                     saved_bytes=menu.freed_bytes[number],
                     cost_seconds=option.extra_seconds,
                 )

@@ -5,7 +5,8 @@ a checkpoint its inputs until its backward ends. A treatment takes holders away 
 storages before backward, reloaded ones. Recomputed operations are inserted before the block's backward.
 
 Times are pairs (operation, position): `(t, LAST)` is operation t itself, `(t, r)` the r-th operation recomputed
-before it; so they sort as they run.
+before it; so they sort as they run. What the trace says to end before operation t ends at `(t, 0)`: a recomputation
+begins when backward asks for a block's first tensor, and by then the operations before have let go of theirs.
 """
 
 from bisect import bisect_left
@@ -59,11 +60,24 @@ class Life(NamedTuple):
     end: Time
 
 
+class _Reload(NamedTuple):
+    """One call's need of bytes that were moved away."""
+
+    call_start: int
+    nbytes: int
+    prefetch: Time
+    """When they come if this call was the first to send them away: then they belong to its group."""
+    demand: Time
+    """When the call asks for them."""
+    end: Time
+
+
 class StepModel:
     """A step, indexed for asking what treatments would make of it."""
 
     def __init__(self, step: Step, names: Sequence[str], blocks: Sequence[BlockCalls]) -> None:
         self.step = step
+        self.names = tuple(names)
         self.blocks = tuple(blocks)
         self._is_counted = [name not in UNCOUNTED_OPS for name in names]
         self._saves_of: dict[int, list[int]] = {}
@@ -85,6 +99,11 @@ class StepModel:
             self._prefetch_at[start] = (min(after.backward_start, call.backward_start), 0)
 
     # -- one call --------------------------------------------------------------------------------------------------
+
+    def recomputed_at(self, call: ModuleCall, saved: Sequence[int]) -> int:
+        """The operation of backward before which a call is recomputed: its first that asks for a tensor saved in it."""
+        asked = min((self.step.saved[s].unpacked for s in saved), default=call.backward_start)
+        return min(max(asked, call.backward_start), call.backward_end - 1)
 
     def counted_ops(self, call: ModuleCall) -> list[int]:
         """Operations of a call in the numbering that selective checkpointing uses."""
@@ -154,6 +173,7 @@ class StepModel:
         taken: set[int] = set()  # savings that no longer hold their storage
         held_until: dict[int, Time] = {}  # by checkpoints and kept results
         come: list[Life] = []
+        reloads: dict[int, list[_Reload]] = {}
         for b, block in enumerate(self.blocks):
             treatment = treatments.get(block.path)
             if treatment is None:
@@ -162,19 +182,21 @@ class StepModel:
                 if call.backward_start < 0:
                     continue
                 if treatment.recompute:
-                    self._recompute(b, c, treatment, taken, held_until, come)
+                    self._recompute(b, c, treatment, taken, held_until, come, reloads)
                 elif treatment.offload:
-                    self._offload(b, c, treatment, taken, come)
+                    self._offload(b, c, treatment, taken, reloads)
+        for index, needs in reloads.items():
+            come.extend(_reloaded(self.step.storages[index], index, needs))
         lives = []
         for index in which:
             storage = self.step.storages[index]
-            end: Time = (storage.death, LAST)
+            end: Time = (storage.death, 0)
             saves = self._saves_of.get(index, ())
             if any(s in taken for s in saves):
-                end = (storage.dropped, LAST)
+                end = (storage.dropped, 0)
                 for s in saves:
                     if s not in taken:
-                        end = max(end, (self.step.saved[s].released, LAST))
+                        end = max(end, (self.step.saved[s].released, 0))
             end = max(end, held_until.get(index, end))
             lives.append(Life(index, storage.nbytes, (storage.birth, LAST), end))
         return lives + come
@@ -187,11 +209,12 @@ class StepModel:
         taken: set[int],
         held_until: dict[int, Time],
         come: list[Life],
+        reloads: dict[int, list[_Reload]],
     ) -> None:
         block, call, step = self.blocks[b], self.blocks[b].calls[c], self.step
         saved = block.saved[c]
         again = self.recomputed_ops(call, saved, treatment)
-        begin = call.backward_start
+        begin = self.recomputed_at(call, saved)
         released: dict[int, int] = {}
         for number in saved:
             save = step.saved[number]
@@ -204,7 +227,7 @@ class StepModel:
             storage = step.storages[index]
             rank = bisect_left(again, storage.birth)
             dropped: Time = (begin, min(bisect_left(again, storage.dropped), len(again)))
-            end = max(dropped, (released[index], LAST)) if index in released else dropped
+            end = max(dropped, (released[index], 0)) if index in released else dropped
             if storage.birth in kept:
                 if index in step.ops[storage.birth].outputs:  # what it allocated for itself is not kept
                     held_until[index] = max(end, (begin, rank))
@@ -212,7 +235,7 @@ class StepModel:
                 come.append(Life(index, storage.nbytes, (begin, rank), end))
         if self._born_in[b][c] and step.storages[self._born_in[b][c][0]].device == "cpu":
             first = self._born_in[b][c][0]
-            come.append(Life(first, RNG_STATE_BYTES, (call.start, LAST), (call.backward_end, LAST)))
+            come.append(Life(first, RNG_STATE_BYTES, (call.start, LAST), (call.backward_end, 0)))
             come.append(Life(first, RNG_STATE_BYTES, (begin, 0), (begin, len(again))))
         for index in call.inputs:
             storage = step.storages[index]
@@ -221,23 +244,27 @@ class StepModel:
             if treatment.offload and storage.nbytes >= treatment.min_bytes:
                 taken.update(number for number in saved if step.saved[number].storage == index)
                 if storage.birth >= 0:
-                    nbytes = _reloaded_bytes(storage, storage.nbytes)
-                    come.append(Life(index, nbytes, self._prefetch_at[call.start], (call.backward_end, LAST)))
+                    at = self._prefetch_at[call.start]
+                    need = _Reload(call.start, storage.nbytes, at, (begin, 0), (call.backward_end, 0))
+                    reloads.setdefault(index, []).append(need)
             else:
-                held_until[index] = max(held_until.get(index, (0, 0)), (call.backward_end, LAST))
+                held_until[index] = max(held_until.get(index, (0, 0)), (call.backward_end, 0))
 
-    def _offload(self, b: int, c: int, treatment: Treatment, taken: set[int], come: list[Life]) -> None:
-        saved = self.blocks[b].saved[c]
-        until: dict[int, int] = {}
+    def _offload(
+        self, b: int, c: int, treatment: Treatment, taken: set[int], reloads: dict[int, list[_Reload]]
+    ) -> None:
+        saved, call = self.blocks[b].saved[c], self.blocks[b].calls[c]
+        spans: dict[int, tuple[int, int]] = {}
         for number in saved:
             if self.movable(number, treatment):
                 save = self.step.saved[number]
                 taken.add(number)
-                until[save.storage] = max(until.get(save.storage, 0), save.released)
-        at = self._prefetch_at[self.blocks[b].calls[c].start]
+                asked, until = spans.get(save.storage, (save.unpacked, save.released))
+                spans[save.storage] = (min(asked, save.unpacked), max(until, save.released))
+        at = self._prefetch_at[call.start]
         for index, nbytes in self._moved_of(saved, treatment).items():
-            nbytes = _reloaded_bytes(self.step.storages[index], nbytes)
-            come.append(Life(index, nbytes, at, (until[index], LAST)))
+            asked, until = spans[index]
+            reloads.setdefault(index, []).append(_Reload(call.start, nbytes, at, (asked, 0), (until, 0)))
 
     # -- whole steps -----------------------------------------------------------------------------------------------
 
@@ -249,7 +276,8 @@ class StepModel:
             if treatment is not None and treatment.recompute:
                 for call, saved in zip(block.calls, block.saved, strict=True):
                     if call.backward_start >= 0:
-                        insertions.append((call.backward_start, self.recomputed_ops(call, saved, treatment)))
+                        again = self.recomputed_ops(call, saved, treatment)
+                        insertions.append((self.recomputed_at(call, saved), again))
         return _rebuilt(self.step, sorted(insertions), self.lives(treatments))
 
     def parked(self, min_bytes: int) -> Step:
@@ -265,15 +293,29 @@ class StepModel:
                 spans[save.storage] = (min(begin, save.unpacked), max(end, save.released))
         for index, nbytes in self._moved_of(range(len(self.step.saved)), anywhere).items():
             nbytes = _reloaded_bytes(self.step.storages[index], nbytes)
-            come.append(Life(index, nbytes, (spans[index][0], LAST), (spans[index][1], LAST)))
+            come.append(Life(index, nbytes, (spans[index][0], LAST), (spans[index][1], 0)))
         lives = []
         for index, storage in enumerate(self.step.storages):
             end = storage.death
             saves = self._saves_of.get(index, ())
             if any(s in taken for s in saves):
                 end = max([storage.dropped, *(self.step.saved[s].released for s in saves if s not in taken)])
-            lives.append(Life(index, storage.nbytes, (storage.birth, LAST), (end, LAST)))
+            lives.append(Life(index, storage.nbytes, (storage.birth, LAST), (end, 0)))
         return _rebuilt(self.step, [], lives + come)
+
+
+def _reloaded(storage: Storage, index: int, needs: list[_Reload]) -> list[Life]:
+    """The stays of bytes that come back: once for all calls that save them while they are away, with the first's group."""
+    lives: list[Life] = []
+    for need in sorted(needs):
+        nbytes = _reloaded_bytes(storage, need.nbytes)
+        if lives and need.call_start < lives[-1].end[0]:
+            shared = lives.pop()
+            begin, end = min(shared.begin, need.demand), max(shared.end, need.end)
+            lives.append(Life(index, max(shared.nbytes, nbytes), begin, end))
+        else:
+            lives.append(Life(index, nbytes, min(need.prefetch, need.demand), need.end))
+    return lives
 
 
 def _reloaded_bytes(storage: Storage, nbytes: int) -> int:
@@ -297,7 +339,9 @@ def _rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Seq
         return op + shifts[bisect_left(at, op)] + position
 
     new_ops = []
-    inserted = dict(insertions)
+    inserted: dict[int, list[int]] = {}
+    for op, ops in insertions:
+        inserted.setdefault(op, []).extend(ops)
     for op, record in enumerate(step.ops):
         for again in inserted.get(op, ()):
             original = step.ops[again]

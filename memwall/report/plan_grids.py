@@ -149,10 +149,8 @@ def _where(actions: Sequence[Action]) -> str:
             return "every step"
         case Autocast():
             return "forward"
-        case AllocatorReuse(trim_forward=forward, trim_backward=backward):
-            trims = [(name, blocks) for name, blocks in (("forward", forward), ("backward", backward)) if blocks]
-            places = [f"{name} of {block_ranges(sorted(blocks, key=_natural))}" for name, blocks in trims]
-            return "process" + (f"; trimmed before {' and '.join(places)}" if places else "")
+        case AllocatorReuse(limit_bytes=limit_bytes):
+            return "process" + (f"; trimmed where it would exceed {format_bytes(limit_bytes)}" if limit_bytes else "")
         case _:
             return DASH
 

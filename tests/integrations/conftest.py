@@ -1,7 +1,12 @@
 """A small Llama that holds much more in activations than in weights, data for it, and digests of what it learned."""
 
 import hashlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +24,15 @@ def _fresh_accelerate_state() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other cost these tests more than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -72,3 +86,51 @@ def count_calls() -> Callable[[nn.Module], list[None]]:
         return calls
 
     return on
+
+
+# Runs a script as Python does and tells the process's peak, which a child cannot be asked for once it has ended.
+_PLAIN = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stderr.write(next(line for line in open("/proc/self/status") if line.startswith("VmHWM:")))
+"""
+
+
+@pytest.fixture
+def run_both_ways(tmp_path: Path) -> Callable[[Path], dict[str, Any]]:
+    """Runs a script plainly, then with a budget below the plain peak; both must save the same weights.
+
+    Returns:
+        The report of the second run. Whether it kept the budget is not asked here (status 5: it did not).
+    """
+
+    def run(script: Path, *, below_plain: int) -> dict[str, Any]:
+        plain, fitted, report = tmp_path / "plain.pt", tmp_path / "fitted.pt", tmp_path / "run.json"
+        peak_kib = int(
+            _python("-c", _PLAIN, str(script), "--out", str(plain), cwd=tmp_path).split("VmHWM:")[1].split()[0]
+        )
+        budget = str((peak_kib << 10) - below_plain)
+        options = ("--budget", budget, "--report", str(report))
+        _python("-m", "memwall", "run", *options, str(script), "--out", str(fitted), cwd=tmp_path, accepted=(0, 5))
+        expected, found = torch.load(plain), torch.load(fitted)
+        assert {name: _sha256(value) for name, value in found.items()} == {
+            name: _sha256(value) for name, value in expected.items()
+        }
+        return json.loads(report.read_text())
+
+    return run
+
+
+def _python(*arguments: str, cwd: Path, accepted: tuple[int, ...] = (0,)) -> str:
+    """Runs Python; returns what it wrote to standard error."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
+    assert done.returncode in accepted, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stderr
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()

@@ -1,0 +1,338 @@
+"""Every way to ask for what cannot be: one message that says what to do, and the exit status that DESIGN fixes."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from memwall.cli.app import main
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+PLAIN = str(SCRIPTS / "train_plain.py")
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+WITH_SHM = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the trace and the plan of a small script."""
+    folder = tmp_path_factory.mktemp("made")
+    assert main(["profile", "-o", f"{folder}/t.trace", PLAIN]) == 0
+    assert main(["plan", f"{folder}/t.trace", "--budget", "8GiB", "-o", f"{folder}/plan.json"]) == 0
+    return folder
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command that must fail; returns the message, which is all there is on standard error at the end."""
+
+    def run(*arguments: str | Path, status: int = 2) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == status
+        head, found, message = capsys.readouterr().err.rpartition("memwall: ")
+        assert found, f"no message: {head}"
+        return message.removesuffix("\n")
+
+    return run
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_does_not_parse(refused: Refused) -> None:
+    assert refused("run", "--budget", "8Gob", PLAIN).startswith("--budget: '8Gob' is not a size; expected a number")
+
+
+def test_a_script_that_does_not_exist(refused: Refused, folder: Path) -> None:
+    assert refused("run", "--budget", "8GiB", "gone.py") == (
+        f"there is no script gone.py in {folder}; expected a Python file"
+    )
+
+
+def test_a_script_that_raises_ends_with_its_own_traceback_and_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--budget", "8GiB", str(SCRIPTS / "raises.py")]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f'Traceback (most recent call last):\n  File "{SCRIPTS}/raises.py", line 15, in <module>\n')
+    assert "RuntimeError: the data is gone\n" in shown
+    assert "runpy" not in shown
+    assert shown.endswith("raises.py ended with status 1 before a step under a plan; there is nothing to report\n")
+
+
+def test_a_script_s_own_status_is_passed_on(folder: Path) -> None:
+    assert main(["run", "--budget", "8GiB", "--report", "run.json", str(SCRIPTS / "exits_3.py")]) == 3
+    assert (folder / "run.json").exists()
+
+
+@pytest.mark.parametrize("command", [("run", "--budget", "8GiB"), ("profile",)])
+def test_a_script_that_never_steps(refused: Refused, command: tuple[str, ...]) -> None:
+    assert refused(*command, SCRIPTS / "never_steps.py") == (
+        f"{SCRIPTS}/never_steps.py finished without a whole training step (forward of a module with gradients on, "
+        "backward, step of a torch optimizer); there is nothing to plan"
+    )
+
+
+@pytest.mark.parametrize("command", [("run", "--budget", "8GiB"), ("profile",)])
+def test_a_script_that_steps_two_models(refused: Refused, command: tuple[str, ...]) -> None:
+    message = refused(*command, SCRIPTS / "two_models.py")
+    assert message.startswith(
+        f"{SCRIPTS}/two_models.py called Linear with gradients on, but its optimizer Adam trains other parameters; "
+        "a script that trains two models cannot be planned as one: train them in separate scripts"
+    )
+
+
+def test_a_script_that_steps_two_optimizers(refused: Refused, folder: Path) -> None:
+    (folder / "both.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 2)\n"
+        "optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]\n"
+        "model(torch.ones(3, 4)).sum().backward()\n"
+        "for optimizer in optimizers:\n"
+        "    optimizer.step()\n"
+    )
+    assert refused("run", "--budget", "8GiB", "both.py").startswith(
+        "both.py steps two models or two optimizers (SGD and SGD); memwall plans one model with one optimizer: "
+    )
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_below_the_floor_names_the_floor_and_the_cheapest_relaxation(refused: Refused) -> None:
+    lines = refused("run", "--budget", "20MiB", PLAIN, status=3).splitlines()
+    assert re.fullmatch(
+        r"the budget of 20\.0 MiB cannot be met: the smallest feasible one is \d+\.\d MiB, \d+\.\d MiB more", lines[0]
+    )
+    assert (
+        lines[2]
+        == "  - halve the micro-batch and accumulate: batch size 2, 2 accumulation steps (the same global batch)"
+    )
+
+
+def test_a_plan_for_a_budget_below_the_floor(refused: Refused, made: Path) -> None:
+    message = refused("plan", made / "t.trace", "--budget", "20MiB", status=3)
+    assert message.startswith("the budget of 20.0 MiB cannot be met: the smallest feasible one is ")
+
+
+def test_a_script_that_swallows_errors_still_ends_with_what_memwall_found(
+    refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused("run", "--budget", "20MiB", SCRIPTS / "swallows.py", status=3)
+    assert message.startswith("the budget of 20.0 MiB cannot be met: ")
+
+
+def test_a_loop_that_swallows_the_error_does_not_train_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--budget", "20MiB", str(SCRIPTS / "swallows.py")]) == 3
+    skipped = [f"step {step} skipped: InfeasibleError" for step in (1, 2, 3)]
+    assert capsys.readouterr().out.splitlines() == [*skipped, "all is well"]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def damaged(source: Path, target: Path, how: str) -> Path:
+    content = source.read_bytes()
+    if how == "truncated":
+        content = content[: len(content) // 2]
+    elif how == "foreign":
+        content = b"PK\x03\x04 something else"
+    elif how == "newer":
+        content = content.replace(b"memwall.trace/1\n", b"memwall.trace/9\n").replace(
+            b"memwall.plan/1", b"memwall.plan/9"
+        )
+    elif how == "mistyped":
+        content = content.replace(b'"fits": true', b'"fits": "yes"')
+    assert content != source.read_bytes()
+    target.write_bytes(content)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", r"bad\.trace is cut short or damaged \(.*\); record it again"),
+        ("foreign", r"bad\.trace is not a memwall trace; expected a file written by `memwall profile -o FILE`"),
+        (
+            "newer",
+            r"bad\.trace is a trace of version 9, this memwall reads up to 1; upgrade torch-memwall or record it again",
+        ),
+    ],
+)
+def test_a_bad_trace_file(refused: Refused, made: Path, folder: Path, how: str, message: str) -> None:
+    damaged(made / "t.trace", folder / "bad.trace", how)
+    assert re.fullmatch(message, refused("plan", "bad.trace", "--budget", "8GiB"))
+
+
+@pytest.mark.parametrize("how", ["truncated", "newer"])
+def test_a_bad_trace_file_is_explained_by_no_one(refused: Refused, made: Path, folder: Path, how: str) -> None:
+    damaged(made / "t.trace", folder / "bad.trace", how)
+    assert refused("explain", "bad.trace") == refused("plan", "bad.trace", "--budget", "8GiB")
+
+
+def test_a_foreign_file_is_explained_by_no_one(refused: Refused, made: Path, folder: Path) -> None:
+    damaged(made / "t.trace", folder / "x.zip", "foreign")
+    assert refused("explain", "x.zip") == (
+        "x.zip is neither a trace nor a plan; expected a file written by `memwall profile -o FILE` or "
+        "`memwall plan -o FILE`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", r"bad\.json is cut short or no JSON \(.*\); make the plan again with `memwall plan`"),
+        ("foreign", r"bad\.json is cut short or no JSON \(.*\); make the plan again with `memwall plan`"),
+        ("newer", r"bad\.json is a plan of version 9, this memwall reads up to 1; upgrade torch-memwall"),
+        ("mistyped", r"bad\.json is not a valid plan: Expected `bool \| null`, got `str` - at `\$\.forecast\.fits`"),
+    ],
+)
+def test_a_bad_plan_file(refused: Refused, made: Path, folder: Path, how: str, message: str) -> None:
+    damaged(made / "plan.json", folder / "bad.json", how)
+    assert re.fullmatch(message, refused("run", "--plan", "bad.json", PLAIN))
+    (folder / "run.json").write_text("{}")
+    assert re.fullmatch(message, refused("verify", "bad.json", "run.json"))
+
+
+def test_a_run_report_in_place_of_a_plan(refused: Refused, folder: Path) -> None:
+    (folder / "run.json").write_text('{"schema": "memwall.run/1"}')
+    assert refused("explain", "run.json") == (
+        "run.json is not a memwall plan: at $.schema expected 'memwall.plan/1', found 'memwall.run/1'"
+    )
+
+
+def test_a_plan_for_another_model(refused: Refused, made: Path) -> None:
+    message = refused("run", "--plan", made / "plan.json", PLAIN, "--width", "32")
+    assert re.fullmatch(
+        r"the plan was made for another model: it names [0-9a-f]{12}, this GPT is [0-9a-f]{12}; make a plan for this "
+        r"model with `memwall plan`, or run with --budget",
+        message,
+    )
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mounted(folder: Path, num_bytes: int, options: str) -> Iterator[Path]:
+    """A small filesystem of its own: root may write whatever permission bits say."""
+    image, mount = folder / "image", folder / "mount"
+    mount.mkdir()
+    image.write_bytes(b"")
+    with image.open("r+b") as file:
+        file.truncate(num_bytes)
+    made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, check=False)
+    done = subprocess.run(["mount", "-o", options, str(image), str(mount)], capture_output=True, check=False)
+    if made.returncode or done.returncode:
+        pytest.skip("cannot make and mount a loop filesystem here (needs root and a loop device)")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_disk_that_is_missing(refused: Refused) -> None:
+    assert refused("run", "--budget", "8GiB", "--disk", "/no/disk", PLAIN) == (
+        "--disk /no/disk: this directory does not exist; create it (mkdir -p /no/disk) or give another one"
+    )
+
+
+def test_a_disk_that_is_read_only(refused: Refused, folder: Path) -> None:
+    with mounted(folder, 2 << 20, "loop,ro") as mount:
+        assert refused("run", "--budget", "8GiB", "--disk", mount, PLAIN) == (
+            f"--disk {mount}: its filesystem is mounted read-only; remount it or give another directory"
+        )
+
+
+def test_a_disk_that_is_full(refused: Refused, folder: Path) -> None:
+    with mounted(folder, 8 << 20, "loop") as mount:
+        with (mount / "filler").open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        assert refused("run", "--budget", "8GiB", "--disk", mount, PLAIN) == (
+            f"--disk {mount}: 64.0 MiB are needed there, 0 B are free; "
+            "free 64.0 MiB or give a directory on a larger disk"
+        )
+
+
+@pytest.fixture
+def large(folder: Path) -> Path:
+    """A script whose step saves 96 MiB and which drops every error."""
+    script = folder / "large.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(256, 256), *(torch.nn.Sigmoid() for _ in range(6)))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "try:\n"
+        "    model(torch.ones(16384, 256)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "except Exception:\n"
+        "    pass\n"
+    )
+    return script
+
+
+def test_a_disk_limit_that_the_step_exceeds(refused: Refused, folder: Path, large: Path) -> None:
+    message = refused("run", "--budget", "8GiB", "--disk", f"{folder}:64MiB", large)
+    assert re.search(rf"more of disk are needed in {re.escape(str(folder))}, but of its limit of 64\.0 MiB ", message)
+    assert message.endswith(f"; raise the limit with --disk {folder}:SIZE")
+
+
+@WITH_SHM
+def test_a_disk_in_ram(refused: Refused) -> None:
+    assert refused("run", "--budget", "8GiB", "--disk", "/dev/shm", PLAIN) == (
+        "--disk /dev/shm: this is a RAM disk (tmpfs), so moving bytes there would free no memory; "
+        "give a directory on a real disk"
+    )
+
+
+@WITH_SHM
+@WITHOUT_CUDA
+def test_no_temporary_space(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", "/dev/shm")
+    assert refused("run", "--budget", "8GiB", PLAIN) == (
+        "offloading needs a directory on a disk, and the default one is unsuitable (/dev/shm: this is a RAM disk "
+        "(tmpfs), so moving bytes there would free no memory; give a directory on a real disk); "
+        "name one with --disk DIR"
+    )
+
+
+# -- CUDA where there is none ------------------------------------------------------------------------------------------
+
+
+@WITHOUT_CUDA
+def test_a_share_of_a_cuda_device(refused: Refused, made: Path) -> None:
+    assert refused("plan", made / "t.trace", "--budget", "50%", "--device", "cuda") == (
+        "'cuda': this machine has 0 CUDA devices; expected cpu, or cuda:N below that"
+    )
+
+
+def test_a_cpu_trace_for_a_cuda_device(refused: Refused, made: Path) -> None:
+    assert refused("plan", made / "t.trace", "--budget", "8GiB", "--device", "cuda") == (
+        "--device cuda: the trace was recorded on cpu, and translating it to another device is not possible yet; "
+        "leave --device out"
+    )
+
+
+@WITHOUT_CUDA
+def test_a_plan_for_a_cuda_device(refused: Refused, made: Path, folder: Path) -> None:
+    plan = (made / "plan.json").read_text().replace('"device": "cpu"', '"device": "cuda"')
+    (folder / "plan.json").write_text(plan)
+    assert refused("run", "--plan", "plan.json", PLAIN) == (
+        "the plan is for device cuda, and torch finds no CUDA device here; run it on a machine with one, or make a "
+        "plan from a trace recorded on this machine with `memwall profile`"
+    )

@@ -1,0 +1,147 @@
+"""profile, plan, run, verify, explain: the whole loop on an unmodified script, and the JSON that each step leaves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import referencing
+
+from memwall.cli.app import main
+
+TESTS = Path(__file__).parents[1]
+SCRIPT = (str(TESTS / "scripts" / "train_plain.py"), "--batch", "32", "--sequence", "128", "--steps", "3")
+
+
+def memwall(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, whose memory is not this one's."""
+    return subprocess.run(
+        [sys.executable, "-m", "memwall", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def valid(record: Any, name: str) -> Any:
+    """The record, if it follows the contract's schema of that name."""
+    schemas = {path.name: json.loads(path.read_text()) for path in (TESTS / "contract").iterdir()}
+    resources = [(uri, referencing.Resource.from_contents(schema)) for uri, schema in schemas.items()]
+    registry = referencing.Registry().with_resources(resources)
+    jsonschema.Draft202012Validator(schemas[name], registry=registry).validate(record)
+    return record
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trace, forecast, plan and run report of one script, and its weights with and without memwall."""
+    folder = tmp_path_factory.mktemp("loop")
+    assert memwall(folder, "profile", "-o", "t.trace", *SCRIPT).returncode == 0
+    roomy = memwall(folder, "plan", "t.trace", "--budget", "8GiB", "--json")
+    assert roomy.returncode == 0, roomy.stderr
+    (folder / "roomy.json").write_text(roomy.stdout)
+    forecast = json.loads(roomy.stdout)
+    budget = (forecast["smallest_feasible_budget_bytes"] + 2 * forecast["plain_peak"]["process_bytes"]) // 3
+    planned = memwall(folder, "plan", "t.trace", "--budget", str(budget), "-o", "plan.json", "--json")
+    assert planned.returncode == 0, planned.stderr
+    (folder / "forecast.json").write_text(planned.stdout)
+    run = memwall(folder, "run", "--plan", "plan.json", "--report", "run.json", *SCRIPT, "--out", "planned.bin")
+    assert run.returncode in (0, 5), run.stderr
+    subprocess.run([sys.executable, *SCRIPT, "--out", "plain.bin"], cwd=folder, check=True, timeout=100)
+    return folder
+
+
+def test_plan_prints_the_contract_s_forecast(folder: Path) -> None:
+    roomy = valid(json.loads((folder / "roomy.json").read_text()), "forecast.schema.json")
+    assert (roomy["fits"], roomy["actions"]) == (True, [])
+    tight = valid(json.loads((folder / "forecast.json").read_text()), "forecast.schema.json")
+    assert tight["fits"]
+    assert {action["kind"] for action in tight["actions"]} & {"recompute", "offload", "allocator"}
+    assert tight["peak"]["process_bytes"] + tight["margin_bytes"] <= tight["budget_bytes"]
+    assert tight["peak"]["process_bytes"] < roomy["peak"]["process_bytes"]
+
+
+def test_plan_prints_the_forecast_of_a_budget_that_nothing_fits(folder: Path) -> None:
+    done = memwall(folder, "plan", "t.trace", "--budget", "20MiB", "--json")
+    assert done.returncode == 3
+    forecast = valid(json.loads(done.stdout), "forecast.schema.json")
+    assert forecast["fits"] is False
+    assert forecast["smallest_feasible_budget_bytes"] > forecast["budget_bytes"] == 20 << 20
+    assert forecast["relaxations"][0].startswith("halve the micro-batch")
+    assert done.stderr.startswith("memwall: the budget of 20.0 MiB cannot be met: ")
+
+
+def test_run_report_follows_the_contract(folder: Path) -> None:
+    report = valid(json.loads((folder / "run.json").read_text()), "run.schema.json")
+    assert report["forecast"] == json.loads((folder / "plan.json").read_text())["forecast"]
+    assert report["measured"]["steps"] == 3
+    assert report["within_budget"] == (report["measured"]["peak"]["process_bytes"] <= report["budget_bytes"])
+
+
+def test_the_plan_keeps_the_weights_bit_for_bit(folder: Path) -> None:
+    assert (folder / "planned.bin").read_bytes() == (folder / "plain.bin").read_bytes()
+
+
+def test_a_second_plan_of_the_same_trace_is_the_same_file(folder: Path) -> None:
+    budget = json.loads((folder / "plan.json").read_text())["forecast"]["budget_bytes"]
+    assert memwall(folder, "plan", "t.trace", "--budget", str(budget), "-o", "again.json").returncode == 0
+    assert (folder / "again.json").read_bytes() == (folder / "plan.json").read_bytes()
+
+
+def test_verify_reads_the_pair(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["verify", f"{folder}/plan.json", f"{folder}/run.json"])
+    report = json.loads((folder / "run.json").read_text())
+    predicted = report["forecast"]["phases"]["steady_step"]["process_bytes"]
+    measured = report["measured"]["peak"]["process_bytes"]
+    assert status == (5 if measured > report["budget_bytes"] else 4 if measured > predicted else 0)
+    assert "Prediction and measurement" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("place", "status"), [("forecast", 0), ("inside the margin", 4), ("over the budget", 5)])
+def test_verify_status(folder: Path, tmp_path: Path, place: str, status: int) -> None:
+    report = json.loads((folder / "run.json").read_text())
+    predicted = report["forecast"]["phases"]["steady_step"]["process_bytes"]
+    measured = {
+        "forecast": predicted,
+        "inside the margin": predicted + 4096,
+        "over the budget": report["budget_bytes"] + 1,
+    }
+    report["measured"]["peak"]["process_bytes"] = report["measured"]["steady_peak_bytes"] = measured[place]
+    report["within_budget"] = place != "over the budget"
+    (tmp_path / "run.json").write_text(json.dumps(report))
+    assert main(["verify", f"{folder}/plan.json", f"{tmp_path}/run.json", "--json"]) == status
+
+
+def test_verify_refuses_a_run_under_another_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{folder}/t.trace", "--budget", "8GiB", "-o", f"{folder}/other.json"]) == 0
+    capsys.readouterr()
+    assert main(["verify", f"{folder}/other.json", f"{folder}/run.json"]) == 2
+    assert capsys.readouterr().err.endswith("; give the plan that the run used (memwall run --plan)\n")
+
+
+@pytest.mark.parametrize(("name", "words"), [("t.trace", "In the peak, by category"), ("plan.json", "what binds")])
+def test_explain(folder: Path, name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{folder}/{name}"]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_run_with_json_prints_nothing_but_the_object(folder: Path) -> None:
+    done = memwall(folder, "run", "--budget", "8GiB", "--json", *SCRIPT)
+    assert done.returncode == 0
+    report = valid(json.loads(done.stdout), "run.schema.json")
+    assert report["forecast"]["actions"] == []
+    assert report["measured"]["first_step_peak_bytes"] > 0
+    assert "step 2 loss" in done.stderr
+
+
+def test_profile_with_json_prints_nothing_but_the_object(folder: Path) -> None:
+    done = memwall(folder, "profile", "-o", "second.trace", "--steps", "1", "--json", *SCRIPT)
+    assert done.returncode == 0
+    assert [step["kind"] for step in json.loads(done.stdout)["steps"]] == ["first"]
+    assert "step 0 loss" in done.stderr
+    assert "step 1 loss" not in done.stderr
