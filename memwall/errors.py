@@ -62,9 +62,7 @@ class OffloadIOError(StoreError):
         path: the file; offset, wanted_bytes, got_bytes: the transfer; errno: the system's number, 0 if none.
     """
 
-    def __init__(
-        self, message: str, *, path: str, offset: int, wanted_bytes: int, got_bytes: int, errno: int
-    ) -> None:
+    def __init__(self, message: str, *, path: str, offset: int, wanted_bytes: int, got_bytes: int, errno: int) -> None:
         super().__init__(message)
         self.path = path
         self.offset = offset

@@ -199,7 +199,7 @@ def _autocast_present_call(model: nn.Module, device: str) -> None:
         context.__exit__(None, None, None)
         return _in_float32(out)
 
-    context.__enter__()  # type: ignore[no-untyped-call]
+    context.__enter__()
     handle = model.register_forward_hook(leave, always_call=True)
 
 

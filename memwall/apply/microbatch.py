@@ -44,7 +44,7 @@ class MicroBatches:
         """Backward of the present part's mean loss, with its weight."""
         if self._weight is None:
             raise ApplyError("session.backward(loss) was called outside `for micro in session.step(batch)`")
-        (loss if self._weight == 1.0 else loss * self._weight).backward()  # type: ignore[no-untyped-call]
+        (loss if self._weight == 1.0 else loss * self._weight).backward()
 
 
 def num_samples(batch: Any) -> int:
@@ -67,7 +67,7 @@ def num_samples(batch: Any) -> int:
 
 
 def take(batch: Any, begin: int, end: int, size: int) -> Any:
-    """Samples [begin, end) of a batch of `size`; what does not have that many in its first dimension goes along whole."""
+    """Samples [begin, end) of a batch of `size`; what does not have that many in its first dimension stays whole."""
     if isinstance(batch, Tensor):
         return batch[begin:end] if batch.dim() > 0 and batch.shape[0] == size else batch
     if isinstance(batch, Mapping):

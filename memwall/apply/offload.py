@@ -185,7 +185,8 @@ class ActivationOffload:
             if self._is_closed:
                 raise ApplyError(f"the activation offload was closed before backward asked for {saved.label}")
             with self._noting_failure():
-                return saved.view_of(self._restore(saved))
+                tensor: Tensor = saved.view_of(self._restore(saved))
+                return tensor
 
     # Lifetime.
 
@@ -252,7 +253,7 @@ class ActivationOffload:
             num_bytes=end - start,
             key=key,
             group=group,
-            source=StorageWeakRef(storage),  # type: ignore[no-untyped-call]
+            source=StorageWeakRef(storage),
         )
         self._entries.append(entry)
         self._by_range[key] = entry

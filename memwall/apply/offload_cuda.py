@@ -128,7 +128,7 @@ class PinnedLoad:
 
 
 def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 class PinnedTier:
@@ -148,8 +148,8 @@ class PinnedTier:
     def __init__(self, device: torch.device, *, window_bytes: int, limit_bytes: int | None) -> None:
         self._device = device
         self._window_bytes = window_bytes
-        self._outward = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._inward = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._outward = torch.cuda.Stream(device)
+        self._inward = torch.cuda.Stream(device)
         self._arena = PinnedArena(limit_bytes)
         self._leaving: dict[PinnedParked, None] = {}
         self._leaving_bytes = 0

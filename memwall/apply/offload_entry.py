@@ -78,7 +78,7 @@ class Entry:
 
     def remember(self, buffer: Tensor) -> None:
         """Let later readers share `buffer` for as long as somebody else keeps it."""
-        self._restored = StorageWeakRef(buffer.untyped_storage())  # type: ignore[no-untyped-call]
+        self._restored = StorageWeakRef(buffer.untyped_storage())
         self._restored_offset = int(buffer.storage_offset())
 
     def restored_buffer(self) -> Tensor | None:

@@ -53,9 +53,7 @@ def open_engine(
         directory = disk if disk is not None else default_directory()
         check_directory(directory)
         pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
-    engine = ActivationOffload(
-        pool, window_bytes=window_bytes, min_bytes=min_bytes, is_excluded=parameter_guard(roots)
-    )
+    engine = ActivationOffload(pool, window_bytes=window_bytes, min_bytes=min_bytes, is_excluded=parameter_guard(roots))
 
     def close() -> None:
         engine.close()

@@ -1,12 +1,13 @@
 """Recompute handler: a block's forward runs again in backward, fully or but for chosen results, to the same bits.
 
-The executor is torch's non-reentrant checkpoint, which restores RNG and autocast state. Added here: selective keeping by
-operation number, running statistics that are updated once, and key-value caches that are not extended twice.
+The executor is torch's non-reentrant checkpoint, which restores RNG and autocast state. Added here: selective keeping
+by operation number, running statistics that are updated once, and key-value caches that are not extended twice.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,23 +20,28 @@ from torch.utils.checkpoint import (
 )
 
 from memwall.errors import ApplyError
+from memwall.plan.actions import Recompute
 from memwall.trace.modules import is_batch_norm
 
 __all__ = ["recomputed"]
 
 Forward = Callable[..., Any]
 
+_log = logging.getLogger(__name__)
 
-def recomputed(module: nn.Module, forward: Forward, kept_ops: tuple[int, ...]) -> Forward:
-    """A forward that keeps only its inputs and the results of `kept_ops`, and runs again in backward.
+
+def recomputed(module: nn.Module, forward: Forward, action: Recompute) -> Forward:
+    """A forward that keeps only its inputs and the results of the action's kept operations, and runs again in backward.
 
     Args:
         module: whose forward it is; its BatchNorm layers update their running statistics in the first run only.
-        kept_ops: operation numbers within the call, as selective checkpointing counts them.
+        action: which operations to keep. Without names they are kept by number alone.
     """
     norms = [child for child in module.modules() if is_batch_norm(child)]
-    contexts = partial(_contexts, norms, frozenset(kept_ops))
-    layers = sorted({c.layer_idx for c in module.modules() if isinstance(getattr(c, "layer_idx", None), int)})
+    names = action.kept_names or ("",) * len(action.kept_ops)
+    contexts = partial(_contexts, norms, dict(zip(action.kept_ops, names, strict=True)))
+    indices: set[Any] = {getattr(child, "layer_idx", None) for child in module.modules()}
+    layers = sorted(int(index) for index in indices if isinstance(index, int))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not any(map(_is_cache, (*args, *kwargs.values()))):
@@ -54,51 +60,74 @@ def recomputed(module: nn.Module, forward: Forward, kept_ops: tuple[int, ...]) -
 
 
 def _contexts(
-    norms: list[nn.Module], kept_ops: frozenset[int]
+    norms: list[nn.Module], kept: dict[int, str]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of the first run and of the recomputation, made anew for each call."""
-    if not kept_ops:
-        return nullcontext(), _spared_statistics(norms) if norms else nullcontext()
-    first, again = create_selective_checkpoint_contexts(_Policy(kept_ops))
-    return first, _both(_spared_statistics(norms), again) if norms else again
+    if not kept:
+        return nullcontext(), _SparedStatistics(norms) if norms else nullcontext()
+    first, again = create_selective_checkpoint_contexts(_Policy(kept))
+    return first, _SparedStatistics(norms, again) if norms else again
 
 
 class _Policy:
-    """Keeps operations by their number. Older torch asks in both runs, so each run is counted on its own."""
+    """Keeps operations by their number, until another one than expected runs in such a place (another input, say).
 
-    def __init__(self, kept_ops: frozenset[int]) -> None:
-        self._kept_ops = kept_ops
+    What is not expected may be written to later, which torch answers with an error. Older torch asks in both runs, so
+    each run is counted on its own.
+
+    Args:
+        kept: operation number -> its name, "" for any.
+    """
+
+    def __init__(self, kept: dict[int, str]) -> None:
+        self._left = {False: dict(kept), True: dict(kept)}
         self._seen = {False: 0, True: 0}
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        number = self._seen[context.is_recompute]
+        number, left = self._seen[context.is_recompute], self._left[context.is_recompute]
         self._seen[context.is_recompute] = number + 1
-        if number in self._kept_ops and not op.is_view and not op._schema.is_mutable:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        expected = left.get(number)
+        if expected is None:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if expected not in ("", str(op)):
+            _log.debug("operation %d is %s and not %s: nothing more is kept in this call", number, op, expected)
+            left.clear()
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if op.is_view or op._schema.is_mutable:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
 
 
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(outer)
-        stack.enter_context(inner)
-        yield
+class _SparedStatistics:
+    """Lets BatchNorm layers write to copies of their running statistics; a batch must be counted once.
 
+    Can be entered again and again, as a backward with retain_graph does.
 
-@contextmanager
-def _spared_statistics(norms: list[nn.Module]) -> Iterator[None]:
-    """Lets BatchNorm layers write to copies of their running statistics; a batch must be counted once."""
-    originals = [dict(norm._buffers) for norm in norms]
-    for norm in norms:
-        for name, buffer in norm._buffers.items():
-            if buffer is not None:
-                norm._buffers[name] = buffer.clone()
-    try:
-        yield
-    finally:
-        for norm, buffers in zip(norms, originals, strict=True):
-            norm._buffers.update(buffers)
+    Args:
+        norms: the layers.
+        inner: entered inside, if given.
+    """
+
+    def __init__(self, norms: list[nn.Module], inner: AbstractContextManager[Any] | None = None) -> None:
+        self._norms = norms
+        self._inner = inner or nullcontext()
+        self._originals: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._originals = [dict(norm._buffers) for norm in self._norms]
+        for norm in self._norms:
+            for name, buffer in norm._buffers.items():
+                if buffer is not None:
+                    norm._buffers[name] = buffer.clone()
+        self._inner.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        try:
+            self._inner.__exit__(*failure)
+        finally:
+            for norm, buffers in zip(self._norms, self._originals, strict=True):
+                norm._buffers.update(buffers)
+            self._originals = []
 
 
 def _is_cache(value: Any) -> bool:

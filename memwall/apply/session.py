@@ -248,7 +248,7 @@ class Session:
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch._C._current_autograd_node() is not None:  # type: ignore[attr-defined]
+        if torch._C._current_autograd_node() is not None:
             return
         self._note_engine_failure()
         if self.failure is not None:
@@ -338,7 +338,9 @@ class Session:
             self._parked = None
 
     def _finish_recording(self) -> None:
-        assert self._builder is not None and self._parked is not None and self._model is not None
+        assert self._builder is not None
+        assert self._parked is not None
+        assert self._model is not None
         begin = time.perf_counter()
         builder, machine = self._builder, self._parked.machine
         step = builder.finish_step(self._optimizer)

@@ -178,7 +178,7 @@ class _Failed(MemwallError):
 
 
 def _environment(*, tuned: bool = False) -> dict[str, str]:
-    """Both runs find this very memwall, also where it is not installed; the second has what `memwall run` starts with."""
+    """Both runs find this very memwall, installed or not; the second has what `memwall run` starts with."""
     home = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     tunables = environment(policy_named("compact")) if tuned and is_glibc() else {}

@@ -30,7 +30,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        wide: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + wide
 
 
 class GPT(nn.Module):
@@ -46,7 +47,8 @@ class GPT(nn.Module):
         x = self.byte(text) + self.position(torch.arange(text.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def library_text(num_bytes: int) -> Tensor:

@@ -40,10 +40,10 @@ class _Finder:
             if save.storage in counted or storage.category not in ("activation", "input") or storage.birth < 0:
                 continue
             counted.add(save.storage)
-            module = save.module
-            while module >= 0:
-                self.saved_bytes[module] += storage.nbytes
-                module = trace.modules[module].parent
+            holder = save.module
+            while holder >= 0:
+                self.saved_bytes[holder] += storage.nbytes
+                holder = trace.modules[holder].parent
         self.total = max(self.saved_bytes[0], 1) if trace.modules else 1
 
     def find(self) -> tuple[BlockCalls, ...]:

@@ -102,7 +102,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise PlanError(f"{path} is not a valid plan: {error}") from error
 
     def accelerate_kwargs(self) -> dict[str, Any]:
-        """Arguments for `Accelerator(**plan.accelerate_kwargs())`: precision and accumulation, where the plan sets them."""
+        """Arguments for `Accelerator(**plan.accelerate_kwargs())`: precision and accumulation, if planned."""
         kwargs: dict[str, Any] = {}
         for action in self.actions:
             if isinstance(action, Autocast):

@@ -232,7 +232,9 @@ def replay(
         raise UsageError(f"cannot replay allocations: {reason}")
     events = join(steps, nursery_layout(policy))
     num_events = len(events) // 3
-    request = json.dumps({"mallopt": settings_of(policy), "num_events": num_events, "limit_bytes": limit_bytes}).encode()
+    request = json.dumps(
+        {"mallopt": settings_of(policy), "num_events": num_events, "limit_bytes": limit_bytes}
+    ).encode()
     try:
         done = subprocess.run(
             [sys.executable, "-S", "-s", "-P", malloc_replay.__file__],

@@ -17,7 +17,17 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["ALLOCATE", "ALLOCATE_SMALL", "FREE", "MOVE", "SET_POLICY", "STEP", "TRIM", "TRIM_IF_NEEDED", "resident_pages"]
+__all__ = [
+    "ALLOCATE",
+    "ALLOCATE_SMALL",
+    "FREE",
+    "MOVE",
+    "SET_POLICY",
+    "STEP",
+    "TRIM",
+    "TRIM_IF_NEEDED",
+    "resident_pages",
+]
 
 ALLOCATE = 0
 """A tensor's block, aligned as torch's CPU allocator aligns it; all of it will be written."""

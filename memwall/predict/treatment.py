@@ -305,7 +305,7 @@ class StepModel:
 
 
 def _reloaded(storage: Storage, index: int, needs: list[_Reload]) -> list[Life]:
-    """The stays of bytes that come back: once for all calls that save them while they are away, with the first's group."""
+    """The stays of bytes that come back: once for all calls that saved them while they were away."""
     lives: list[Life] = []
     for need in sorted(needs):
         nbytes = _reloaded_bytes(storage, need.nbytes)

@@ -99,7 +99,7 @@ def steady_after(first: Step, *, gradients_persist: bool) -> Step:
     """
     if first.kind == "steady":
         return first
-    standing: set[Category] = {"optimizer_state"} | ({"gradient"} if gradients_persist else set())
+    standing: tuple[Category, ...] = ("optimizer_state", "gradient") if gradients_persist else ("optimizer_state",)
     storages = tuple(
         msgspec.structs.replace(s, birth=-1) if s.category in standing and s.death >= len(first.ops) else s
         for s in first.storages

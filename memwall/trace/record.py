@@ -180,7 +180,7 @@ def record(workload: Workload, *, num_steps: int = 2) -> Trace:
     for _ in range(num_steps):
         builder.start_step(optimizer)
         try:
-            workload.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            workload.loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             builder.finish_step(optimizer)

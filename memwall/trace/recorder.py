@@ -72,7 +72,7 @@ class StepRecorder(TorchDispatchMode):
     def __init__(
         self, roots: Sequence[nn.Module], parking: Parking | None = None, workspaces: Workspaces | None = None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.workspaces = workspaces or Workspaces()
         self.table = ModuleTable(roots)
         self.log = EventLog(is_parked=parking is not None)
@@ -113,7 +113,7 @@ class StepRecorder(TorchDispatchMode):
         ]
         self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._saved_hooks.__enter__()
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         if running_root is not None:
             self._enter_module(running_root, ())
 
@@ -123,7 +123,7 @@ class StepRecorder(TorchDispatchMode):
             return
         self._saved_hooks.__exit__(None, None, None)
         self._saved_hooks = None
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles = []
@@ -153,7 +153,7 @@ class StepRecorder(TorchDispatchMode):
         index = self.table.index_of(module)
         if index < 0:
             return
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node()
         if node is None and id(module) in self._root_ids and not self.log.call_stack:
             if self.num_optimizer_steps and torch.is_grad_enabled():
                 return  # the next step's: whoever records ends this one in a hook that runs after this
@@ -228,7 +228,7 @@ class StepRecorder(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         log = self.log
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node()
         sequence = -1
         if node is not None:
             sequence = node._sequence_nr()
@@ -266,5 +266,5 @@ class StepRecorder(TorchDispatchMode):
         if not inputs or inputs[0].device.type != "cuda":
             return None
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()  # type: ignore[no-untyped-call]
+        begin.record()
         return begin, end

@@ -1,4 +1,4 @@
-"""What an operator allocates for itself while it runs: invisible from outside, and for convolutions as large as a result.
+"""What an operator allocates for itself while it runs: invisible outside, and for convolutions as large as a result.
 
 The allocator reports every allocation to torch's legacy profiler, which is cheap to switch on around one operator
 (about 0.1 ms). Each operator is measured once per set of input shapes.
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+from torch._C._profiler import ProfilerConfig, ProfilerState
 
 __all__ = ["Workspace", "Workspaces"]
 
@@ -65,7 +66,7 @@ class Workspaces:
             live_bytes = 0
             for thread in _disable_profiler_legacy():
                 for event in thread:
-                    if event.kind() == "memory_alloc":
+                    if str(event.kind()) == "memory_alloc":
                         live_bytes += event.cpu_memory_usage()
                         workspace.peak_bytes = max(workspace.peak_bytes, live_bytes)
             self._known[key] = workspace

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from memwall.predict.curve import live_curve
-from memwall.trace.record import TraceBuilder
 from oracle import profiler_peak_bytes
 from zoo import MODELS, optimizers, trained_parameters
+
+from memwall.predict.curve import live_curve
+from memwall.trace.record import TraceBuilder
 
 # The issue's bound; found are differences of 0.0 % nearly everywhere, since operators' workspaces are measured too.
 TOLERANCE = 0.01
