@@ -3,11 +3,19 @@
 The message is for the person who reads it at two in the morning: what was asked, what was found, what to do next.
 """
 
+from typing import Self
+
 
 class MemwallError(Exception):
     """Base of all errors; `exit_status` is what the command line exits with (DESIGN: 2 is bad input)."""
 
     exit_status: int = 2
+
+    def without_frames(self) -> Self:
+        """The same error without its traceback: to be kept, where the frames would keep a step's tensors alive."""
+        kept = type(self).__new__(type(self), *self.args)
+        kept.__dict__.update(self.__dict__)
+        return kept
 
 
 class UsageError(MemwallError):

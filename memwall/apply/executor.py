@@ -79,7 +79,8 @@ class BlockExecutor:
         recompute = {a.block: a for a in actions if isinstance(a, Recompute)}
         offload = {a.block: a for a in actions if isinstance(a, Offload)}
         named = {*recompute, *offload, *self._trims.forward, *self._trims.backward}
-        order = self._order or tuple(path for path in self._modules if path in named)
+        # An order made for another micro-batch may lack a block; each that is named must be wrapped.
+        order = tuple(dict.fromkeys((*self._order, *(path for path in self._modules if path in named))))
         missing = sorted({*recompute, *offload} - set(self._modules))
         if missing:
             raise ApplyError(

@@ -9,6 +9,7 @@ from memwall.predict.malloc import (
     missing_environment,
     nursery_layout,
     policy_named,
+    restored_policy,
     settings_of,
     unavailable_reason,
 )
@@ -17,12 +18,6 @@ from memwall.trace.meter import process_bytes
 __all__ = ["MallocHandler"]
 
 _log = logging.getLogger(__name__)
-
-# (parameter, value) of what glibc's own rule ends at once large blocks were freed: the mapping threshold follows the
-# largest freed mapping up to 32 MiB, the trim threshold is twice that (malloc/malloc.c, __libc_free). The rest are its
-# constants.
-_RESTORED = ((-3, 32 << 20), (-1, 64 << 20), (-4, 65536), (1, 128))
-
 
 class MallocHandler:
     """Holds at most one policy.
@@ -98,7 +93,7 @@ class MallocHandler:
 
 
 def _restore() -> None:
-    for parameter, value in _RESTORED:
+    for parameter, value in settings_of(restored_policy()):
         ctypes.CDLL(None).mallopt(parameter, value)
 
 

@@ -215,7 +215,7 @@ class ActivationOffload:
         try:
             yield
         except MemwallError as error:
-            self.failure = self.failure or error
+            self.failure = self.failure or error.without_frames()
             raise
 
     def _can_move(self, tensor: Tensor) -> bool:

@@ -252,11 +252,11 @@ class Session:
             return
         self._note_engine_failure()
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.without_frames()
         try:
             self._enter_forward(args, kwargs)
         except MemwallError as error:
-            self.failure = error
+            self.failure = error.without_frames()
             raise
 
     def _enter_forward(self, args: Any, kwargs: Any) -> None:

@@ -52,11 +52,11 @@ class _Watch:
     def guarded(self) -> Iterator[None]:
         """Around each hook: a script that catches memwall's error meets it again, and it still decides the status."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.without_frames()
         try:
             yield
         except MemwallError as error:
-            self.failure = error
+            self.failure = error.without_frames()
             raise
 
     def is_model(self, module: nn.Module) -> bool:

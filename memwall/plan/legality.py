@@ -10,11 +10,14 @@ def can_recompute(trace: Trace, model: StepModel, block: BlockCalls) -> str | No
     """None if recomputing the block is legal and frees something, else why not.
 
     A forward that writes to a buffer would write twice, and read what it wrote. The executor spares the running
-    statistics of BatchNorm layers, of which a trace shows the counter; it knows no other.
+    statistics of BatchNorm layers, of which a trace shows the counter; it knows no other. And what the block was called
+    with must still be the same when backward calls it again.
     """
     if model.is_leaf_like(block):
         return f"'{block.path}' saves nothing but what it was called with"
     for call in block.calls:
+        if any(model.is_written(i, call.start, call.backward_start) for i in call.inputs):
+            return f"what '{block.path}' is called with is modified in place before its backward"
         for op in model.step.ops[call.start : call.end]:
             if any(model.step.storages[i].category in ("buffer", "parameter") for i in op.writes):
                 writer = trace.modules[op.module]

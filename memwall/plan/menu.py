@@ -1,8 +1,11 @@
 """The menu of each block, and the memory rows: from a step to the instance the solvers work on."""
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
+import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 
@@ -106,14 +109,12 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
 def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ...]]:
     """Sets of operations whose results are worth keeping: the front of seconds saved per byte kept.
 
-    Candidates make new storages that nobody writes to later; views and in-place operations always run again.
+    Candidates make new storages that nobody writes to later; views and in-place operations always run again. A random
+    operation that is kept draws nothing when the others run again, so none may come after it.
     """
     step, call, saved = model.step, block.calls[0], block.saved[0]
     again = set(model.recomputed_ops(call, saved, Treatment(recompute=True)))
-    written: dict[int, int] = {}
-    for op in range(call.start, call.end):
-        for storage in step.ops[op].writes:
-            written[storage] = op
+    last_random = max((op for op in again if _is_random(model.names[step.ops[op].name])), default=-1)
     candidates: list[tuple[float, int, int, float]] = []
     total_seconds = 0.0
     for number, op in enumerate(model.counted_ops(call)):
@@ -124,7 +125,9 @@ def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ..
         fresh = [i for i in record.outputs if step.storages[i].birth == op]
         if not fresh or len(fresh) != len(record.outputs) or record.writes:
             continue
-        if any(written.get(i, op) > op for i in fresh):
+        if any(model.is_written(i, op + 1, call.backward_start) for i in fresh):
+            continue
+        if op < last_random and _is_random(model.names[record.name]):
             continue
         num_bytes = sum(step.storages[i].nbytes for i in fresh)
         if num_bytes > 0 and record.seconds > 0:
@@ -144,6 +147,16 @@ def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ..
             points.append(tuple(sorted(chosen)))
             next_share = seconds / max(total_seconds, 1e-12) + 0.17
     return points
+
+
+@cache
+def _is_random(name: str) -> bool:
+    """Whether an operator draws random numbers; one that is unknown here may."""
+    operator: Any = torch.ops
+    for part in name.split("."):
+        operator = getattr(operator, part, None)
+    tags = getattr(operator, "tags", None)
+    return tags is None or torch.Tag.nondeterministic_seeded in tags
 
 
 def build_instance(

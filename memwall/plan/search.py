@@ -5,13 +5,13 @@ budget and solve again. The replayed peak decides; the solver only proposes.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from memwall.errors import InfeasibleError, UsageError
+from memwall.errors import InfeasibleError, PlanError, UsageError
 from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
 from memwall.plan.blocks import find_blocks
 from memwall.plan.explain import binding_reasons, infeasible_message, relaxations
@@ -33,7 +33,7 @@ from memwall.units import parse_size
 __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "steady_step"]
 
 # Parts of the room that tensors may fill; what is left is for pages the heap keeps between two trims.
-_LIVE_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.6, 0.5)
+_LIVE_SHARES = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.77, 0.72, 0.65, 0.55)
 # Without anything applied nothing holds the heap to the forecast: it must fit with this much more of what the step
 # adds. Worst of benchmarks/malloc_replay.py: 6.3 %.
 _UNWATCHED_SHARE = 0.08
@@ -145,7 +145,7 @@ class _Search:
         self.steady = steady_step(trace)
         blocks = find_blocks(trace, self.steady)
         self.steady = smoothed(self.steady, blocks)
-        self.plain = self.process.plain(self.steady)
+        self.plain = self.process.untreated(self.steady)
         self._smallest_bytes: int | None = None
 
     # -- bytes -----------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class _Search:
         num_parts = self.trace.micro_batch // micro_batch if micro_batch else 1
         split_seconds = (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
         fixed = self._fixed_actions(micro_batch, num_parts)
-        plain = self.process.plain(model.step)
+        plain = self.process.untreated(model.step)
         unwatched = plain.process_bytes + int((plain.process_bytes - self.process.base_bytes) * _UNWATCHED_SHARE)
         if unwatched + _LEAST_MARGIN_BYTES <= self.settings.budget_bytes:
             return self._found(model, {}, plain, None, fixed, split_seconds, 0)
@@ -209,27 +209,32 @@ class _Search:
         tried: set[tuple[int, ...]] = set()
         for share in _LIVE_SHARES:
             choice = solve(msgspec.structs.replace(instance, budget_bytes=int(room_bytes * share)))
-            if choice is None:
-                break
+            if choice is None or (best is not None and choice.extra_seconds >= best.extra_seconds):
+                break  # fewer live bytes cost more still
             if choice.options in tried:
                 continue
             tried.add(choice.options)
-            moves = any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
-            window_bytes = WINDOW_BYTES if moves else 0
-            treatments = _treatments(menus, choice)
-            step = model.treated(treatments) if treatments else model.step
+            treatments, window_bytes = _treatments(menus, choice), _window_bytes(menus, choice)
+            step = model.treated(treatments)
             for resident in self._residents(step, model, limit_bytes - window_bytes):
                 if resident.process_bytes + window_bytes > limit_bytes + _SLACK_BYTES:
                     continue
                 found = self._found(model, treatments, resident, (menus, choice), fixed, split_seconds, window_bytes)
                 if best is None or found.extra_seconds < best.extra_seconds:
                     best = found
+                break
         return best
 
-    def _residents(self, step: Step, model: StepModel, limit_bytes: int) -> list[Resident]:
-        """The ways to reuse freed memory in a step; tensors alone where malloc cannot be steered."""
-        found = [self.process.watched(step, model.blocks, limit_bytes), self.process.mapped(step)]
-        return [resident for resident in found if resident is not None] or [self.process.bare(step)]
+    def _residents(self, step: Step, model: StepModel, limit_bytes: int) -> Iterator[Resident]:
+        """The ways to reuse freed memory in a step, cheapest first; tensors alone where malloc cannot be steered."""
+        watched = self.process.watched(step, model.blocks, limit_bytes)
+        if watched is None:
+            yield self.process.bare(step)
+            return
+        yield watched
+        mapped = self.process.mapped(step)
+        if mapped is not None:
+            yield mapped
 
     def _limit_bytes(self) -> int:
         """Process bytes up to which a plan may go: the budget without the margin."""
@@ -298,7 +303,7 @@ class _Search:
 
     def as_plan(self, found: _Found) -> Plan:
         """The plan file's record of a candidate."""
-        plain = self.plain
+        plain = self.process.free(self.steady)
         plain_seconds = step_seconds(self.steady)
         peak = PeakBytes(
             allocated_bytes=found.live_bytes,
@@ -362,13 +367,18 @@ class _Search:
 
     def _smallest_for(self, model: StepModel, with_disk: bool) -> int:
         menus, instance = self._instance(model, with_disk)
-        live_bytes = smallest_feasible_bytes(instance)
-        choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
-        moves = choice is not None and any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
-        process_bytes = self.process.base_bytes + self.process.workspace_bytes + live_bytes
-        # The instance's rows hold the window of every plan that may move bytes.
-        process_bytes -= WINDOW_BYTES if with_disk and not moves else 0
-        return process_bytes + self._margin_bytes(process_bytes) + _SLACK_BYTES
+        choice = solve(msgspec.structs.replace(instance, budget_bytes=smallest_feasible_bytes(instance)))
+        if choice is None:
+            raise PlanError("the solver found no plan at the smallest budget it gave; please report the trace")
+        treatments = _treatments(menus, choice)
+        step = model.treated(treatments)
+        resident = self.process.mapped(step) or self.process.bare(step)
+        process_bytes = resident.process_bytes + _window_bytes(menus, choice)
+        added_bytes = process_bytes - self.process.base_bytes
+        return max(
+            process_bytes + _LEAST_MARGIN_BYTES,
+            self.process.base_bytes + int(added_bytes / (1 - self.settings.margin_share)),
+        )
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""
@@ -384,6 +394,12 @@ class _Search:
 
 def _live_peak(step: Step, trace: Trace) -> int:
     return int(live_curve(step.storages, len(step.ops), device=trace.device).max())
+
+
+def _window_bytes(menus: Sequence[Menu], choice: Choice) -> int:
+    """Staging memory a choice needs: none if it moves nothing."""
+    moves = any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
+    return WINDOW_BYTES if moves else 0
 
 
 def _treatments(menus: Sequence[Menu], choice: Choice) -> dict[str, Treatment]:

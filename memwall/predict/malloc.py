@@ -39,6 +39,7 @@ __all__ = [
     "policy_named",
     "replay",
     "replay_step",
+    "restored_policy",
     "settings_of",
     "trim_operations",
     "unavailable_reason",
@@ -135,6 +136,21 @@ def candidate_policies(*, can_restart: bool = False) -> tuple[MallocPolicy, ...]
     ]
     mapped = MallocPolicy(name="mmap", mmap_threshold_bytes=1 << 20, trim_threshold_bytes=1 << 20)
     return (MallocPolicy(name="default"), *in_heap, *trimmed, mapped)
+
+
+def restored_policy() -> MallocPolicy:
+    """What is in force after a policy was taken back: the values that glibc's own rule ends at.
+
+    Its mapping threshold follows the largest freed mapping up to 32 MiB, the trim threshold is twice that
+    (malloc/malloc.c, __libc_free). Once anything was set, glibc no longer adapts them.
+    """
+    return MallocPolicy(
+        name="restored",
+        mmap_threshold_bytes=32 << 20,
+        trim_threshold_bytes=64 << 20,
+        mmap_max=65536,
+        fastbin_bytes=128,
+    )
 
 
 def policy_named(name: str) -> MallocPolicy:

@@ -12,7 +12,15 @@ import numpy as np
 from msgspec import Struct
 
 from memwall.predict.curve import live_curve
-from memwall.predict.malloc import candidate_policies, policy_named, replay, replay_step, unavailable_reason
+from memwall.predict.malloc import (
+    MallocPolicy,
+    candidate_policies,
+    policy_named,
+    replay,
+    replay_step,
+    restored_policy,
+    unavailable_reason,
+)
 from memwall.predict.malloc_events import events_of
 from memwall.predict.treatment import BlockCalls, StepModel
 from memwall.trace.records import Step, Trace
@@ -65,11 +73,19 @@ class ProcessModel:
             num_trims=0,
         )
 
-    def plain(self, step: Step) -> Resident:
-        """The step with malloc as it is."""
+    def free(self, step: Step) -> Resident:
+        """The step in a process that memwall never touched."""
+        return self._unsteered(step, policy_named("default"))
+
+    def untreated(self, step: Step) -> Resident:
+        """The step with nothing applied, in the process that recorded the trace."""
+        # Recording parked sets a malloc policy, and glibc cannot go all the way back.
+        return self._unsteered(step, restored_policy() if self._trace.is_parked else policy_named("default"))
+
+    def _unsteered(self, step: Step, policy: MallocPolicy) -> Resident:
         if not self._has_malloc:
             return self.bare(step)
-        figures = replay_step(step, policy_named("default"))
+        figures = replay_step(step, policy)
         return msgspec.structs.replace(
             self.bare(step),
             process_bytes=self.base_bytes + self.workspace_bytes + figures.peak_resident_bytes,

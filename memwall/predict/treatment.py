@@ -80,6 +80,10 @@ class StepModel:
         self.names = tuple(names)
         self.blocks = tuple(blocks)
         self._is_counted = [name not in UNCOUNTED_OPS for name in names]
+        self._writers: dict[int, list[int]] = {}
+        for number, op in enumerate(step.ops):
+            for written in op.writes:
+                self._writers.setdefault(written, []).append(number)
         self._saves_of: dict[int, list[int]] = {}
         for number, save in enumerate(step.saved):
             self._saves_of.setdefault(save.storage, []).append(number)
@@ -99,6 +103,10 @@ class StepModel:
             self._prefetch_at[start] = (min(after.backward_start, call.backward_start), 0)
 
     # -- one call --------------------------------------------------------------------------------------------------
+
+    def is_written(self, storage: int, start: int, end: int) -> bool:
+        """Whether one of the operations [start, end) modifies a storage in place."""
+        return any(start <= op < end for op in self._writers.get(storage, ()))
 
     def recomputed_at(self, call: ModuleCall, saved: Sequence[int]) -> int:
         """The operation of backward before which a call is recomputed: its first that asks for a tensor saved in it."""

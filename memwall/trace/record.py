@@ -157,21 +157,20 @@ def _existing_bytes(log: EventLog) -> int:
 def record(workload: Workload, *, num_steps: int = 2) -> Trace:
     """Runs and records the first steps of a workload: the first one, and steady ones after it.
 
-        Example:
-            >>> import torch
-            >>> from memwall.trace.workload import Workload
-    from memwall.trace.workspace import Workspaces
-            >>> workload = Workload(
-            ...     model=lambda: torch.nn.Linear(4, 2),
-            ...     batch=lambda: torch.zeros(3, 4),
-            ...     loss=lambda model, batch: model(batch).sum(),
-            ...     optimizer=lambda parameters: torch.optim.AdamW(parameters),
-            ... )
-            >>> [step.kind for step in record(workload).steps]
-            ['first', 'steady']
+    Example:
+        >>> import torch
+        >>> from memwall.trace.workload import Workload
+        >>> workload = Workload(
+        ...     model=lambda: torch.nn.Linear(4, 2),
+        ...     batch=lambda: torch.zeros(3, 4),
+        ...     loss=lambda model, batch: model(batch).sum(),
+        ...     optimizer=lambda parameters: torch.optim.AdamW(parameters),
+        ... )
+        >>> [step.kind for step in record(workload).steps]
+        ['first', 'steady']
 
-        Raises:
-            TraceError: the workload does not run a whole training step.
+    Raises:
+        TraceError: the workload does not run a whole training step.
     """
     model = workload.make_model()
     optimizer = workload.make_optimizer(model)

@@ -127,7 +127,7 @@ def actions() -> tuple[Action, ...]:
         Offload(block="blocks.0", scope="inputs", tier="host", min_bytes=MIB, window_bytes=MIB),
         Accumulate(micro_batch=2, num_micro_batches=4, saved_bytes=600 * MIB, cost_seconds=0.4),
         Autocast(dtype="bfloat16"),
-        AllocatorReuse(policy="tight", trim_forward=("blocks.3",), trim_backward=("blocks.3", "blocks.4")),
+        AllocatorReuse(policy="tight", limit_bytes=470 * MIB),
     )
 
 
@@ -168,6 +168,7 @@ def run(plan: Plan) -> RunReport:
             steps=20,
             oom_recoveries=0,
             bytes_moved={"disk": 20 * 56 * MIB},
+            bytes_moved_per_step=56 * MIB,
             plan_seconds=0.75,
         ),
         within_budget=True,
