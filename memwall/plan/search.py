@@ -39,8 +39,6 @@ _LIVE_SHARES = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.77, 0.72, 0.65, 0.55)
 _UNWATCHED_SHARE = 0.5
 # Up to where in its margin a watched heap may grow beyond the forecast before free pages are returned.
 _WATCHED_SHARE = 0.8
-# Growth between two trim points that the trace does not show: blocks below a page, small allocations.
-_SLACK_BYTES = 8 << 20
 # Staging for bytes on their way out. Smaller makes the computing thread wait, larger costs memory all the time.
 WINDOW_BYTES = 32 << 20
 MIN_MOVED_BYTES = 1 << 20
@@ -219,7 +217,7 @@ class _Search:
             treatments, window_bytes = _treatments(menus, choice), _window_bytes(menus, choice)
             step = model.treated(treatments)
             for resident in self._residents(step, model, limit_bytes - window_bytes):
-                if resident.process_bytes + window_bytes > limit_bytes + _SLACK_BYTES:
+                if resident.process_bytes + window_bytes > limit_bytes:
                     continue
                 found = self._found(model, treatments, resident, (menus, choice), fixed, split_seconds, window_bytes)
                 if best is None or found.extra_seconds < best.extra_seconds:
