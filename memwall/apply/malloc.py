@@ -19,6 +19,7 @@ __all__ = ["MallocHandler"]
 
 _log = logging.getLogger(__name__)
 
+
 class MallocHandler:
     """Holds at most one policy.
 

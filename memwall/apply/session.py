@@ -13,11 +13,11 @@ from typing import Any, Literal, Self
 
 import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.apply.applied import AppliedPlan, autocast_forward
 from memwall.apply.malloc import MallocHandler
+from memwall.apply.measurements import Measurements, standing_bytes
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.parking import Parked
 from memwall.errors import ApplyError, InfeasibleError, MemwallError, PlanError, UsageError
@@ -34,27 +34,9 @@ from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Trace
 from memwall.units import format_bytes, parse_size
 
-__all__ = ["Measurements", "Session", "fit"]
+__all__ = ["Session", "fit"]
 
 _log = logging.getLogger(__name__)
-
-
-class Measurements(Struct, kw_only=True):
-    """What was measured while a session ran."""
-
-    first_step_peak_bytes: int = 0
-    peak_bytes: int = 0
-    """Highest process bytes of the steps under the plan."""
-    overall_peak_bytes: int = 0
-    base_bytes: int = 0
-    step_seconds: list[float] = []
-    num_steps: int = 0
-    num_replans: int = 0
-    bytes_to_tier: int = 0
-    first_step_bytes_to_tier: int = 0
-    """Of these, what the recorded step moved under the safest plan."""
-    bytes_from_tier: int = 0
-    plan_seconds: float = 0.0
 
 
 def fit(
@@ -406,15 +388,3 @@ class Session:
         reset_process_peak()
         self.measured.base_bytes = self.trace.base_bytes if self.trace is not None else process_bytes()
         _log.info("plan applied: %d actions, %s", len(plan.actions), format_bytes(plan.forecast.peak.process_bytes))
-
-
-def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, trace: Trace) -> int:
-    """Bytes of tensors that stand between steps: parameters, buffers, gradients, optimizer state, and the batch."""
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    if optimizer is not None:
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
-    batch = sum(s.nbytes for s in trace.steps[0].storages if s.category == "input" and s.device == "cpu")
-    return sum(storages.values()) + batch

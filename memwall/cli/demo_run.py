@@ -32,7 +32,7 @@ from memwall.units import format_bytes, parse_size
 
 __all__ = ["DemoResult", "run_demo"]
 
-_SCRIPT = Path(__file__).parent.parent / "data" / "demo_train.py"
+_SCRIPT = Path(__file__).with_name("demo_train.py")
 
 
 class DemoResult(Struct, frozen=True, kw_only=True):

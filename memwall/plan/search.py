@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import InfeasibleError, PlanError, UsageError
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast
 from memwall.plan.blocks import find_blocks
 from memwall.plan.explain import binding_reasons, infeasible_message, relaxations
 from memwall.plan.forecast import Forecast, PeakBytes
@@ -20,6 +20,7 @@ from memwall.plan.instance import Choice, Instance, Link
 from memwall.plan.legality import can_accumulate, can_offload
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
+from memwall.plan.orders import WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
 from memwall.plan.planfile import Plan
 from memwall.plan.solve import smallest_feasible_bytes, solve
 from memwall.predict.curve import live_curve, step_seconds
@@ -39,8 +40,6 @@ _LIVE_SHARES = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.77, 0.72, 0.65, 0.55)
 _UNWATCHED_SHARE = 0.5
 # Up to where in its margin a watched heap may grow beyond the forecast before free pages are returned.
 _WATCHED_SHARE = 0.8
-# Staging for bytes on their way out. Smaller makes the computing thread wait, larger costs memory all the time.
-WINDOW_BYTES = 32 << 20
 MIN_MOVED_BYTES = 1 << 20
 # No forecast of a process is better than this: Python objects, graph nodes, thread stacks.
 _LEAST_MARGIN_BYTES = 12 << 20
@@ -214,7 +213,7 @@ class _Search:
             if choice.options in tried:
                 continue
             tried.add(choice.options)
-            treatments, window_bytes = _treatments(menus, choice), _window_bytes(menus, choice)
+            treatments, window_bytes = treatments_of_choice(menus, choice), window_bytes_of(menus, choice)
             step = model.treated(treatments)
             for resident in self._residents(step, model, limit_bytes - window_bytes):
                 if resident.process_bytes + window_bytes > limit_bytes:
@@ -271,7 +270,7 @@ class _Search:
         extra_seconds, moved_bytes, bound = split_seconds, 0, 0.0
         if solved is not None:
             menus, choice = solved
-            actions.extend(_block_actions(menus, choice, self.trace.device))
+            actions.extend(block_actions(menus, choice, self.trace.device))
             extra_seconds += choice.extra_seconds
             bound = choice.lower_bound_seconds + split_seconds
             moved_bytes = sum(menu.options[o].moved_bytes for menu, o in zip(menus, choice.options, strict=True))
@@ -370,10 +369,10 @@ class _Search:
         choice = solve(msgspec.structs.replace(instance, budget_bytes=smallest_feasible_bytes(instance)))
         if choice is None:
             raise PlanError("the solver found no plan at the smallest budget it gave; please report the trace")
-        treatments = _treatments(menus, choice)
+        treatments = treatments_of_choice(menus, choice)
         step = model.treated(treatments)
         resident = self.process.mapped(step) or self.process.bare(step)
-        process_bytes = resident.process_bytes + _window_bytes(menus, choice)
+        process_bytes = resident.process_bytes + window_bytes_of(menus, choice)
         added_bytes = process_bytes - self.process.base_bytes
         return max(
             process_bytes + _LEAST_MARGIN_BYTES,
@@ -394,52 +393,3 @@ class _Search:
 
 def _live_peak(step: Step, trace: Trace) -> int:
     return int(live_curve(step.storages, len(step.ops), device=trace.device).max())
-
-
-def _window_bytes(menus: Sequence[Menu], choice: Choice) -> int:
-    """Staging memory a choice needs: none if it moves nothing."""
-    moves = any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
-    return WINDOW_BYTES if moves else 0
-
-
-def _treatments(menus: Sequence[Menu], choice: Choice) -> dict[str, Treatment]:
-    found: dict[str, Treatment] = {}
-    for menu, option in zip(menus, choice.options, strict=True):
-        treatment = menu.treatments[option]
-        if treatment is not None:
-            found[menu.block.path] = treatment
-    return found
-
-
-def _block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[Action]:
-    """The executor's orders for a choice: recompute first, then offload, in block order."""
-    recompute: list[Action] = []
-    offload: list[Action] = []
-    for menu, number in zip(menus, choice.options, strict=True):
-        treatment, option = menu.treatments[number], menu.options[number]
-        if treatment is None:
-            continue
-        if treatment.recompute:
-            recompute.append(
-                Recompute(
-                    block=menu.block.path,
-                    kept_ops=treatment.kept_ops,
-                    kept_names=tuple(menu.op_names[op] for op in treatment.kept_ops),
-                    num_ops=len(menu.op_names),
-                    saved_bytes=menu.freed_bytes[number],
-                    cost_seconds=option.extra_seconds,
-                )
-            )
-        if treatment.offload:
-            offload.append(
-                Offload(
-                    block=menu.block.path,
-                    scope="inputs" if treatment.recompute else "saved",
-                    tier="disk" if device == "cpu" else "host",
-                    min_bytes=treatment.min_bytes,
-                    window_bytes=WINDOW_BYTES,
-                    saved_bytes=option.moved_bytes if treatment.recompute else menu.freed_bytes[number],
-                    cost_seconds=0.0 if treatment.recompute else option.extra_seconds,
-                )
-            )
-    return recompute + offload

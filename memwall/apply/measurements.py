@@ -1,0 +1,39 @@
+"""What a session measures while it runs, and what it counts between steps."""
+
+import torch
+from msgspec import Struct
+from torch import Tensor, nn
+
+from memwall.trace.records import Trace
+
+__all__ = ["Measurements", "standing_bytes"]
+
+
+class Measurements(Struct, kw_only=True):
+    """What was measured while a session ran."""
+
+    first_step_peak_bytes: int = 0
+    peak_bytes: int = 0
+    """Highest process bytes of the steps under the plan."""
+    overall_peak_bytes: int = 0
+    base_bytes: int = 0
+    step_seconds: list[float] = []
+    num_steps: int = 0
+    num_replans: int = 0
+    bytes_to_tier: int = 0
+    first_step_bytes_to_tier: int = 0
+    """Of these, what the recorded step moved under the safest plan."""
+    bytes_from_tier: int = 0
+    plan_seconds: float = 0.0
+
+
+def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, trace: Trace) -> int:
+    """Bytes of tensors that stand between steps: parameters, buffers, gradients, optimizer state, and the batch."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+    batch = sum(s.nbytes for s in trace.steps[0].storages if s.category == "input" and s.device == "cpu")
+    return sum(storages.values()) + batch

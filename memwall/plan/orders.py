@@ -1,0 +1,62 @@
+"""From a solver's choice to the executor's orders: treatments for the replay, actions for the plan file."""
+
+from collections.abc import Sequence
+
+from memwall.plan.actions import Action, Offload, Recompute
+from memwall.plan.instance import Choice
+from memwall.plan.menu import Menu
+from memwall.predict.treatment import Treatment
+
+__all__ = ["WINDOW_BYTES", "block_actions", "treatments_of_choice", "window_bytes_of"]
+
+# Staging for bytes on their way out. Smaller makes the computing thread wait, larger costs memory all the time.
+WINDOW_BYTES = 32 << 20
+
+
+def window_bytes_of(menus: Sequence[Menu], choice: Choice) -> int:
+    """Staging memory a choice needs: none if it moves nothing."""
+    moves = any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
+    return WINDOW_BYTES if moves else 0
+
+
+def treatments_of_choice(menus: Sequence[Menu], choice: Choice) -> dict[str, Treatment]:
+    found: dict[str, Treatment] = {}
+    for menu, option in zip(menus, choice.options, strict=True):
+        treatment = menu.treatments[option]
+        if treatment is not None:
+            found[menu.block.path] = treatment
+    return found
+
+
+def block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[Action]:
+    """The executor's orders for a choice: recompute first, then offload, in block order."""
+    recompute: list[Action] = []
+    offload: list[Action] = []
+    for menu, number in zip(menus, choice.options, strict=True):
+        treatment, option = menu.treatments[number], menu.options[number]
+        if treatment is None:
+            continue
+        if treatment.recompute:
+            recompute.append(
+                Recompute(
+                    block=menu.block.path,
+                    kept_ops=treatment.kept_ops,
+                    kept_names=tuple(menu.op_names[op] for op in treatment.kept_ops),
+                    num_ops=len(menu.op_names),
+                    saved_bytes=menu.freed_bytes[number],
+                    cost_seconds=option.extra_seconds,
+                )
+            )
+        if treatment.offload:
+            offload.append(
+                Offload(
+                    block=menu.block.path,
+                    scope="inputs" if treatment.recompute else "saved",
+                    tier="disk" if device == "cpu" else "host",
+                    min_bytes=treatment.min_bytes,
+                    window_bytes=WINDOW_BYTES,
+                    saved_bytes=option.moved_bytes if treatment.recompute else menu.freed_bytes[number],
+                    cost_seconds=0.0 if treatment.recompute else option.extra_seconds,
+                )
+            )
+    return recompute + offload
