@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memwall.apply.measurements import standing_bytes
 from memwall.apply.parking import measured_machine
-from memwall.apply.session import Session, standing_bytes
+from memwall.apply.session import Session
 from memwall.errors import MemwallError, StoreError, UsageError
 from memwall.store.location import default_directory
 from memwall.trace.meter import process_bytes, return_free_memory

@@ -20,8 +20,8 @@ __all__ = ["Costs", "Menu", "build_instance", "build_menus"]
 Int64s = NDArray[np.int64]
 
 # What the executor itself costs, measured on two cores with torch 2.13 (benchmarks/executor_cost.py, 2026-11-20).
-_CHECKPOINT_SECONDS = 250e-6  # one torch checkpoint of a block: frame, RNG state, hooks
-_SELECT_SECONDS_PER_OP = 20e-6  # one operation under selective checkpointing, forward and recomputation together
+_CHECKPOINT_SECONDS = 650e-6  # one torch checkpoint of a block: frame, RNG state, hooks
+_SELECT_SECONDS_PER_OP = 40e-6  # one operation under selective checkpointing, forward and recomputation together
 
 
 class Costs(Struct, frozen=True, kw_only=True):

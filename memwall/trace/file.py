@@ -55,8 +55,10 @@ def load_trace(path: Path) -> Trace:
     try:
         size_bytes = zstandard.frame_content_size(payload)
         data = zstandard.ZstdDecompressor().decompress(payload, max_output_size=max(size_bytes, 1))
-    except zstandard.ZstdError as error:
-        raise TraceError(f"{path} is cut short or damaged ({error}); record it again") from error
+    except (zstandard.ZstdError, MemoryError) as error:  # its header may claim any size
+        raise TraceError(
+            f"{path} is cut short or damaged ({str(error) or 'it claims to be huge'}); record it again"
+        ) from error
     try:
         return msgspec.msgpack.decode(data, type=Trace)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

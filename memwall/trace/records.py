@@ -109,7 +109,7 @@ class Module(Struct, frozen=True, array_like=True):
     parameter_bytes: int
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything one optimizer step did to memory, as it would be in a plain step."""
 
     kind: Literal["first", "steady"]
@@ -126,7 +126,7 @@ class Step(Struct, frozen=True, kw_only=True):
     """The process's own high-water mark over the recorded step; 0 where none can be read."""
 
 
-class Machine(Struct, frozen=True, kw_only=True):
+class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was measured of the machine the trace was recorded on; 0.0 where it was not."""
 
     disk: str = ""

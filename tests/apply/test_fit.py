@@ -1,0 +1,213 @@
+"""A plan in effect on real models: the same bits as the plain run, and nothing left behind."""
+
+import copy
+import hashlib
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from zoo import MODELS, Case, optimizers, trained_parameters
+
+import memwall
+from memwall.apply.session import Session
+from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
+from memwall.plan.actions import Accumulate, Action, Offload, Recompute
+from memwall.plan.blocks import find_blocks
+from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.plan.menu import Costs, build_menus
+from memwall.plan.planfile import Plan
+from memwall.predict.treatment import StepModel
+from memwall.trace.modules import fingerprint
+from memwall.trace.record import TraceBuilder
+
+NUM_STEPS = 3
+
+
+def digest(model: nn.Module) -> str:
+    """SHA-256 over parameters and buffers, BatchNorm statistics included."""
+    found = hashlib.sha256()
+    for tensor in (*model.parameters(), *model.buffers()):
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(case: Case, model: nn.Module, session: Session | None = None, num_steps: int = NUM_STEPS) -> str:
+    """Trains a model for some steps, within a session if there is one; returns the digest of what came out."""
+    torch.manual_seed(1)
+    optimizer = optimizers()["adamw_foreach"](trained_parameters(model))
+    if session is not None:
+        session.attach(model, optimizer)
+    for _ in range(num_steps):
+        case.loss(model, case.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(model)
+
+
+def plan_of(model: nn.Module, actions: tuple[Action, ...]) -> Plan:
+    """A plan file's record around actions chosen by hand."""
+    forecast = Forecast(
+        device="cpu",
+        source="recorded",
+        fits=True,
+        budget_bytes=1 << 40,
+        margin_bytes=0,
+        peak=PeakBytes(allocated_bytes=1, process_bytes=1),
+        phases={},
+        step_seconds=None,
+        not_modelled=(),
+        actions=actions,
+    )
+    return Plan(
+        model_fingerprint=fingerprint([model]), trace_hash="", micro_batch=1, num_micro_batches=1, forecast=forecast
+    )
+
+
+def block_actions(case: Case, kind: str) -> tuple[Action, ...]:
+    """One action for every block of a model: recompute fully, selectively, or offload."""
+    model = copy.deepcopy(case.model)
+    optimizer = optimizers()["adamw_foreach"](trained_parameters(model))
+    builder = TraceBuilder([model])
+    builder.start_step(optimizer)
+    case.loss(model, case.batch).backward()
+    optimizer.step()
+    step = builder.finish_step(optimizer)
+    trace = builder.trace(optimizer)
+    step_model = StepModel(step, trace.names, find_blocks(trace, step))
+    menus = build_menus(trace, step_model, Costs(copy_seconds_per_byte=0.0, min_bytes=1, can_offload=True))
+    actions: list[Action] = []
+    for menu in menus:
+        kept = [t.kept_ops for t in menu.treatments if t is not None and t.kept_ops]
+        if kind == "offload":
+            actions.append(
+                Offload(block=menu.block.path, scope="saved", tier="disk", min_bytes=1024, window_bytes=8 << 20)
+            )
+        elif any(t is not None and t.recompute for t in menu.treatments):
+            chosen = kept[len(kept) // 2] if kind == "selective" and kept else ()
+            actions.append(Recompute(block=menu.block.path, kept_ops=chosen))
+    return tuple(actions)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective", "offload"])
+@pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "encdec", "moe", "lora"])
+def test_a_plan_trains_the_same_bits(name: str, kind: str, tmp_path: Path) -> None:
+    """GIVEN a model WHEN every block is treated THEN weights and statistics are those of the plain run, bit for bit."""
+    case = MODELS[name]("tiny")
+    plain, planned = copy.deepcopy(case.model), copy.deepcopy(case.model)
+    actions = block_actions(case, kind)
+    assert actions
+    expected = train(case, plain)
+    with Session(plan=plan_of(planned, actions), disk=str(tmp_path)) as session:
+        assert train(case, planned, session) == expected
+    assert session.measured.num_steps == NUM_STEPS
+    if kind == "offload":
+        assert session.measured.bytes_to_tier > 0
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """GIVEN a session that offloads WHEN it ends THEN forwards, hooks, threads and files are as before."""
+    case = MODELS["gpt"]("tiny")
+    threads = threading.active_count()
+    with Session(plan=plan_of(case.model, block_actions(case, "offload")), disk=str(tmp_path)) as session:
+        train(case, case.model, session)
+    assert not any("forward" in vars(module) for module in case.model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in case.model.modules())
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exception_in_the_loop_leaves_nothing_behind(tmp_path: Path) -> None:
+    """GIVEN a session that records WHEN the loop raises THEN recording is off and the model is as before."""
+    case = MODELS["gpt"]("tiny")
+    optimizer = torch.optim.AdamW(case.model.parameters())
+
+    def interrupted() -> None:
+        with memwall.fit(case.model, optimizer, budget="100GiB", disk=str(tmp_path)):
+            case.loss(case.model, case.batch)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
+    """GIVEN a budget below the process itself WHEN the first step ends THEN the error names the smallest feasible."""
+    case = MODELS["gpt"]("tiny")
+    optimizer = torch.optim.AdamW(case.model.parameters())
+
+    def run() -> None:
+        with memwall.fit(case.model, optimizer, budget="10MiB", disk=str(tmp_path)):
+            for _ in range(2):
+                case.loss(case.model, case.batch).backward()
+                optimizer.step()
+
+    with pytest.raises(InfeasibleError, match="cannot be met: the smallest feasible one is") as caught:
+        run()
+    assert caught.value.smallest_feasible_bytes > caught.value.budget_bytes == 10 << 20
+    assert any("--allow precision" in line for line in caught.value.relaxations)
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    """GIVEN a plan made for one model WHEN it is given to another THEN the error says so before anything changes."""
+    case = MODELS["gpt"]("tiny")
+    plan = plan_of(nn.Linear(2, 2), ())
+    with pytest.raises(PlanError, match="the plan was made for another model"):
+        memwall.fit(case.model, torch.optim.SGD(case.model.parameters()), plan=plan)
+
+
+def test_a_plan_for_micro_batches_needs_a_loop_that_takes_them() -> None:
+    """GIVEN a plan that accumulates WHEN the loop feeds whole batches THEN it is refused, never skipped."""
+    case = MODELS["gpt"]("tiny")
+    plan = plan_of(case.model, (Accumulate(micro_batch=1, num_micro_batches=2),))
+    with pytest.raises(ApplyError, match=r"micro-batches of 1 samples, 2 per step"), Session(plan=plan) as session:
+        train(case, case.model, session)
+
+
+def test_budget_and_plan_exclude_each_other() -> None:
+    """GIVEN neither budget nor plan WHEN a session is asked for THEN the error says what is expected."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="either a budget or a plan"):
+        memwall.fit(model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 5])
+def test_accumulation_gives_the_gradient_of_the_undivided_batch(micro_batch: int) -> None:
+    """GIVEN ragged labels in float64 WHEN the batch is split THEN the gradient is the undivided batch's to 1e-12."""
+    torch.manual_seed(0)
+    model = nn.Embedding(11, 7, dtype=torch.float64)
+    ids = torch.randint(0, 11, (5, 6))
+    labels = torch.randint(0, 7, (5, 6))
+    labels[0, 2:] = -100
+    labels[3, 1:] = -100
+    batch = {"input_ids": ids, "labels": labels}
+
+    def loss(part: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(part["input_ids"])[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), part["labels"][:, 1:].flatten())
+
+    loss(batch).backward()
+    expected = model.weight.grad
+    model.weight.grad = None
+    plan = plan_of(model, (Accumulate(micro_batch=micro_batch, num_micro_batches=-(-5 // micro_batch)),))
+    with Session(plan=plan) as session:
+        session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        session._micro.micro_batch = micro_batch
+        num_parts = 0
+        for micro in session.step(batch):
+            session.backward(loss(micro))
+            num_parts += 1
+    assert num_parts == -(-5 // micro_batch)
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_backward_outside_a_step_is_refused() -> None:
+    """GIVEN no micro-batch WHEN session.backward is called THEN the error names the loop to write."""
+    model = nn.Linear(2, 2)
+    plan = plan_of(model, ())
+    with Session(plan=plan) as session, pytest.raises(ApplyError, match=r"for micro in session.step\(batch\)"):
+        session.backward(model(torch.zeros(1, 2)).sum())
