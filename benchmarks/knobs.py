@@ -98,9 +98,13 @@ def race(workload: str, arms: Sequence[tuple[str, int | None]], num_rounds: int)
         for arm, budget_bytes in arms:
             progress(f"{workload}: starting {arm}" + (f" with {budget_bytes / 2**20:.0f} MiB" if budget_bytes else ""))
             workers.append(Worker(workload, arm, budget_bytes))
-        for _ in range(num_rounds):
-            for worker in workers:
+        for number in range(num_rounds):
+            # Each round begins elsewhere, so that no arm always follows the same one.
+            for worker in workers[number % len(workers) :] + workers[: number % len(workers)]:
                 worker.step()
+                if worker.arm == "save-to-disk":
+                    os.sync()  # its gigabytes of dirty pages are its own cost, not the next arm's
+                    time.sleep(1.0)
         return [worker.finish() for worker in workers]
     finally:
         for worker in workers:

@@ -30,6 +30,10 @@ class Recompute(Struct, frozen=True, kw_only=True, tag_field="kind", tag="recomp
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"
 
+    def __post_init__(self) -> None:
+        if self.kept_names and len(self.kept_names) != len(self.kept_ops):
+            raise ValueError(f"kept_names names {len(self.kept_names)} of {len(self.kept_ops)} kept_ops")
+
 
 class Offload(Struct, frozen=True, kw_only=True, tag_field="kind", tag="offload", forbid_unknown_fields=True):
     """Moves a block's saved tensors to the next tier between forward and backward."""

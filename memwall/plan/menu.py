@@ -32,6 +32,9 @@ class Costs(Struct, frozen=True, kw_only=True):
     min_bytes: int
     """Tensors below this are not moved."""
     can_offload: bool
+    num_passes: int = 1
+    """Times a step runs the recorded calls: micro-batches that each recompute and move anew. The seconds of operations
+    are those of all passes together."""
 
 
 class Menu(Struct, frozen=True, kw_only=True):
@@ -97,13 +100,13 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
         if call.backward_start < 0:
             continue
         if treatment.recompute:
-            seconds += _CHECKPOINT_SECONDS
+            seconds += _CHECKPOINT_SECONDS * costs.num_passes
             seconds += sum(step.ops[op].seconds for op in model.recomputed_ops(call, saved, treatment))
             if treatment.kept_ops:
-                seconds += _SELECT_SECONDS_PER_OP * len(model.counted_ops(call))
+                seconds += _SELECT_SECONDS_PER_OP * len(model.counted_ops(call)) * costs.num_passes
         if treatment.offload:
             moved += model.moved_bytes(call, saved, treatment)
-    return seconds + moved * costs.copy_seconds_per_byte, moved
+    return seconds + moved * costs.num_passes * costs.copy_seconds_per_byte, moved
 
 
 def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ...]]:

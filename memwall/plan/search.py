@@ -17,17 +17,17 @@ from memwall.plan.blocks import find_blocks
 from memwall.plan.explain import binding_reasons, infeasible_message, relaxations
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.instance import Choice, Instance, Link
-from memwall.plan.legality import can_accumulate, can_offload
+from memwall.plan.legality import can_accumulate, can_offload, can_reuse_allocator
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.orders import WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
 from memwall.plan.planfile import Plan
 from memwall.plan.solve import smallest_feasible_bytes, solve
-from memwall.predict.curve import live_curve, step_seconds
+from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.process import ProcessModel, Resident
 from memwall.predict.timing import smoothed
 from memwall.predict.treatment import StepModel, Treatment
-from memwall.trace.build import steady_after
+from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
 from memwall.units import parse_size
 
@@ -38,8 +38,9 @@ _LIVE_SHARES = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.77, 0.72, 0.65, 0.55)
 # Without anything applied nothing holds the heap to the forecast: it must fit with this much more of what the step
 # adds. Small models fragment most: 45 % was seen on a GPT-2 of 12 MB (tests/integrations/scripts, 2026-11-20).
 _UNWATCHED_SHARE = 0.5
-# Up to where in its margin a watched heap may grow beyond the forecast before free pages are returned.
-_WATCHED_SHARE = 0.8
+# How far a watched heap may grow beyond the forecast before free pages are returned, where the budget has room: each
+# return costs page faults, and a forecast further off is of little use.
+_WATCHED_SHARE = 0.045
 MIN_MOVED_BYTES = 1 << 20
 # No forecast of a process is better than this: Python objects, graph nodes, thread stacks.
 _LEAST_MARGIN_BYTES = 12 << 20
@@ -72,6 +73,9 @@ class _Found(Struct, frozen=True, kw_only=True):
     live_bytes: int
     extra_seconds: float
     moved_bytes: int
+    """In one optimizer step."""
+    num_parts: int
+    """Micro-batches that the recorded one is split into."""
     lower_bound_seconds: float
     step: Step
     binding: tuple[str, ...]
@@ -106,6 +110,11 @@ def plan(
             f"the trace ran {recorded} samples per optimizer step, asked for is a global batch of {global_batch}; "
             "record a trace with that batch"
         )
+    if disk is not None and trace.device == "cpu" and trace.machine.disk != disk:
+        raise UsageError(
+            f"disk={disk!r}: the trace knows the speed of {trace.machine.disk or 'no disk'}; measure this one with "
+            "`memwall plan TRACE --disk DIR`"
+        )
     settings = Settings(
         budget_bytes=parse_size(budget),
         disk=disk,
@@ -127,14 +136,6 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
     if found is None:
         raise search.infeasible()
     return search.as_plan(found)
-
-
-def steady_step(trace: Trace) -> Step:
-    """The step that repeats: recorded as such, or derived from the first."""
-    for step in reversed(trace.steps):
-        if step.kind == "steady":
-            return step
-    return steady_after(trace.steps[-1], gradients_persist=trace.gradients_persist)
 
 
 class _Search:
@@ -160,7 +161,8 @@ class _Search:
         best: _Found | None = None
         for micro_batch in self._micro_batches():
             step = with_micro_batch(self.trace, self.steady, micro_batch)
-            found = self._best_for(StepModel(step, self.trace.names, find_blocks(self.trace, step)), micro_batch)
+            model = StepModel(step, self.trace.names, find_blocks(self.trace, step))
+            found = self._best_for(model, self._num_parts(micro_batch))
             if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
                 best = found
             if best is not None and not best.actions:
@@ -172,36 +174,36 @@ class _Search:
             return (self.trace.micro_batch,)
         return candidate_micro_batches(self.trace)
 
-    def _best_for(self, model: StepModel, micro_batch: int) -> _Found | None:
-        num_parts = self.trace.micro_batch // micro_batch if micro_batch else 1
-        split_seconds = (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
-        fixed = self._fixed_actions(micro_batch, num_parts)
+    def _num_parts(self, micro_batch: int) -> int:
+        """Micro-batches that the recorded one is split into."""
+        return self.trace.micro_batch // micro_batch if micro_batch else 1
+
+    def _best_for(self, model: StepModel, num_parts: int) -> _Found | None:
         plain = self.process.untreated(model.step)
         unwatched = plain.process_bytes + int((plain.process_bytes - self.process.base_bytes) * _UNWATCHED_SHARE)
         if unwatched + _LEAST_MARGIN_BYTES <= self.settings.budget_bytes:
-            return self._found(model, {}, plain, None, fixed, split_seconds, 0)
+            return self._found(model, num_parts, {}, plain, None, 0)
         found = [
-            self._solve_for(model, fixed, split_seconds, with_disk)
+            self._solve_for(model, num_parts, with_disk)
             for with_disk in (False, True)
             if not (with_disk and can_offload(self.trace) is not None)
         ]
         return min((f for f in found if f is not None), key=lambda f: f.extra_seconds, default=None)
 
-    def _fixed_actions(self, micro_batch: int, num_parts: int) -> tuple[Action, ...]:
+    def _fixed_actions(self, num_parts: int) -> list[Action]:
         actions: list[Action] = []
         if self.settings.autocast is not None:
             actions.append(Autocast(dtype=self.settings.autocast))
         if num_parts > 1:
+            micro_batch = self.trace.micro_batch // num_parts
             actions.append(
                 Accumulate(micro_batch=micro_batch, num_micro_batches=num_parts * self.trace.num_micro_batches)
             )
-        return tuple(actions)
+        return actions
 
-    def _solve_for(
-        self, model: StepModel, fixed: tuple[Action, ...], split_seconds: float, with_disk: bool
-    ) -> _Found | None:
+    def _solve_for(self, model: StepModel, num_parts: int, with_disk: bool) -> _Found | None:
         """Solves for several live budgets: more live bytes cost less recomputation, but more page faults."""
-        menus, instance = self._instance(model, with_disk)
+        menus, instance = self._instance(model, num_parts, with_disk)
         limit_bytes = self._limit_bytes()
         room_bytes = limit_bytes - self.process.base_bytes - self.process.workspace_bytes
         best: _Found | None = None
@@ -218,7 +220,7 @@ class _Search:
             for resident in self._residents(step, model, limit_bytes - window_bytes):
                 if resident.process_bytes + window_bytes > limit_bytes:
                     continue
-                found = self._found(model, treatments, resident, (menus, choice), fixed, split_seconds, window_bytes)
+                found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
                 if best is None or found.extra_seconds < best.extra_seconds:
                     best = found
                 break
@@ -226,7 +228,8 @@ class _Search:
 
     def _residents(self, step: Step, model: StepModel, limit_bytes: int) -> Iterator[Resident]:
         """The ways to reuse freed memory in a step, cheapest first; tensors alone where malloc cannot be steered."""
-        watched = self.process.watched(step, model.blocks, limit_bytes)
+        is_steerable = can_reuse_allocator(self.trace) is None
+        watched = self.process.watched(step, model.blocks, limit_bytes) if is_steerable else None
         if watched is None:
             yield self.process.bare(step)
             return
@@ -235,21 +238,31 @@ class _Search:
         if mapped is not None:
             yield mapped
 
+    def _watched_bytes(self, process_bytes: int) -> int:
+        """Where the heap is held: inside the margin, or as far above the forecast as the budget allows."""
+        half_margin_bytes = self._margin_bytes(self.settings.budget_bytes) // 2
+        room_bytes = min(self.settings.budget_bytes - half_margin_bytes, int(process_bytes * (1 + _WATCHED_SHARE)))
+        return max(room_bytes, process_bytes + half_margin_bytes)
+
     def _limit_bytes(self) -> int:
         """Process bytes up to which a plan may go: the budget without the margin."""
         return self.settings.budget_bytes - self._margin_bytes(self.settings.budget_bytes)
 
-    def _instance(self, model: StepModel, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
+    def _instance(self, model: StepModel, num_parts: int, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
         machine = self.trace.machine
         costs = Costs(
-            copy_seconds_per_byte=machine.copy_seconds_per_byte, min_bytes=MIN_MOVED_BYTES, can_offload=with_disk
+            copy_seconds_per_byte=machine.copy_seconds_per_byte,
+            min_bytes=MIN_MOVED_BYTES,
+            can_offload=with_disk,
+            num_passes=num_parts,
         )
         menus = build_menus(self.trace, model, costs)
         link = None
         if with_disk:
+            # A block's seconds are those of all parts, its bytes those of one, which pass as often as there are parts.
             link = Link(
-                write_bytes_per_second=machine.disk_write_bytes_per_second,
-                read_bytes_per_second=machine.disk_read_bytes_per_second,
+                write_bytes_per_second=machine.disk_write_bytes_per_second / num_parts,
+                read_bytes_per_second=machine.disk_read_bytes_per_second / num_parts,
                 window_bytes=WINDOW_BYTES,
                 capacity_bytes=self.settings.disk_capacity_bytes or machine.disk_free_bytes,
             )
@@ -258,22 +271,22 @@ class _Search:
     def _found(
         self,
         model: StepModel,
+        num_parts: int,
         treatments: dict[str, Treatment],
         resident: Resident,
         solved: tuple[Sequence[Menu], Choice] | None,
-        fixed: tuple[Action, ...],
-        split_seconds: float,
         window_bytes: int,
     ) -> _Found:
         step = model.treated(treatments) if treatments else model.step
-        actions: list[Action] = list(fixed)
+        actions = self._fixed_actions(num_parts)
+        split_seconds = (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
         extra_seconds, moved_bytes, bound = split_seconds, 0, 0.0
         if solved is not None:
             menus, choice = solved
             actions.extend(block_actions(menus, choice, self.trace.device))
             extra_seconds += choice.extra_seconds
             bound = choice.lower_bound_seconds + split_seconds
-            moved_bytes = sum(menu.options[o].moved_bytes for menu, o in zip(menus, choice.options, strict=True))
+            moved_bytes = num_parts * sum(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
         process_bytes = resident.process_bytes + window_bytes
         fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self.plain.fault_seconds
         if not resident.is_default:
@@ -281,7 +294,7 @@ class _Search:
                 AllocatorReuse(
                     policy=resident.policy,
                     # The heap of the run may keep more than the replayed one: it is held to the forecast.
-                    limit_bytes=process_bytes + int(_WATCHED_SHARE * self._margin_bytes(process_bytes)),
+                    limit_bytes=self._watched_bytes(process_bytes),
                     trims=resident.trims,
                     cost_seconds=fault_seconds,
                 )
@@ -290,9 +303,10 @@ class _Search:
             actions=tuple(actions),
             treatments=treatments,
             process_bytes=process_bytes,
-            live_bytes=_live_peak(step, self.trace),
+            live_bytes=live_peak_bytes(step, self.trace.device),
             extra_seconds=extra_seconds + fault_seconds,
             moved_bytes=moved_bytes,
+            num_parts=num_parts,
             lower_bound_seconds=bound,
             step=step,
             binding=binding_reasons(self.trace, step, moved_bytes),
@@ -307,14 +321,15 @@ class _Search:
         peak = PeakBytes(
             allocated_bytes=found.live_bytes,
             process_bytes=found.process_bytes,
-            disk_bytes=found.moved_bytes,
+            disk_bytes=found.moved_bytes // found.num_parts,
         )
         phases = {"steady_step": peak}
         first = self.trace.steps[0]
         if self.trace.is_parked and first.process_peak_bytes:
             # It ran under the safest plan and has been measured already.
+            parked = StepModel(first, self.trace.names, ()).parked(MIN_MOVED_BYTES)
             phases["first_step"] = PeakBytes(
-                allocated_bytes=_live_peak(StepModel(first, self.trace.names, ()).parked(MIN_MOVED_BYTES), self.trace),
+                allocated_bytes=live_peak_bytes(parked, self.trace.device),
                 process_bytes=first.process_peak_bytes,
             )
         forecast = Forecast(
@@ -322,7 +337,9 @@ class _Search:
             source=self.trace.source,
             fits=True,
             budget_bytes=self.settings.budget_bytes,
-            margin_bytes=self._margin_bytes(found.process_bytes),
+            margin_bytes=max(
+                self._margin_bytes(found.process_bytes), self._watched_bytes(found.process_bytes) - found.process_bytes
+            ),
             peak=PeakBytes(
                 allocated_bytes=peak.allocated_bytes,
                 process_bytes=max(phase.process_bytes for phase in phases.values()),
@@ -335,7 +352,7 @@ class _Search:
             binding=found.binding,
             smallest_feasible_budget_bytes=self.smallest_bytes(),
             plain_peak=PeakBytes(
-                allocated_bytes=_live_peak(self.steady, self.trace),
+                allocated_bytes=live_peak_bytes(self.steady, self.trace.device),
                 process_bytes=plain.process_bytes,
             ),
             plain_step_seconds=plain_seconds,
@@ -360,12 +377,12 @@ class _Search:
                 for with_disk in (False, True):
                     if with_disk and can_offload(self.trace) is not None:
                         continue
-                    candidates.append(self._smallest_for(model, with_disk))
+                    candidates.append(self._smallest_for(model, self._num_parts(micro_batch), with_disk))
             self._smallest_bytes = min(candidates)
         return self._smallest_bytes
 
-    def _smallest_for(self, model: StepModel, with_disk: bool) -> int:
-        menus, instance = self._instance(model, with_disk)
+    def _smallest_for(self, model: StepModel, num_parts: int, with_disk: bool) -> int:
+        menus, instance = self._instance(model, num_parts, with_disk)
         choice = solve(msgspec.structs.replace(instance, budget_bytes=smallest_feasible_bytes(instance)))
         if choice is None:
             raise PlanError("the solver found no plan at the smallest budget it gave; please report the trace")
@@ -389,7 +406,3 @@ class _Search:
             smallest_feasible_bytes=smallest,
             relaxations=helps,
         )
-
-
-def _live_peak(step: Step, trace: Trace) -> int:
-    return int(live_curve(step.storages, len(step.ops), device=trace.device).max())

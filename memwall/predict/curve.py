@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from memwall.trace.records import Step, Storage, Trace
 
-__all__ = ["Peak", "Share", "live_curve", "peak_of", "step_seconds"]
+__all__ = ["Peak", "Share", "live_curve", "live_peak_bytes", "peak_of", "step_seconds"]
 
 
 class Share(Struct, frozen=True, kw_only=True):
@@ -45,6 +45,11 @@ def live_curve(storages: Iterable[Storage], num_ops: int, *, device: str | None 
             change[begin] += storage.nbytes
             change[end] -= storage.nbytes
     return np.cumsum(change[:-1], dtype=np.int64)
+
+
+def live_peak_bytes(step: Step, device: str) -> int:
+    """The highest point of a step's curve on a device type."""
+    return int(live_curve(step.storages, len(step.ops), device=device).max())
 
 
 def peak_of(trace: Trace, step: Step) -> Peak:

@@ -59,7 +59,7 @@ class ProcessModel:
         self._trace = trace
         names = {policy.name for policy in candidate_policies()}
         self._watched_policy = "compact" if "compact" in names else "heap"
-        self._has_malloc = not unavailable_reason()
+        self._has_malloc = trace.device == "cpu" and not unavailable_reason()
 
     def bare(self, step: Step) -> Resident:
         """The step where nothing is known about what the allocator keeps: tensors alone."""

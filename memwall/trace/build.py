@@ -6,9 +6,9 @@ import msgspec
 
 from memwall.trace.events import EventLog
 from memwall.trace.modules import ModuleTable
-from memwall.trace.records import Category, ModuleCall, Op, SavedTensor, Step, Storage
+from memwall.trace.records import Category, ModuleCall, Op, SavedTensor, Step, Storage, Trace
 
-__all__ = ["build_step", "steady_after"]
+__all__ = ["build_step", "steady_after", "steady_step"]
 
 
 def build_step(
@@ -105,6 +105,14 @@ def steady_after(first: Step, *, gradients_persist: bool) -> Step:
         for s in first.storages
     )
     return msgspec.structs.replace(first, kind="steady", storages=storages, process_peak_bytes=0)
+
+
+def steady_step(trace: Trace) -> Step:
+    """The step that repeats: recorded as such, or derived from the first."""
+    for step in reversed(trace.steps):
+        if step.kind == "steady":
+            return step
+    return steady_after(trace.steps[-1], gradients_persist=trace.gradients_persist)
 
 
 def _module(log: EventLog, call: int) -> int:

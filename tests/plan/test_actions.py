@@ -1,0 +1,91 @@
+"""A technique is five pieces: a record, a legality rule, a cost, a handler, a test. None of the kinds lacks one."""
+
+import inspect
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memwall.apply.applied import HANDLERS
+from memwall.plan import legality
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute, kinds
+from memwall.report.plan_grids import action_grid
+
+TESTS = Path(__file__).resolve().parents[1]
+PACKAGE = Path(inspect.getfile(legality)).resolve().parents[1]
+
+# One of each, as a person would read it in the plan's table: action, where, exactness.
+EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
+    "recompute": (Recompute(block="h.3"), ("recompute", "h.3", "bit-exact")),
+    "offload": (
+        Offload(block="h.3", scope="inputs", tier="disk", min_bytes=1, window_bytes=2),
+        ("offload block inputs to disk", "h.3", "bit-exact"),
+    ),
+    "accumulate": (
+        Accumulate(micro_batch=2, num_micro_batches=4),
+        ("split the batch: 4 x 2", "every step", "equivalent"),
+    ),
+    "autocast": (Autocast(dtype="bfloat16"), ("autocast to bfloat16", "forward", "changes-numerics")),
+    "allocator": (AllocatorReuse(policy="compact"), ("allocator policy compact", "process", "bit-exact")),
+}
+LEGALITY = {
+    "recompute": "can_recompute",
+    "offload": "can_offload",
+    "accumulate": "can_accumulate",
+    "autocast": "can_autocast",
+    "allocator": "can_reuse_allocator",
+}
+
+
+def test_every_kind_is_a_frozen_record_with_what_it_frees_costs_and_changes() -> None:
+    assert list(kinds()) == list(EXAMPLES)
+    for name, record in kinds().items():
+        config = record.__struct_config__
+        assert (config.tag_field, config.tag) == ("kind", name)
+        assert config.frozen
+        assert config.forbid_unknown_fields
+        defaults = {field.name: field.default for field in msgspec.structs.fields(record)}
+        assert defaults["saved_bytes"] is defaults["cost_seconds"] is None
+        assert defaults["exactness"] in ("bit-exact", "equivalent", "changes-numerics")
+
+
+@pytest.mark.parametrize("kind", sorted(kinds()))
+def test_a_kind_survives_the_plan_file(kind: str) -> None:
+    action, _ = EXAMPLES[kind]
+    assert type(action) is kinds()[kind]
+    assert msgspec.json.decode(msgspec.json.encode(action), type=Action) == action
+
+
+@pytest.mark.parametrize("kind", sorted(kinds()))
+def test_a_kind_has_a_legality_rule_that_is_used(kind: str) -> None:
+    name = LEGALITY[kind]
+    assert name in legality.__all__
+    rule = getattr(legality, name)
+    assert str(inspect.signature(rule).return_annotation) in ("str | None", str(str | None))
+    callers = [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "legality.py" and re.search(rf"\b{name}\(", path.read_text())
+    ]
+    assert callers, f"{name} decides nothing"
+
+
+@pytest.mark.parametrize("kind", sorted(kinds()))
+def test_a_kind_has_a_handler_and_no_handler_is_without_a_kind(kind: str) -> None:
+    assert callable(HANDLERS[kinds()[kind]])
+    assert set(HANDLERS) == set(kinds().values())
+
+
+@pytest.mark.parametrize("kind", sorted(kinds()))
+def test_a_kind_is_a_line_in_the_plans_table(kind: str) -> None:
+    action, (what, where, exactness) = EXAMPLES[kind]
+    (row,) = action_grid((action,)).rows
+    assert (row[0], row[1], row[-1]) == (what, where, exactness)
+
+
+@pytest.mark.parametrize("kind", sorted(kinds()))
+def test_a_kind_is_tested_where_it_is_applied(kind: str) -> None:
+    name = kinds()[kind].__name__
+    mentions = [path.name for path in (TESTS / "apply").glob("test_*.py") if name in path.read_text()]
+    assert mentions, f"no test in tests/apply mentions {name}"
