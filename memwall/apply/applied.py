@@ -125,13 +125,14 @@ class AppliedPlan:
                 "run it with `memwall run --plan`"
             )
         self.malloc.apply(policy_named(action.policy))
-        self.malloc.limit_bytes = action.limit_bytes
         if self.executor is None:
             self._apply_blocks(action)
-        needed_bytes = action.trims.optimizer_bytes
+        ceiling_bytes = action.trims.optimizer_bytes
+        if ceiling_bytes is None:
+            return
 
         def before_optimizer(*_: Any) -> None:
-            self.malloc.make_room(needed_bytes)
+            self.malloc.make_room(ceiling_bytes)
 
         self._undo.append(register_optimizer_step_pre_hook(before_optimizer).remove)
 

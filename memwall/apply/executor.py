@@ -49,7 +49,7 @@ class BlockExecutor:
         order: paths of all blocks in forward order, those without an action too: their backward triggers prefetch;
             () where only the plan is known, then those it names in the order in which the model holds them.
         engine: needed when an action offloads.
-        make_room: called with the bytes a block is about to need, before its forward and its backward.
+        make_room: called before the forward and the backward of watched blocks, with the bytes not to begin above.
         trims: where, and how many bytes.
     """
 

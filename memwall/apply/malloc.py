@@ -31,8 +31,6 @@ class MallocHandler:
         self.policy: MallocPolicy | None = None
         """The policy in force; None while glibc's own is."""
         self._has_nursery = False
-        self.limit_bytes = 0
-        """Process bytes that `make_room` keeps free pages from exceeding; 0 for no limit."""
         self.num_trims = 0
 
     def apply(self, policy: MallocPolicy) -> None:
@@ -79,15 +77,14 @@ class MallocHandler:
         if trim is not None:
             trim(0)
 
-    def make_room(self, needed_bytes: int) -> None:
-        """Trims if the process, about to need this much more, would exceed the limit; about 10 us if not."""
-        if self.limit_bytes and process_bytes() + needed_bytes > self.limit_bytes:
+    def make_room(self, ceiling_bytes: int) -> None:
+        """Trims if the process holds more than this; about 10 us if not."""
+        if process_bytes() > ceiling_bytes:
             self.num_trims += 1
             self.trim()
 
     def undo(self) -> None:
         """Takes the policy back, as far as glibc allows."""
-        self.limit_bytes = 0
         if self.policy is not None:
             _restore()
             self.policy = None

@@ -24,7 +24,7 @@ from memwall.plan.orders import WINDOW_BYTES, block_actions, treatments_of_choic
 from memwall.plan.planfile import Plan
 from memwall.plan.solve import smallest_feasible_bytes, solve
 from memwall.predict.curve import live_peak_bytes, step_seconds
-from memwall.predict.process import ProcessModel, Resident
+from memwall.predict.process import ProcessModel, Resident, TrimPoints
 from memwall.predict.timing import smoothed
 from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.build import steady_step
@@ -295,7 +295,9 @@ class _Search:
                     policy=resident.policy,
                     # The heap of the run may keep more than the replayed one: it is held to the forecast.
                     limit_bytes=self._watched_bytes(process_bytes),
-                    trims=resident.trims,
+                    trims=self.process.trims(step, model.blocks, self._watched_bytes(process_bytes), window_bytes)
+                    if resident.policy != "mmap"
+                    else TrimPoints(),
                     cost_seconds=fault_seconds,
                 )
             )

@@ -231,14 +231,11 @@ def replay_step(
     return replay(policy, [events_of(step, trims=trim_operations(step, policy, blocks))] * num_steps)
 
 
-def replay(
-    policy: MallocPolicy, steps: Sequence[StepEvents], *, limit_bytes: int = 0, timeout_s: float = 60.0
-) -> MallocForecast:
+def replay(policy: MallocPolicy, steps: Sequence[StepEvents], *, timeout_s: float = 60.0) -> MallocForecast:
     """Replays the allocations of consecutive steps under a policy.
 
     Args:
         steps: as `malloc_events.events_of` makes them, e.g. the first step and twice a steady one.
-        limit_bytes: resident bytes of the replayed blocks above which needs trigger a trim.
 
     Raises:
         UsageError: this machine has no glibc, or refuses the address space.
@@ -248,9 +245,7 @@ def replay(
         raise UsageError(f"cannot replay allocations: {reason}")
     events = join(steps, nursery_layout(policy))
     num_events = len(events) // 3
-    request = json.dumps(
-        {"mallopt": settings_of(policy), "num_events": num_events, "limit_bytes": limit_bytes}
-    ).encode()
+    request = json.dumps({"mallopt": settings_of(policy), "num_events": num_events}).encode()
     try:
         done = subprocess.run(
             [sys.executable, "-S", "-s", "-P", malloc_replay.__file__],

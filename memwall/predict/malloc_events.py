@@ -53,7 +53,7 @@ def events_of(
     trims: Collection[int] = (),
     has_small_blocks: bool = True,
     lifetimes: Sequence[tuple[int, int]] = (),
-    needs: Mapping[int, int] | None = None,
+    ceilings: Mapping[int, int] | None = None,
 ) -> StepEvents:
     """Calls to malloc that one step makes.
 
@@ -63,7 +63,7 @@ def events_of(
     Args:
         trims: operations before which the heap is trimmed; the number of operations: at the step's end.
         has_small_blocks: whether tensor headers and graph nodes are imitated.
-        needs: operations before which the heap is trimmed if it is about to need that many bytes beyond the limit.
+        ceilings: operations before which the heap is trimmed if more than that many bytes are resident.
         lifetimes: birth and death per storage in place of the recorded ones, as a plan changes them.
     """
     num_ops = len(step.ops)
@@ -97,8 +97,8 @@ def events_of(
                 out.free(rest)
         if op in trimmed:
             out.events.extend((TRIM, 0, 0))
-        elif needs and op in needs:
-            out.events.extend((TRIM_IF_NEEDED, 0, needs[op]))
+        elif ceilings and op in ceilings:
+            out.events.extend((TRIM_IF_NEEDED, 0, ceilings[op]))
         for index in births[op]:
             nbytes = step.storages[index].nbytes
             data = out.allocate(ALLOCATE, nbytes)

@@ -43,7 +43,7 @@ SET_POLICY = 5
 MOVE = 6
 """The block of the slot in the third number is now known by the slot in the second."""
 TRIM_IF_NEEDED = 7
-"""malloc_trim(0) if the resident bytes and the third number together exceed the request's limit."""
+"""malloc_trim(0) if the resident bytes exceed the third number."""
 
 # c10/core/alignment.h: gAlignment.
 _TORCH_ALIGNMENT_BYTES = 64
@@ -97,7 +97,6 @@ def resident_pages(
     mapped: Sequence[int],
     heap_ends: Sequence[int],
     page_bytes: int,
-    limit_bytes: int = 0,
 ) -> list[dict[str, int]]:
     """Figures per step, from the addresses that malloc gave.
 
@@ -109,7 +108,6 @@ def resident_pages(
         events: (kind, slot, nbytes) per event, flat.
         addresses, mapped, heap_ends: per event: address given, whether it is a mapping of its own, the heap's end.
         page_bytes: size of a page.
-        limit_bytes: from which on trims on need happen; where blocks lie is taken to be the same with and without.
     """
     in_heap = [address for address, own in zip(addresses, mapped, strict=True) if address and not own]
     first_page = (min(in_heap, default=0) - _CHUNK_HEADER_BYTES) // page_bytes
@@ -148,9 +146,7 @@ def resident_pages(
             low, high, own, size = live.pop(slot)
             live_bytes -= size
             mapped_pages -= high - low if own else 0
-        elif kind == TRIM or (
-            kind == TRIM_IF_NEEDED and (heap_pages + mapped_pages) * page_bytes + nbytes > limit_bytes
-        ):
+        elif kind == TRIM or (kind == TRIM_IF_NEEDED and (heap_pages + mapped_pages) * page_bytes > nbytes):
             if figures:
                 figures["num_trims"] += 1
             is_resident = bytearray(len(is_resident))
@@ -187,7 +183,7 @@ def _main() -> int:
     except (MemoryError, ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    steps = resident_pages(events, addresses, mapped, heap_ends, os.sysconf("SC_PAGE_SIZE"), request["limit_bytes"])
+    steps = resident_pages(events, addresses, mapped, heap_ends, os.sysconf("SC_PAGE_SIZE"))
     sys.stdout.write(json.dumps(steps) + "\n")
     return 0
 

@@ -25,16 +25,21 @@ from memwall.predict.malloc_events import events_of
 from memwall.predict.treatment import BlockCalls, StepModel
 from memwall.trace.records import Step, Trace
 
+# How much of the heap's free bytes serves the next requests; what does not fit stays beside them. The share at which
+# a GPT of 12 layers (benchmarks/workloads.py) neither exceeded its limit nor trimmed without need.
+_REUSED_SHARE = 0.5
+
 __all__ = ["ProcessModel", "Resident", "TrimPoints", "calibrated", "trim_points"]
 
 
 class TrimPoints(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the heap is watched, and how many bytes beyond the live ones are needed until the next such place."""
+    """Where the heap is watched, and above how many process bytes its free pages are returned there."""
 
     forward: dict[str, int] = {}
-    """Block path -> bytes needed from the beginning of its forward."""
+    """Block path -> bytes, looked at before its forward."""
     backward: dict[str, int] = {}
-    optimizer_bytes: int = 0
+    optimizer_bytes: int | None = None
+    """Before the optimizer's step; None for not at all."""
 
 
 class Resident(Struct, frozen=True, kw_only=True):
@@ -43,7 +48,6 @@ class Resident(Struct, frozen=True, kw_only=True):
     policy: str
     is_default: bool
     """Whether this is how the process behaves anyway, so that nothing has to be applied."""
-    trims: TrimPoints
     process_bytes: int
     fault_seconds: float
     """Time that pages becoming resident anew cost in a step."""
@@ -67,7 +71,6 @@ class ProcessModel:
         return Resident(
             policy="default",
             is_default=True,
-            trims=TrimPoints(),
             process_bytes=self.base_bytes + self.workspace_bytes + live_bytes,
             fault_seconds=0.0,
             num_trims=0,
@@ -96,17 +99,25 @@ class ProcessModel:
         """The step with the heap held under `limit_bytes` of process memory; None where malloc cannot be steered."""
         if not self._has_malloc:
             return None
-        trims, needs = trim_points(self._trace, step, blocks)
-        events = events_of(step, needs=needs)
         beyond = self.base_bytes + self.workspace_bytes
-        figures = replay(policy_named(self._watched_policy), [events] * 3, limit_bytes=limit_bytes - beyond)
+        _, ceilings = trim_points(self._trace, step, blocks, limit_bytes - beyond)
+        figures = replay(policy_named(self._watched_policy), [events_of(step, ceilings=ceilings)] * 3)
         return Resident(
             policy=self._watched_policy,
             is_default=False,
-            trims=trims,
             process_bytes=beyond + figures.peak_resident_bytes,
             fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
             num_trims=figures.steps[-1].num_trims,
+        )
+
+    def trims(self, step: Step, blocks: Sequence[BlockCalls], limit_bytes: int, window_bytes: int) -> TrimPoints:
+        """Where to watch the process so that it stays under a limit; `window_bytes` of staging are in it."""
+        beyond = self.base_bytes + self.workspace_bytes + window_bytes
+        points, _ = trim_points(self._trace, step, blocks, limit_bytes - beyond)
+        return TrimPoints(
+            forward={path: ceiling + beyond for path, ceiling in points.forward.items()},
+            backward={path: ceiling + beyond for path, ceiling in points.backward.items()},
+            optimizer_bytes=None if points.optimizer_bytes is None else points.optimizer_bytes + beyond,
         )
 
     def mapped(self, step: Step) -> Resident | None:
@@ -117,7 +128,6 @@ class ProcessModel:
         return Resident(
             policy="mmap",
             is_default=False,
-            trims=TrimPoints(),
             process_bytes=self.base_bytes + self.workspace_bytes + figures.peak_resident_bytes,
             fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
             num_trims=0,
@@ -132,8 +142,15 @@ class ProcessModel:
         )
 
 
-def trim_points(trace: Trace, step: Step, blocks: Sequence[BlockCalls]) -> tuple[TrimPoints, Mapping[int, int]]:
-    """Where to watch the heap in a step, for the executor by block and for the replay by operation."""
+def trim_points(
+    trace: Trace, step: Step, blocks: Sequence[BlockCalls], limit_bytes: int
+) -> tuple[TrimPoints, Mapping[int, int]]:
+    """Where to watch the heap in a step, for the executor by block and for the replay by operation.
+
+    At a point with `live` bytes in tensors and `need` more until the next one, R resident bytes hold R - live free ones,
+    of which a part will serve the need. Trimming when R + need - _REUSED_SHARE * (R - live) exceeds the limit means
+    trimming above a ceiling for R that is known beforehand. All figures without the process's base.
+    """
     curve = live_curve(step.storages, len(step.ops), device=trace.device)
     born = np.zeros(len(step.ops), dtype=np.int64)
     for storage in step.storages:
@@ -150,21 +167,23 @@ def trim_points(trace: Trace, step: Step, blocks: Sequence[BlockCalls]) -> tuple
         if name == "optimizer":
             places[op] = ("optimizer", "")
     order = sorted(op for op in places if op < len(step.ops))
-    needs: dict[int, int] = {}
+    ceilings: dict[int, int] = {}
     forward: dict[str, int] = {}
     backward: dict[str, int] = {}
-    optimizer_bytes = 0
+    optimizer_bytes: int | None = None
     for op, after in zip(order, [*order[1:], len(step.ops)], strict=True):
         need = max(0, int(curve[op:after].max()) - int(curve[op] - born[op])) if after > op else 0
-        needs[op] = need
+        live = int(curve[op] - born[op])
+        ceiling = int((limit_bytes - need - _REUSED_SHARE * live) / (1 - _REUSED_SHARE))
+        ceiling = ceilings[op] = min(ceiling, limit_bytes - need // 4)
         side, path = places[op]
         if side == "forward":
-            forward[path] = max(forward.get(path, 0), need)
+            forward[path] = min(forward.get(path, ceiling), ceiling)
         elif side == "backward":
-            backward[path] = max(backward.get(path, 0), need)
+            backward[path] = min(backward.get(path, ceiling), ceiling)
         else:
-            optimizer_bytes = max(optimizer_bytes, need)
-    return TrimPoints(forward=forward, backward=backward, optimizer_bytes=optimizer_bytes), needs
+            optimizer_bytes = ceiling if optimizer_bytes is None else min(optimizer_bytes, ceiling)
+    return TrimPoints(forward=forward, backward=backward, optimizer_bytes=optimizer_bytes), ceilings
 
 
 def calibrated(trace: Trace, *, resident_bytes: int, standing_bytes: int, window_bytes: int, min_bytes: int) -> Trace:
