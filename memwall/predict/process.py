@@ -147,7 +147,7 @@ def trim_points(
 ) -> tuple[TrimPoints, Mapping[int, int]]:
     """Where to watch the heap in a step, for the executor by block and for the replay by operation.
 
-    At a point with `live` bytes in tensors and `need` more until the next one, R resident bytes hold R - live free ones,
+    At a point with `live` bytes in tensors and `need` more until the next, R resident bytes hold R - live free ones,
     of which a part will serve the need. Trimming when R + need - _REUSED_SHARE * (R - live) exceeds the limit means
     trimming above a ceiling for R that is known beforehand. All figures without the process's base.
     """

@@ -1,0 +1,486 @@
+"""Recomputation: the same bits as a plain run, for the arithmetic that was agreed on, and nothing run or kept twice."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from zoo import MODELS, trained_parameters
+
+from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.errors import ApplyError
+from memwall.plan.actions import Recompute
+from memwall.plan.blocks import find_blocks
+from memwall.plan.menu import Costs, Menu, build_menus
+from memwall.predict.treatment import StepModel
+from memwall.trace.record import TraceBuilder
+
+needs_transformers = pytest.mark.requires("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from a second thread, and wait for it when the machine is busy."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def recomputed(model: nn.Module, *actions: Recompute) -> Iterator[None]:
+    executor = BlockExecutor(resolve_blocks([model], [""]), ())
+    executor.apply(actions)
+    try:
+        yield
+    finally:
+        executor.undo()
+
+
+def after_a_step(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Everything a step leaves: loss, gradients, buffers, and where the random numbers have got to."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    value = loss()
+    value.backward()
+    found = {"loss": value.detach(), "random state": torch.get_rng_state()}
+    found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return found
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not different
+
+
+def menus_of(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Menu, ...]:
+    """What a plan could do to a model, from a recording of one step of a copy."""
+    optimizer = torch.optim.SGD(trained_parameters(model), lr=0.0)
+    builder = TraceBuilder([model])
+    builder.start_step(optimizer)
+    try:
+        loss().backward()
+        optimizer.step()
+        step = builder.finish_step(optimizer)
+    finally:
+        builder.cancel_step()
+    trace = builder.trace(optimizer)
+    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1, can_offload=False)
+    return build_menus(trace, StepModel(step, trace.names, find_blocks(trace, step)), costs)
+
+
+def action(menu: Menu, option: str) -> Recompute:
+    treatment = menu.treatments[[o.name for o in menu.options].index(option)]
+    assert treatment is not None
+    return Recompute(
+        block=menu.block.path,
+        kept_ops=treatment.kept_ops,
+        kept_names=tuple(menu.op_names[number] for number in treatment.kept_ops),
+        num_ops=len(menu.op_names),
+    )
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "resnet",
+        "unet",
+        "vit",
+        "moe",
+        "lora",
+        pytest.param("encoder", marks=needs_transformers),
+        pytest.param("encdec", marks=needs_transformers),
+    ],
+)
+def test_every_point_of_every_menu_gives_the_same_bits(name: str) -> None:
+    """Loss, gradients, BatchNorm's statistics and counters, and the random state after the step."""
+    case = MODELS[name]("tiny")
+    fresh = copy.deepcopy(case.model.state_dict())
+
+    def restored_step(model: nn.Module) -> dict[str, Tensor]:
+        model.load_state_dict(fresh)
+        return after_a_step(model, lambda: case.loss(model, case.batch))
+
+    expected = restored_step(case.model)
+    probe = copy.deepcopy(case.model)
+    menus = menus_of(probe, lambda: case.loss(probe, case.batch))
+    options = dict.fromkeys(o.name for menu in menus for o in menu.options if o.name != "keep")
+    assert {"full", "select-1"} <= set(options)
+    for option in options:
+        actions = [action(menu, option) for menu in menus if option in {o.name for o in menu.options}]
+        with recomputed(case.model, *actions):
+            assert_same_bits(restored_step(case.model), expected)
+
+
+class Normed(nn.Module):
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.norm = nn.BatchNorm1d(12, momentum=momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.sin(self.norm(self.up(x))))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("kept_ops", [(), (1,)])
+def test_batch_norm_counts_a_batch_once(momentum: float | None, kept_ops: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain, batch = nn.Sequential(Normed(momentum)), torch.randn(5, 6)
+    treated = copy.deepcopy(plain)
+    with recomputed(treated, Recompute(block="0", kept_ops=kept_ops)):
+        for steps in (1, 2, 3):
+            expected = after_a_step(plain, lambda: plain(batch).square().sum())
+            assert_same_bits(after_a_step(treated, lambda: treated(batch).square().sum()), expected)
+            assert int(treated[0].norm.num_batches_tracked) == steps
+
+
+def test_a_second_backward_through_the_same_graph_leaves_the_statistics_alone() -> None:
+    """retain_graph runs the recomputation twice."""
+    torch.manual_seed(0)
+    plain, batch = nn.Sequential(Normed(), Normed()), torch.randn(5, 6)
+    treated = copy.deepcopy(plain)
+
+    def two_backwards(model: nn.Module) -> Tensor:
+        loss = model(batch).square().sum()
+        loss.backward(retain_graph=True)
+        return loss
+
+    expected = after_a_step(plain, lambda: two_backwards(plain))
+    with recomputed(treated, Recompute(block="0"), Recompute(block="1")):
+        assert_same_bits(after_a_step(treated, lambda: two_backwards(treated)), expected)
+
+
+def test_a_recomputation_that_fails_gives_the_statistics_back() -> None:
+    class Failing(Normed):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if self.fails:
+                raise ZeroDivisionError
+            return y.exp()
+
+    model = nn.Sequential(Failing())
+    with recomputed(model, Recompute(block="0")):
+        loss = model(torch.randn(5, 6)).sum()
+        buffers = dict(model[0].norm._buffers)
+        model[0].fails = True
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    assert all(model[0].norm._buffers[name] is buffer for name, buffer in buffers.items())
+    assert int(model[0].norm.num_batches_tracked) == 1
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(6, 24), nn.Dropout(0.5), nn.Linear(24, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(self.drop(torch.sin(self.up(x)))))
+
+
+def test_dropout_drops_the_same_and_random_numbers_go_on_from_the_same_place() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Dropping(), Dropping()), torch.randn(5, 6)
+    expected = after_a_step(model, lambda: model(batch).square().sum())
+    with recomputed(model, Recompute(block="0"), Recompute(block="1")):
+        assert_same_bits(after_a_step(model, lambda: model(batch).square().sum()), expected)
+
+
+@pytest.mark.parametrize("kept_ops", [(), (1,)])
+def test_autocast_is_in_force_again_although_backward_runs_outside_of_it(kept_ops: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Dropping(), Dropping()), torch.randn(5, 6)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(batch)
+        assert out.dtype is torch.bfloat16
+        return out.float().square().sum()
+
+    expected = after_a_step(model, loss)
+    with recomputed(model, *(Recompute(block=block, kept_ops=kept_ops) for block in "01")):
+        assert_same_bits(after_a_step(model, loss), expected)
+
+
+# -- what runs and what is held ----------------------------------------------------------------------------------------
+
+
+def forward_flops(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> tuple[int, int]:
+    """(of the forward, of the whole step)."""
+    with FlopCounterMode(display=False) as counter:
+        value = loss(model, batch)
+        forward = counter.get_total_flops()
+        value.backward()
+    return forward, counter.get_total_flops()
+
+
+def test_recomputing_costs_the_blocks_forward_once_more_and_keeping_its_products_nothing() -> None:
+    case = MODELS["gpt"]("tiny")
+    _, plain_flops = forward_flops(case.model, case.batch, case.loss)
+    probe = copy.deepcopy(case.model)
+    menu = menus_of(probe, lambda: case.loss(probe, case.batch))[1]
+    products = {"aten.addmm.default", "aten.mm.default", "aten.bmm.default"}
+    flash = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    kept = tuple(number for number, name in enumerate(menu.op_names) if name in {*products, flash})
+    with FlopCounterMode(display=False) as counter:
+        hidden = torch.randn(4, 32, 32)
+        case.model.blocks[1](hidden)
+    block_flops = counter.get_total_flops()
+    # The last product's result is not needed for its own backward: it is not run again.
+    down = case.model.blocks[1].feed_forward.down
+    last_flops = 2 * 4 * 32 * down.in_features * down.out_features
+    with recomputed(case.model, Recompute(block=menu.block.path)):
+        assert forward_flops(case.model, case.batch, case.loss)[1] == plain_flops + block_flops - last_flops
+    with recomputed(case.model, Recompute(block=menu.block.path, kept_ops=kept)):
+        assert forward_flops(case.model, case.batch, case.loss)[1] == plain_flops
+
+
+def saved_bytes(loss: Callable[[], Tensor]) -> int:
+    """Bytes of the storages that autograd holds between a forward and its backward."""
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss().backward()
+    return sum(held.values())
+
+
+def test_a_recomputed_block_holds_its_input_only() -> None:
+    model, batch = nn.Sequential(Dropping()), torch.randn(64, 6, requires_grad=True)
+    plain_bytes = saved_bytes(lambda: model(batch).sum())
+    with recomputed(model, Recompute(block="0")):
+        assert saved_bytes(lambda: model(batch).sum()) == batch.nbytes < plain_bytes / 5
+
+
+def test_without_gradients_a_block_runs_plainly() -> None:
+    calls: list[str] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model, batch = nn.Sequential(Dropping()), torch.randn(5, 6)
+    with torch.no_grad(), Counting():
+        model(batch)
+    plain, calls[:] = list(calls), []
+    with recomputed(model, Recompute(block="0", kept_ops=(1,))), torch.no_grad(), Counting():
+        model(batch)
+    assert calls == plain
+
+
+# -- another sequence of operations than the plan's --------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Takes one operation more when told to, and then overwrites what stands where the plan keeps a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.has_mask = nn.Linear(6, 24), nn.Linear(24, 6), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y = torch.zeros_like(y).add_(y) if self.has_mask else torch.sin(y)
+        return self.down(torch.sin(y))
+
+
+def test_where_other_operations_run_nothing_is_kept_instead_of_the_wrong_thing() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Branching(), Branching()), torch.randn(5, 6)
+    menus = menus_of(model, lambda: model(batch).square().sum())
+    number = menus[0].op_names.index("aten.sin.default")
+    for block in model:
+        block.has_mask = True
+    expected = after_a_step(model, lambda: model(batch).square().sum())
+    # By number alone it is the zeros that are kept, which the next operation overwrites: wrong, and torch is silent.
+    with recomputed(model, *(Recompute(block=block, kept_ops=(number,)) for block in "01")):
+        found = after_a_step(model, lambda: model(batch).square().sum())
+    assert not torch.equal(found["0.up.weight.grad"], expected["0.up.weight.grad"])
+    named = [Recompute(block=block, kept_ops=(number,), kept_names=("aten.sin.default",)) for block in "01"]
+    with recomputed(model, *named):
+        assert_same_bits(after_a_step(model, lambda: model(batch).square().sum()), expected)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 24), nn.Linear(24, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y = y * torch.rand_like(y)
+        y = self.down(torch.sin(y))
+        return torch.sin(y * torch.rand_like(y))
+
+
+def test_a_kept_random_operation_before_a_recomputed_one_is_refused() -> None:
+    """It would draw nothing in the second run, the other one other numbers, and the gradient would be wrong unseen."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Noisy()), torch.randn(5, 6)
+    menus = menus_of(model, lambda: model(batch).square().sum())
+    first, last = (n for n, name in enumerate(menus[0].op_names) if name == "aten.rand_like.default")
+    expected = after_a_step(model, lambda: model(batch).square().sum())
+    for kept in ((last,), (first, last)):
+        with recomputed(model, Recompute(block="0", kept_ops=kept)):
+            assert_same_bits(after_a_step(model, lambda: model(batch).square().sum()), expected)
+    with recomputed(model, Recompute(block="0", kept_ops=(first,))), pytest.raises(ApplyError) as error:
+        model(batch)
+    assert str(error.value) == (
+        "the plan keeps the random operation aten.rand_like.default of a block and recomputes a later one, "
+        "aten.rand_like.default, which would then draw other numbers; make the plan again with `memwall plan`"
+    )
+
+
+# -- key-value caches --------------------------------------------------------------------------------------------------
+
+
+def causal_language_model(name: str) -> tuple[nn.Module, dict[str, Tensor], list[str]]:
+    """A small model that fills a cache when it trains, as models of transformers do unless told otherwise."""
+    torch.manual_seed(0)
+    if name == "gpt2":  # hands its cache on by position
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, n_positions=16)
+        model: nn.Module = GPT2LMHeadModel(config)
+        blocks = [f"transformer.h.{number}" for number in range(3)]
+    else:  # by name
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=16,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+        blocks = [f"model.layers.{number}" for number in range(3)]
+    assert config.use_cache
+    text = torch.randint(64, (2, 8))
+    return model.train(), {"input_ids": text, "labels": text}, blocks
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("which", [(0, 1, 2), (1,), (0, 2), (2,)])
+def test_a_cache_is_not_extended_twice_whichever_blocks_are_recomputed(name: str, which: tuple[int, ...]) -> None:
+    model, batch, blocks = causal_language_model(name)
+    expected = after_a_step(model, lambda: model(**batch).loss)
+    with recomputed(model, *(Recompute(block=blocks[number]) for number in which)):
+        assert_same_bits(after_a_step(model, lambda: model(**batch).loss), expected)
+        cache = model(**batch).past_key_values
+    lengths = [cache.get_seq_length(layer) for layer in range(3)]
+    assert lengths == [0 if number in which else 8 for number in range(3)]
+
+
+@needs_transformers
+def test_the_operations_are_those_that_were_recorded_with_the_cache() -> None:
+    """So that the numbers of kept operations mean the same in the trace and in the run."""
+    model, batch, blocks = causal_language_model("llama")
+    menus = menus_of(model, lambda: model(**batch).loss)
+    seen: list[str] = []
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    menu = next(menu for menu in menus if menu.block.path == blocks[1])
+    block = model.model.layers[1]
+    block.register_forward_pre_hook(lambda *_: seen.clear())
+    names: list[list[str]] = []
+    block.register_forward_hook(lambda *_: names.append(list(seen)))
+    with recomputed(model, Recompute(block=blocks[1])), Listening():
+        model(**batch)
+    assert tuple(name for name in names[0] if name != "aten.detach.default") == menu.op_names
+
+
+@needs_transformers
+def test_a_cache_that_holds_a_past_is_refused() -> None:
+    model, batch, blocks = causal_language_model("llama")
+    past = model(input_ids=batch["input_ids"]).past_key_values
+    with recomputed(model, Recompute(block=blocks[1])), pytest.raises(ApplyError) as error:
+        model(input_ids=batch["input_ids"], past_key_values=past)
+    assert str(error.value) == (
+        "a block to be recomputed was called with a key-value cache that already holds 8 positions for it, as "
+        "generation does; call the model without past_key_values when training"
+    )
+
+
+# -- wrapping and unwrapping -------------------------------------------------------------------------------------------
+
+
+def test_undo_restores_a_class_forward_and_one_of_the_modules_own() -> None:
+    model = nn.Sequential(Dropping(), Dropping())
+    own = model[1].forward.__func__.__get__(model[1])
+    model[1].forward = own
+    before = [dict(module.__dict__) for module in model.modules()]
+    executor = BlockExecutor(resolve_blocks([model], [""]), ())
+    executor.apply([Recompute(block="0"), Recompute(block="1", kept_ops=(1,))])
+    assert "forward" in model[0].__dict__
+    assert model[1].forward is not own
+    executor.undo()
+    assert "forward" not in model[0].__dict__
+    assert model[1].forward is own
+    assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+def test_a_graph_built_before_undo_still_has_its_backward() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Dropping()), torch.randn(5, 6)
+    expected = after_a_step(model, lambda: model(batch).sum())
+    model.zero_grad()
+    torch.manual_seed(1)
+    with recomputed(model, Recompute(block="0")):
+        loss = model(batch).sum()
+    loss.backward()
+    assert torch.equal(model[0].up.weight.grad, expected["0.up.weight.grad"])
+
+
+def test_a_block_that_the_model_does_not_have_is_named_and_nothing_is_wrapped() -> None:
+    model = nn.Sequential(Dropping())
+    with pytest.raises(ApplyError) as error, recomputed(model, Recompute(block="0"), Recompute(block="7")):
+        pass
+    assert str(error.value) == (
+        "the plan treats the module '7', which this model does not have; make a plan for this model with "
+        "`memwall plan` or run with --budget"
+    )
+    assert "forward" not in model[0].__dict__
+
+
+def test_a_block_that_cannot_be_wrapped_is_named_and_the_others_are_unwrapped() -> None:
+    class Sealed(Dropping):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "forward":
+                raise AttributeError("forward is sealed")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(Dropping(), Sealed())
+    with pytest.raises(ApplyError) as error, recomputed(model, Recompute(block="0"), Recompute(block="1")):
+        pass
+    assert str(error.value) == "the forward of '1' (Sealed) cannot be wrapped: forward is sealed"
+    assert "forward" not in model[0].__dict__
+
+
+def test_every_named_block_is_wrapped_even_if_the_order_lacks_it() -> None:
+    """The order comes from the whole batch's trace; a plan for micro-batches may have found other blocks."""
+    model = nn.Sequential(Dropping(), Dropping())
+    executor = BlockExecutor(resolve_blocks([model], [""]), ("0",))
+    executor.apply([Recompute(block="0"), Recompute(block="1")])
+    assert all("forward" in block.__dict__ for block in model)
+    executor.undo()
