@@ -107,7 +107,8 @@ def test_by_default_a_heap_shrinks_when_its_end_is_freed() -> None:
     out.free([out.allocate(ALLOCATE, 100 << 10) for _ in range(200)][::-1])
     pages = subject.replay(subject.policy_named("default"), [out]).steps[0]
     assert pages.peak_resident_bytes >= 200 * 100 << 10
-    assert pages.end_resident_bytes < MIB
+    # What stays is the top pad and the last blocks above the trim threshold, however Python's own heap lies before it.
+    assert pages.end_resident_bytes < pages.peak_resident_bytes / 10
 
 
 def test_pages_shared_by_two_blocks_count_once() -> None:
