@@ -7,11 +7,11 @@ mean over its own terms therefore counts with its share of the terms; parts are 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from memwall.errors import ApplyError
 
-__all__ = ["MicroBatches", "count_terms", "num_samples", "take"]
+__all__ = ["MicroBatches", "count_terms", "num_samples", "shifts_labels", "take"]
 
 # transformers and torch.nn.functional.cross_entropy leave labels of this value out of the mean.
 IGNORED_LABEL = -100
@@ -22,11 +22,13 @@ class MicroBatches:
 
     def __init__(self) -> None:
         self.micro_batch: int | None = None
+        self.shifts_labels = True
+        """Whether the model compares position t with label t+1, as a causal language model does."""
         self._weight: float | None = None
 
     def split(self, batch: Any, count: Callable[[Any], int] | None) -> Iterator[Any]:
         """Yields the parts one after the other; `backward` is to be called within each."""
-        counter = count or count_terms
+        counter = count or (lambda part: count_terms(part, is_shifted=self.shifts_labels))
         size = num_samples(batch)
         part = self.micro_batch or size
         total = counter(batch)
@@ -59,7 +61,7 @@ def num_samples(batch: Any) -> int:
         return batch.shape[0]
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     for value in values:
-        if isinstance(value, (Tensor, list, tuple, Mapping)):
+        if isinstance(value, (list, tuple, Mapping)) or (isinstance(value, Tensor) and value.dim() > 0):
             return num_samples(value)
     raise ApplyError(
         f"a batch of type {type(batch).__name__} holds no tensor; pass a tensor, tuple, list or dict of them"
@@ -80,11 +82,25 @@ def take(batch: Any, begin: int, end: int, size: int) -> Any:
     return batch
 
 
-def count_terms(batch: Any) -> int:
-    """Loss terms of a batch: labels that count where there are any, else samples."""
-    if isinstance(batch, Mapping):
-        labels = batch.get("labels")
-        if isinstance(labels, Tensor) and labels.dim() > 1:
-            # Causal models of transformers compare position t with label t+1, so the first label never counts.
-            return int((labels[..., 1:] != IGNORED_LABEL).sum())
-    return num_samples(batch)
+def count_terms(batch: Any, *, is_shifted: bool = True) -> int:
+    """Loss terms of a batch: labels that count where there are any, else samples.
+
+    Args:
+        is_shifted: whether of labels [samples, positions] the first position is never compared with.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() == 0 or labels.is_floating_point():
+        return num_samples(batch)
+    if labels.dim() > 1 and is_shifted:
+        labels = labels[..., 1:]
+    return int((labels != IGNORED_LABEL).sum())
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a model of transformers compares position t with label t+1; one that is not of transformers may.
+
+    Encoder-decoder models shift their input instead, and those that label tokens compare them as they stand.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    return not type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification", "ForPreTraining"))

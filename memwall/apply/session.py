@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from memwall.apply.applied import AppliedPlan, autocast_forward
 from memwall.apply.malloc import MallocHandler
 from memwall.apply.measurements import Measurements, standing_bytes
-from memwall.apply.microbatch import MicroBatches
+from memwall.apply.microbatch import MicroBatches, shifts_labels
 from memwall.apply.parking import Parked
 from memwall.errors import ApplyError, InfeasibleError, MemwallError, PlanError, UsageError
-from memwall.plan.actions import AllocatorReuse
+from memwall.plan.actions import Accumulate, AllocatorReuse
 from memwall.plan.blocks import find_blocks
 from memwall.plan.legality import can_autocast
 from memwall.plan.planfile import Plan
@@ -203,9 +203,16 @@ class Session:
         Args:
             batch: a tensor, or a tuple, list or dict of tensors with the samples in the first dimension.
             count: loss terms in a batch, where the loss is a mean over something else than samples: by default
-                labels other than -100 if the batch has any, else samples.
+                labels other than -100 if the batch has any, else samples. Of labels [samples, positions] the first
+                position does not count, as for causal language models, unless transformers knows the model as another
+                kind.
         """
         self._is_cooperative = True
+        if self.state == "waiting" and self._model is not None:
+            self._micro.shifts_labels = shifts_labels(self._model)
+            # A given plan is applied in the first forward: too late for the batch that it is fed from.
+            given = self.plan.actions if self.plan is not None else ()
+            self._micro.micro_batch = next((a.micro_batch for a in given if isinstance(a, Accumulate)), None)
         yield from self._micro.split(batch, count)
 
     def backward(self, loss: Tensor) -> None:

@@ -25,10 +25,6 @@ from memwall.predict.malloc_events import events_of
 from memwall.predict.treatment import BlockCalls, StepModel
 from memwall.trace.records import Step, Trace
 
-# How much of the heap's free bytes serves the next requests; what does not fit stays beside them. The share at which
-# a GPT of 12 layers (benchmarks/workloads.py) neither exceeded its limit nor trimmed without need.
-_REUSED_SHARE = 0.5
-
 __all__ = ["ProcessModel", "Resident", "TrimPoints", "calibrated", "trim_points"]
 
 
@@ -147,9 +143,9 @@ def trim_points(
 ) -> tuple[TrimPoints, Mapping[int, int]]:
     """Where to watch the heap in a step, for the executor by block and for the replay by operation.
 
-    At a point with `live` bytes in tensors and `need` more until the next, R resident bytes hold R - live free ones,
-    of which a part will serve the need. Trimming when R + need - _REUSED_SHARE * (R - live) exceeds the limit means
-    trimming above a ceiling for R that is known beforehand. All figures without the process's base.
+    At a point that needs `need` more bytes until the next one, resident bytes above limit - need are too many: the
+    heap's free pages need not fit what is asked for next, so they are not counted on. Counting on half of them
+    exceeded budgets by 1 % (tests/scripts/train_plain.py). All figures without the process's base.
     """
     curve = live_curve(step.storages, len(step.ops), device=trace.device)
     born = np.zeros(len(step.ops), dtype=np.int64)
@@ -173,9 +169,7 @@ def trim_points(
     optimizer_bytes: int | None = None
     for op, after in zip(order, [*order[1:], len(step.ops)], strict=True):
         need = max(0, int(curve[op:after].max()) - int(curve[op] - born[op])) if after > op else 0
-        live = int(curve[op] - born[op])
-        ceiling = int((limit_bytes - need - _REUSED_SHARE * live) / (1 - _REUSED_SHARE))
-        ceiling = ceilings[op] = min(ceiling, limit_bytes - need // 4)
+        ceiling = ceilings[op] = limit_bytes - need
         side, path = places[op]
         if side == "forward":
             forward[path] = min(forward.get(path, ceiling), ceiling)
