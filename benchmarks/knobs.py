@@ -25,8 +25,6 @@ from knob_arms import knob_arms, work
 from knob_report import provenance, score, write_results
 from workloads import WORKLOADS
 
-from memwall.predict.malloc import environment, policy_named
-
 SHARES_PERCENT = (90, 70, 50, 30, 10)
 FITS_PERCENT = 110
 """The cell in which nothing is needed."""
@@ -45,11 +43,7 @@ class Worker:
             command.append(str(budget_bytes))
         self.arm, self.budget_bytes = arm, budget_bytes
         self.step_seconds: list[float] = []
-        # `memwall run` restarts Python with this; a process that calls `memwall.fit` must be started with it.
-        variables = environment(policy_named("compact")) if arm.startswith("memwall") else {}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | variables
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.record: dict[str, Any] = {}
         start = time.perf_counter()
         try:

@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.executor import BlockExecutor, resolve_blocks
-from memwall.apply.malloc import MallocHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import ActivationOffload
 from memwall.apply.parking import open_engine
 from memwall.errors import ApplyError
 from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
 from memwall.plan.planfile import Plan
-from memwall.predict.malloc import policy_named
 from memwall.trace.modules import root_names
 
 __all__ = ["HANDLERS", "AppliedPlan", "autocast_forward"]
@@ -47,7 +45,7 @@ class AppliedPlan:
         block_order: tuple[str, ...],
         disk: str | None,
         disk_capacity_bytes: int | None,
-        malloc: MallocHandler,
+        allocator: AllocatorHandler,
         micro: MicroBatches,
         is_cooperative: bool,
         is_running: bool = False,
@@ -56,7 +54,7 @@ class AppliedPlan:
         self.model = model
         self.plan = plan
         self.disk, self.disk_capacity_bytes = disk, disk_capacity_bytes
-        self.malloc, self.micro, self.is_cooperative = malloc, micro, is_cooperative
+        self.allocator, self.micro, self.is_cooperative = allocator, micro, is_cooperative
         self.is_running, self.set_by_loop = is_running, set_by_loop
         self.block_order = block_order
         self.engine: ActivationOffload | None = None
@@ -83,6 +81,7 @@ class AppliedPlan:
 
     def begin_step(self) -> None:
         """To be called before each step's first forward."""
+        self.allocator.hold_limit()
         if self.executor is not None:
             self.executor.begin_step()
 
@@ -96,7 +95,6 @@ class AppliedPlan:
     def _apply_blocks(self, _: Action) -> None:
         actions = self.plan.actions
         offload = [a for a in actions if isinstance(a, Offload)]
-        reuse = next((a for a in actions if isinstance(a, AllocatorReuse)), None)
         if offload:
             self.engine, close = open_engine(
                 [self.model],
@@ -110,8 +108,6 @@ class AppliedPlan:
             resolve_blocks([self.model], root_names([self.model])),
             self.block_order,
             engine=self.engine,
-            make_room=self.malloc.make_room,
-            trims=reuse.trims if reuse else None,
         )
         executor.apply(actions)
         self.executor = executor
@@ -124,17 +120,7 @@ class AppliedPlan:
                 f"the plan needs PYTORCH_ALLOC_CONF={action.cuda_setting} before torch starts; "
                 "run it with `memwall run --plan`"
             )
-        self.malloc.apply(policy_named(action.policy))
-        if self.executor is None:
-            self._apply_blocks(action)
-        ceiling_bytes = action.trims.optimizer_bytes
-        if ceiling_bytes is None:
-            return
-
-        def before_optimizer(*_: Any) -> None:
-            self.malloc.make_room(ceiling_bytes)
-
-        self._undo.append(register_optimizer_step_pre_hook(before_optimizer).remove)
+        self.allocator.apply(action.policy, action.limit_bytes)
 
     def _apply_accumulate(self, action: Action) -> None:
         assert isinstance(action, Accumulate)

@@ -1,10 +1,10 @@
 """Carries out a plan's block actions on live modules, and takes them back: the forward of each block is wrapped.
 
 Per block the layers are, from inside: the original forward, recomputation, offload. A hook on the block's output marks
-the beginning of its backward; there the executor prefetches the block before it and returns free heap pages.
+the beginning of its backward; there the executor prefetches the block before it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from memwall.apply.recompute import recomputed
 from memwall.errors import ApplyError
 from memwall.plan.actions import Action, Offload, Recompute
-from memwall.predict.process import TrimPoints
 
 __all__ = ["BlockExecutor", "OffloadEngine", "resolve_blocks"]
 
@@ -49,8 +48,6 @@ class BlockExecutor:
         order: paths of all blocks in forward order, those without an action too: their backward triggers prefetch;
             () where only the plan is known, then those it names in the order in which the model holds them.
         engine: needed when an action offloads.
-        make_room: called before the forward and the backward of watched blocks, with the bytes not to begin above.
-        trims: where, and how many bytes.
     """
 
     def __init__(
@@ -58,14 +55,10 @@ class BlockExecutor:
         modules: Mapping[str, nn.Module],
         order: Sequence[str],
         engine: OffloadEngine | None = None,
-        make_room: Callable[[int], None] | None = None,
-        trims: TrimPoints | None = None,
     ) -> None:
         self._modules = modules
         self._order = tuple(order)
         self._engine = engine
-        self._make_room = make_room
-        self._trims = trims or TrimPoints()
         self._restore: list[tuple[nn.Module, Any, bool]] = []
         self._groups: list[tuple[str, int] | None] = []
         self._calls = 0
@@ -78,7 +71,7 @@ class BlockExecutor:
         """
         recompute = {a.block: a for a in actions if isinstance(a, Recompute)}
         offload = {a.block: a for a in actions if isinstance(a, Offload)}
-        named = {*recompute, *offload, *self._trims.forward, *self._trims.backward}
+        named = {*recompute, *offload}
         # An order made for another micro-batch may lack a block; each that is named must be wrapped.
         order = tuple(dict.fromkeys((*self._order, *(path for path in self._modules if path in named))))
         missing = sorted({*recompute, *offload} - set(self._modules))
@@ -92,8 +85,7 @@ class BlockExecutor:
         try:
             for place, path in enumerate(order):
                 follows = place > 0 and order[place - 1] in offload
-                is_trimmed = path in self._trims.forward or path in self._trims.backward
-                if path in recompute or path in offload or follows or is_trimmed:
+                if path in recompute or path in offload or follows:
                     self._wrap(path, recompute.get(path), path in offload)
         except BaseException:
             self.undo()
@@ -121,8 +113,6 @@ class BlockExecutor:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            if self._make_room is not None and path in self._trims.forward:
-                self._make_room(self._trims.forward[path])
             key = None
             if is_offloaded and self._engine is not None:
                 key = (path, self._calls)
@@ -131,7 +121,7 @@ class BlockExecutor:
                     out = inner(*args, **kwargs)
             else:
                 out = inner(*args, **kwargs)
-            self._mark(path, key, out)
+            self._mark(key, out)
             return out
 
         was_own = "forward" in module.__dict__
@@ -141,23 +131,20 @@ class BlockExecutor:
             raise ApplyError(f"the forward of '{path}' ({type(module).__name__}) cannot be wrapped: {error}") from error
         self._restore.append((module, original, was_own))
 
-    def _mark(self, path: str, key: tuple[str, int] | None, out: Any) -> None:
+    def _mark(self, key: tuple[str, int] | None, out: Any) -> None:
         """Hooks the block's output: its gradient is the first thing of the block's backward."""
         place = len(self._groups)
         self._groups.append(key)
-        tensor = _first_differentiable(out)
-        if tensor is None:
-            return
         before = self._groups[place - 1] if place else None
+        engine = self._engine
+        tensor = None if before is None or engine is None else _first_differentiable(out)
+        if tensor is None or engine is None:
+            return
 
         def begins(_: Tensor) -> None:
-            if self._make_room is not None and path in self._trims.backward:
-                self._make_room(self._trims.backward[path])
-            if before is not None and self._engine is not None:
-                self._engine.prefetch(before)
+            engine.prefetch(before)
 
-        if before is not None or path in self._trims.backward:
-            tensor.register_hook(begins)
+        tensor.register_hook(begins)
 
 
 def _first_differentiable(value: Any) -> Tensor | None:

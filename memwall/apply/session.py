@@ -15,8 +15,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan, autocast_forward
-from memwall.apply.malloc import MallocHandler
 from memwall.apply.measurements import Measurements, standing_bytes
 from memwall.apply.microbatch import MicroBatches, shifts_labels
 from memwall.apply.parking import Parked
@@ -28,7 +28,7 @@ from memwall.plan.planfile import Plan
 from memwall.plan.search import MIN_MOVED_BYTES, WINDOW_BYTES, Settings, make_plan, steady_step
 from memwall.predict.limits import device_total_bytes
 from memwall.predict.process import calibrated
-from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
+from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak
 from memwall.trace.modules import fingerprint
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Trace
@@ -37,6 +37,9 @@ from memwall.units import format_bytes, parse_size
 __all__ = ["Session", "fit"]
 
 _log = logging.getLogger(__name__)
+
+# Part of the margin that planning may use up before the plan is made again with it known.
+_GROWTH_SHARE = 0.1
 
 
 def fit(
@@ -126,7 +129,7 @@ class Session:
         self._builder: TraceBuilder | None = None
         self._parked: Parked | None = None
         self._applied: AppliedPlan | None = None
-        self._malloc = MallocHandler()
+        self._allocator = AllocatorHandler()
         self._undo_autocast: Callable[[], None] | None = None
         self._is_cooperative = False
         self._micro = MicroBatches()
@@ -186,7 +189,7 @@ class Session:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
-            self._malloc.undo()
+            self._allocator.undo()
             self.state = "closed"
 
     # -- micro-batches, for loops that cooperate --------------------------------------------------------------------
@@ -279,7 +282,7 @@ class Session:
             window_bytes=WINDOW_BYTES,
             min_bytes=MIN_MOVED_BYTES,
         )
-        self._malloc.apply_tight()
+        self._allocator.apply_tight()
         self._builder = TraceBuilder([self._model], self._parked.engine)
         self._builder.start_step(self._optimizer, running_root=self._model)
         self.state = "recording"
@@ -336,7 +339,7 @@ class Session:
         self._stop_recording()
         self.measured.first_step_peak_bytes = max(self.measured.first_step_peak_bytes, step.process_peak_bytes)
         self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, step.process_peak_bytes)
-        return_free_memory()
+        self._allocator.trim()
         trace = builder.trace(self._optimizer, machine=machine, autocast=self._settings.autocast or "none")
         self.trace = calibrated(
             trace,
@@ -347,7 +350,7 @@ class Session:
         )
         settings = msgspec.structs.replace(self._settings, allow_accumulation=self._is_cooperative)
         try:
-            self.plan = make_plan(self.trace, settings)
+            self.plan = self._planned(settings)
         except InfeasibleError:
             if can_autocast(self.trace, self._settings.allow) is not None:
                 raise
@@ -357,6 +360,18 @@ class Session:
         if self.on_plan is not None:
             self.on_plan(self)
         self._apply(self.plan)
+
+    def _planned(self, settings: Settings) -> Plan:
+        """A plan that knows what planning itself left in the process: the solver's code, and the trace."""
+        assert self.trace is not None
+        before_bytes = process_bytes()
+        plan = make_plan(self.trace, settings)
+        self._allocator.trim()
+        grown_bytes = process_bytes() - before_bytes
+        if grown_bytes <= plan.forecast.margin_bytes * _GROWTH_SHARE:
+            return plan
+        self.trace = msgspec.structs.replace(self.trace, base_bytes=self.trace.base_bytes + grown_bytes)
+        return make_plan(self.trace, settings)
 
     def _record_again_under_autocast(self) -> None:
         """Records the next step in bfloat16, which the user allowed: observed bytes, not halved ones."""
@@ -380,18 +395,18 @@ class Session:
             block_order=order,
             disk=self._settings.disk,
             disk_capacity_bytes=self._settings.disk_capacity_bytes,
-            malloc=self._malloc,
+            allocator=self._allocator,
             micro=self._micro,
             is_cooperative=self._is_cooperative,
             is_running=self._in_forward,
             set_by_loop=self._set_by_loop,
         )
         if not any(isinstance(action, AllocatorReuse) for action in plan.actions):
-            self._malloc.undo()
+            self._allocator.undo()
         applied.apply()
         self._applied = applied
         self.state = "running"
-        return_free_memory()
+        self._allocator.trim()
         reset_process_peak()
         self.measured.base_bytes = self.trace.base_bytes if self.trace is not None else process_bytes()
         _log.info("plan applied: %d actions, %s", len(plan.actions), format_bytes(plan.forecast.peak.process_bytes))

@@ -22,7 +22,6 @@ from memwall.observe.run_report import RunReport
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
 from memwall.plan.search import steady_step
-from memwall.predict.malloc import environment, is_glibc, policy_named
 from memwall.report.curves import curve_of
 from memwall.report.html import Page, save_page
 from memwall.report.run_grids import Outcome
@@ -161,9 +160,7 @@ def _planned_run(folder: Path, arguments: Sequence[str], budget_bytes: int) -> t
     log = folder / "planned.json"
     command = [sys.executable, "-m", "memwall.cli.demo_run", str(budget_bytes), str(folder)]
     command += [*arguments, "--log", str(log)]
-    done = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment(tuned=True)
-    )
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment())
     if done.returncode not in (0, 5):
         raise _Failed(done.stderr.strip().removeprefix("memwall: "), done.returncode)
     return done.returncode, json.loads(log.read_text())
@@ -177,12 +174,11 @@ class _Failed(MemwallError):
         self.exit_status = exit_status
 
 
-def _environment(*, tuned: bool = False) -> dict[str, str]:
-    """Both runs find this very memwall, installed or not; the second has what `memwall run` starts with."""
+def _environment() -> dict[str, str]:
+    """Both runs find this very memwall, installed or not."""
     home = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-    tunables = environment(policy_named("compact")) if tuned and is_glibc() else {}
-    return os.environ | {"PYTHONPATH": path} | tunables
+    return os.environ | {"PYTHONPATH": path}
 
 
 def _progress() -> Progress:

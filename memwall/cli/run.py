@@ -20,7 +20,6 @@ from memwall.cli.options import (
     require_file,
     require_writable,
 )
-from memwall.cli.restart import restart_for_malloc
 from memwall.errors import UsageError
 
 
@@ -53,8 +52,6 @@ def run(
         require_writable(report_path, option="--report")
     disk_tier, allowed = parse_disk(disk), parse_allow(allow)
     parse_host(host)
-    if ctx.find_root().obj == "command":
-        restart_for_malloc()
     import torch
 
     from memwall.apply.session import Session

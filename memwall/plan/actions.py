@@ -8,8 +8,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-from memwall.predict.process import TrimPoints
-
 __all__ = ["Accumulate", "Action", "AllocatorReuse", "Autocast", "Exactness", "Offload", "Recompute", "kinds"]
 
 Exactness = Literal["bit-exact", "equivalent", "changes-numerics"]
@@ -69,14 +67,12 @@ class Autocast(Struct, frozen=True, kw_only=True, tag_field="kind", tag="autocas
 
 
 class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="allocator", forbid_unknown_fields=True):
-    """How freed memory is kept or returned: malloc thresholds and trimming on a CPU, the setting string on CUDA."""
+    """How freed memory is kept or returned: a heap for tensors or malloc thresholds on a CPU, a string on CUDA."""
 
     policy: str
-    """Name of the malloc policy, as `predict.malloc` lists them."""
+    """"tensor-heap", or a malloc policy as `predict.malloc` lists them."""
     limit_bytes: int = 0
-    """Process bytes above which the heap's free pages are returned before they are needed again."""
-    trims: TrimPoints = TrimPoints()
-    """Where that is looked after."""
+    """Process bytes from which on the tensor heap returns free pages before it takes new ones; 0 for none."""
     cuda_setting: str = ""
     """Complete PYTORCH_ALLOC_CONF string; must be in the environment before torch starts."""
     saved_bytes: int | None = None

@@ -5,6 +5,7 @@ budget and solve again. The replayed peak decides; the solver only proposes.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -24,7 +25,7 @@ from memwall.plan.orders import WINDOW_BYTES, block_actions, treatments_of_choic
 from memwall.plan.planfile import Plan
 from memwall.plan.solve import smallest_feasible_bytes, solve
 from memwall.predict.curve import live_peak_bytes, step_seconds
-from memwall.predict.process import ProcessModel, Resident, TrimPoints
+from memwall.predict.process import ProcessModel, Resident
 from memwall.predict.timing import smoothed
 from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.build import steady_step
@@ -33,14 +34,11 @@ from memwall.units import parse_size
 
 __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "steady_step"]
 
-# Parts of the room that tensors may fill; what is left is for pages the heap keeps between two trims.
-_LIVE_SHARES = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.77, 0.72, 0.65, 0.55)
+# Parts of the room that tensors may fill; what is left is for pages that are free and kept.
+_LIVE_SHARES = (1.0, 0.99, 0.98, 0.96, 0.94, 0.9, 0.86, 0.82, 0.77, 0.72, 0.65, 0.55)
 # Without anything applied nothing holds the heap to the forecast: it must fit with this much more of what the step
 # adds. Small models fragment most: 45 % was seen on a GPT-2 of 12 MB (tests/integrations/scripts, 2026-11-20).
 _UNWATCHED_SHARE = 0.5
-# How far a watched heap may grow beyond the forecast before free pages are returned, where the budget has room: each
-# return costs page faults, and a forecast further off is of little use.
-_WATCHED_SHARE = 0.045
 MIN_MOVED_BYTES = 1 << 20
 # No forecast of a process is better than this: Python objects, graph nodes, thread stacks.
 _LEAST_MARGIN_BYTES = 12 << 20
@@ -208,41 +206,34 @@ class _Search:
         room_bytes = limit_bytes - self.process.base_bytes - self.process.workspace_bytes
         best: _Found | None = None
         tried: set[tuple[int, ...]] = set()
-        for share in _LIVE_SHARES:
-            choice = solve(msgspec.structs.replace(instance, budget_bytes=int(room_bytes * share)))
-            if choice is None or (best is not None and choice.extra_seconds >= best.extra_seconds):
+        for live_bytes in self._live_budgets(instance, room_bytes):
+            choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
+            if best is not None and (choice is None or choice.extra_seconds >= best.extra_seconds):
                 break  # fewer live bytes cost more still
-            if choice.options in tried:
+            if choice is None or choice.options in tried:
                 continue
             tried.add(choice.options)
             treatments, window_bytes = treatments_of_choice(menus, choice), window_bytes_of(menus, choice)
             step = model.treated(treatments)
-            for resident in self._residents(step, model, limit_bytes - window_bytes):
-                if resident.process_bytes + window_bytes > limit_bytes:
-                    continue
-                found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
-                if best is None or found.extra_seconds < best.extra_seconds:
-                    best = found
-                break
+            resident = self._resident(step, limit_bytes - window_bytes)
+            if resident.process_bytes + window_bytes > limit_bytes:
+                continue
+            found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
+            if best is None or found.extra_seconds < best.extra_seconds:
+                best = found
         return best
 
-    def _residents(self, step: Step, model: StepModel, limit_bytes: int) -> Iterator[Resident]:
-        """The ways to reuse freed memory in a step, cheapest first; tensors alone where malloc cannot be steered."""
-        is_steerable = can_reuse_allocator(self.trace) is None
-        watched = self.process.watched(step, model.blocks, limit_bytes) if is_steerable else None
-        if watched is None:
-            yield self.process.bare(step)
-            return
-        yield watched
-        mapped = self.process.mapped(step)
-        if mapped is not None:
-            yield mapped
+    @staticmethod
+    def _live_budgets(instance: Instance, room_bytes: int) -> Iterator[int]:
+        """Live bytes to solve for, most first; last the fewest there can be, which some budget just admits."""
+        yield from (int(room_bytes * share) for share in _LIVE_SHARES)
+        yield smallest_feasible_bytes(instance)
 
-    def _watched_bytes(self, process_bytes: int) -> int:
-        """Where the heap is held: inside the margin, or as far above the forecast as the budget allows."""
-        half_margin_bytes = self._margin_bytes(self.settings.budget_bytes) // 2
-        room_bytes = min(self.settings.budget_bytes - half_margin_bytes, int(process_bytes * (1 + _WATCHED_SHARE)))
-        return max(room_bytes, process_bytes + half_margin_bytes)
+    def _resident(self, step: Step, limit_bytes: int) -> Resident:
+        """The cheapest way to reuse freed memory that keeps to the tensors' own bytes; they alone if none is known."""
+        if can_reuse_allocator(self.trace) is not None:
+            return self.process.bare(step)
+        return self.process.in_heap(step, limit_bytes) or self.process.mapped(step) or self.process.bare(step)
 
     def _limit_bytes(self) -> int:
         """Process bytes up to which a plan may go: the budget without the margin."""
@@ -293,11 +284,8 @@ class _Search:
             actions.append(
                 AllocatorReuse(
                     policy=resident.policy,
-                    # The heap of the run may keep more than the replayed one: it is held to the forecast.
-                    limit_bytes=self._watched_bytes(process_bytes),
-                    trims=self.process.trims(step, model.blocks, self._watched_bytes(process_bytes), window_bytes)
-                    if resident.policy != "mmap"
-                    else TrimPoints(),
+                    # What else grows in the process is made up for by free pages of the heap.
+                    limit_bytes=process_bytes + self._margin_bytes(process_bytes) // 2,
                     cost_seconds=fault_seconds,
                 )
             )
@@ -339,9 +327,7 @@ class _Search:
             source=self.trace.source,
             fits=True,
             budget_bytes=self.settings.budget_bytes,
-            margin_bytes=max(
-                self._margin_bytes(found.process_bytes), self._watched_bytes(found.process_bytes) - found.process_bytes
-            ),
+            margin_bytes=self._margin_bytes(found.process_bytes),
             peak=PeakBytes(
                 allocated_bytes=peak.allocated_bytes,
                 process_bytes=max(phase.process_bytes for phase in phases.values()),
@@ -390,12 +376,11 @@ class _Search:
             raise PlanError("the solver found no plan at the smallest budget it gave; please report the trace")
         treatments = treatments_of_choice(menus, choice)
         step = model.treated(treatments)
-        resident = self.process.mapped(step) or self.process.bare(step)
-        process_bytes = resident.process_bytes + window_bytes_of(menus, choice)
+        process_bytes = self._resident(step, 0).process_bytes + window_bytes_of(menus, choice)
         added_bytes = process_bytes - self.process.base_bytes
         return max(
             process_bytes + _LEAST_MARGIN_BYTES,
-            self.process.base_bytes + int(added_bytes / (1 - self.settings.margin_share)),
+            self.process.base_bytes + math.ceil(added_bytes / (1 - self.settings.margin_share)) + 1,
         )
 
     def infeasible(self) -> InfeasibleError:

@@ -17,13 +17,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.predict import malloc_replay
 from memwall.predict.malloc_events import StepEvents, events_of, join
-from memwall.predict.treatment import BlockCalls
 from memwall.trace.records import Step
 
 __all__ = [
@@ -31,28 +29,18 @@ __all__ = [
     "MallocPolicy",
     "StepPages",
     "candidate_policies",
-    "environment",
     "fault_seconds_per_byte",
     "is_glibc",
-    "missing_environment",
-    "nursery_layout",
     "policy_named",
     "replay",
     "replay_step",
     "restored_policy",
     "settings_of",
-    "trim_operations",
     "unavailable_reason",
 ]
 
 # malloc.h of glibc. M_MMAP_THRESHOLD is refused above 32 MiB (HEAP_MAX_SIZE / 2).
-_MXFAST, _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = 1, -1, -3, -4
-_NEVER_TRIM_BYTES = (1 << 31) - 1
-# GPT, convolutional net and perceptron, glibc 2.36, x86-64: small blocks alive at once took under 0.7 MB, and a larger
-# nursery lowered no peak.
-_NURSERY_BYTES = 2 << 20
-_NURSERY_BLOCK_BYTES = 4000
-_NURSERY_FENCE_BYTES = 24
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 class MallocPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,18 +51,6 @@ class MallocPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Blocks from this size get a mapping of their own, returned when freed; at most 32 MiB."""
     trim_threshold_bytes: int | None = None
     """Free bytes at the heap's end from which it shrinks."""
-    mmap_max: int | None = None
-    """How many blocks may have mappings of their own; 0: all live in the heap."""
-    fastbin_bytes: int | None = None
-    """Freed blocks up to this size are kept apart instead of merged with free neighbours; 0: none are."""
-    tcache_count: int | None = None
-    """Freed blocks per size kept apart in each thread. Must be in the environment before the process starts."""
-    nursery_bytes: int = 0
-    """Free small blocks prepared at the start, so that graph nodes do not settle in the gaps between tensors."""
-    trims_forward: bool = False
-    """Whether the heap's free pages are returned before each block's forward."""
-    trims_backward: bool = False
-    """Whether they are returned before each block's backward."""
 
     @property
     def is_default(self) -> bool:
@@ -93,7 +69,6 @@ class StepPages(Struct, frozen=True, kw_only=True):
     """Bytes that became resident anew: each costs a page fault's share."""
     end_resident_bytes: int
     end_live_bytes: int
-    num_trims: int = 0
 
 
 class MallocForecast(Struct, frozen=True, kw_only=True):
@@ -112,30 +87,13 @@ class MallocForecast(Struct, frozen=True, kw_only=True):
         return self.steps[-1].fresh_bytes
 
 
-def candidate_policies(*, can_restart: bool = False) -> tuple[MallocPolicy, ...]:
-    """The policies worth trying in this process, least intervention first.
+def candidate_policies() -> tuple[MallocPolicy, ...]:
+    """The policies worth having, least intervention first.
 
-    `default` touches nothing. `heap` keeps every freed page for reuse: fewest page faults. `-trim` returns free pages
-    before each block's backward, or before its forward too. `mmap` returns each block of 1 MiB or more when it is
-    freed: least memory, most faults. `compact` keeps small blocks out of the gaps between tensors, where most
-    fragmentation comes from: torch asks for 64-byte alignment, glibc cuts slivers off both ends of each block, caches
-    them per thread, and hands them to graph nodes, which pin the gaps open.
-
-    Args:
-        can_restart: also list `compact` where this process was not started with `environment(policy)`.
+    `default` touches nothing. `mmap` returns each block of 1 MiB or more when it is freed: least memory, most faults.
     """
-    heap = MallocPolicy(name="heap", mmap_max=0, trim_threshold_bytes=_NEVER_TRIM_BYTES)
-    compact = msgspec.structs.replace(
-        heap, name="compact", fastbin_bytes=0, tcache_count=0, nursery_bytes=_NURSERY_BYTES
-    )
-    in_heap = [heap] + ([compact] if can_restart or not missing_environment(compact) else [])
-    trimmed = [
-        msgspec.structs.replace(p, name=f"{p.name}-{suffix}", trims_forward=both, trims_backward=True)
-        for p in in_heap
-        for suffix, both in (("trim-backward", False), ("trim-blocks", True))
-    ]
     mapped = MallocPolicy(name="mmap", mmap_threshold_bytes=1 << 20, trim_threshold_bytes=1 << 20)
-    return (MallocPolicy(name="default"), *in_heap, *trimmed, mapped)
+    return (MallocPolicy(name="default"), mapped)
 
 
 def restored_policy() -> MallocPolicy:
@@ -148,8 +106,6 @@ def restored_policy() -> MallocPolicy:
         name="restored",
         mmap_threshold_bytes=32 << 20,
         trim_threshold_bytes=64 << 20,
-        mmap_max=65536,
-        fastbin_bytes=128,
     )
 
 
@@ -159,7 +115,7 @@ def policy_named(name: str) -> MallocPolicy:
     Raises:
         UsageError: there is none.
     """
-    known = {policy.name: policy for policy in candidate_policies(can_restart=True)}
+    known = {policy.name: policy for policy in candidate_policies()}
     if name not in known:
         raise UsageError(f"'{name}' is no malloc policy; expected one of {', '.join(known)}")
     return known[name]
@@ -170,27 +126,8 @@ def settings_of(policy: MallocPolicy) -> tuple[tuple[int, int], ...]:
     pairs = (
         (_MMAP_THRESHOLD, policy.mmap_threshold_bytes),
         (_TRIM_THRESHOLD, policy.trim_threshold_bytes),
-        (_MMAP_MAX, policy.mmap_max),
-        (_MXFAST, policy.fastbin_bytes),
     )
     return tuple((parameter, value) for parameter, value in pairs if value is not None)
-
-
-def environment(policy: MallocPolicy) -> dict[str, str]:
-    """Variables that must be set before the process starts for the whole policy to hold; empty if none."""
-    if policy.tcache_count is None:
-        return {}
-    tunables = [item for item in os.environ.get("GLIBC_TUNABLES", "").split(":") if item and "tcache_count" not in item]
-    return {"GLIBC_TUNABLES": ":".join([*tunables, f"glibc.malloc.tcache_count={policy.tcache_count}"])}
-
-
-def missing_environment(policy: MallocPolicy) -> dict[str, str]:
-    """What `environment(policy)` holds that this process was not started with."""
-    started_with = Path("/proc/self/environ")
-    present = started_with.read_bytes().split(b"\0") if started_with.exists() else []
-    wanted = f"glibc.malloc.tcache_count={policy.tcache_count}".encode()
-    is_there = any(e.startswith(b"GLIBC_TUNABLES=") and wanted in e.partition(b"=")[2].split(b":") for e in present)
-    return {} if is_there else environment(policy)
 
 
 def unavailable_reason() -> str:
@@ -211,24 +148,13 @@ def is_glibc() -> bool:
     return not unavailable_reason()
 
 
-def trim_operations(step: Step, policy: MallocPolicy, blocks: Sequence[BlockCalls]) -> frozenset[int]:
-    """Operations before which the policy trims, given the blocks at whose boundaries it does."""
-    modules = {block.module for block in blocks}
-    calls = [call for call in step.calls if call.module in modules]
-    forward = {call.start for call in calls} if policy.trims_forward else set()
-    backward = {call.backward_start for call in calls if call.backward_start >= 0} if policy.trims_backward else set()
-    return frozenset(forward | backward)
-
-
-def replay_step(
-    step: Step, policy: MallocPolicy, blocks: Sequence[BlockCalls] = (), num_steps: int = 3
-) -> MallocForecast:
-    """Replays one step several times over, with trims at the boundaries of blocks where the policy has them.
+def replay_step(step: Step, policy: MallocPolicy, num_steps: int = 3) -> MallocForecast:
+    """Replays one step several times over.
 
     Raises:
         UsageError: see `replay`.
     """
-    return replay(policy, [events_of(step, trims=trim_operations(step, policy, blocks))] * num_steps)
+    return replay(policy, [events_of(step)] * num_steps)
 
 
 def replay(policy: MallocPolicy, steps: Sequence[StepEvents], *, timeout_s: float = 60.0) -> MallocForecast:
@@ -243,7 +169,7 @@ def replay(policy: MallocPolicy, steps: Sequence[StepEvents], *, timeout_s: floa
     reason = unavailable_reason()
     if reason:
         raise UsageError(f"cannot replay allocations: {reason}")
-    events = join(steps, nursery_layout(policy))
+    events = join(steps)
     num_events = len(events) // 3
     request = json.dumps({"mallopt": settings_of(policy), "num_events": num_events}).encode()
     try:
@@ -252,7 +178,7 @@ def replay(policy: MallocPolicy, steps: Sequence[StepEvents], *, timeout_s: floa
             input=request + b"\n" + events.tobytes(),
             capture_output=True,
             timeout=timeout_s,
-            env=_replay_environment(policy),
+            env=_replay_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -284,16 +210,11 @@ def fault_seconds_per_byte(*, probe_bytes: int = 16 << 20) -> float:
     return best_seconds / probe_bytes
 
 
-def nursery_layout(policy: MallocPolicy) -> tuple[int, int, int]:
-    """How the nursery is made: number of blocks, bytes of each, bytes of the fence behind each, which stays."""
-    return policy.nursery_bytes // _NURSERY_BLOCK_BYTES, _NURSERY_BLOCK_BYTES, _NURSERY_FENCE_BYTES
-
-
-def _replay_environment(policy: MallocPolicy) -> dict[str, str]:
+def _replay_environment() -> dict[str, str]:
     """Only what malloc and the dynamic loader read; a fixed hash seed, or the replay's own heap differs each time."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_LIBRARY_PATH")
     }
-    return kept | {"PYTHONHASHSEED": "0"} | environment(policy)
+    return kept | {"PYTHONHASHSEED": "0"}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
-from memwall.predict.malloc_replay import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, SET_POLICY, STEP, TRIM, TRIM_IF_NEEDED
+from memwall.predict.malloc_replay import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, SET_POLICY, STEP
 from memwall.trace.records import Step
 
 __all__ = ["StepEvents", "events_of", "join"]
@@ -50,20 +50,15 @@ class StepEvents:
 def events_of(
     step: Step,
     *,
-    trims: Collection[int] = (),
     has_small_blocks: bool = True,
     lifetimes: Sequence[tuple[int, int]] = (),
-    ceilings: Mapping[int, int] | None = None,
 ) -> StepEvents:
     """Calls to malloc that one step makes.
 
-    At each operation first the storages that died before it are freed, then comes a trim if there is one, then its own
-    are allocated.
+    At each operation first the storages that died before it are freed, then its own are allocated.
 
     Args:
-        trims: operations before which the heap is trimmed; the number of operations: at the step's end.
         has_small_blocks: whether tensor headers and graph nodes are imitated.
-        ceilings: operations before which the heap is trimmed if more than that many bytes are resident.
         lifetimes: birth and death per storage in place of the recorded ones, as a plan changes them.
     """
     num_ops = len(step.ops)
@@ -87,7 +82,6 @@ def events_of(
             out.num_slots += len(slots)
     node_dies = _node_deaths(step) if has_small_blocks else {}
     nodes: defaultdict[int, list[int]] = defaultdict(list)
-    trimmed = frozenset(trims)
     for op in range(num_ops + 1):
         for index in deaths[op] if op < num_ops else []:
             out.free(blocks.pop(index)[1])
@@ -95,10 +89,6 @@ def events_of(
         if op == num_ops:
             for rest in nodes.values():
                 out.free(rest)
-        if op in trimmed:
-            out.events.extend((TRIM, 0, 0))
-        elif ceilings and op in ceilings:
-            out.events.extend((TRIM_IF_NEEDED, 0, ceilings[op]))
         for index in births[op]:
             nbytes = step.storages[index].nbytes
             data = out.allocate(ALLOCATE, nbytes)
@@ -111,15 +101,12 @@ def events_of(
     return out
 
 
-def join(steps: Sequence[StepEvents], nursery: tuple[int, int, int] = (0, 0, 0)) -> array[int]:
-    """One sequence of calls: what stands before the first step, the policy, the nursery, and each step in turn.
+def join(steps: Sequence[StepEvents]) -> array[int]:
+    """One sequence of calls: what stands before the first step, the policy, and each step in turn.
 
     What outlives a step is what stands before the next, matched by size: the first step's optimizer state is the
     second's, and a gradient that lives until it is zeroed takes its predecessor's place. What the next step does not
     know is freed, what it misses is allocated.
-
-    Args:
-        nursery: number of small free blocks prepared when the policy is set, bytes of each, bytes of the fence behind.
     """
     events: array[int] = array("q")
     offset_of: dict[int, int] = {}
@@ -137,7 +124,6 @@ def join(steps: Sequence[StepEvents], nursery: tuple[int, int, int] = (0, 0, 0))
         _link(events, standing, wanted)
         if number == 0:
             events.extend((SET_POLICY, 0, 0))
-            _extend_nursery(events, nursery, num_slots)
             events.extend((STEP, 0, 0))
         shifted = array("q", step.events)
         for position in range(0, len(shifted), 3):
@@ -169,15 +155,6 @@ def _link(events: array[int], standing: dict[tuple[int, ...], int], wanted: dict
         for slots in unknown:
             for slot in slots:
                 events.extend((FREE, slot, 0))
-
-
-def _extend_nursery(events: array[int], nursery: tuple[int, int, int], first_slot: int) -> None:
-    num_blocks, block_bytes, fence_bytes = nursery
-    slots = range(first_slot, first_slot + 2 * num_blocks, 2)
-    for slot in slots:
-        events.extend((ALLOCATE_SMALL, slot, block_bytes, ALLOCATE_SMALL, slot + 1, fence_bytes))
-    for slot in slots:
-        events.extend((FREE, slot, 0))
 
 
 def _node_deaths(step: Step) -> dict[int, int]:

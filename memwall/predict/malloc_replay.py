@@ -24,8 +24,6 @@ __all__ = [
     "MOVE",
     "SET_POLICY",
     "STEP",
-    "TRIM",
-    "TRIM_IF_NEEDED",
     "resident_pages",
 ]
 
@@ -34,16 +32,12 @@ ALLOCATE = 0
 ALLOCATE_SMALL = 1
 """A block from plain malloc: graph nodes, tensor headers."""
 FREE = 2
-TRIM = 3
-"""malloc_trim(0)."""
-STEP = 4
+STEP = 3
 """A new step begins: figures are kept per step."""
-SET_POLICY = 5
+SET_POLICY = 4
 """The request's mallopt pairs are set: what was allocated before met malloc's own defaults."""
-MOVE = 6
+MOVE = 5
 """The block of the slot in the third number is now known by the slot in the second."""
-TRIM_IF_NEEDED = 7
-"""malloc_trim(0) if the resident bytes exceed the third number."""
 
 # c10/core/alignment.h: gAlignment.
 _TORCH_ALIGNMENT_BYTES = 64
@@ -61,7 +55,6 @@ def _perform(events: Sequence[int], settings: list[list[int]]) -> tuple[array[in
     malloc.argtypes, malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
     free.argtypes, free.restype = (ctypes.c_void_p,), None
     sbrk.argtypes, sbrk.restype = (ctypes.c_ssize_t,), ctypes.c_void_p
-    libc.malloc_trim.argtypes = (ctypes.c_size_t,)
     read_size_word = ctypes.c_size_t.from_address
     num_events = len(events) // 3
     addresses, mapped, heap_ends = (array("q", bytes(8 * num_events)) for _ in range(3))
@@ -78,8 +71,6 @@ def _perform(events: Sequence[int], settings: list[list[int]]) -> tuple[array[in
                 raise MemoryError(f"event {index}: malloc refused to reserve {nbytes} bytes of address space")
             slots[events[position + 1]] = addresses[index] = address
             mapped[index] = read_size_word(address - _SIZE_WORD_BYTES).value & _IS_MMAPPED
-        elif kind == TRIM:
-            libc.malloc_trim(0)
         elif kind == MOVE:
             slots[events[position + 1]] = slots[events[position + 2]]
         elif kind == SET_POLICY:
@@ -101,8 +92,7 @@ def resident_pages(
     """Figures per step, from the addresses that malloc gave.
 
     A page becomes resident when a tensor that is written lies on it. A freed block of the heap leaves its pages
-    resident; a block with its own mapping takes them along; a heap that shrinks loses those beyond its end; a trim
-    leaves only pages that a live block touches.
+    resident; a block with its own mapping takes them along; a heap that shrinks loses those beyond its end.
 
     Args:
         events: (kind, slot, nbytes) per event, flat.
@@ -146,20 +136,12 @@ def resident_pages(
             low, high, own, size = live.pop(slot)
             live_bytes -= size
             mapped_pages -= high - low if own else 0
-        elif kind == TRIM or (kind == TRIM_IF_NEEDED and (heap_pages + mapped_pages) * page_bytes > nbytes):
-            if figures:
-                figures["num_trims"] += 1
-            is_resident = bytearray(len(is_resident))
-            for low, high, own, _ in live.values():
-                if not own:
-                    is_resident[low:high] = b"\1" * (high - low)
-            heap_pages = is_resident.count(1)
         elif kind == MOVE:
             live[slot] = live.pop(nbytes)
         elif kind == STEP:
             resident = (heap_pages + mapped_pages) * page_bytes
             figures = {"peak_resident_bytes": resident, "peak_event": index, "peak_live_bytes": live_bytes}
-            figures |= {"fresh_bytes": 0, "num_trims": 0, "end_resident_bytes": 0, "end_live_bytes": 0}
+            figures |= {"fresh_bytes": 0, "end_resident_bytes": 0, "end_live_bytes": 0}
             steps.append(figures)
         if heap_ends[index] < heap_end:
             beyond = max(0, -(-heap_ends[index] // page_bytes) - first_page)

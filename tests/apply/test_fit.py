@@ -19,7 +19,7 @@ from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.menu import Costs, build_menus
 from memwall.plan.planfile import Plan
 from memwall.predict.malloc import unavailable_reason
-from memwall.predict.process import TrimPoints
+from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
 from memwall.trace.modules import fingerprint
 from memwall.trace.record import TraceBuilder
@@ -108,23 +108,20 @@ def test_a_plan_trains_the_same_bits(name: str, kind: str, tmp_path: Path) -> No
         assert session.measured.bytes_to_tier > 0
 
 
-@pytest.mark.skipif(bool(unavailable_reason()), reason=f"malloc cannot be steered: {unavailable_reason()}")
-@pytest.mark.parametrize(("ceiling_bytes", "num_trims"), [(0, 3 * NUM_STEPS), (1 << 60, 0)])
-def test_free_pages_are_returned_above_the_ceiling(ceiling_bytes: int, num_trims: int) -> None:
-    """GIVEN a watched heap WHEN the process holds more than a ceiling THEN it trims there, and only then."""
+@pytest.mark.parametrize("policy", ["tensor-heap", "mmap"])
+def test_where_memory_comes_from_changes_no_bit(policy: str) -> None:
+    """GIVEN a plan for the allocator alone WHEN it runs THEN bits are the plain run's, and it is taken back."""
+    reason = heap_unavailable_reason() if policy == "tensor-heap" else unavailable_reason()
+    if reason:
+        pytest.skip(reason)
     case = MODELS["gpt"]("tiny")
     plain, planned = copy.deepcopy(case.model), copy.deepcopy(case.model)
     expected = train(case, plain)
-    trims = TrimPoints(
-        forward={"blocks.0": ceiling_bytes}, backward={"blocks.0": ceiling_bytes}, optimizer_bytes=ceiling_bytes
-    )
-    plan = plan_of(planned, (AllocatorReuse(policy="heap", limit_bytes=ceiling_bytes, trims=trims),))
+    plan = plan_of(planned, (AllocatorReuse(policy=policy, limit_bytes=1 << 40),))
     with Session(plan=plan) as session:
         assert train(case, planned, session) == expected
-        assert session._malloc.policy is not None
-        assert session._malloc.policy.name == "heap"
-        assert session._malloc.num_trims == num_trims
-    assert session._malloc.policy is None
+        assert session._allocator.policy == policy
+    assert session._allocator.policy is None
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
         ("split the batch: 4 x 2", "every step", "equivalent"),
     ),
     "autocast": (Autocast(dtype="bfloat16"), ("autocast to bfloat16", "forward", "changes-numerics")),
-    "allocator": (AllocatorReuse(policy="compact"), ("allocator policy compact", "process", "bit-exact")),
+    "allocator": (AllocatorReuse(policy="tensor-heap"), ("allocator policy tensor-heap", "process", "bit-exact")),
 }
 LEGALITY = {
     "recompute": "can_recompute",

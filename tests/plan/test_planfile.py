@@ -20,7 +20,6 @@ from memwall.errors import PlanError
 from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
-from memwall.predict.process import TrimPoints
 from memwall.trace.file import save_trace
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Machine
@@ -30,7 +29,7 @@ ACTIONS: tuple[Action, ...] = (
     Accumulate(micro_batch=2, num_micro_batches=4),
     Recompute(block="h.0", kept_ops=(1, 7), kept_names=("aten.mm.default", "aten.bmm.default"), num_ops=9),
     Offload(block="h.1", scope="saved", tier="disk", min_bytes=1 << 20, window_bytes=32 << 20, cost_seconds=0.25),
-    AllocatorReuse(policy="compact", limit_bytes=9, trims=TrimPoints(forward={"h.1": 5, "h.0": 3}, optimizer_bytes=1)),
+    AllocatorReuse(policy="tensor-heap", limit_bytes=9),
 )
 
 
@@ -212,8 +211,8 @@ def test_a_newer_version(path: Path) -> None:
             "Object contains unknown field `keep_ops` - at `$.forecast.actions[2]`",
         ),
         (
-            lambda plan: plan["forecast"]["actions"][4]["trims"].update(forwards={}),
-            "Object contains unknown field `forwards` - at `$.forecast.actions[4].trims`",
+            lambda plan: plan["forecast"]["actions"][4].update(trims={}),
+            "Object contains unknown field `trims` - at `$.forecast.actions[4]`",
         ),
         (
             lambda plan: plan["forecast"]["phases"]["first_step"].update(rss=1),

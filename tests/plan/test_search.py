@@ -63,6 +63,7 @@ def _one_thread() -> Iterator[None]:
 def _no_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is its base and its tensors."""
     monkeypatch.setattr(process, "unavailable_reason", lambda: "left out of this test")
+    monkeypatch.setattr(process, "heap_unavailable_reason", lambda: "left out of this test")
 
 
 without_malloc = pytest.mark.usefixtures("_no_malloc")

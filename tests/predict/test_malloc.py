@@ -1,7 +1,6 @@
 """Replaying allocations against malloc: what stays resident, what comes back, and whether real processes agree."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,11 +10,12 @@ import pytest
 from memwall.errors import UsageError
 from memwall.predict import malloc as subject
 from memwall.predict.malloc_events import StepEvents, events_of, join
-from memwall.predict.malloc_replay import ALLOCATE, FREE, MOVE, SET_POLICY, STEP, TRIM, resident_pages
+from memwall.predict.malloc_replay import ALLOCATE, FREE, MOVE, SET_POLICY, STEP, resident_pages
 from memwall.trace.records import Category, Op, Phase, Step, Storage
 
 MIB = 1 << 20
-HEAP, MMAP, COMPACT = (subject.policy_named(name) for name in ("heap", "mmap", "compact"))
+BLOCK = 100 << 10
+DEFAULT, MMAP = (subject.policy_named(name) for name in ("default", "mmap"))
 
 pytestmark = pytest.mark.skipif(not subject.is_glibc(), reason=f"no glibc malloc: {subject.unavailable_reason()}")
 
@@ -55,14 +55,12 @@ def triples(events: Sequence[int]) -> list[tuple[int, int, int]]:
     return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
 
 
-def comb(num_blocks: int, *, trims: bool) -> StepEvents:
-    """Allocates blocks of 1 MiB, frees every second one, trims if asked, then asks for blocks that fit no gap."""
+def comb(num_blocks: int) -> StepEvents:
+    """Allocates blocks of 100 KiB, frees every second one, then asks for blocks that fit no gap."""
     out = StepEvents()
-    slots = [out.allocate(ALLOCATE, MIB) for _ in range(num_blocks)]
+    slots = [out.allocate(ALLOCATE, BLOCK) for _ in range(num_blocks)]
     out.free(slots[::2])
-    if trims:
-        out.events.extend((TRIM, 0, 0))
-    wide = [out.allocate(ALLOCATE, 2 * MIB) for _ in range(num_blocks // 4)]
+    wide = [out.allocate(ALLOCATE, 2 * BLOCK) for _ in range(num_blocks // 4)]
     out.free(wide + slots[1::2])
     return out
 
@@ -71,35 +69,21 @@ def comb(num_blocks: int, *, trims: bool) -> StepEvents:
 
 
 def test_blocks_with_own_mappings_are_resident_only_while_they_live() -> None:
-    pages = subject.replay(MMAP, [comb(40, trims=False)]).steps[0]
+    out = StepEvents()
+    slots = [out.allocate(ALLOCATE, MIB) for _ in range(40)]
+    out.free(slots[::2])
+    out.free([out.allocate(ALLOCATE, 2 * MIB) for _ in range(10)] + slots[1::2])
+    pages = subject.replay(MMAP, [out]).steps[0]
     assert pages.peak_live_bytes == 40 * MIB
     assert 40 * MIB <= pages.peak_resident_bytes <= 40 * (MIB + 8192)
     assert pages.end_resident_bytes == pages.end_live_bytes == 0
     assert pages.fresh_bytes >= 60 * MIB
 
 
-def test_gaps_that_nothing_fits_stay_resident_in_a_heap() -> None:
-    pages = subject.replay(HEAP, [comb(40, trims=False)]).steps[0]
-    assert pages.peak_live_bytes == 40 * MIB
-    assert 59 * MIB <= pages.peak_resident_bytes <= 61 * MIB
-
-
-def test_a_trim_returns_the_gaps() -> None:
-    pages = subject.replay(HEAP, [comb(40, trims=True)]).steps[0]
-    assert 39 * MIB <= pages.peak_resident_bytes <= 41 * MIB
-
-
-def test_a_heap_that_is_never_trimmed_faults_no_page_in_twice() -> None:
-    events = comb(40, trims=False)
-    steps = subject.replay(HEAP, [events] * 4).steps
-    assert steps[0].fresh_bytes >= 59 * MIB
-    assert sum(pages.fresh_bytes for pages in steps) == steps[-1].end_resident_bytes
-
-
-def test_a_trimmed_heap_pays_for_its_gaps_in_every_step() -> None:
-    events = comb(40, trims=True)
-    second = subject.replay(HEAP, [events, events]).steps[1]
-    assert 18 * MIB <= second.fresh_bytes <= 42 * MIB
+def test_gaps_that_nothing_fits_stay_resident_in_mallocs_heap() -> None:
+    pages = subject.replay(DEFAULT, [comb(400)]).steps[0]
+    assert pages.peak_live_bytes == 400 * BLOCK
+    assert 590 * BLOCK <= pages.peak_resident_bytes <= 610 * BLOCK
 
 
 def test_by_default_a_heap_shrinks_when_its_end_is_freed() -> None:
@@ -113,18 +97,17 @@ def test_by_default_a_heap_shrinks_when_its_end_is_freed() -> None:
 
 def test_pages_shared_by_two_blocks_count_once() -> None:
     page = 4096
-    events = [STEP, 0, 0, ALLOCATE, 0, 1000, ALLOCATE, 1, 1000, FREE, 0, 0, TRIM, 0, 0]
-    figures = resident_pages(events, [0, 1 << 20, (1 << 20) + 1024, 0, 0], [0] * 5, [2 << 20] * 5, page)
+    events = [STEP, 0, 0, ALLOCATE, 0, 1000, ALLOCATE, 1, 1000, FREE, 0, 0]
+    figures = resident_pages(events, [0, 1 << 20, (1 << 20) + 1024, 0], [0] * 4, [2 << 20] * 4, page)
     # The header in front of the first block lies on the page before.
     assert figures[0]["peak_resident_bytes"] == 2 * page
-    assert figures[0]["end_resident_bytes"] == page
 
 
 def test_the_same_replay_gives_the_same_answer() -> None:
     sizes = [(7919 * n) % 900_000 + 1 for n in range(400)]
     storages = [storage(size, n, min(n + 1 + size % 97, 400)) for n, size in enumerate(sizes)]
     events = events_of(step(storages, ["forward"] * 200 + ["backward"] * 200))
-    found = [subject.replay(policy, [events, events]) for policy in (HEAP, HEAP, COMPACT, COMPACT)]
+    found = [subject.replay(policy, [events, events]) for policy in (DEFAULT, DEFAULT, MMAP, MMAP)]
     assert found[0] == found[1]
     assert found[2] == found[3]
 
@@ -133,7 +116,7 @@ def test_ten_thousand_calls_replay_in_a_fraction_of_a_second() -> None:
     out = StepEvents()
     for _ in range(50):
         out.free([out.allocate(ALLOCATE, 300_000 + 64 * n) for n in range(100)])
-    pages = subject.replay(HEAP, [out], timeout_s=5.0).steps[0]
+    pages = subject.replay(DEFAULT, [out], timeout_s=5.0).steps[0]
     assert len(out.events) // 3 == 10_000
     assert pages.peak_live_bytes > 30_000_000
 
@@ -141,14 +124,12 @@ def test_ten_thousand_calls_replay_in_a_fraction_of_a_second() -> None:
 # -- a step's calls --------------------------------------------------------------------------------------------------
 
 
-def test_at_an_operation_frees_come_first_then_the_trim_then_its_own() -> None:
-    events = events_of(
-        step([storage(10, 0, 1), storage(20, 1, 2)], ["forward", "forward"]), trims=[1], has_small_blocks=False
-    )
+def test_at_an_operation_frees_come_before_its_own_blocks() -> None:
+    events = events_of(step([storage(10, 0, 1), storage(20, 1, 2)], ["forward", "forward"]), has_small_blocks=False)
     # The second storage dies with the last operation, so it outlives the step.
-    assert triples(events.events) == [(ALLOCATE, 0, 10), (FREE, 0, 0), (TRIM, 0, 0), (ALLOCATE, 1, 20)]
+    assert triples(events.events) == [(ALLOCATE, 0, 10), (FREE, 0, 0), (ALLOCATE, 1, 20)]
     assert [nbytes for nbytes, _ in events.after] == [20]
-    assert events.op_at == [0, 1, 1, 1]
+    assert events.op_at == [0, 1, 1]
 
 
 def test_only_memory_of_the_process_is_replayed() -> None:
@@ -199,44 +180,16 @@ def test_a_gradient_that_lives_until_it_is_zeroed_does_not_pile_up() -> None:
 
 
 def test_policies_are_named_once_and_found_by_name() -> None:
-    names = [policy.name for policy in subject.candidate_policies(can_restart=True)]
-    assert names == [
-        "default",
-        "heap",
-        "compact",
-        "heap-trim-backward",
-        "heap-trim-blocks",
-        "compact-trim-backward",
-        "compact-trim-blocks",
-        "mmap",
-    ]
-    assert [p.name for p in subject.candidate_policies(can_restart=True) if p.is_default] == ["default"]
+    names = [policy.name for policy in subject.candidate_policies()]
+    assert names == ["default", "mmap"]
+    assert [p.name for p in subject.candidate_policies() if p.is_default] == ["default"]
     assert all(subject.policy_named(name).name == name for name in names)
 
 
 def test_an_unknown_policy_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UsageError) as error:
         subject.policy_named("tight")
-    assert str(error.value) == (
-        "'tight' is no malloc policy; expected one of default, heap, compact, heap-trim-backward, heap-trim-blocks, "
-        "compact-trim-backward, compact-trim-blocks, mmap"
-    )
-
-
-def test_a_policy_for_the_start_of_a_process_keeps_other_tunables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7:glibc.malloc.arena_max=1")
-    assert subject.environment(COMPACT) == {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"}
-    assert subject.environment(HEAP) == {}
-    assert subject.missing_environment(HEAP) == {}
-
-
-def test_compact_keeps_small_blocks_out_of_the_gaps_between_tensors() -> None:
-    sizes = [(104729 * n) % 3_000_000 + 200_000 for n in range(300)]
-    storages = [storage(size, n, 600 - n) for n, size in enumerate(sizes)]
-    storages += [storage(size + 4096 * (n % 7), 300 + n, 302 + n) for n, size in enumerate(sizes[:-2])]
-    events = events_of(step(storages, ["forward"] * 300 + ["backward"] * 300))
-    peaks = {p.name: subject.replay(p, [events] * 3) for p in (HEAP, COMPACT)}
-    assert peaks["compact"].peak_resident_bytes < peaks["heap"].peak_resident_bytes
+    assert str(error.value) == "'tight' is no malloc policy; expected one of default, mmap"
 
 
 def test_address_space_that_malloc_refuses_is_a_typed_error() -> None:
@@ -254,7 +207,7 @@ def test_without_glibc_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not subject.is_glibc()
     with pytest.raises(UsageError) as error:
-        subject.replay(HEAP, [])
+        subject.replay(DEFAULT, [])
     assert str(error.value) == "cannot replay allocations: malloc policies need Linux with glibc; this is darwin"
 
 
@@ -286,20 +239,17 @@ for position in range(0, len(events), 3):
         ctypes.memset(slots[slot], 1, nbytes)
     elif kind == 2:
         libc.free(slots.pop(slot))
-    elif kind == 3:
-        libc.malloc_trim(0)
 print(status("VmHWM") - base)
 """
 
 
-@pytest.mark.parametrize("name", ["default", "heap", "heap-trim-backward", "mmap", "compact"])
+@pytest.mark.parametrize("name", ["default", "mmap"])
 def test_a_process_that_writes_the_same_blocks_gets_as_large_as_predicted(name: str) -> None:
     policy = subject.policy_named(name)
     sizes = [(104729 * n) % 1_500_000 + 100_000 for n in range(120)]
     storages = [storage(size, n, 240 - n) for n, size in enumerate(sizes)]
     storages += [storage(size + 5000, 120 + n, 122 + n) for n, size in enumerate(sizes[:-2])]
-    trims = range(120, 240, 20) if policy.trims_backward else ()
-    events = events_of(step(storages, ["forward"] * 120 + ["backward"] * 120), trims=trims, has_small_blocks=False)
+    events = events_of(step(storages, ["forward"] * 120 + ["backward"] * 120), has_small_blocks=False)
     predicted_bytes = subject.replay(policy, [events]).peak_resident_bytes
     done = subprocess.run(
         [sys.executable, "-S", "-c", _TOUCH, json.dumps(subject.settings_of(policy))],
@@ -307,7 +257,6 @@ def test_a_process_that_writes_the_same_blocks_gets_as_large_as_predicted(name: 
         capture_output=True,
         text=True,
         check=True,
-        env=dict(os.environ) | subject.environment(policy),
     )
     measured_bytes = int(done.stdout)
     assert predicted_bytes == pytest.approx(measured_bytes, rel=0.03)

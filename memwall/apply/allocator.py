@@ -1,0 +1,137 @@
+"""Where CPU tensors' memory comes from and goes to: a heap of their own, or malloc with other thresholds; and back."""
+
+import ctypes
+import errno
+import logging
+import os
+
+import psutil
+
+from memwall.errors import ApplyError
+from memwall.predict.malloc import policy_named, restored_policy, settings_of, unavailable_reason
+from memwall.predict.process import TENSOR_HEAP
+from memwall.predict.tensor_heap import (
+    MIN_TENSOR_BYTES,
+    TORCH_LIBRARY,
+    TensorHeap,
+    heap_library,
+    heap_unavailable_reason,
+)
+from memwall.trace.meter import process_bytes, return_free_memory
+
+__all__ = ["AllocatorHandler", "hooked_heap"]
+
+_log = logging.getLogger(__name__)
+
+
+def hooked_heap() -> TensorHeap:
+    """The process's tensor heap; torch's large CPU tensors go there from now on.
+
+    Raises:
+        ApplyError: there is no such heap here.
+    """
+    reason = heap_unavailable_reason()
+    library = heap_library()
+    if reason or library is None:
+        raise ApplyError(f"cannot give tensors a heap of their own: {reason}")
+    # Addresses are cheap, and tensors come and go: four times the memory there is leaves room for any order.
+    reserved_bytes = min(4 * psutil.virtual_memory().total, 1 << 40)
+    error = ctypes.c_int()
+    handle = library.heap_hook(TORCH_LIBRARY, reserved_bytes, MIN_TENSOR_BYTES, ctypes.byref(error))
+    if not handle:
+        name = errno.errorcode.get(error.value, str(error.value))
+        raise ApplyError(
+            f"cannot give tensors a heap of their own: {os.strerror(error.value)} ({name}); "
+            "see whether the address space is limited (ulimit -v)"
+        )
+    return TensorHeap(library, handle)
+
+
+class AllocatorHandler:
+    """Holds at most one way of reuse at a time.
+
+    `undo` sends new tensors to malloc again; those in the heap stay there until they are freed, and its free pages go
+    back to the system. Of malloc, it sets the thresholds that glibc's own rule ends at: once anything was set, glibc no
+    longer adapts them.
+    """
+
+    def __init__(self) -> None:
+        self.policy: str | None = None
+        """What is in force; None for torch's and malloc's own."""
+        self._heap: TensorHeap | None = None
+        self._limit_bytes = 0
+
+    def apply(self, policy: str, limit_bytes: int = 0) -> None:
+        """Sets a way of reuse; it replaces the one in force.
+
+        Args:
+            limit_bytes: process bytes from which on the tensor heap returns free pages before it takes new ones.
+
+        Raises:
+            ApplyError: it cannot be had in this process; then torch's own is in force.
+            UsageError: there is none of that name.
+        """
+        if policy == TENSOR_HEAP:
+            if self._heap is None:
+                self.undo()
+                self._heap = hooked_heap()
+            self._limit_bytes = limit_bytes
+            self.hold_limit()
+        else:
+            self.undo()
+            _set_malloc(policy)
+        self.policy = policy
+        _log.debug("tensors are allocated under '%s'", policy)
+
+    def apply_tight(self) -> None:
+        """Sets the way with the least memory; nothing where there is none."""
+        if not heap_unavailable_reason():
+            self.apply(TENSOR_HEAP)
+        elif not unavailable_reason():
+            self.apply("mmap")
+
+    def hold_limit(self) -> None:
+        """To be called before each step: what else the process holds by now leaves less, or more, for the heap."""
+        if self._heap is not None:
+            ceiling_bytes = 0
+            if self._limit_bytes:
+                others_bytes = process_bytes() - self._heap.figures().resident_bytes
+                ceiling_bytes = max(self._limit_bytes - others_bytes, 1)
+            self._heap.set_ceiling(ceiling_bytes)
+
+    def trim(self) -> None:
+        """Returns all free memory to the system, so that what is resident is in use."""
+        if self._heap is not None:
+            self._heap.trim()
+        return_free_memory()
+
+    def undo(self) -> None:
+        """Takes it back, as far as that goes."""
+        if self._heap is not None:
+            library = heap_library()
+            assert library is not None
+            library.heap_unhook()
+            self._heap = None
+        elif self.policy is not None:
+            _mallopt(settings_of(restored_policy()))
+        self.policy = None
+
+
+def _set_malloc(policy: str) -> None:
+    settings = settings_of(policy_named(policy))
+    if not settings:
+        return
+    reason = unavailable_reason()
+    if reason:
+        raise ApplyError(f"cannot set the malloc policy '{policy}': {reason}")
+    refused = _mallopt(settings)
+    if refused is not None:
+        _mallopt(settings_of(restored_policy()))
+        parameter, value = refused
+        raise ApplyError(f"cannot set the malloc policy '{policy}': glibc refused mallopt({parameter}, {value})")
+
+
+def _mallopt(settings: tuple[tuple[int, int], ...]) -> tuple[int, int] | None:
+    """Sets them all; the first that is refused."""
+    libc = ctypes.CDLL(None)
+    return next(((p, value) for p, value in settings if libc.mallopt(p, value) != 1), None)

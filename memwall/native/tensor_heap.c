@@ -1,0 +1,318 @@
+/* See tensor_heap.h. Blocks and the gaps between them form one list in the order of addresses; first fit. */
+#define _GNU_SOURCE
+#include "tensor_heap.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define COMMIT_BYTES (64u << 20) /* address space is made writable in steps */
+#define NODES_PER_SLAB 1024u
+
+typedef struct Node {
+    struct Node *before, *after;         /* neighbours by address */
+    struct Node *free_before, *free_after; /* the free list, in no order; free_after also chains unused nodes */
+    uint32_t page, num_pages;
+    int is_free;
+} Node;
+
+typedef struct Slab {
+    struct Slab *next;
+    Node nodes[NODES_PER_SLAB];
+} Slab;
+
+struct Heap {
+    pthread_mutex_t lock;
+    char *base;
+    uint64_t page_bytes;
+    uint64_t num_reserved, num_committed; /* pages */
+    uint64_t ceiling;                     /* pages; 0: none */
+    int is_dry;
+    Node *last;         /* by address */
+    Node *free_list;
+    Node *unused_nodes;
+    Slab *slabs;
+    uint32_t top;          /* pages in use by nodes: where the heap grows */
+    Node **node_at;        /* by the first page of a block */
+    uint8_t *is_resident;  /* by page */
+    uint64_t num_resident, num_live, peak_resident, peak_live, num_fresh, num_returned, num_blocks;
+};
+
+static void *reserve(uint64_t nbytes, int protection) {
+    void *found = mmap(NULL, nbytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return found == MAP_FAILED ? NULL : found;
+}
+
+Heap *heap_create(uint64_t reserved_bytes, int is_dry) {
+    Heap *heap = calloc(1, sizeof(Heap));
+    if (!heap) return NULL;
+    heap->page_bytes = (uint64_t)sysconf(_SC_PAGESIZE);
+    heap->num_reserved = reserved_bytes / heap->page_bytes;
+    if (heap->num_reserved > UINT32_MAX) heap->num_reserved = UINT32_MAX;
+    heap->is_dry = is_dry;
+    /* A dry heap's addresses must only differ from NULL. */
+    heap->base = is_dry ? (char *)(uintptr_t)(1ull << 46) : reserve(heap->num_reserved * heap->page_bytes, PROT_NONE);
+    heap->node_at = reserve(heap->num_reserved * sizeof(Node *), PROT_READ | PROT_WRITE);
+    heap->is_resident = reserve(heap->num_reserved, PROT_READ | PROT_WRITE);
+    pthread_mutex_init(&heap->lock, NULL);
+    if (!heap->num_reserved || !heap->base || !heap->node_at || !heap->is_resident) {
+        heap_destroy(heap);
+        return NULL;
+    }
+    return heap;
+}
+
+void heap_destroy(Heap *heap) {
+    if (heap->base && !heap->is_dry) munmap(heap->base, heap->num_reserved * heap->page_bytes);
+    if (heap->node_at) munmap(heap->node_at, heap->num_reserved * sizeof(Node *));
+    if (heap->is_resident) munmap(heap->is_resident, heap->num_reserved);
+    while (heap->slabs) {
+        Slab *next = heap->slabs->next;
+        free(heap->slabs);
+        heap->slabs = next;
+    }
+    pthread_mutex_destroy(&heap->lock);
+    free(heap);
+}
+
+/* -- nodes ------------------------------------------------------------------------------------------------------- */
+
+static Node *new_node(Heap *heap) {
+    if (!heap->unused_nodes) {
+        Slab *slab = calloc(1, sizeof(Slab));
+        if (!slab) return NULL;
+        slab->next = heap->slabs;
+        heap->slabs = slab;
+        for (unsigned i = 0; i < NODES_PER_SLAB; i++) {
+            slab->nodes[i].free_after = heap->unused_nodes;
+            heap->unused_nodes = &slab->nodes[i];
+        }
+    }
+    Node *node = heap->unused_nodes;
+    heap->unused_nodes = node->free_after;
+    memset(node, 0, sizeof(Node));
+    return node;
+}
+
+static void link_free(Heap *heap, Node *node) {
+    node->is_free = 1;
+    node->free_before = NULL;
+    node->free_after = heap->free_list;
+    if (heap->free_list) heap->free_list->free_before = node;
+    heap->free_list = node;
+}
+
+static void unlink_free(Heap *heap, Node *node) {
+    node->is_free = 0;
+    if (node->free_before) node->free_before->free_after = node->free_after;
+    else heap->free_list = node->free_after;
+    if (node->free_after) node->free_after->free_before = node->free_before;
+}
+
+/* Joins a free node with the free node behind it, which goes. */
+static void merge_with_after(Heap *heap, Node *node) {
+    Node *gone = node->after;
+    unlink_free(heap, gone);
+    node->num_pages += gone->num_pages;
+    node->after = gone->after;
+    if (gone->after) gone->after->before = node;
+    else heap->last = node;
+    gone->free_after = heap->unused_nodes;
+    heap->unused_nodes = gone;
+}
+
+/* Cuts a node that is in no list, so that its first `num_pages` are left; the rest becomes free. */
+static int split(Heap *heap, Node *node, uint32_t num_pages) {
+    Node *rest = new_node(heap);
+    if (!rest) return -1;
+    rest->page = node->page + num_pages;
+    rest->num_pages = node->num_pages - num_pages;
+    node->num_pages = num_pages;
+    rest->before = node;
+    rest->after = node->after;
+    if (node->after) node->after->before = rest;
+    else heap->last = rest;
+    node->after = rest;
+    link_free(heap, rest);
+    return 0;
+}
+
+/* -- residency --------------------------------------------------------------------------------------------------- */
+
+static uint64_t count_resident(const Heap *heap, uint32_t page, uint32_t num_pages) {
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < num_pages; i++) sum += heap->is_resident[page + i];
+    return sum;
+}
+
+/* Returns up to `wanted` resident pages of a free node, from its end; as many as were returned. */
+static uint64_t give_back(Heap *heap, const Node *node, uint64_t wanted) {
+    uint64_t given = 0;
+    uint32_t end = node->page + node->num_pages;
+    while (end > node->page && given < wanted) {
+        if (!heap->is_resident[end - 1]) {
+            end--;
+            continue;
+        }
+        uint32_t begin = end - 1;
+        while (begin > node->page && heap->is_resident[begin - 1] && given + (end - begin) < wanted) begin--;
+        uint32_t count = end - begin;
+        char *address = heap->base + (uint64_t)begin * heap->page_bytes;
+        if (!heap->is_dry && madvise(address, (uint64_t)count * heap->page_bytes, MADV_DONTNEED)) break; /* mlockall */
+        memset(heap->is_resident + begin, 0, count);
+        given += count;
+        end = begin;
+    }
+    heap->num_resident -= given;
+    heap->num_returned += given;
+    return given;
+}
+
+/* Returns free pages, those at the highest addresses first: first fit needs them last. */
+static void make_room(Heap *heap, uint64_t wanted) {
+    uint32_t below = UINT32_MAX;
+    while (wanted) {
+        Node *highest = NULL;
+        for (Node *node = heap->free_list; node; node = node->free_after)
+            if (node->page < below && (!highest || node->page > highest->page)) highest = node;
+        if (!highest) return;
+        below = highest->page;
+        uint64_t given = give_back(heap, highest, wanted);
+        wanted -= given;
+    }
+}
+
+static void become_resident(Heap *heap, const Node *node) {
+    uint64_t fresh = node->num_pages - count_resident(heap, node->page, node->num_pages);
+    if (heap->ceiling && heap->num_resident + fresh > heap->ceiling)
+        make_room(heap, heap->num_resident + fresh - heap->ceiling);
+    memset(heap->is_resident + node->page, 1, node->num_pages);
+    heap->num_resident += fresh;
+    heap->num_fresh += fresh;
+    if (heap->num_resident > heap->peak_resident) heap->peak_resident = heap->num_resident;
+}
+
+/* -- blocks ------------------------------------------------------------------------------------------------------ */
+
+static int commit(Heap *heap, uint64_t end) {
+    if (end > heap->num_reserved) return -1;
+    if (heap->is_dry || end <= heap->num_committed) return 0;
+    uint64_t step = COMMIT_BYTES / heap->page_bytes;
+    uint64_t until = (end + step - 1) / step * step;
+    if (until > heap->num_reserved) until = heap->num_reserved;
+    char *address = heap->base + heap->num_committed * heap->page_bytes;
+    if (mprotect(address, (until - heap->num_committed) * heap->page_bytes, PROT_READ | PROT_WRITE)) return -1;
+    heap->num_committed = until;
+    return 0;
+}
+
+/* A node of exactly `num_pages` behind all others, or the last free one made longer. */
+static Node *grow(Heap *heap, uint32_t num_pages) {
+    Node *last = heap->last;
+    int is_extended = last && last->is_free;
+    uint64_t begin = is_extended ? last->page : heap->top;
+    if (commit(heap, begin + num_pages)) return NULL;
+    if (is_extended) {
+        unlink_free(heap, last);
+        last->num_pages = num_pages;
+    } else {
+        Node *node = new_node(heap);
+        if (!node) return NULL;
+        node->page = heap->top;
+        node->num_pages = num_pages;
+        node->before = last;
+        if (last) last->after = node;
+        heap->last = last = node;
+    }
+    heap->top = (uint32_t)(begin + num_pages);
+    return last;
+}
+
+void *heap_allocate(Heap *heap, uint64_t nbytes) {
+    uint64_t pages = (nbytes + heap->page_bytes - 1) / heap->page_bytes;
+    if (!pages || pages > heap->num_reserved) return NULL;
+    void *address = NULL;
+    pthread_mutex_lock(&heap->lock);
+    Node *found = NULL;
+    for (Node *node = heap->free_list; node; node = node->free_after)
+        if (node->num_pages >= pages && (!found || node->page < found->page)) found = node;
+    if (found) {
+        unlink_free(heap, found);
+        if (found->num_pages > pages && split(heap, found, (uint32_t)pages)) {
+            link_free(heap, found);
+            found = NULL;
+        }
+    } else {
+        found = grow(heap, (uint32_t)pages);
+    }
+    if (found) {
+        become_resident(heap, found);
+        heap->num_live += pages;
+        heap->num_blocks++;
+        if (heap->num_live > heap->peak_live) heap->peak_live = heap->num_live;
+        heap->node_at[found->page] = found;
+        address = heap->base + (uint64_t)found->page * heap->page_bytes;
+    }
+    pthread_mutex_unlock(&heap->lock);
+    return address;
+}
+
+int heap_contains(const Heap *heap, const void *address) {
+    uintptr_t begin = (uintptr_t)heap->base, at = (uintptr_t)address;
+    return at >= begin && at - begin < heap->num_reserved * heap->page_bytes;
+}
+
+int heap_free(Heap *heap, void *address) {
+    if (!heap_contains(heap, address)) return -1;
+    uint64_t page = (uint64_t)((char *)address - heap->base) / heap->page_bytes;
+    pthread_mutex_lock(&heap->lock);
+    Node *node = heap->node_at[page];
+    if (node) {
+        heap->node_at[page] = NULL;
+        heap->num_live -= node->num_pages;
+        heap->num_blocks--;
+        link_free(heap, node);
+        if (node->after && node->after->is_free) merge_with_after(heap, node);
+        if (node->before && node->before->is_free) merge_with_after(heap, node->before);
+    }
+    pthread_mutex_unlock(&heap->lock);
+    return node ? 0 : -1;
+}
+
+void heap_lock(Heap *heap) { pthread_mutex_lock(&heap->lock); }
+void heap_unlock(Heap *heap) { pthread_mutex_unlock(&heap->lock); }
+
+void heap_set_ceiling(Heap *heap, uint64_t ceiling_bytes) {
+    pthread_mutex_lock(&heap->lock);
+    heap->ceiling = ceiling_bytes / heap->page_bytes;
+    if (ceiling_bytes && !heap->ceiling) heap->ceiling = 1;
+    if (heap->ceiling && heap->num_resident > heap->ceiling) make_room(heap, heap->num_resident - heap->ceiling);
+    pthread_mutex_unlock(&heap->lock);
+}
+
+void heap_trim(Heap *heap) {
+    pthread_mutex_lock(&heap->lock);
+    make_room(heap, UINT64_MAX);
+    pthread_mutex_unlock(&heap->lock);
+}
+
+void heap_figures(Heap *heap, HeapFigures *figures) {
+    pthread_mutex_lock(&heap->lock);
+    figures->live_bytes = heap->num_live * heap->page_bytes;
+    figures->resident_bytes = heap->num_resident * heap->page_bytes;
+    figures->peak_live_bytes = heap->peak_live * heap->page_bytes;
+    figures->peak_resident_bytes = heap->peak_resident * heap->page_bytes;
+    figures->fresh_bytes = heap->num_fresh * heap->page_bytes;
+    figures->returned_bytes = heap->num_returned * heap->page_bytes;
+    figures->num_blocks = heap->num_blocks;
+    pthread_mutex_unlock(&heap->lock);
+}
+
+void heap_reset_peaks(Heap *heap) {
+    pthread_mutex_lock(&heap->lock);
+    heap->peak_resident = heap->num_resident;
+    heap->peak_live = heap->num_live;
+    pthread_mutex_unlock(&heap->lock);
+}

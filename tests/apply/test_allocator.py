@@ -1,0 +1,157 @@
+"""Where torch's tensors live once a plan says so; each case in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memwall.predict.malloc import is_glibc, unavailable_reason
+from memwall.predict.tensor_heap import heap_unavailable_reason
+
+needs_heap = pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
+needs_glibc = pytest.mark.skipif(not is_glibc(), reason=f"no glibc malloc: {unavailable_reason()}")
+
+_PRELUDE = """
+import ctypes, os, threading
+import torch
+from memwall.apply.allocator import AllocatorHandler, hooked_heap
+from memwall.errors import ApplyError
+from memwall.trace.meter import process_bytes
+MIB = 1 << 20
+torch.set_num_threads(1)  # a forked child cannot use its parent's
+def tensor(mib):
+    return torch.full((mib * MIB // 4,), 1.0)
+tensor(1).sum()  # the code itself becomes resident
+handler = AllocatorHandler()
+"""
+
+
+def output_of(script: str) -> list[str]:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", _PRELUDE + script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(os.environ) | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@needs_heap
+def test_tensors_live_in_the_heap_while_it_is_applied_and_may_outlive_it() -> None:
+    assert output_of("""
+before = tensor(8)
+handler.apply("tensor-heap")
+inside, small = tensor(8), torch.ones(100)
+figures = hooked_heap().figures
+print(figures().num_blocks, figures().live_bytes // MIB)
+del before                      # malloc's own block goes back to malloc
+handler.undo()
+after = tensor(8)
+print(handler.policy, figures().num_blocks, float(inside.sum()) == 2 * MIB)
+del inside
+print(figures().num_blocks, figures().live_bytes)
+""") == ["1 8", "None 1 True", "0 0"]
+
+
+@needs_heap
+def test_freed_tensors_leave_no_gaps_that_nothing_fits() -> None:
+    """GIVEN many small tensors between large ones WHEN larger ones follow THEN the process grows by what is live."""
+    (grown,) = output_of("""
+handler.apply("tensor-heap")
+base = process_bytes()
+kept, large = [], []
+for _ in range(100):
+    large.append(tensor(2))
+    kept.append(torch.ones(3))
+large.clear()
+wide = [tensor(50) for _ in range(4)]
+print((process_bytes() - base) // MIB)
+""")
+    assert 199 <= int(grown) <= 204
+
+
+@needs_heap
+def test_a_limit_holds_the_process_although_gaps_are_free() -> None:
+    (grown, intact) = output_of("""
+base = process_bytes()
+handler.apply("tensor-heap", limit_bytes=base + 205 * MIB)
+narrow = [tensor(2) for _ in range(100)]
+del narrow[::2]
+wide = [tensor(10) for _ in range(10)]
+print((process_bytes() - base) // MIB)
+print(all(float(t.sum()) == t.numel() for t in narrow + wide))
+""")
+    assert 198 <= int(grown) <= 206
+    assert intact == "True"
+
+
+@needs_heap
+def test_threads_and_forked_children_use_it_too() -> None:
+    assert output_of("""
+handler.apply("tensor-heap")
+sums = []
+def work(number):
+    for _ in range(50):
+        t = torch.full((MIB // 4 + number,), float(number)); assert float(t[-1]) == number
+    sums.append(number)
+threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+[t.start() for t in threads]; [t.join() for t in threads]
+print(sorted(sums))
+kept = tensor(4)
+child = os.fork()
+if child == 0:
+    t = tensor(4); t += kept
+    os._exit(0 if float(t.sum()) == 2 * t.numel() else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), float(kept.sum()) == kept.numel())
+del kept
+print(hooked_heap().figures().num_blocks)
+""") == ["[0, 1, 2, 3, 4, 5, 6, 7]", "0 True", "0"]
+
+
+@needs_glibc
+def test_malloc_thresholds_are_set_and_ended() -> None:
+    assert output_of("""
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+libc.free.argtypes = (ctypes.c_void_p,)
+def has_own_mapping(nbytes):
+    address = libc.malloc(nbytes)
+    word = ctypes.c_size_t.from_address(address - 8).value
+    libc.free(address)
+    return bool(word & 2)
+handler.apply("mmap")
+print(has_own_mapping(MIB // 2), has_own_mapping(2 * MIB), handler.policy)
+handler.undo()
+print(has_own_mapping(2 * MIB), has_own_mapping(64 * MIB), handler.policy)
+handler.apply("default")
+print(handler.policy)
+""") == ["False True mmap", "False True None", "default"]
+
+
+def test_the_tightest_way_is_the_heap_and_without_it_mallocs_own_mappings() -> None:
+    expected = "tensor-heap" if not heap_unavailable_reason() else "mmap" if is_glibc() else "None"
+    assert output_of("""
+handler.apply_tight()
+print(handler.policy)
+""") == [expected]
+
+
+@needs_glibc
+def test_without_the_library_a_plan_for_it_is_refused_and_mapping_is_the_tightest() -> None:
+    assert output_of("""
+import memwall.apply.allocator as allocator
+import memwall.predict.tensor_heap as heap
+allocator.heap_unavailable_reason = lambda: "memwall was installed without its C library"
+try:
+    handler.apply("tensor-heap")
+except ApplyError as error:
+    print(error)
+handler.apply_tight()
+print(handler.policy)
+""") == ["cannot give tensors a heap of their own: memwall was installed without its C library", "mmap"]
