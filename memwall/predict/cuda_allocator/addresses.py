@@ -1,0 +1,40 @@
+"""Where the device would put each new segment: a guess that matters only where addresses decide ties."""
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from memwall.errors import UsageError
+
+__all__ = ["AddressOrder", "placed_addresses", "recorded_addresses"]
+
+AddressOrder = Literal["ascending", "descending", "random"]
+
+# Apart by more than any reservation is long, and within the 72 bits that keys have for ties.
+_STRIDE_BITS = 44
+_NUM_PLACES_BITS = 26
+
+
+def placed_addresses(order: AddressOrder, seed: int = 0) -> Iterator[int]:
+    """Segment addresses without end, far enough apart for any segment; none is used twice."""
+    num_places = 1 << _NUM_PLACES_BITS
+    if order == "random":
+        draw = random.Random(seed)
+        used: set[int] = set()
+        while True:
+            place = draw.randrange(1, num_places)
+            if place not in used:
+                used.add(place)
+                yield place << _STRIDE_BITS
+    for place in range(1, num_places):
+        yield (place if order == "ascending" else num_places - place) << _STRIDE_BITS
+
+
+def recorded_addresses(addresses: Iterable[int]) -> Iterator[int]:
+    """The addresses of a recording, in the order in which its segments appeared.
+
+    Raises:
+        UsageError: more segments are asked for than the recording has.
+    """
+    yield from addresses
+    raise UsageError("the replay asks for more segments than the recording has: its settings or requests differ")

@@ -1,0 +1,167 @@
+"""What a training run asks of the allocator, as a flat sequence of events; and recorded steps as such a sequence."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from memwall.errors import TraceError
+from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES, round_up
+from memwall.trace.records import Step
+
+__all__ = [
+    "ALLOC",
+    "BEGIN_POOL",
+    "EMPTY_CACHE",
+    "END_POOL",
+    "FINISH",
+    "FREE",
+    "RECORD_STREAM",
+    "Event",
+    "EventTrace",
+    "events_of_steps",
+    "live_peak_bytes",
+]
+
+ALLOC, FREE, RECORD_STREAM, FINISH, EMPTY_CACHE, BEGIN_POOL, END_POOL = range(7)
+
+Event = tuple[int, int, int, int]
+"""Action, block, bytes, stream. A block's number is used once. FINISH: the other streams are done with the freed block.
+BEGIN_POOL has the number of the private pool in place of the block."""
+
+
+class EventTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Events in the order in which the process issues them."""
+
+    events: tuple[Event, ...]
+    steps: tuple[int, ...]
+    """Where each step begins; what stands before the first is allocated ahead of it."""
+    boundaries: tuple[tuple[str, int], ...] = ()
+    """Places between phases, named, where the cache could be emptied; the same name may occur often."""
+
+    @property
+    def steady_from(self) -> int:
+        """Where the first step is over and every further one should need nothing new."""
+        return self.steps[1] if len(self.steps) > 1 else len(self.events)
+
+
+def events_of_steps(
+    steps: Sequence[Step],
+    *,
+    num_repeats: int = 3,
+    device: str = "cuda",
+    lifetimes: Sequence[Sequence[tuple[int, int]]] = (),
+) -> EventTrace:
+    """The storages of recorded steps on a device as allocator events, all on one stream.
+
+    Before each operation the storages that died are freed, then its own are allocated. What outlives a step is what
+    stands before the next one, matched by size.
+
+    Args:
+        steps: in the order in which they run.
+        num_repeats: how often the last one runs.
+        device: kind of device whose storages count, "cuda" for "cuda:0" too.
+        lifetimes: per step, birth and death per storage in place of the recorded ones, as a plan changes them.
+
+    Raises:
+        TraceError: no step is given, or none has a storage on that device.
+    """
+    if not steps:
+        raise TraceError("there is no step to replay; record at least one")
+    builder = _Builder()
+    last = len(steps) - 1
+    for position in range(last + max(num_repeats, 1)):
+        number = min(position, last)
+        spans = (
+            lifetimes[number] if lifetimes else [(storage.birth, storage.death) for storage in steps[number].storages]
+        )
+        builder.add_step(steps[number], number, spans, device)
+        if position == 0 and last + num_repeats > 1:
+            builder.boundaries.append(("after the first step", len(builder.events)))
+    if not builder.events:
+        found = sorted({storage.device for step in steps for storage in step.storages})
+        raise TraceError(
+            f"no storage of the trace is on '{device}'; its storages are on {', '.join(found) or 'nothing'}"
+        )
+    return EventTrace(events=tuple(builder.events), steps=tuple(builder.steps), boundaries=tuple(builder.boundaries))
+
+
+def live_peak_bytes(trace: EventTrace) -> int:
+    """The most bytes that live blocks take at once, each rounded to 512: no allocator can reserve less."""
+    live = peak = 0
+    size_of: dict[int, int] = {}
+    for action, block, nbytes, _ in trace.events:
+        if action == ALLOC:
+            size_of[block] = size = round_up(nbytes, MIN_BLOCK_BYTES)
+            live += size
+            peak = max(peak, live)
+        elif action == FREE:
+            live -= size_of.pop(block)
+    return peak
+
+
+class _Builder:
+    """Events so far, and what stands between two steps."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.steps: list[int] = []
+        self.boundaries: list[tuple[str, int]] = []
+        self._num_blocks = 0
+        self._standing: dict[tuple[int, int], tuple[int, int]] = {}
+        """Block and bytes, by step and storage."""
+
+    def add_step(self, step: Step, number: int, spans: Sequence[tuple[int, int]], device: str) -> None:
+        num_ops = len(step.ops)
+        births: defaultdict[int, list[int]] = defaultdict(list)
+        deaths: defaultdict[int, list[int]] = defaultdict(list)
+        wanted: list[int] = []
+        for index, storage in enumerate(step.storages):
+            birth, death = spans[index]
+            if storage.nbytes <= 0 or death <= birth or storage.device.partition(":")[0] != device:
+                continue
+            deaths[min(death, num_ops)].append(index)
+            if birth < 0:
+                wanted.append(index)
+            else:
+                births[birth].append(index)
+        live = self._link(step, number, wanted)
+        self.steps.append(len(self.events))
+        eval_starts = {operation for name, operation in step.marks if name == "eval"}
+        for operation in range(num_ops):
+            for index in deaths[operation]:
+                self.events.append((FREE, live.pop(index), 0, 0))
+            if operation in eval_starts:
+                self.boundaries.append(("before eval", len(self.events)))
+            for index in births[operation]:
+                live[index] = self._allocate(step.storages[index].nbytes)
+        if eval_starts:
+            self.boundaries.append(("after eval", len(self.events)))
+        self._standing = {(number, index): (block, step.storages[index].nbytes) for index, block in live.items()}
+
+    def _link(self, step: Step, number: int, wanted: Sequence[int]) -> dict[int, int]:
+        """Gives what stands to the storages the step begins with; the rest is freed, what is missing allocated."""
+        live: dict[int, int] = {}
+        for index in wanted:
+            if (number, index) in self._standing:
+                live[index] = self._standing.pop((number, index))[0]
+        spare: defaultdict[int, deque[int]] = defaultdict(deque)
+        for block, nbytes in self._standing.values():
+            spare[nbytes].append(block)
+        missing = []
+        for index in wanted:
+            if index not in live:
+                if spare[step.storages[index].nbytes]:
+                    live[index] = spare[step.storages[index].nbytes].popleft()
+                else:
+                    missing.append(index)
+        for blocks in spare.values():
+            self.events.extend((FREE, block, 0, 0) for block in blocks)
+        for index in missing:
+            live[index] = self._allocate(step.storages[index].nbytes)
+        return live
+
+    def _allocate(self, nbytes: int) -> int:
+        self._num_blocks += 1
+        self.events.append((ALLOC, self._num_blocks, nbytes, 0))
+        return self._num_blocks

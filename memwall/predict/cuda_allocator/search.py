@@ -1,0 +1,273 @@
+"""Which allocator settings reserve least for a given sequence of events: a search by replay, from the trace alone.
+
+The order is: expandable segments and their granule; without them, which blocks are never split; rounding to parts of a
+power of two, where sizes vary; emptying the cache between phases; garbage collection, where memory is limited anyway.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+from msgspec import Struct
+
+from memwall.predict.cuda_allocator.addresses import AddressOrder, placed_addresses
+from memwall.predict.cuda_allocator.events import ALLOC, EventTrace, live_peak_bytes
+from memwall.predict.cuda_allocator.replay import Figures, replay
+from memwall.predict.cuda_allocator.rounding import SMALL_LIMIT_BYTES, division_index
+from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings, check, format_settings
+from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
+
+__all__ = ["AllocatorChoice", "search_settings"]
+
+_LARGE_SEGMENTS_MIB = (20, 12, 32, 64, 128)
+_SPLIT_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+_ROUNDINGS_MIB = (20, 64, 256)
+_DIVISIONS = (2, 4, 8)
+_GC_THRESHOLDS = (0.6, 0.8, 0.9)
+_ADDRESS_ORDERS: tuple[AddressOrder, ...] = ("ascending", "descending", "random")
+# Emptying the cache costs a synchronisation and new mallocs; a gain below the usual error of a forecast is none.
+_MIN_EMPTY_CACHE_GAIN = 0.01
+_NOTABLE_EXCESS = 0.05
+
+
+class AllocatorChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings with their simulated figures, beside the defaults and what no settings can beat."""
+
+    settings: AllocatorSettings
+    text: str
+    """The complete configuration string, for PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF alike."""
+    empty_cache_at: tuple[str, ...]
+    """Phase boundaries of the trace at which emptying the cache pays."""
+    figures: Figures
+    default_figures: Figures
+    lower_bound_bytes: int
+    """Most bytes live at once."""
+    reserved_spread_bytes: tuple[int, int]
+    """Least and most that may be reserved at the peak, over guesses where the device puts segments."""
+    num_tried: int
+    notes: tuple[str, ...]
+    """What was assumed, refused or left out."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether no request failed."""
+        return not self.figures.is_out_of_memory
+
+
+class _Candidate(Struct, frozen=True):
+    settings: AllocatorSettings
+    empty_cache_at: tuple[str, ...]
+    figures: Figures
+
+    @property
+    def rank(self) -> tuple[int, ...]:
+        """Less is better: no failure, no retries once warm, least reserved, fewest device calls, least waste."""
+        figures = self.figures
+        return (
+            figures.is_out_of_memory,
+            figures.num_steady_retries,
+            figures.reserved_peak_bytes,
+            figures.num_steady_device_calls,
+            figures.waste_bytes,
+        )
+
+    @property
+    def is_feasible(self) -> bool:
+        return not self.figures.is_out_of_memory and self.figures.num_steady_retries == 0
+
+
+class _Search:
+    """The device, the events, and how many replays there were."""
+
+    def __init__(
+        self,
+        trace: EventTrace,
+        profile: VersionProfile,
+        capacity_bytes: int | None,
+        total_bytes: int | None,
+        limit_bytes: int | None,
+    ) -> None:
+        self.trace = trace
+        self.profile = profile
+        self.capacity_bytes = capacity_bytes
+        self.total_bytes = total_bytes
+        self.limit_bytes = limit_bytes
+        self.num_tried = 0
+
+    def run(
+        self,
+        settings: AllocatorSettings,
+        empty_cache_at: tuple[str, ...] = (),
+        *,
+        abort_above_bytes: int | None = None,
+        addresses: Iterator[int] | None = None,
+    ) -> _Candidate | None:
+        check(settings, self.profile, has_limit=self.limit_bytes is not None)
+        self.num_tried += 1
+        figures = replay(
+            self.trace,
+            settings,
+            self.profile,
+            capacity_bytes=self.capacity_bytes,
+            total_bytes=self.total_bytes,
+            limit_bytes=self.limit_bytes,
+            addresses=addresses,
+            empty_cache_at=empty_cache_at,
+            abort_above_bytes=abort_above_bytes,
+        )
+        return None if figures is None else _Candidate(settings, empty_cache_at, figures)
+
+    def must_run(self, settings: AllocatorSettings) -> _Candidate:
+        found = self.run(settings)
+        assert found is not None, "a replay without a bound is never broken off"
+        return found
+
+    def best(self, incumbent: _Candidate, others: Sequence[AllocatorSettings]) -> _Candidate:
+        """The best of the incumbent and these; equal ones lose to what came before."""
+        for settings in others:
+            bound = incumbent.figures.reserved_peak_bytes if incumbent.is_feasible else None
+            found = self.run(settings, incumbent.empty_cache_at, abort_above_bytes=bound)
+            if found is not None and found.rank < incumbent.rank:
+                incumbent = found
+        return incumbent
+
+
+def search_settings(
+    trace: EventTrace,
+    torch_version: str,
+    *,
+    capacity_bytes: int | None = None,
+    total_bytes: int | None = None,
+    limit_bytes: int | None = None,
+    no_expandable_because: str = "",
+) -> AllocatorChoice:
+    """Settings with the least peak of reserved memory and no retries once warm; then with the fewest device calls.
+
+    Args:
+        capacity_bytes: what the device can give to the allocator: its memory less context and libraries.
+        total_bytes: the device's whole memory, if `capacity_bytes` is less.
+        limit_bytes: what the process may reserve, if that is limited anyway.
+        no_expandable_because: why expandable segments are out of the question here, such as tensors that are shared
+            over CUDA IPC, custom all-reduce or NCCL in captured graphs, or an affected ROCm device; "" if they are not.
+
+    Raises:
+        UsageError: the torch version cannot be read.
+    """
+    profile, note = profile_for(torch_version)
+    notes = [note] if note else []
+    search = _Search(trace, profile, capacity_bytes, total_bytes, limit_bytes)
+    default = search.must_run(AllocatorSettings())
+    best = default
+    if no_expandable_because:
+        notes.append(f"expandable segments were not tried: {no_expandable_because}")
+    else:
+        best = search.best(best, _expandable_settings(profile))
+    best = search.best(best, _split_settings(trace, profile))
+    if _sizes_vary(trace) and not best.settings.expandable_segments:
+        best = _descend_divisions(search, best)
+    best = _empty_cache(search, best)
+    if limit_bytes is not None:
+        thresholds = [
+            msgspec.structs.replace(best.settings, garbage_collection_threshold=threshold)
+            for threshold in _GC_THRESHOLDS
+        ]
+        best = search.best(best, thresholds)
+    lower_bound_bytes = live_peak_bytes(trace)
+    excess = best.figures.reserved_peak_bytes / max(lower_bound_bytes, 1) - 1
+    if excess > _NOTABLE_EXCESS:
+        notes.append(
+            f"{excess:.0%} above the most bytes live at once: settings alone do not close this gap, "
+            "separate pools by lifetime might"
+        )
+    num_tried = search.num_tried
+    spread = _spread(search, best)
+    if profile.tie == "address":
+        notes.append(
+            f"torch {profile.version} decides ties by address: where the device puts segments is guessed, three ways"
+        )
+    notes.extend(check(best.settings, profile, has_limit=limit_bytes is not None))
+    notes.append("assumed: the same requests, and cross-stream uses over when they were in the recording")
+    return AllocatorChoice(
+        settings=best.settings,
+        text=format_settings(best.settings, profile),
+        empty_cache_at=best.empty_cache_at,
+        figures=best.figures,
+        default_figures=default.figures,
+        lower_bound_bytes=lower_bound_bytes,
+        reserved_spread_bytes=spread,
+        num_tried=num_tried,
+        notes=tuple(notes),
+    )
+
+
+def _expandable_settings(profile: VersionProfile) -> list[AllocatorSettings]:
+    sizes = _LARGE_SEGMENTS_MIB if "large_segment_size_mb" in profile.keys else _LARGE_SEGMENTS_MIB[:1]
+    return [AllocatorSettings(expandable_segments=True, large_segment_bytes=mib * MIB) for mib in sizes]
+
+
+def _split_settings(trace: EventTrace, profile: VersionProfile) -> list[AllocatorSettings]:
+    """Limits of splitting at quantiles of the sizes above the large segment, in whole MiB."""
+    smallest = AllocatorSettings().large_segment_bytes
+    sizes = sorted({nbytes for action, _, nbytes, _ in trace.events if action == ALLOC and nbytes > smallest})
+    if not sizes:
+        return []
+    limits = sorted({-(-sizes[int(share * (len(sizes) - 1))] // MIB) for share in _SPLIT_QUANTILES} | {smallest // MIB})
+    roundings: tuple[int | None, ...] = (None,)
+    if "max_non_split_rounding_mb" in profile.keys:
+        # 20 MiB is what torch takes by itself.
+        roundings = (None, *(mib * MIB for mib in _ROUNDINGS_MIB[1:]))
+    return [
+        AllocatorSettings(max_split_bytes=limit * MIB, max_non_split_rounding_bytes=rounding)
+        for limit in limits
+        for rounding in roundings
+    ]
+
+
+def _sizes_vary(trace: EventTrace) -> bool:
+    """Whether the steps ask for different sizes; the first one is left out if there are others to compare."""
+    starts = [*trace.steps[1:], len(trace.events)] if len(trace.steps) > 2 else [*trace.steps, len(trace.events)]
+    seen = {
+        tuple(sorted(nbytes for action, _, nbytes, _ in trace.events[start:end] if action == ALLOC))
+        for start, end in pairwise(starts)
+    }
+    return len(seen) > 1
+
+
+def _descend_divisions(search: _Search, base: _Candidate) -> _Candidate:
+    """One interval of sizes after the other, the largest first, keeping what helped."""
+    sizes = {nbytes for action, _, nbytes, _ in search.trace.events if action == ALLOC and nbytes > SMALL_LIMIT_BYTES}
+    for index in sorted({division_index(nbytes) for nbytes in sizes}, reverse=True):
+        tried = []
+        for count in _DIVISIONS:
+            divisions = list(base.settings.roundup_power2_divisions)
+            divisions[index] = count
+            tried.append(msgspec.structs.replace(base.settings, roundup_power2_divisions=tuple(divisions)))
+        base = search.best(base, tried)
+    return base
+
+
+def _empty_cache(search: _Search, best: _Candidate) -> _Candidate:
+    """Adds the boundaries, one after the other, at which emptying the cache saves enough."""
+    names = dict.fromkeys(name for name, _ in search.trace.boundaries)
+    for name in names:
+        found = search.run(best.settings, (*best.empty_cache_at, name))
+        if found is None or found.figures.num_steady_retries > best.figures.num_steady_retries:
+            continue
+        saved_bytes = best.figures.reserved_peak_bytes - found.figures.reserved_peak_bytes
+        is_cured = best.figures.is_out_of_memory and not found.figures.is_out_of_memory
+        is_fluent = found.is_feasible and not best.is_feasible
+        if is_cured or is_fluent or saved_bytes > _MIN_EMPTY_CACHE_GAIN * best.figures.reserved_peak_bytes:
+            best = found
+    return best
+
+
+def _spread(search: _Search, best: _Candidate) -> tuple[int, int]:
+    """Peaks of reserved memory over the guesses of addresses; one figure where addresses decide nothing."""
+    if search.profile.tie != "address":
+        return (best.figures.reserved_peak_bytes, best.figures.reserved_peak_bytes)
+    peaks = []
+    for order in _ADDRESS_ORDERS:
+        found = search.run(best.settings, best.empty_cache_at, addresses=placed_addresses(order))
+        if found is not None:
+            peaks.append(found.figures.reserved_peak_bytes)
+    return (min(peaks), max(peaks))

@@ -1,0 +1,337 @@
+"""Recorded steps as allocator events, their replay, and the search for settings."""
+
+import random
+
+import pytest
+
+from memwall.errors import TraceError, UsageError
+from memwall.predict.cuda_allocator.events import (
+    ALLOC,
+    BEGIN_POOL,
+    EMPTY_CACHE,
+    END_POOL,
+    FINISH,
+    FREE,
+    RECORD_STREAM,
+    Event,
+    EventTrace,
+    events_of_steps,
+    live_peak_bytes,
+)
+from memwall.predict.cuda_allocator.replay import Playback, replay
+from memwall.predict.cuda_allocator.search import search_settings
+from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings, parse_settings
+from memwall.predict.cuda_allocator.simulator import CudaAllocator
+from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.trace.records import Op, Phase, Step, Storage
+
+PROFILE = profile_for("2.13.0")[0]
+DEFAULT = AllocatorSettings()
+
+
+def step(
+    storages: list[tuple[int, int, int]],
+    num_ops: int,
+    *,
+    device: str = "cuda:0",
+    marks: tuple[tuple[str, int], ...] = (),
+) -> Step:
+    """A step of storages given as (MiB, birth, death)."""
+    phase: Phase = "forward"
+    return Step(
+        kind="steady",
+        ops=tuple(
+            Op(name=0, module=0, phase=phase, seconds=0.0, flops=0, inputs=(), outputs=(), writes=())
+            for _ in range(num_ops)
+        ),
+        storages=tuple(
+            Storage(
+                nbytes=mib * MIB,
+                device=device,
+                category="activation",
+                birth=birth,
+                dropped=death,
+                death=death,
+                module=0,
+                phase=phase,
+                batched=True,
+            )
+            for mib, birth, death in storages
+        ),
+        saved=(),
+        calls=(),
+        marks=marks,
+        wall_seconds=0.0,
+        process_peak_bytes=0,
+    )
+
+
+def shown(trace: EventTrace) -> list[str]:
+    """Events as text: +block:MiB and -block."""
+    return [
+        f"+{block}:{nbytes // MIB}" if action == ALLOC else f"-{block}" for action, block, nbytes, _ in trace.events
+    ]
+
+
+# Events of steps
+
+
+def test_before_each_operation_the_dead_are_freed_and_then_its_own_allocated() -> None:
+    trace = events_of_steps([step([(8, -1, 3), (4, 0, 2), (5, 1, 2), (6, 2, 3)], 3)], num_repeats=1)
+    assert shown(trace) == ["+1:8", "+2:4", "+3:5", "-2", "-3", "+4:6"]
+    assert (trace.steps, trace.boundaries) == ((1,), ())
+
+
+def test_what_outlives_a_step_stands_before_the_next() -> None:
+    # Parameters, a gradient of the last step that is freed early, and one that is born.
+    repeated = step([(8, -1, 2), (4, -1, 1), (4, 1, 2)], 2)
+    trace = events_of_steps([repeated], num_repeats=3)
+    assert shown(trace) == ["+1:8", "+2:4", "-2", "+3:4", "-3", "+4:4", "-4", "+5:4"]
+    assert trace.steps == (2, 4, 6)
+    assert trace.boundaries == (("after the first step", 4),)
+
+
+def test_a_storage_that_stays_keeps_its_block_among_others_of_its_size() -> None:
+    repeated = step([(4, -1, 1), (4, -1, 2), (4, 1, 2)], 2)
+    trace = events_of_steps([repeated], num_repeats=2)
+    assert shown(trace) == ["+1:4", "+2:4", "-1", "+3:4", "-3", "+4:4"]
+
+
+def test_optimizer_state_of_the_first_step_is_that_of_the_second() -> None:
+    first = step([(8, -1, 2), (16, 1, 2)], 2)
+    steady = step([(16, -1, 2), (8, -1, 2), (3, 0, 1)], 2)
+    assert shown(events_of_steps([first, steady], num_repeats=1)) == ["+1:8", "+2:16", "+3:3", "-3"]
+
+
+def test_what_the_next_step_does_not_know_is_freed_and_what_it_misses_allocated() -> None:
+    first, steady = step([(8, -1, 1)], 1), step([(9, -1, 1)], 1)
+    assert shown(events_of_steps([first, steady], num_repeats=1)) == ["+1:8", "-1", "+2:9"]
+
+
+def test_a_plan_s_lifetimes_take_the_place_of_the_recorded_ones() -> None:
+    recorded = step([(8, 0, 3), (4, 2, 3)], 3)
+    assert shown(events_of_steps([recorded], num_repeats=1, lifetimes=[[(0, 1), (2, 2)]])) == ["+1:8", "-1"]
+
+
+def test_evaluation_is_a_phase_with_two_boundaries() -> None:
+    trace = events_of_steps([step([(8, 0, 1), (4, 1, 2)], 3, marks=(("forward", 0), ("eval", 1)))], num_repeats=1)
+    assert trace.boundaries == (("before eval", 2), ("after eval", 4))
+
+
+def test_a_trace_of_another_device_is_an_error() -> None:
+    with pytest.raises(TraceError) as caught:
+        events_of_steps([step([(8, 0, 1)], 1, device="cpu")])
+    assert str(caught.value) == "no storage of the trace is on 'cuda'; its storages are on cpu"
+    with pytest.raises(TraceError, match="there is no step to replay"):
+        events_of_steps([])
+    assert shown(events_of_steps([step([(8, 0, 1)], 1, device="cpu")], num_repeats=1, device="cpu")) == ["+1:8"]
+
+
+# Replay
+
+
+def events(*items: Event, steps: tuple[int, ...] = (0,), boundaries: tuple[tuple[str, int], ...] = ()) -> EventTrace:
+    return EventTrace(events=items, steps=steps, boundaries=boundaries)
+
+
+def alloc(block: int, mib: float, stream: int = 0) -> Event:
+    return (ALLOC, block, int(mib * MIB), stream)
+
+
+def free(block: int) -> Event:
+    return (FREE, block, 0, 0)
+
+
+def test_figures_of_a_replay() -> None:
+    trace = events(alloc(1, 11), free(1), alloc(2, 25), free(2), alloc(3, 11), steps=(0, 2))
+    figures = replay(trace, DEFAULT, PROFILE, capacity_bytes=30 * MIB)
+    assert figures is not None
+    assert (figures.reserved_peak_bytes, figures.reserved_end_bytes) == (26 * MIB, 26 * MIB)
+    assert (figures.allocated_peak_bytes, figures.requested_peak_bytes) == (26 * MIB, 25 * MIB)
+    assert (figures.num_alloc_retries, figures.num_steady_retries) == (1, 1)
+    assert (figures.num_device_calls, figures.num_steady_device_calls) == (3, 2)
+    assert (figures.fragmentation, figures.waste_bytes, figures.is_out_of_memory) == (0.0, MIB, False)
+    assert replay(trace, DEFAULT, PROFILE, capacity_bytes=30 * MIB) == figures
+
+
+def test_what_happens_in_the_first_step_is_not_counted_as_steady() -> None:
+    trace = events(alloc(1, 60), free(1), alloc(2, 80), free(2), alloc(3, 80), steps=(0, 4))
+    figures = replay(trace, DEFAULT, PROFILE, capacity_bytes=100 * MIB)
+    assert figures is not None
+    assert (figures.num_alloc_retries, figures.num_steady_retries) == (1, 0)
+    assert (figures.num_device_calls, figures.num_steady_device_calls) == (3, 0)
+
+
+def test_fragmentation_is_what_no_block_had_when_most_was_reserved() -> None:
+    figures = replay(events(alloc(1, 30), free(1), alloc(2, 90), free(2)), DEFAULT, PROFILE)
+    assert figures is not None
+    assert (figures.reserved_peak_bytes, figures.fragmentation) == (120 * MIB, 0.25)
+
+
+def test_the_figures_end_where_memory_does() -> None:
+    trace = events(alloc(1, 30), alloc(2, 90), alloc(3, 1))
+    figures = replay(trace, DEFAULT, PROFILE, capacity_bytes=100 * MIB)
+    assert figures is not None
+    assert (figures.is_out_of_memory, figures.allocated_peak_bytes) == (True, 30 * MIB)
+
+
+def test_a_replay_of_no_interest_is_broken_off() -> None:
+    trace = events(alloc(1, 30), alloc(2, 90))
+    assert replay(trace, DEFAULT, PROFILE, abort_above_bytes=100 * MIB) is None
+    assert replay(trace, DEFAULT, PROFILE, abort_above_bytes=120 * MIB) is not None
+
+
+def test_the_cache_is_emptied_at_the_named_boundaries() -> None:
+    trace = events(alloc(1, 30), free(1), alloc(2, 90), boundaries=(("after load", 2),))
+    for names, peak_mib in (((), 120), (("after load",), 90)):
+        figures = replay(trace, DEFAULT, PROFILE, empty_cache_at=names)
+        assert figures is not None
+        assert figures.reserved_peak_bytes == peak_mib * MIB
+    with pytest.raises(UsageError, match="has no phase boundary 'later'; it has after load"):
+        replay(trace, DEFAULT, PROFILE, empty_cache_at=("later",))
+
+
+def test_streams_pools_and_completions_are_events() -> None:
+    device = CudaAllocator(DEFAULT, PROFILE)
+    playback = Playback(device)
+    assert playback.run([alloc(1, 30), (RECORD_STREAM, 1, 0, 7), free(1), alloc(2, 1)])
+    assert device.active_bytes == 31 * MIB
+    assert playback.run([(FINISH, 1, 0, 0), alloc(3, 1)])
+    assert device.active_bytes == 2 * MIB
+    assert playback.run([(BEGIN_POOL, 5, 0, 0), alloc(4, 30), (END_POOL, 5, 0, 0), free(4), (EMPTY_CACHE, 0, 0, 0)])
+    assert device.reserved_bytes == 32 * MIB
+    assert sorted(playback.live) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [(free(9), "names block 9, which is not allocated"), ((99, 0, 0, 0), "has the unknown action 99")],
+)
+def test_events_that_make_no_sense_are_errors(event: Event, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replay(events(event), DEFAULT, PROFILE)
+
+
+def test_the_lower_bound_is_the_most_that_lives_at_once() -> None:
+    trace = events((ALLOC, 1, 1, 0), alloc(2, 4), free(2), alloc(3, 3), free(1), alloc(4, 1))
+    assert live_peak_bytes(trace) == 4 * MIB + 512
+
+
+# Search
+
+
+def varying_steps(num_steps: int = 6) -> EventTrace:
+    """Steps of eight layers whose sizes vary by 30 %, each freed in reverse; parameters stand before."""
+    draw = random.Random(5)
+    items: list[Event] = [alloc(1, 64)]
+    starts = []
+    block = 1
+    for _ in range(num_steps):
+        starts.append(len(items))
+        scale = draw.uniform(0.7, 1.3)
+        kept = []
+        for _ in range(8):
+            for mib in (24, 48, 12, 96):
+                block += 1
+                items.append(alloc(block, mib * scale))
+                kept.append(block)
+            items.append(free(kept.pop(-2)))
+        items.extend(free(number) for number in reversed(kept))
+    return events(*items, steps=tuple(starts), boundaries=(("after the first step", starts[1]),))
+
+
+def test_where_sizes_vary_expandable_segments_come_close_to_the_bound() -> None:
+    trace = varying_steps()
+    choice = search_settings(trace, "2.13.0")
+    assert choice.settings.expandable_segments
+    assert choice.fits
+    assert choice.text.startswith("expandable_segments:True,large_segment_size_mb:")
+    assert choice.default_figures.reserved_peak_bytes > 1.3 * choice.lower_bound_bytes
+    assert choice.figures.reserved_peak_bytes < 1.02 * choice.lower_bound_bytes
+    assert choice.reserved_spread_bytes == (choice.figures.reserved_peak_bytes,) * 2
+    again = replay(trace, parse_settings(choice.text, PROFILE), PROFILE, empty_cache_at=choice.empty_cache_at)
+    assert again == choice.figures
+
+
+def test_without_them_other_settings_are_searched_and_the_reason_is_kept() -> None:
+    choice = search_settings(varying_steps(), "2.13.0", no_expandable_because="tensors are shared over CUDA IPC")
+    assert not choice.settings.expandable_segments
+    assert choice.figures.reserved_peak_bytes < choice.default_figures.reserved_peak_bytes
+    assert choice.notes[0] == "expandable segments were not tried: tensors are shared over CUDA IPC"
+    assert any("above the most bytes live at once" in note for note in choice.notes)
+
+
+def test_nothing_is_changed_where_the_default_is_as_good() -> None:
+    trace = events(*[item for block in range(9) for item in (alloc(block, 40), free(block))], steps=(0, 2, 4))
+    choice = search_settings(trace, "2.13.0")
+    assert (choice.settings, choice.empty_cache_at) == (DEFAULT, ())
+    assert choice.figures == choice.default_figures
+
+
+def test_the_dangerous_pair_is_never_chosen() -> None:
+    for reason in ("", "not wanted"):
+        choice = search_settings(varying_steps(), "2.13.0", no_expandable_because=reason)
+        settings = choice.settings
+        assert not (settings.expandable_segments and settings.max_split_bytes is not None)
+
+
+def test_a_setting_without_failures_beats_one_that_reserves_less() -> None:
+    trace = varying_steps()
+    capacity_bytes = int(live_peak_bytes(trace) * 1.05)
+    choice = search_settings(trace, "2.13.0", capacity_bytes=capacity_bytes)
+    assert choice.default_figures.num_steady_retries > 0
+    assert (choice.figures.num_steady_retries, choice.fits) == (0, True)
+    assert choice.figures.reserved_peak_bytes <= capacity_bytes
+
+
+def test_no_retries_come_before_fewer_bytes_and_calls() -> None:
+    # Each block is larger than all before it, so that nothing cached ever fits.
+    items = [item for block in range(12) for item in (alloc(block, 60 + 3 * block), free(block))]
+    trace = events(*items, steps=(0, 8, 16))
+    choice = search_settings(trace, "2.13.0", capacity_bytes=100 * MIB, no_expandable_because="not wanted")
+    assert choice.default_figures.num_steady_retries > 0
+    assert choice.figures.num_steady_retries == 0
+    assert choice.figures.reserved_peak_bytes > choice.default_figures.reserved_peak_bytes
+
+
+def test_the_cache_is_emptied_only_where_that_pays() -> None:
+    # A first step whose blocks are of no use later: what is cached then is dead weight.
+    loading = [item for block in range(1, 6) for item in (alloc(block, 20 * block + 21),)]
+    loading += [free(block) for block in range(1, 6)]
+    later = [alloc(block, 130) for block in (10, 11)] + [free(10), free(11)]
+    name = ("after the first step", len(loading))
+    trace = events(*loading, *later, steps=(0, len(loading)), boundaries=(name,))
+    choice = search_settings(trace, "2.13.0", no_expandable_because="not wanted")
+    assert choice.empty_cache_at == ("after the first step",)
+    assert choice.figures.reserved_peak_bytes < choice.default_figures.reserved_peak_bytes
+    useless = events(*later, *later, steps=(0, len(later)), boundaries=((name[0], len(later)),))
+    assert search_settings(useless, "2.13.0").empty_cache_at == ()
+
+
+def test_a_threshold_is_tried_only_where_memory_is_limited() -> None:
+    draw = random.Random(1)
+    items: list[Event] = []
+    for block in range(60):
+        items += [alloc(block, 20 + 3 * draw.randrange(20)), free(block)]
+    trace = events(*items, steps=(0, 20, 40))
+    free_choice = search_settings(trace, "2.13.0", no_expandable_because="not wanted")
+    assert free_choice.settings.garbage_collection_threshold == 0
+    limited = search_settings(trace, "2.13.0", limit_bytes=400 * MIB, no_expandable_because="not wanted")
+    assert limited.fits
+    assert limited.num_tried >= free_choice.num_tried + 3
+
+
+def test_where_addresses_decide_ties_the_spread_over_guesses_is_given() -> None:
+    choice = search_settings(varying_steps(), "2.11.0", no_expandable_because="not wanted")
+    least, most = choice.reserved_spread_bytes
+    assert least <= choice.figures.reserved_peak_bytes <= most
+    assert "torch 2.11 decides ties by address: where the device puts segments is guessed, three ways" in choice.notes
+
+
+def test_a_release_without_granules_gets_no_granule() -> None:
+    choice = search_settings(varying_steps(), "2.10.0")
+    assert choice.text == "expandable_segments:True"
+
+
+def test_the_same_trace_gives_the_same_choice() -> None:
+    assert search_settings(varying_steps(), "2.11.0") == search_settings(varying_steps(), "2.11.0")
