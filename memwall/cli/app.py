@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import memwall
-from memwall.cli import demo, doctor, explain, profile, run, verify
+from memwall.cli import demo, doctor, explain, profile, report, run, verify
 from memwall.cli import plan as plan_command
 from memwall.cli.options import PASS_ARGUMENTS
 from memwall.errors import MemwallError
@@ -30,6 +30,7 @@ app.command("plan")(plan_command.plan)
 app.command("run", context_settings=PASS_ARGUMENTS)(run.run)
 app.command("verify")(verify.verify)
 app.command("explain")(explain.explain)
+app.command("report")(report.report)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -58,9 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     command = typer.main.get_command(app)
     try:
-        # Only as the process's own command may `run` start the process again.
-        owner = "command" if argv is None else "caller"
-        command.main(args=None if argv is None else list(argv), prog_name="memwall", obj=owner)
+        command.main(args=None if argv is None else list(argv), prog_name="memwall")
     except MemwallError as error:
         # Not wrapped and not styled: paths and sizes in it are copied and searched for.
         typer.echo(f"memwall: {error}", err=True)

@@ -10,9 +10,11 @@ from rich.text import Text
 
 from memwall.observe.run_report import RunReport
 from memwall.plan.planfile import Plan
+from memwall.predict.snapshot_analysis import DeviceAnalysis
 from memwall.report.grid import Grid
 from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, plan_facts
 from memwall.report.run_grids import Outcome, comparison_grid, overall_process_bytes, run_grid, unexplained_bytes
+from memwall.report.snapshot_grids import snapshot_grids, snapshot_verdict
 from memwall.report.trace_grids import (
     category_grid,
     highest_point,
@@ -32,6 +34,7 @@ __all__ = [
     "plan_verdict",
     "run_report",
     "run_verdict",
+    "snapshot_report",
     "trace_report",
     "trace_scope",
     "verify_status",
@@ -78,6 +81,23 @@ def trace_scope(trace: Trace) -> str:
         f"held before the step (interpreter, libraries, data), {format_bytes(trace.workspace_bytes)} of library "
         "workspaces, memory the allocator holds but no tensor uses."
     )
+
+
+def snapshot_report(analyses: Sequence[DeviceAnalysis]) -> Group:
+    """What held the peak of each device of a CUDA snapshot: `memwall explain snapshot.pickle`."""
+    parts: list[RenderableType] = []
+    for analysis in analyses:
+        parts.append(_verdict(("no-budget", snapshot_verdict(analysis))))
+        parts += [_table(grid) for grid in snapshot_grids(analysis)]
+        if analysis.notes:
+            parts.append(Text("\n".join(f"Note: {note}." for note in analysis.notes)))
+    if not parts:
+        parts.append(Text("· the snapshot holds no memory and no history; was CUDA used before it was taken?"))
+    scope = (
+        "Counted: memory of torch's caching allocator. Not in it: the CUDA context, libraries that allocate for "
+        "themselves (NCCL), other processes."
+    )
+    return _report(*parts, Text(scope, style="dim"))
 
 
 def plan_report(plan: Plan) -> Group:

@@ -186,8 +186,8 @@ def test_a_bad_trace_file_is_explained_by_no_one(refused: Refused, made: Path, f
 def test_a_foreign_file_is_explained_by_no_one(refused: Refused, made: Path, folder: Path) -> None:
     damaged(made / "t.trace", folder / "x.zip", "foreign")
     assert refused("explain", "x.zip") == (
-        "x.zip is neither a trace nor a plan; expected a file written by `memwall profile -o FILE` or "
-        "`memwall plan -o FILE`"
+        "x.zip is neither a trace nor a CUDA memory snapshot nor a plan; expected a file written by "
+        "`memwall profile -o FILE`, torch.cuda.memory._dump_snapshot(FILE) or `memwall plan -o FILE`"
     )
 
 

@@ -20,6 +20,7 @@ OPTIONS = {
     "explain": {"--json"},
     "plan": {"--budget", "--device", "--host", "--disk", "--allow", "--global-batch", "--output", "--json"},
     "profile": {"--output", "--steps", "--json"},
+    "report": {"--output", "--format", "--json"},
     "run": {"--budget", "--plan", "--host", "--disk", "--allow", "--report", "--json"},
     "verify": {"--json"},
 }
@@ -107,7 +108,8 @@ def test_commands_and_options_are_pinned() -> None:
         ),
         (
             "explain no.trace",
-            "there is no file no.trace; expected a trace written by memwall profile, or a plan written by memwall plan",
+            "there is no file no.trace; expected a trace written by memwall profile, a snapshot written by "
+            "torch.cuda.memory._dump_snapshot(), or a plan written by memwall plan",
         ),
         ("demo --budget half", f"--budget: 'half' is not a size; {SIZES}"),
         (

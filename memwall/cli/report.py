@@ -1,0 +1,203 @@
+"""`memwall report`: a trace, a snapshot, a plan or a run as a file for a browser, Perfetto, memory_viz or a script."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from msgspec import Struct
+
+from memwall.cli.options import JsonOption, require_file, require_writable
+from memwall.errors import UsageError
+from memwall.units import format_bytes
+
+if TYPE_CHECKING:
+    from memwall.report.html import Page
+    from memwall.trace.records import Trace
+
+Format = Literal["html", "perfetto", "memory_viz", "json"]
+
+_EXPECTED = (
+    "a trace written by memwall profile, a plan written by memwall plan, a report written by memwall run --report, or "
+    "a snapshot written by torch.cuda.memory._dump_snapshot()"
+)
+_FORMATS: dict[str, tuple[Format, ...]] = {
+    "trace": ("html", "perfetto", "memory_viz", "json"),
+    "snapshot": ("perfetto", "memory_viz", "json"),
+    "plan": ("html", "json"),
+    "run": ("html", "json"),
+}
+_SUFFIXES: tuple[tuple[str, Format], ...] = (
+    (".perfetto.json", "perfetto"),
+    (".json", "json"),
+    (".html", "html"),
+    (".htm", "html"),
+    (".pickle", "memory_viz"),
+    (".pkl", "memory_viz"),
+)
+
+
+class Written(Struct, frozen=True, kw_only=True):
+    """What was written, for scripts."""
+
+    schema: str = "memwall.written/1"
+    source: str
+    source_kind: Literal["trace", "snapshot", "plan", "run"]
+    format: Format
+    file: str
+    num_bytes: int
+
+
+def report(
+    source: Annotated[
+        Path, typer.Argument(metavar="TRACE|plan.json|run.json|SNAPSHOT", help="What the report is made of.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the report is written.")],
+    format_name: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="html|perfetto|memory_viz|json",
+            help="By default what FILE's name says: .html, .perfetto.json, .pickle, .json.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a report for a browser, for ui.perfetto.dev, for pytorch.org/memory_viz, or for scripts."""
+    require_file(source, expected=_EXPECTED)
+    require_writable(output, option="--output")
+    if output.exists() and output.samefile(source):
+        raise UsageError(f"--output: {output} is the file that is read; choose another name")
+    chosen = _format(format_name, output)
+    kind, writers = _writers(source)
+    if chosen not in _FORMATS[kind]:
+        raise UsageError(
+            f"--format {chosen}: a {kind} cannot be shown so; {source} can be written as {', '.join(_FORMATS[kind])}"
+        )
+    writers[chosen](output)
+    written = Written(
+        source=str(source), source_kind=kind, format=chosen, file=str(output), num_bytes=output.stat().st_size
+    )
+    from rich.text import Text
+
+    from memwall.cli.output import show
+
+    show(Text(f"wrote {output} ({chosen}, {format_bytes(written.num_bytes)})"), written, as_json=as_json)
+
+
+def _format(name: str | None, output: Path) -> Format:
+    if name is not None:
+        for known in _FORMATS["trace"]:
+            if name == known:
+                return known
+        raise UsageError(f"--format: '{name}' is not known; expected {', '.join(_FORMATS['trace'])}")
+    for suffix, meant in _SUFFIXES:
+        if output.name.lower().endswith(suffix):
+            return meant
+    return "html"
+
+
+_Writers = dict[Format, Callable[[Path], None]]
+
+
+def _writers(source: Path) -> tuple[Literal["trace", "snapshot", "plan", "run"], _Writers]:
+    """What a file is, and how each format of it is written."""
+    from memwall.cli.source import kind_of
+
+    kind = kind_of(source)
+    if kind == "trace":
+        return "trace", _trace_writers(source)
+    if kind == "snapshot":
+        return "snapshot", _snapshot_writers(source)
+    if kind == "json":
+        return _plan_or_run_writers(source)
+    raise UsageError(f"{source} is nothing that memwall can report on; expected {_EXPECTED}")
+
+
+def _trace_writers(source: Path) -> _Writers:
+    from memwall.cli.output import trace_summary
+    from memwall.report.memory_viz import save_memory_viz
+    from memwall.report.perfetto import save_perfetto
+    from memwall.trace.file import load_trace
+
+    trace = load_trace(source)
+    return {
+        "html": lambda path: _save_page(_trace_page(trace, source), path),
+        "perfetto": lambda path: save_perfetto(trace, path),
+        "memory_viz": lambda path: save_memory_viz(trace, path),
+        "json": lambda path: _save_json(trace_summary(trace), path),
+    }
+
+
+def _snapshot_writers(source: Path) -> _Writers:
+    from memwall.cli.source import snapshot_summary
+    from memwall.report.memory_viz import save_memory_viz
+    from memwall.report.perfetto import save_perfetto
+    from memwall.trace.snapshot import load_snapshot
+
+    snapshot = load_snapshot(source)
+    return {
+        "perfetto": lambda path: save_perfetto(snapshot, path),
+        "memory_viz": lambda path: save_memory_viz(snapshot, path),
+        "json": lambda path: _save_json(snapshot_summary(snapshot), path),
+    }
+
+
+def _plan_or_run_writers(source: Path) -> tuple[Literal["plan", "run"], _Writers]:
+    from memwall.observe.run_report import RunReport
+    from memwall.plan.planfile import Plan
+    from memwall.report.html import Page
+
+    if _schema(source).startswith("memwall.run/"):
+        run = RunReport.load(source)
+        page = Page(title=f"memwall run: {source.name}", run=run)
+        return "run", {"html": lambda path: _save_page(page, path), "json": run.save}
+    plan = Plan.load(source)
+    page = Page(title=f"memwall plan: {source.name}", plan=plan)
+    return "plan", {"html": lambda path: _save_page(page, path), "json": lambda path: _save_json(plan.forecast, path)}
+
+
+def _schema(source: Path) -> str:
+    import msgspec
+
+    try:
+        found = msgspec.json.decode(source.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{source} is cut short or no JSON ({error}); expected {_EXPECTED}") from error
+    schema = str(found.get("schema")) if isinstance(found, dict) else ""
+    if not schema.startswith(("memwall.run/", "memwall.plan/")):
+        raise UsageError(
+            f"{source} is neither a plan nor a run report: at $.schema found {schema!r}; expected {_EXPECTED}"
+        )
+    return schema
+
+
+def _trace_page(trace: "Trace", source: Path) -> "Page":
+    from memwall.report.curves import curve_of
+    from memwall.report.html import Page
+    from memwall.report.text import trace_scope
+    from memwall.report.trace_grids import shown_steps
+
+    steps = shown_steps(trace)
+    if not steps:
+        raise UsageError(f"{source} holds no operation, so there is nothing to draw; record a whole training step")
+    tag: Literal["simulated", "cpu-measured", "gpu-measured"] = "simulated"
+    if trace.source == "recorded":
+        tag = "cpu-measured" if trace.device == "cpu" else "gpu-measured"
+    curves = tuple(curve_of(trace, step, f"{step.kind} step", tag) for step in steps)
+    return Page(title=f"memwall trace: {source.name}", curves=curves, notes=(trace_scope(trace),))
+
+
+def _save_page(page: "Page", path: Path) -> None:
+    from memwall.report.html import save_page
+
+    save_page(page, path)
+
+
+def _save_json(record: Struct, path: Path) -> None:
+    import msgspec
+
+    from memwall.report.whole_file import whole_file
+
+    with whole_file(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=2) + b"\n")

@@ -1,0 +1,121 @@
+"""Devices that are not at hand: what `estimate` and `plan --device` know of them, each figure with its source.
+
+The figures stand in `memwall/data/hardware.toml`. They are peaks from data sheets: an upper bound for speed, never a
+measurement. What the driver keeps for itself is already taken off `usable_bytes`; what a process needs beside its
+tensors (`context_bytes`) is a range, because published figures differ tenfold: measure it where there is a device.
+"""
+
+import difflib
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from memwall.errors import MemwallError, UsageError
+
+__all__ = ["Dtype", "Hardware", "hardware_named", "hardware_names", "read_hardware"]
+
+Dtype = Literal["float32", "tf32", "bfloat16", "float16", "float8"]
+_Bytes = Annotated[int, Meta(gt=0)]
+_Rate = Annotated[float, Meta(gt=0)]
+_FIGURES = (
+    "usable_bytes",
+    "memory_bytes_per_second",
+    "compute_capability",
+    "host_link_bytes_per_second",
+    "peer_link_bytes_per_second",
+    "context_bytes",
+    "flops",
+)
+
+
+class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One training device."""
+
+    name: str
+    """What `--device` takes, e.g. `h100-80gb`."""
+    product: str
+    usable_bytes: _Bytes
+    """All a process can see of the memory, its own context included: `total_memory` of torch's device properties."""
+    memory_bytes_per_second: _Rate
+    flops: dict[Dtype, _Rate]
+    """Dense FLOP/s by dtype, accumulated in fp32; `tf32` is fp32 input on matrix units. A missing dtype has no unit."""
+    compute_capability: Annotated[str, Meta(pattern=r"^\d+\.\d$")]
+    pcie_generation: Literal[3, 4, 5, 6]
+    host_link_bytes_per_second: _Rate
+    """Between device and host, in one direction."""
+    peer_link_bytes_per_second: _Rate | None = None
+    """All links to other devices together, in one direction; None where there is only PCIe."""
+    context_bytes: tuple[_Bytes, _Bytes]
+    """What a process holds beside the allocator's memory: the smallest and the largest published figure."""
+    sources: dict[str, str]
+    """Where each figure was read, by the name of its field."""
+
+
+class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The data file as it is written: devices without their names, sources by key."""
+
+    schema: Literal["memwall.hardware/1"]
+    sources: dict[str, str]
+    devices: dict[str, dict[str, object]]
+
+
+def hardware_named(name: str) -> Hardware:
+    """The device of that name.
+
+    Raises:
+        UsageError: there is none; the message offers the closest names.
+    """
+    known = _shipped()
+    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if wanted in known:
+        return known[wanted]
+    # `h100` alone is no close match of `h100-pcie-80gb` for difflib, but plainly meant.
+    starting = [other for other in known if wanted and other.startswith(wanted)]
+    near = starting or difflib.get_close_matches(wanted, known, n=4, cutoff=0.5)
+    meant = f"closest are {', '.join(near)}" if near else f"known are {', '.join(known)}"
+    raise UsageError(f"'{name}' is no device that memwall has figures for; {meant}")
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Every name that `hardware_named` takes, in the order of the data file."""
+    return tuple(_shipped())
+
+
+def read_hardware(text: str) -> dict[str, Hardware]:
+    """The devices of a data file, with their sources spelled out.
+
+    Raises:
+        MemwallError: a figure is missing, has a wrong type or no source; the message names it.
+    """
+    try:
+        file = msgspec.convert(tomllib.loads(text), _File)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise MemwallError(f"the hardware data cannot be read: {error}") from error
+    return {name: _device(name, fields, file.sources) for name, fields in file.devices.items()}
+
+
+def _device(name: str, fields: dict[str, object], sources: dict[str, str]) -> Hardware:
+    try:
+        device = msgspec.convert({"name": name, **fields}, Hardware)
+    except msgspec.ValidationError as error:
+        raise MemwallError(f"the hardware data of {name} is not valid: {error}") from error
+    if device.context_bytes[0] > device.context_bytes[1]:
+        raise MemwallError(f"the hardware data of {name} is not valid: context_bytes runs from large to small")
+    known = {figure for figure in _FIGURES if getattr(device, figure) is not None}
+    if set(device.sources) != known:
+        wrong = ", ".join(sorted(set(device.sources) ^ known))
+        raise MemwallError(f"the hardware data of {name} must have one source for every figure; wrong are: {wrong}")
+    unknown = sorted(set(device.sources.values()) - set(sources))
+    if unknown:
+        raise MemwallError(f"the hardware data of {name} refers to sources that are not listed: {', '.join(unknown)}")
+    spelled = {figure: sources[key] for figure, key in device.sources.items()}
+    return msgspec.structs.replace(device, sources=spelled)
+
+
+@cache
+def _shipped() -> dict[str, Hardware]:
+    return read_hardware(resources.files("memwall").joinpath("data", "hardware.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,271 @@
+"""What a snapshot says about the peak: who held it, by line and by category, and what fragmentation took.
+
+Blocks are put together by the user's line: the innermost frame of a stack that belongs neither to torch nor to Python
+itself. Nothing is guessed: without a stack or a category a block says so.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from msgspec import Struct
+
+from memwall.predict.curve import Share
+from memwall.predict.snapshot_replay import (
+    BEFORE_RECORDING,
+    Held,
+    Range,
+    Recording,
+    UsedBlock,
+    held_after,
+    recording_of,
+)
+from memwall.predict.snapshot_timeline import Fragmentation, Timeline, timeline_of
+from memwall.trace.snapshot_records import Frame, Snapshot
+
+__all__ = ["DeviceAnalysis", "Moment", "OutOfMemory", "Pin", "analyse_device", "devices_of", "line_of"]
+
+NO_STACK = "(no stack recorded)"
+EARLIER = "(allocated before the recording)"
+_UNKNOWN = "unknown"
+# Frames of the machinery between a user's line and the allocator.
+_FOREIGN_PATHS = (
+    "/torch/",
+    "/site-packages/",
+    "/dist-packages/",
+    "/lib/python3",
+    "/<frozen",
+    "/<string>",
+    "/<built-in",
+    "/nn.Module:",
+    "/??",
+)
+_FOREIGN_SUFFIXES = (".cpp", ".h", ".cc", ".cu", ".cuh", ".c", ".so")
+_MOST_PINS = 10
+
+
+class Moment(Struct, frozen=True, kw_only=True):
+    """How the memory was used after so many events."""
+
+    name: str
+    position: int
+    fragmentation: Fragmentation
+    largest_free_bytes: int
+    """The largest free piece in one stretch: what could be handed out without asking the device."""
+
+
+class OutOfMemory(Struct, frozen=True, kw_only=True):
+    """One failed allocation."""
+
+    position: int
+    requested_bytes: int
+    device_free_bytes: int
+    fragmentation: Fragmentation
+
+
+class Pin(Struct, frozen=True, kw_only=True):
+    """A segment at the peak that could not be returned because of a few blocks in it."""
+
+    address: int
+    num_bytes: int
+    used_bytes: int
+    num_blocks: int
+    line: str
+    """Whose block is the largest in it."""
+
+    @property
+    def free_bytes(self) -> int:
+        """What lies unused in it."""
+        return self.num_bytes - self.used_bytes
+
+
+class DeviceAnalysis(Struct, frozen=True, kw_only=True):
+    """One device of a snapshot."""
+
+    device: int
+    num_events: int
+    peak: Moment
+    """Where most bytes were in use."""
+    reserved_peak: Moment
+    final: Moment
+    by_line: tuple[Share, ...]
+    """Bytes of blocks in use at the peak, largest first."""
+    by_category: tuple[Share, ...]
+    pins: tuple[Pin, ...]
+    """Segments that are partly in use at the reserved peak, most free bytes first; at most ten."""
+    num_pinned: int
+    """How many such segments there are."""
+    out_of_memory: tuple[OutOfMemory, ...]
+    num_retries: int
+    """How often segments were given back directly before a new one was taken: the device had run out."""
+    earlier_bytes: int
+    """Of the peak: blocks that were there before the recording began."""
+    notes: tuple[str, ...]
+    """What the reader of the figures must know."""
+
+
+def devices_of(snapshot: Snapshot) -> tuple[int, ...]:
+    """Devices with memory or a history, the one that holds most first."""
+    held: dict[int, int] = {device: 0 for device, events in enumerate(snapshot.traces) if events}
+    for segment in snapshot.segments:
+        held[segment.device] = held.get(segment.device, 0) + segment.num_bytes
+    return tuple(sorted(held, key=lambda device: (-held[device], device)))
+
+
+def analyse_device(snapshot: Snapshot, device: int) -> tuple[DeviceAnalysis, Timeline]:
+    """Replays the history of one device and explains its peaks."""
+    recording = recording_of(snapshot, device)
+    timeline = timeline_of(recording)
+    peak, reserved_peak, end = timeline.active_peak, timeline.reserved_peak, len(recording.events)
+    held = held_after(recording, (peak, reserved_peak, end))
+    pins = _pins(snapshot, held[reserved_peak])
+    blocks = held[peak].blocks
+    analysis = DeviceAnalysis(
+        device=device,
+        num_events=len(recording.events),
+        peak=_moment("most in use", timeline, peak, held[peak]),
+        reserved_peak=_moment("most held", timeline, reserved_peak, held[reserved_peak]),
+        final=_moment("at the end", timeline, end, held[end]),
+        by_line=_shares((_owner(snapshot, block), block.num_bytes) for block in blocks),
+        by_category=_shares((block.category or _UNKNOWN, block.num_bytes) for block in blocks),
+        pins=tuple(pins[:_MOST_PINS]),
+        num_pinned=len(pins),
+        out_of_memory=_out_of_memory(recording, timeline),
+        num_retries=_num_retries(recording),
+        earlier_bytes=sum(block.num_bytes for block in blocks if block.stack == BEFORE_RECORDING),
+        notes=_notes(snapshot, recording, timeline),
+    )
+    return analysis, timeline
+
+
+def line_of(stack: Sequence[Frame]) -> str:
+    """The user's line of a stack, e.g. `models/gpt.py:42 forward`; the innermost frame where all are foreign."""
+    if not stack:
+        return NO_STACK
+    frame = next((frame for frame in stack if _is_the_users(frame)), stack[0])
+    if _is_nameless(frame):
+        return frame.name
+    path = "/".join(frame.filename.replace("\\", "/").split("/")[-2:])
+    return f"{path}:{frame.line} {frame.name}"
+
+
+def _is_nameless(frame: Frame) -> bool:
+    # Snapshots made by torch's profiler (_memory_viz._profile_to_snapshot) have everything in the name.
+    return frame.filename in ("", "none")
+
+
+def _is_the_users(frame: Frame) -> bool:
+    path = "/" + (frame.name if _is_nameless(frame) else frame.filename).replace("\\", "/")
+    return not path.endswith(_FOREIGN_SUFFIXES) and not any(part in path for part in _FOREIGN_PATHS)
+
+
+def _owner(snapshot: Snapshot, block: UsedBlock) -> str:
+    return EARLIER if block.stack == BEFORE_RECORDING else line_of(snapshot.stacks[block.stack])
+
+
+def _moment(name: str, timeline: Timeline, position: int, held: Held) -> Moment:
+    free = [hole_bytes for piece in held.ranges for hole_bytes in _holes(piece, held.blocks)]
+    return Moment(
+        name=name,
+        position=position,
+        fragmentation=timeline.fragmentation(position),
+        largest_free_bytes=max(free, default=0),
+    )
+
+
+def _inside(held: Range, blocks: Sequence[UsedBlock]) -> Sequence[UsedBlock]:
+    first, last = (
+        bisect_left(blocks, address, key=lambda block: block.address) for address in (held.address, held.end)
+    )
+    return blocks[first:last]
+
+
+def _holes(held: Range, blocks: Sequence[UsedBlock]) -> list[int]:
+    edges = [held.address]
+    for block in _inside(held, blocks):
+        edges += [block.address, block.address + block.num_bytes]
+    edges.append(held.end)
+    return [stop - start for start, stop in list(pairwise(edges))[::2]]
+
+
+def _pins(snapshot: Snapshot, moment: Held) -> list[Pin]:
+    blocks = moment.blocks
+    pins = []
+    for held in moment.ranges:
+        inside = _inside(held, blocks)
+        used_bytes = sum(block.num_bytes for block in inside)
+        if held.is_expandable or not 0 < used_bytes < held.num_bytes:
+            continue
+        largest = max(inside, key=lambda block: (block.num_bytes, -block.address))
+        pins.append(
+            Pin(
+                address=held.address,
+                num_bytes=held.num_bytes,
+                used_bytes=used_bytes,
+                num_blocks=len(inside),
+                line=_owner(snapshot, largest),
+            )
+        )
+    return sorted(pins, key=lambda pin: (-pin.free_bytes, pin.address))
+
+
+def _out_of_memory(recording: Recording, timeline: Timeline) -> tuple[OutOfMemory, ...]:
+    return tuple(
+        OutOfMemory(
+            position=index,
+            requested_bytes=event.num_bytes,
+            device_free_bytes=event.device_free_bytes,
+            fragmentation=timeline.fragmentation(index),
+        )
+        for index, event in enumerate(recording.events)
+        if event.action == "oom"
+    )
+
+
+def _num_retries(recording: Recording) -> int:
+    """Bursts of segments given back that end with one being taken (handbook: allocator.md, section 11.4, point 5)."""
+    given, taken = ("segment_free", "segment_unmap"), ("segment_alloc", "segment_map")
+    actions = (event.action for event in recording.events)
+    return sum(before in given and after in taken for before, after in pairwise(actions))
+
+
+def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline) -> tuple[str, ...]:
+    notes = []
+    if not recording.events:
+        notes.append(
+            "no history was recorded, so the state at the end stands for the peak; call "
+            "torch.cuda.memory._record_memory_history() before the model is built"
+        )
+    num_retries = _num_retries(recording)
+    if num_retries:
+        notes.append(
+            f"the device ran out (retries: {num_retries}): cached segments were given back to get new ones, "
+            "which takes time"
+        )
+    num_earlier = sum(block.stack == BEFORE_RECORDING for block in recording.blocks)
+    if num_earlier:
+        notes.append(
+            f"the recording began in the middle of the run: {num_earlier} blocks were there before it and have no stack"
+        )
+    if timeline.num_unmatched:
+        notes.append(
+            f"{timeline.num_unmatched} events do not fit the state they meet; parts of the history are missing"
+        )
+    if any(event.pool != (0, 0) for event in recording.events):
+        notes.append("some memory belongs to private pools (CUDA graphs, MemPool), which share nothing")
+    if recording.events and not timeline.time_us[-1]:
+        notes.append("this version of torch noted no times; events are counted instead")
+    if re.search(r":[1-9]", snapshot.settings.get("roundup_power2_divisions", "")):
+        notes.append("sizes were rounded up by roundup_power2_divisions; blocks that are gone count without it")
+    if snapshot.unknown_actions:
+        notes.append(f"events left out because this memwall does not know them: {', '.join(snapshot.unknown_actions)}")
+    return tuple(notes)
+
+
+def _shares(held: Iterable[tuple[str, int]]) -> tuple[Share, ...]:
+    totals: dict[str, int] = {}
+    for name, num_bytes in held:
+        totals[name] = totals.get(name, 0) + num_bytes
+    ordered = sorted(totals.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(Share(name=name, num_bytes=num_bytes) for name, num_bytes in ordered)

@@ -1,0 +1,245 @@
+"""`memwall report` and `memwall explain` on every kind of file, and on files that are none."""
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_history import MIB, History, frame
+
+from memwall.cli.app import main
+
+PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
+EXPECTED = (
+    "a trace written by memwall profile, a plan written by memwall plan, a report written by memwall run --report, or "
+    "a snapshot written by torch.cuda.memory._dump_snapshot()"
+)
+Refused = Callable[..., str]
+needs_extra = pytest.mark.requires("plotly", "jinja2")
+
+
+class Exploit:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trace, a plan, a run report and a snapshot."""
+    folder = tmp_path_factory.mktemp("made")
+    assert main(["profile", "-o", f"{folder}/t.trace", PLAIN]) == 0
+    assert main(["plan", f"{folder}/t.trace", "--budget", "8GiB", "-o", f"{folder}/plan.json"]) == 0
+    assert main(["run", "--plan", f"{folder}/plan.json", "--report", f"{folder}/run.json", PLAIN]) in (0, 4)
+    history = History()
+    history.segment(0, 20 * MIB)
+    history.alloc(0, 8 * MIB, 8 * MIB, [frame("/home/me/train.py", 3, "step")])
+    (folder / "s.pickle").write_bytes(pickle.dumps(history.snapshot()))
+    return folder
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command that must fail with status 2; returns the message, which is all there is."""
+
+    def run(*arguments: str | Path) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith("memwall: ")
+        return shown.err.removeprefix("memwall: ").removesuffix("\n")
+
+    return run
+
+
+def written(made: Path, source: str, name: str, *options: str) -> bytes:
+    assert main(["report", f"{made}/{source}", "-o", name, *options]) == 0
+    assert [path.name for path in Path().iterdir()] == [name]
+    return Path(name).read_bytes()
+
+
+# -- every kind of file ------------------------------------------------------------------------------------------------
+
+
+@needs_extra
+@pytest.mark.parametrize(
+    ("source", "title"),
+    [
+        ("t.trace", "memwall trace: t.trace"),
+        ("plan.json", "memwall plan: plan.json"),
+        ("run.json", "memwall run: run.json"),
+    ],
+)
+def test_html(source: str, title: str, made: Path) -> None:
+    page = written(made, source, "page.html").decode()
+    assert f"<h1>{title}</h1>" in page
+    assert page.endswith("</html>")
+
+
+@pytest.mark.parametrize("source", ["t.trace", "s.pickle"])
+def test_perfetto(source: str, made: Path) -> None:
+    found = json.loads(written(made, source, "out.json", "--format", "perfetto"))
+    assert {event["ph"] for event in found["traceEvents"]} >= {"M", "C"}
+
+
+@pytest.mark.parametrize("source", ["t.trace", "s.pickle"])
+def test_memory_viz(source: str, made: Path) -> None:
+    found = pickle.loads(written(made, source, "out.bin", "--format", "memory_viz"))
+    assert len(found["segments"]) == 1
+    assert found["device_traces"][0]
+
+
+@pytest.mark.parametrize(
+    ("source", "schema"),
+    [
+        ("t.trace", "memwall.trace-summary/1"),
+        ("plan.json", "memwall.forecast/1"),
+        ("run.json", "memwall.run/1"),
+        ("s.pickle", "memwall.snapshot-summary/1"),
+    ],
+)
+def test_json(source: str, schema: str, made: Path) -> None:
+    assert json.loads(written(made, source, "out.json"))["schema"] == schema
+
+
+def test_a_run_as_json_is_the_run_report(made: Path) -> None:
+    assert written(made, "run.json", "out.json") == (made / "run.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("x.perfetto.json", "perfetto"), ("x.json", "json"), ("x.PICKLE", "memory_viz")]
+)
+def test_the_name_of_the_file_says_the_format(
+    name: str, kind: str, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = len(written(made, "t.trace", name, "--json"))
+    assert json.loads(capsys.readouterr().out) == {
+        "schema": "memwall.written/1",
+        "source": f"{made}/t.trace",
+        "source_kind": "trace",
+        "format": kind,
+        "file": name,
+        "num_bytes": size,
+    }
+
+
+def test_what_was_written_is_said(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(made, "s.pickle", "x.json")
+    assert capsys.readouterr().out == f"wrote x.json (json, {Path('x.json').stat().st_size / 1024:.1f} KiB)\n"
+
+
+def test_a_file_that_is_there_is_replaced(made: Path, folder: Path) -> None:
+    (folder / "x.json").write_text("old")
+    assert json.loads(written(made, "s.pickle", "x.json"))
+
+
+# -- explain -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_explained(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{made}/s.pickle"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("· peak 8.0 MiB in use on GPU 0, after event 2 of 2; 20.0 MiB held")
+    assert "me/train.py:3 step   8.0 MiB   100.0%" in shown
+
+
+def test_a_snapshot_is_explained_to_scripts(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{made}/s.pickle", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "memwall.snapshot-summary/1"
+    (device,) = found["devices"]
+    assert device["by_line"] == [{"name": "me/train.py:3 step", "num_bytes": 8 * MIB}]
+    assert device["peak"]["fragmentation"]["split_free_bytes"] == 12 * MIB
+
+
+@pytest.mark.parametrize("command", [["explain", "x.pickle"], ["report", "x.pickle", "-o", "y.json"]])
+def test_a_hostile_snapshot_does_nothing(command: list[str], refused: Refused, folder: Path) -> None:
+    (folder / "x.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [Exploit("touch canary")]}))
+    assert refused(*command).startswith("x.pickle is no memory snapshot: the pickle instruction STACK_GLOBAL at byte ")
+    assert [path.name for path in folder.iterdir()] == ["x.pickle"]
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_is_missing(refused: Refused) -> None:
+    assert refused("report", "no.trace", "-o", "x.html") == f"there is no file no.trace; expected {EXPECTED}"
+
+
+def test_a_folder_that_is_missing(refused: Refused, made: Path, folder: Path) -> None:
+    assert refused("report", made / "t.trace", "-o", "no/x.html") == (
+        f"--output: there is no folder {folder}/no to write x.html in; create it first"
+    )
+
+
+def test_the_source_itself_is_not_overwritten(refused: Refused, made: Path) -> None:
+    before = (made / "plan.json").read_bytes()
+    assert refused("report", made / "plan.json", "-o", made / "plan.json") == (
+        f"--output: {made}/plan.json is the file that is read; choose another name"
+    )
+    assert (made / "plan.json").read_bytes() == before
+
+
+def test_a_format_that_is_unknown(refused: Refused, made: Path) -> None:
+    assert refused("report", made / "t.trace", "-o", "x", "--format", "pdf") == (
+        "--format: 'pdf' is not known; expected html, perfetto, memory_viz, json"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "chosen", "possible"),
+    [
+        ("plan.json", "plan", "perfetto", "html, json"),
+        ("run.json", "run", "memory_viz", "html, json"),
+        ("s.pickle", "snapshot", "html", "perfetto, memory_viz, json"),
+    ],
+)
+def test_a_format_that_a_source_cannot_have(
+    source: str, kind: str, chosen: str, possible: str, refused: Refused, made: Path, folder: Path
+) -> None:
+    assert refused("report", made / source, "-o", "x", "--format", chosen) == (
+        f"--format {chosen}: a {kind} cannot be shown so; {made}/{source} can be written as {possible}"
+    )
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04", f"x is nothing that memwall can report on; expected {EXPECTED}"),
+        (b"", f"x is nothing that memwall can report on; expected {EXPECTED}"),
+        (b'{"schema": "memwall.pl', "x is cut short or no JSON ("),
+        (b'{"schema": "other/1"}', "x is neither a plan nor a run report: at $.schema found 'other/1'; expected a"),
+        (b'{"schema": "memwall.plan/9"}', "x is a plan of version 9, this memwall reads up to 1; upgrade torch-mem"),
+        (b'{"schema": "memwall.run/1", "x": 1}', "x is not a valid run report: Object"),
+        (b"memwall.trace/1\n\x00", "x is cut short or damaged ("),
+        (b"\x80\x04\x95", "x is cut short or damaged: 8 bytes are announced at byte 3, 0 are there; copy or record"),
+    ],
+)
+def test_a_file_that_is_no_source(content: bytes, message: str, refused: Refused, folder: Path) -> None:
+    (folder / "x").write_bytes(content)
+    assert refused("report", "x", "-o", "y.html").startswith(message)
+    assert [path.name for path in folder.iterdir()] == ["x"]
+
+
+def test_a_disk_that_is_full(refused: Refused, made: Path, folder: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this machine has no /dev/full")
+    (folder / "x.json.part").symlink_to("/dev/full")
+    message = refused("report", made / "s.pickle", "-o", "x.json")
+    assert message == "cannot write the report to x.json: No space left on device"
+    assert list(folder.iterdir()) == []

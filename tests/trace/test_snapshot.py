@@ -1,0 +1,477 @@
+"""Snapshots from torch are read whole; snapshots from strangers do nothing."""
+
+import io
+import os
+import pickle
+import pickletools
+import re
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_history import BASE, MIB, History, frame
+
+from memwall.errors import TraceError
+from memwall.trace.snapshot import is_snapshot, load_snapshot
+from memwall.trace.snapshot_pickle import read_plain_pickle
+from memwall.trace.snapshot_records import Annotation, Block, Event, Frame, Segment, Snapshot
+
+TRAIN = frame("/home/me/train.py", 42, "step")
+LINEAR = frame("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 134, "forward")
+
+
+@pytest.fixture
+def history() -> History:
+    history = History()
+    history.segment(0, 20 * MIB)
+    history.alloc(0, 3 * MIB, 3 * MIB, [LINEAR, TRAIN])
+    history.alloc(3 * MIB, 5 * MIB - 100, 5 * MIB, [LINEAR, TRAIN])
+    history.free(0)
+    history.oom(64 * MIB, 7 * MIB)
+    return history
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "snapshot.pickle"
+
+
+def dumped(snapshot: object, file: Path, protocol: int = pickle.DEFAULT_PROTOCOL) -> Path:
+    file.write_bytes(pickle.dumps(snapshot, protocol))
+    return file
+
+
+# -- what torch writes -------------------------------------------------------------------------------------------------
+
+
+def test_everything_of_a_snapshot_arrives(history: History, file: Path) -> None:
+    snapshot = load_snapshot(dumped(history.snapshot(), file))
+    assert snapshot == Snapshot(
+        segments=(
+            Segment(
+                device=0,
+                address=BASE,
+                num_bytes=20 * MIB,
+                stream=0,
+                kind="large",
+                pool=(0, 0),
+                is_expandable=False,
+                blocks=(
+                    Block(BASE, 3 * MIB, 0, "inactive", 0),
+                    Block(BASE + 3 * MIB, 5 * MIB, 5 * MIB - 100, "active_allocated", 1),
+                    Block(BASE + 8 * MIB, 12 * MIB, 0, "inactive", 0),
+                ),
+            ),
+        ),
+        traces=(snapshot.traces[0],),
+        stacks=((), (Frame(LINEAR["filename"], 134, "forward"), Frame("/home/me/train.py", 42, "step"))),
+        settings={
+            "PYTORCH_CUDA_ALLOC_CONF": "",
+            "max_split_size": "-1",
+            "garbage_collection_threshold": "0.0",
+            "expandable_segments": "False",
+            "pinned_num_register_threads": "1",
+            "release_lock_on_cudamalloc": "False",
+            "pinned_use_cuda_host_register": "False",
+            "roundup_power2_divisions": "['1':0,'2':0]",
+        },
+        annotations=(),
+        unknown_actions=(),
+    )
+    actions = [event.action for event in snapshot.traces[0]]
+    assert actions == ["segment_alloc", "alloc", "alloc", "free_requested", "free_completed", "oom"]
+    assert snapshot.traces[0][1] == Event("alloc", BASE, 3 * MIB, 0, 1_700_000_000_000_010, 1, (0, 0), "", 0)
+    assert snapshot.traces[0][5] == Event("oom", 0, 64 * MIB, 0, 1_700_000_000_000_050, 0, (0, 0), "", 7 * MIB)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol_that_torch_can_write_gives_the_same(history: History, file: Path, protocol: int) -> None:
+    written = load_snapshot(dumped(history.snapshot(), file))
+    assert load_snapshot(dumped(history.snapshot(), file, protocol)) == written
+    optimised = pickletools.optimize(pickle.dumps(history.snapshot(), protocol))
+    file.write_bytes(optimised)
+    assert load_snapshot(file) == written
+
+
+def test_the_pure_python_pickler_gives_the_same(history: History, file: Path) -> None:
+    written = load_snapshot(dumped(history.snapshot(), file))
+    buffer = io.BytesIO()
+    pickle._Pickler(buffer, 4).dump(history.snapshot())  # type: ignore[attr-defined]
+    file.write_bytes(buffer.getvalue())
+    assert load_snapshot(file) == written
+
+
+def test_plain_values_are_those_that_pickle_loads(file: Path) -> None:
+    value = {
+        "text": ["", "ä", "x" * 300, "\ud800"],
+        "numbers": [0, 255, 256, 65536, -1, 2**31, 2**63, 2**64 - 1, -(2**40), 0.5, float("inf")],
+        "other": [True, False, None, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], {}, {1: "a"}],
+        "many": [{"k": index} for index in range(2500)],
+    }
+    for protocol in (2, 3, 4, 5):
+        found: Any = read_plain_pickle(dumped(value, file, protocol)).value
+        found["text"][3] = value["text"][3]
+        assert found == pickle.loads(pickle.dumps(value, protocol))
+
+
+@pytest.mark.parametrize("window_bytes", [1, 7, 64, 1000])
+def test_a_file_is_read_in_pieces(window_bytes: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memwall.trace.snapshot_pickle._WINDOW_BYTES", window_bytes)
+    value = [[f"{index}" + "x" * (index % 13), index**3, {"k": (index, index / 7)}] for index in range(3000)]
+    assert read_plain_pickle(dumped(value, file)).value == value
+
+
+def test_an_older_snapshot_without_the_newer_keys(history: History, file: Path) -> None:
+    old = history.snapshot()
+    for event in old["device_traces"][0]:
+        for key in ("time_us", "compile_context", "user_metadata", "pool_id", "frames"):
+            del event[key]
+    for segment in old["segments"]:
+        for key in ("segment_pool_id", "is_expandable", "frames"):
+            del segment[key]
+        for block in segment["blocks"]:
+            del block["frames"], block["address"], block["requested_size"]
+    del old["allocator_settings"], old["external_annotations"]
+    snapshot = load_snapshot(dumped(old, file))
+    assert [block.address for block in snapshot.segments[0].blocks] == [BASE, BASE + 3 * MIB, BASE + 8 * MIB]
+    assert snapshot.stacks == ((),)
+    assert {event.time_us for event in snapshot.traces[0]} == {0}
+
+
+def test_the_list_of_memory_snapshot_alone(history: History, file: Path) -> None:
+    snapshot = load_snapshot(dumped(history.snapshot()["segments"], file))
+    assert len(snapshot.segments) == 1
+    assert snapshot.traces == ()
+
+
+def test_annotations_and_categories(history: History, file: Path) -> None:
+    raw = history.snapshot()
+    raw["external_annotations"] = [{"device": 0, "time_us": 17, "stage": "START", "name": "## forward ##"}]
+    raw["device_traces"][0][1]["category"] = "activation"
+    snapshot = load_snapshot(dumped(raw, file))
+    assert snapshot.annotations == (Annotation(0, 17, "START", "## forward ##"),)
+    assert snapshot.traces[0][1].category == "activation"
+
+
+def test_a_snapshot_that_torch_made_of_a_profile(file: Path) -> None:
+    import torch
+    from torch.cuda import _memory_viz
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    optimizer = torch.optim.Adam(model.parameters())
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True, record_shapes=True, with_stack=True) as profile:
+        for _ in range(2):
+            model(torch.ones(32, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    raw = _memory_viz._profile_to_snapshot(profile)
+    snapshot = load_snapshot(dumped(raw, file))
+    assert [len(events) for events in snapshot.traces] == [len(events) for events in raw["device_traces"]]
+    categories = {event.category for events in snapshot.traces for event in events}
+    assert categories >= {"activation", "gradient", "optimizer_state"}
+    used = [block for segment in snapshot.segments for block in segment.blocks if block.state == "active_allocated"]
+    assert sum(block.requested_bytes for block in used) >= 4 * (64 * 128 + 128 + 128 * 10 + 10)
+
+
+def test_an_action_of_a_later_torch_is_left_out_and_named(history: History, file: Path) -> None:
+    raw = history.snapshot()
+    raw["device_traces"][0].insert(2, {"action": "user_defined", "addr": 1, "size": 1, "stream": 0})
+    snapshot = load_snapshot(dumped(raw, file))
+    assert snapshot.unknown_actions == ("user_defined",)
+    assert len(snapshot.traces[0]) == 6
+
+
+def test_text_cannot_reach_into_the_terminal(history: History, file: Path) -> None:
+    raw = history.snapshot()
+    raw["device_traces"][0][1]["frames"] = [frame("/home/\x1b]0;owned\x07.py", 1, "\x1b[2J")]
+    snapshot = load_snapshot(dumped(raw, file))
+    found = [frame for stack in snapshot.stacks for frame in stack if frame.line == 1]
+    assert found == [Frame("/home/\\x1b]0;owned\\x07.py", 1, "\\x1b[2J")]
+
+
+def test_forty_thousand_events_take_seconds(file: Path) -> None:
+    history = History()
+    history.segment(0, 2000 * MIB)
+    stacks = [[frame("/home/me/train.py", line, "step"), TRAIN, LINEAR] * 8 for line in range(50)]
+    raw = history.snapshot()
+    for index in range(20_000):
+        fields = {"addr": BASE + 512 * index, "size": 512, "stream": 0, "time_us": index, "frames": stacks[index % 50]}
+        raw["device_traces"][0] += [{"action": "alloc", **fields}, {"action": "free_completed", **fields}]
+    dumped(raw, file)
+    begin = time.process_time()
+    snapshot = load_snapshot(file)
+    assert time.process_time() - begin < 6
+    assert len(snapshot.traces[0]) == 40_001
+    assert len(snapshot.stacks) == 51
+
+
+# -- files that are not what they should be ----------------------------------------------------------------------------
+
+
+def refused(file: Path, **options: Any) -> str:
+    with pytest.raises(TraceError) as raised:
+        load_snapshot(file, **options)
+    message = str(raised.value)
+    assert message.startswith((str(file), f"cannot read the snapshot {file}"))
+    return message.removeprefix(f"{file} ")
+
+
+def test_a_file_that_is_missing(file: Path) -> None:
+    assert refused(file) == f"cannot read the snapshot {file}: No such file or directory"
+    assert not is_snapshot(file)
+
+
+def test_every_truncation_is_refused(history: History, file: Path) -> None:
+    whole = pickle.dumps(history.snapshot())
+    for length in range(0, len(whole), 23):
+        file.write_bytes(whole[:length])
+        assert "is cut short or damaged" in refused(file)
+
+
+def test_bytes_that_were_turned_over_never_do_more_than_fail(history: History, file: Path) -> None:
+    whole = pickle.dumps(history.snapshot())
+    for position in range(2, len(whole), 3):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ (position % 255 + 1)]) + whole[position + 1 :])
+        try:
+            load_snapshot(file)
+        except TraceError as error:
+            assert str(file) in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"{}", b"memwall.trace/1\n", b"\x80\x04", b"\x80\x09N."])
+def test_other_files_are_not_taken_for_snapshots(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    assert not is_snapshot(file) or content == b"\x80\x04"
+    assert refused(file)
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def apply(raw: dict[str, Any]) -> dict[str, Any]:
+        change(raw)
+        return raw
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: 7, "at $ expected a dict, found 7"),
+        (lambda raw: {"traces": []}, "at $ expected a dict with 'segments' and 'device_traces', found the keys a list"),
+        (changed(lambda raw: raw.update(segments={})), "at $.segments expected a list, found a dict of 0"),
+        (
+            changed(lambda raw: raw["segments"][0].pop("total_size")),
+            "at $.segments[0].total_size expected an integer, found nothing",
+        ),
+        (
+            changed(lambda raw: raw["segments"][0]["blocks"].pop()),
+            "at $.segments[0].blocks expected blocks of 20971520 bytes together, found 8388608 bytes",
+        ),
+        (
+            changed(lambda raw: raw["segments"][0]["blocks"][1].update(state="lost")),
+            "at $.segments[0].blocks[1].state expected active_allocated, active_pending_free or inactive, found 'lost'",
+        ),
+        (
+            changed(lambda raw: raw["segments"][0]["blocks"][1].update(address=5)),
+            f"at $.segments[0].blocks[1].address expected {BASE + 3 * MIB}, where the block before it ends, found 5",
+        ),
+        (
+            changed(lambda raw: raw["device_traces"][0][2].update(size="5")),
+            "at $.device_traces[0][2].size expected an integer, found '5'",
+        ),
+        (
+            changed(lambda raw: raw["device_traces"][0][2].update(size=-5)),
+            "at $.device_traces[0][2].size expected an integer from 0 to 1152921504606846975, found -5",
+        ),
+        (
+            changed(lambda raw: raw["device_traces"][0][2].update(size=True)),
+            "at $.device_traces[0][2].size expected an integer, found True",
+        ),
+        (
+            changed(lambda raw: raw["device_traces"][0][2].pop("action")),
+            "at $.device_traces[0][2].action expected the name of an action, found None",
+        ),
+        (
+            changed(lambda raw: raw["device_traces"][0][2].update(frames=[{"filename": 3}])),
+            "at $.device_traces[0][2].frames[0].filename expected a text, found 3",
+        ),
+        (
+            changed(lambda raw: raw["device_traces"][0][2].update(pool_id=(0,))),
+            "at $.device_traces[0][2].pool_id expected two integers, found a tuple of 1",
+        ),
+        (changed(lambda raw: raw.update(device_traces=[7])), "at $.device_traces[0] expected a list, found 7"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(
+    history: History, file: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    dumped(change(history.snapshot()), file)
+    assert refused(file).startswith(f"is not a valid memory snapshot: {message}")
+
+
+# -- hostile files -----------------------------------------------------------------------------------------------------
+
+
+class Exploit:
+    """What an attacker pickles: loading it runs a command."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+class ExploitWithKeywords(Exploit):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        import copyreg
+
+        return copyreg.__newobj_ex__, (subprocess.Popen, ([self.command],), {"shell": True})
+
+
+def unicode(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text.encode())) + text.encode()
+
+
+def payloads(command: str) -> dict[str, bytes]:
+    """Pickles that run `command` when Python's own unpickler loads them, and others that would do harm otherwise."""
+    argument = unicode(command)
+    in_a_snapshot = {"segments": [], "device_traces": [[Exploit(command)]]}
+    return {
+        "reduce": pickle.dumps(Exploit(command)),
+        "reduce_protocol_2": pickle.dumps(Exploit(command), 2),
+        "newobj_ex": pickle.dumps(ExploitWithKeywords(command), 4),
+        "deep_in_a_snapshot": pickle.dumps(in_a_snapshot),
+        "global_reduce": b"\x80\x02cos\nsystem\n" + argument + b"\x85R.",
+        "global_protocol_0": b"cos\nsystem\n(V" + command.encode() + b"\ntR.",
+        "stack_global": b"\x80\x04" + unicode("os") + unicode("system") + b"\x93" + argument + b"\x85R.",
+        "inst": b"\x80\x02(V" + command.encode() + b"\nios\nsystem\n.",
+        "obj": b"\x80\x02(cos\nsystem\n" + argument + b"o.",
+        "newobj": b"\x80\x02csubprocess\nPopen\n(]" + argument + b"at\x81.",
+        "build": b"\x80\x02}cbuiltins\neval\n" + argument + b"b.",
+        "ext1": b"\x80\x02\x82\x01.",
+        "ext2": b"\x80\x02\x83\x01\x00.",
+        "ext4": b"\x80\x02\x84\x01\x00\x00\x00.",
+        "persistent_id": b"\x80\x02Pos.system\n.",
+        "binary_persistent_id": b"\x80\x02" + argument + b"Q.",
+        "after_a_good_value": b"\x80\x04}0" + pickle.dumps(Exploit(command))[2:],
+        "reduce_without_import": b"\x80\x02" + argument + argument + b"\x85R.",
+    }
+
+
+def runs_in_pickle(payload: bytes) -> None:
+    """Loads a payload the way a careless program does, in a process of its own."""
+    code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read())"
+    subprocess.run([sys.executable, "-c", code], input=payload, capture_output=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("name", list(payloads("")))
+def test_nothing_in_a_file_is_executed(name: str, file: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    payload = payloads(f"touch {canary}")[name]
+    file.write_bytes(payload)
+    message = refused(file)
+    assert not canary.exists()
+    if name != "global_protocol_0":
+        assert "is no memory snapshot: the pickle instruction " in message
+        assert "nothing of the file was executed" in message
+
+
+@pytest.mark.parametrize("name", ["reduce", "global_reduce", "global_protocol_0", "stack_global", "inst", "obj"])
+def test_the_payloads_are_real(name: str, tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    runs_in_pickle(payloads(f"touch {canary}")[name])
+    assert canary.exists()
+
+
+def test_a_class_that_copyreg_already_knows_is_not_built(file: Path) -> None:
+    import copyreg
+
+    copyreg.add_extension("os", "system", 240)
+    copyreg._extension_cache[240] = os.system  # type: ignore[attr-defined]
+    try:
+        file.write_bytes(b"\x80\x02\x82\xf0" + unicode("false") + b"\x85R.")
+        assert "the pickle instruction EXT1 at byte 2" in refused(file)
+    finally:
+        copyreg.remove_extension("os", "system", 240)
+        copyreg._extension_cache.pop(240, None)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        # Lengths that are not there, or that nobody can want.
+        (b"\x80\x04\x95" + b"\xff" * 8, "18446744073709551615 bytes are announced at byte 11, 0 are there"),
+        (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x", "a text of 4611686018427387904 bytes"),
+        (b"\x80\x04X" + struct.pack("<I", 1 << 20) + b"x", "1048576 bytes are announced at byte 7, 1 are there"),
+        (b"\x80\x04\x8b" + struct.pack("<i", 1 << 30), "the pickle instruction LONG4"),
+        (b"\x80\x04\x8a\xff" + b"\xff" * 255 + b".", "an integer of 255 bytes"),
+        (b"\x80\x02L" + b"9" * 100_000 + b"L\n.", "the pickle instruction LONG"),
+        # Memo numbers that would make CPython's unpickler take gigabytes.
+        (b"\x80\x04Nr" + struct.pack("<I", 0x7FFFFFFF) + b".", "value 2147483647 is remembered after 0"),
+        (b"\x80\x04j" + struct.pack("<I", 5) + b".", "an instruction finds nothing to work on"),
+        # A stack that does not add up.
+        (b"\x80\x04.", "it ends in the middle of a value"),
+        (b"\x80\x04NN.", "it ends in the middle of a value"),
+        (b"\x80\x04(N.", "it ends in the middle of a value"),
+        (b"\x80\x04t.", "an instruction finds nothing to work on"),
+        (b"\x80\x04a.", "an instruction finds nothing to work on"),
+        (b"\x80\x04N\x87.", "an instruction finds nothing to work on"),
+        (b"\x80\x04NNa.", "an element is added to a NoneType"),
+        (b"\x80\x04]NNs.", "a key is set in a list"),
+        (b"\x80\x04}(Nu.", "a key is set in a dict"),
+        (b"\x80\x04}NNs.", "a key that is a NoneType"),
+        (b"\x80\x04}]Ns.", "a key that is a list"),
+        (b"\x80\x04" + b"(" * 200 + b".", "more than 100 values inside each other"),
+        (b"\x80\x04\x80\x00.", "pickle protocol 0"),
+    ],
+)
+def test_what_would_take_memory_or_crash_is_refused(file: Path, content: bytes, message: str) -> None:
+    file.write_bytes(content)
+    assert message in refused(file)
+
+
+def nested_tuple_as_key() -> bytes:
+    """Hashing it ends a Python process: the hash of a tuple goes into its elements without a limit."""
+    return b"\x80\x04})" + b"\x85" * 300_000 + b"Ns."
+
+
+def nested_lists() -> bytes:
+    return b"\x80\x04]" + b"]\x94" * 200_000 + b"a" * 200_000 + b"."
+
+
+def same_segment_a_million_times() -> bytes:
+    """A square of references: small in the file, without end for a reader that walks it."""
+    block = b"}(" + unicode("size") + b"K\x00" + unicode("state") + unicode("inactive") + b"u\x94"
+    blocks = b"](" + block + b"h\x00" * 20_000 + b"e\x94"
+    segment = b"}(" + unicode("address") + b"K\x00" + unicode("total_size") + b"K\x00" + unicode("blocks") + blocks
+    segments = b"](" + segment + b"u\x94" + b"h\x02" * 20_000 + b"e"
+    return b"\x80\x04}(" + unicode("segments") + segments + b"u."
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (nested_tuple_as_key, "a key that is a tuple"),
+        (nested_lists, "at $.segments"),
+        (same_segment_a_million_times, "expected values of their own, found the same ones used again and again"),
+    ],
+)
+def test_nested_and_repeated_values(make: Callable[[], bytes], message: str, file: Path) -> None:
+    file.write_bytes(make())
+    begin = time.process_time()
+    assert message in refused(file)
+    assert time.process_time() - begin < 10
+
+
+@pytest.mark.parametrize("content", [b"}" * 2_000, b"]\x94" * 2_000, b"(" + b"K\x01" * 4_000, b"\x8c\x01x" * 2_000])
+def test_values_are_counted_against_the_limit(file: Path, content: bytes) -> None:
+    file.write_bytes(b"\x80\x04" + content + b".")
+    message = refused(file, memory_limit_bytes=100_000)
+    assert re.match(r"holds more than the 0 MiB of values that are read at most; record a shorter history", message)
