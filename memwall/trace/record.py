@@ -1,7 +1,7 @@
 """Records a workload: the Python entry `memwall.record(workload)`, and the assembly of a trace from step logs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process
 from memwall.trace.modules import ModuleTable, fingerprint
 from memwall.trace.recorder import Parking, StepRecorder
 from memwall.trace.records import Machine, Step, Trace
+from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
 from memwall.trace.workspace import Workspaces
 
@@ -21,11 +22,27 @@ __all__ = ["TraceBuilder", "record"]
 
 
 class TraceBuilder:
-    """Records the steps of one training run, one after the other, and puts them into a trace."""
+    """Records the steps of one training run, one after the other, and puts them into a trace.
 
-    def __init__(self, roots: Sequence[nn.Module], parking: Parking | None = None) -> None:
+    Args:
+        roots: the modules that are trained.
+        parking: where saved tensors live meanwhile; None keeps them.
+        seconds_of: given where the tensors are fake: what an operation would take. Then nothing is measured.
+        workspaces: what operators are known to allocate for themselves.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        parking: Parking | None = None,
+        *,
+        seconds_of: Callable[[OpWork], float] | None = None,
+        workspaces: Workspaces | None = None,
+    ) -> None:
         self.roots = tuple(roots)
         self._parking = parking
+        self._seconds_of = seconds_of
+        self._is_fake = seconds_of is not None
         self._names: dict[str, int] = {}
         self._steps: list[Step] = []
         self._recorder: StepRecorder | None = None
@@ -35,7 +52,7 @@ class TraceBuilder:
         self._gradients_persist = False
         self._had_state = False
         self._begin = 0.0
-        self._workspaces = Workspaces()
+        self._workspaces = workspaces or Workspaces(is_available=not self._is_fake)
         self._modules = ModuleTable(roots).records
 
     @property
@@ -47,12 +64,14 @@ class TraceBuilder:
         """Begins to record a step; `running_root` is the root whose forward is about to begin, if one is."""
         self._had_state = optimizer is not None and bool(optimizer.state)
         self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
-        recorder = StepRecorder(self.roots, self._parking, self._workspaces)
-        return_free_memory()
-        resident_bytes = process_bytes()
-        reset_process_peak()
+        recorder = StepRecorder(self.roots, self._parking, self._workspaces, self._seconds_of)
+        resident_bytes = 0
+        if not self._is_fake:
+            return_free_memory()
+            resident_bytes = process_bytes()
+            reset_process_peak()
         recorder.start(optimizer, running_root)
-        if not self._steps:
+        if not self._steps and not self._is_fake:
             self._base_bytes = resident_bytes - _existing_bytes(recorder.log)
         self._recorder = recorder
         self._begin = time.perf_counter()
@@ -61,6 +80,11 @@ class TraceBuilder:
     def num_optimizer_steps(self) -> int:
         """Optimizer steps that ended in the step being recorded."""
         return self._recorder.num_optimizer_steps if self._recorder is not None else 0
+
+    @property
+    def place(self) -> str:
+        """What runs in the step being recorded, for messages: "forward of blocks.3 (Block)"; "" outside a step."""
+        return self._recorder.place if self._recorder is not None else ""
 
     def cancel_step(self) -> None:
         """Takes the recording away without a result."""
@@ -76,8 +100,8 @@ class TraceBuilder:
         """
         if self._recorder is None:
             raise TraceError("no step is being recorded")
-        wall_seconds = time.perf_counter() - self._begin
-        peak_bytes = process_peak_bytes()
+        wall_seconds = 0.0 if self._is_fake else time.perf_counter() - self._begin
+        peak_bytes = 0 if self._is_fake else process_peak_bytes()
         recorder, self._recorder = self._recorder, None
         log = recorder.finish(optimizer)
         for phase, hint in (
@@ -87,7 +111,7 @@ class TraceBuilder:
         ):
             if not log.has_mark(phase):
                 raise TraceError(f"the recorded step has no {phase} phase: {hint}; record one whole training step")
-        if not self._steps:
+        if not self._steps and not self._is_fake:
             # Inputs show themselves only when they are read; they were resident before the step all the same.
             self._base_bytes -= sum(
                 size
@@ -126,7 +150,7 @@ class TraceBuilder:
         device = next((p.device.type for root in self.roots for p in root.parameters()), "cpu")
         return Trace(
             schema="memwall.trace/1",
-            source="recorded",
+            source="fake" if self._is_fake else "recorded",
             device=device,
             torch_version=str(torch.__version__),
             num_threads=torch.get_num_threads(),

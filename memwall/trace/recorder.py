@@ -19,6 +19,7 @@ from memwall.errors import TraceError
 from memwall.trace.events import EventLog
 from memwall.trace.modules import ModuleTable
 from memwall.trace.records import Phase
+from memwall.trace.work import OpWork, work_of
 from memwall.trace.workspace import Workspaces
 
 __all__ = ["Parking", "StepRecorder"]
@@ -67,12 +68,18 @@ class StepRecorder(TorchDispatchMode):
         roots: the modules the step trains, in order of their first call.
         parking: where saved tensors go while recording; None keeps them, as a plain step does.
         workspaces: what operators were seen to allocate for themselves, to be shared between steps.
+        seconds_of: what an operation takes, where nothing is computed; None measures it.
     """
 
     def __init__(
-        self, roots: Sequence[nn.Module], parking: Parking | None = None, workspaces: Workspaces | None = None
+        self,
+        roots: Sequence[nn.Module],
+        parking: Parking | None = None,
+        workspaces: Workspaces | None = None,
+        seconds_of: Callable[[OpWork], float] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._seconds_of = seconds_of
         self.workspaces = workspaces or Workspaces()
         self.table = ModuleTable(roots)
         self.log = EventLog(is_parked=parking is not None)
@@ -146,6 +153,19 @@ class StepRecorder(TorchDispatchMode):
         if not self.log.op_name:
             raise TraceError("the recorded step ran no tensor operation; nothing can be planned from it")
         return self.log
+
+    @property
+    def place(self) -> str:
+        """What runs now, for messages: "forward of blocks.3 (Block)", "optimizer"."""
+        log, phase = self.log, self._phase
+        node = torch._C._current_autograd_node()
+        call = log.call_stack[-1] if log.call_stack else -1
+        if node is not None:
+            phase, call = "backward", log.call_of_node(node._sequence_nr())
+        if call < 0:
+            return phase
+        module = self.table.records[log.call_module[call]]
+        return f"{phase} of {module.path} ({module.class_name})" if module.path else f"{phase} of {module.class_name}"
 
     # -- module, optimizer and autograd hooks ----------------------------------------------------------------------
 
@@ -225,7 +245,7 @@ class StepRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._paused or func is torch.ops.prim.device.default:  # a fake tensor was asked where it is
             return func(*args, **kwargs)
         log = self.log
         node = torch._C._current_autograd_node()
@@ -242,7 +262,7 @@ class StepRecorder(TorchDispatchMode):
         index = log.begin_op(str(func), self._phase, sequence, inputs)
         device_timer = self._begin_device_timer(inputs)
         begin = time.perf_counter()
-        with self.workspaces.measuring(func, inputs) as workspace:
+        with self.workspaces.measuring(func, inputs, args, kwargs) as workspace:
             out = func(*args, **kwargs)
         seconds = time.perf_counter() - begin
         if device_timer is not None:
@@ -258,7 +278,10 @@ class StepRecorder(TorchDispatchMode):
         ]
         if "out" in kwargs:
             written.append(kwargs["out"])
-        log.end_op(index, seconds, flops, outputs, _tensors(written, []) if written else [])
+        changed = _tensors(written, []) if written else []
+        if self._seconds_of is not None:
+            seconds = self._seconds_of(work_of(str(func), flops, inputs, outputs, changed))
+        log.end_op(index, seconds, flops, outputs, changed)
         log.workspace(index, workspace.beyond(log.born_bytes(index)))
         return out
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import ModuleType
 from memwall.errors import MemwallError, UsageError
 from memwall.trace.workload import Workload
 
-__all__ = ["load_workload"]
+__all__ = ["describe_error", "load_workload"]
 
 _FORMS = "expected package.module:factory or path/file.py:factory, a function that returns a memwall.Workload"
 
@@ -40,7 +41,7 @@ def load_workload(spec: str) -> Workload:
     except MemwallError:
         raise
     except Exception as error:
-        raise UsageError(f"'{spec}': {name}() failed: {_describe(error)}") from error
+        raise UsageError(f"'{spec}': {name}() failed: {describe_error(error)}") from error
     if not isinstance(workload, Workload):
         raise UsageError(f"'{spec}': {name}() returned {type(workload).__name__}; expected a memwall.Workload")
     return workload
@@ -62,7 +63,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
         found.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise UsageError(f"'{spec}': importing {path} failed: {_describe(error)}") from error
+        raise UsageError(f"'{spec}': importing {path} failed: {describe_error(error)}") from error
     return module
 
 
@@ -74,9 +75,9 @@ def _load_module(spec: str, source: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (source == error.name or source.startswith(f"{error.name}.")):
             raise UsageError(f"'{spec}': there is no module '{error.name}' in {Path.cwd()} or installed") from error
-        raise UsageError(f"'{spec}': importing {source} failed: {_describe(error)}") from error
+        raise UsageError(f"'{spec}': importing {source} failed: {describe_error(error)}") from error
     except Exception as error:
-        raise UsageError(f"'{spec}': importing {source} failed: {_describe(error)}") from error
+        raise UsageError(f"'{spec}': importing {source} failed: {describe_error(error)}") from error
 
 
 def _add_to_path(folder: Path) -> None:
@@ -84,10 +85,16 @@ def _add_to_path(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _describe(error: Exception) -> str:
-    """Class, text and the innermost line, since the user will not see the traceback."""
+def describe_error(error: Exception) -> str:
+    """Class, text and the innermost line that is neither torch's nor ours: the user will not see the traceback."""
+    folders = tuple(
+        f"{Path(module.__file__).parent}{os.sep}"
+        for name in ("torch", "memwall")
+        if (module := sys.modules.get(name)) is not None and module.__file__ is not None
+    )
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    outside = [frame for frame in frames if not frame.filename.startswith(folders)] if folders else frames
+    where = next((f" ({frame.filename}, line {frame.lineno})" for frame in reversed(outside or frames)), "")
     return f"{type(error).__name__}: {error}{where}"
 
 

@@ -36,22 +36,28 @@ class Workspace:
 
 
 class Workspaces:
-    """Measured workspaces by operator and input shapes."""
+    """Measured workspaces by operator and input shapes.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Workspace] = {}
-        self._is_available = True
+    Args:
+        is_available: whether operators compute at all; on fake tensors there is nothing to measure.
+    """
+
+    def __init__(self, *, is_available: bool = True) -> None:
+        self.known: dict[tuple[Any, ...], Workspace] = {}
+        self._is_available = is_available
 
     @contextmanager
-    def measuring(self, func: Any, inputs: list[Tensor]) -> Iterator[Workspace]:
+    def measuring(
+        self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[Workspace]:
         """Runs an operator, with the allocator watched if these shapes are new."""
-        if not inputs or inputs[0].device.type != "cpu" or max(t.nbytes for t in inputs) < _LEAST_BYTES:
+        if not self._is_available or not self.is_worth(inputs):
             yield Workspace(0)
             return
         key = (func, *(t.shape for t in inputs))
-        known = self._known.get(key)
-        if known is not None or not self._is_available:
-            yield known or Workspace(0)
+        known = self.known.get(key)
+        if known is not None:
+            yield known
             return
         workspace = Workspace(None)
         try:
@@ -69,7 +75,13 @@ class Workspaces:
                     if str(event.kind()) == "memory_alloc":
                         live_bytes += event.cpu_memory_usage()
                         workspace.peak_bytes = max(workspace.peak_bytes, live_bytes)
-            self._known[key] = workspace
+            self.known[key] = workspace
+
+    @staticmethod
+    def is_worth(inputs: list[Tensor]) -> bool:
+        """Whether an operator on these tensors can have a workspace worth measuring."""
+        sizes = [tensor.nbytes for tensor in inputs if tensor.layout is torch.strided]
+        return bool(sizes) and inputs[0].device.type == "cpu" and max(sizes) >= _LEAST_BYTES
 
 
 def _configuration() -> Any:

@@ -1,0 +1,138 @@
+"""Reads a Hugging Face `config.json` from disk: checked first, since transformers fills in what a file leaves out.
+
+Nothing is downloaded and no code that a model brings along is run.
+"""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from memwall.errors import MemwallError, UsageError
+
+__all__ = ["config_path", "read_config"]
+
+# Which kernels run is the target's matter; and a name here may be that of a repository to load code from.
+_KERNEL_CHOICES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+# Fields without which transformers would silently assume another model's size.
+_REQUIRED = ("hidden_size", "num_hidden_layers", "vocab_size")
+# Beyond these a figure is a typing error: the largest published models have about 130 layers and 10^12 parameters.
+_MOST_LAYERS = 2_000
+_MOST_WIDTH = 1 << 22
+_SIZES = {
+    "hidden_size": _MOST_WIDTH,
+    "intermediate_size": _MOST_WIDTH,
+    "vocab_size": 1 << 26,
+    "num_hidden_layers": _MOST_LAYERS,
+    "encoder_layers": _MOST_LAYERS,
+    "decoder_layers": _MOST_LAYERS,
+    "num_decoder_layers": _MOST_LAYERS,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "num_local_experts": 1 << 14,
+    "max_position_embeddings": 1 << 30,
+    "image_size": 1 << 16,
+    "num_channels": 1 << 12,
+}
+
+
+def config_path(source: str) -> Path | None:
+    """The config.json that `source` names, as a file or as the folder it is in; None if it names neither."""
+    path = Path(source)
+    if path.is_dir():
+        return path / "config.json"
+    return path if path.suffix == ".json" else None
+
+
+def read_config(path: Path) -> Any:
+    """The transformers configuration of a file.
+
+    Raises:
+        UsageError: the file is missing or no model configuration, needs custom code, leaves out or exaggerates sizes,
+            or is of a model type that the installed transformers does not know.
+    """
+    data = _read(path)
+    try:
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    except ImportError as error:
+        raise UsageError(f"{path}: reading it needs transformers; pip install transformers") from error
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise UsageError(f"{path}: there is no 'model_type'; expected the config.json of a transformers model")
+    if data.get("auto_map"):
+        raise UsageError(
+            f"{path}: 'auto_map' asks for code that the model brings along, which is never run here; write a "
+            "memwall.Workload that builds the model, and give it as path/file.py:factory"
+        )
+    if data.get("quantization_config"):
+        raise UsageError(
+            f"{path}: 'quantization_config' asks for quantised weights, which can't be traced yet; remove it to trace "
+            "the model unquantised"
+        )
+    if model_type not in CONFIG_MAPPING_NAMES:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=3)
+        meant = f"; closest: {', '.join(near)}" if near else ""
+        raise UsageError(
+            f"{path}: model_type '{model_type}' is not known to the installed transformers "
+            f"{transformers.__version__}{meant}"
+        )
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(_without_kernels(data))
+    except MemwallError:
+        raise
+    except Exception as error:  # strict configuration classes raise their own kinds
+        raise UsageError(f"{path}: transformers refuses it: {_one_line(error)}") from error
+    _require_sizes(path, config, data)
+    _check_sizes(path, config)
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}; expected a Hugging Face config.json or the folder it is in")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON ({_one_line(error)}); expected a Hugging Face config.json") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} holds a JSON {type(data).__name__}; expected a Hugging Face config.json, an object")
+    return data
+
+
+def _without_kernels(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_kernels(value) if isinstance(value, dict) else value
+        for name, value in data.items()
+        if name not in _KERNEL_CHOICES
+    }
+
+
+def _require_sizes(path: Path, config: Any, data: dict[str, Any]) -> None:
+    """Composite models keep sizes in their parts, hierarchical ones in `depths`: those are left to transformers."""
+    if config.sub_configs or "depths" in data:
+        return
+    for name in _REQUIRED:
+        written = config.attribute_map.get(name, name)
+        if hasattr(config, name) and name not in data and written not in data:
+            raise UsageError(
+                f"{path}: there is no '{written}'; transformers would assume {getattr(config, name)}, so give it"
+            )
+
+
+def _check_sizes(path: Path, config: Any) -> None:
+    for name, most in _SIZES.items():
+        value = getattr(config, name, None)
+        if isinstance(value, bool) or not isinstance(value, int):
+            continue
+        if not 1 <= value <= most:
+            written = config.attribute_map.get(name, name)
+            raise UsageError(f"{path}: '{written}' is {value}; expected 1 to {most}")
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            _check_sizes(path, part)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,165 @@
+"""Records a training step on fake tensors: shapes, dtypes and storages without a byte in them.
+
+The step's own Python runs, so that control flow is real; the recorder is the live one. Tensors are fake on `cpu`, since
+fake `cuda` tensors don't work in a CPU build of torch (2.13: "not linked with support for cuda devices" at the first
+view); what a CUDA device does differently is put in afterwards.
+"""
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from memwall.errors import UsageError
+from memwall.trace.record import TraceBuilder
+from memwall.trace.records import Trace
+from memwall.trace.scratch import ScratchWorkspaces
+from memwall.trace.values import KnownValues
+from memwall.trace.work import OpWork
+from memwall.trace.workload import Workload
+
+__all__ = ["record_fake"]
+
+
+def record_fake(
+    workload: Workload,
+    *,
+    num_steps: int = 2,
+    seconds_of: Callable[[OpWork], float] | None = None,
+    target: Literal["cpu", "cuda"] = "cpu",
+    mask_share: float | None = None,
+    has_cpu_workspaces: bool = False,
+) -> Trace:
+    """Records the first steps of a workload without allocating its tensors: the first one, and steady ones after it.
+
+    Args:
+        seconds_of: seconds of an operation on the target; None leaves every time at 0.
+        target: device type that torch's Python is to decide for: on CUDA optimizers default to foreach.
+        has_cpu_workspaces: count what operators allocate for themselves on this CPU (convolutions: as much as a
+            result); each is run once per set of shapes on small scratch tensors.
+        mask_share: share of a mask's elements taken to be true where the step selects rows by one whose values hang
+            on weights, as a mixture of experts does; None makes that an error.
+
+    Raises:
+        TraceError: the workload does not run a whole training step, or needs values that fake tensors don't have.
+        UsageError: `mask_share` is no share.
+    """
+    if mask_share is not None and not 0 <= mask_share <= 1:
+        raise UsageError(f"mask_share is {mask_share}; expected a share between 0 and 1")
+    place = _Place()
+    workspaces = ScratchWorkspaces() if has_cpu_workspaces else None
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.random.fork_rng(devices=[]))
+        torch.manual_seed(0)
+        contexts.enter_context(_quiet())
+        # Without fallback: it would run kernels for real, on as many zeros as the tensors pretend to have.
+        fake_mode = contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False))
+        values = contexts.enter_context(KnownValues(place.now, mask_share))
+        model = _made_fake(workload.make_model(), fake_mode)
+        contexts.enter_context(_seen_as_eager())  # now that the model has imported its libraries
+        values.forget(model.parameters())
+        builder = TraceBuilder([model], seconds_of=seconds_of or _no_seconds, workspaces=workspaces)
+        place.builder = builder
+        place.outside = "making the optimizer"
+        optimizer = workload.make_optimizer(model)
+        if target == "cuda":
+            _choose_foreach(optimizer)
+        place.outside = "making the batch"
+        batch = tree_map(lambda value: _with_values(value, fake_mode, values), workload.make_batch())
+        for _ in range(num_steps):
+            builder.start_step(optimizer)
+            try:
+                workload.loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                builder.finish_step(optimizer)
+            finally:
+                builder.cancel_step()
+        return builder.trace(optimizer)
+
+
+class _Place:
+    """What runs now, for messages: known only when something fails."""
+
+    def __init__(self) -> None:
+        self.builder: TraceBuilder | None = None
+        self.outside = "making the model"
+
+    def now(self) -> str:
+        place = self.builder.place if self.builder is not None else ""
+        return place or self.outside
+
+
+def _no_seconds(work: OpWork) -> float:
+    return 0.0
+
+
+def _choose_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """The implementation that torch picks on CUDA where the workload leaves it open.
+
+    Source: torch/optim/optimizer.py, `_default_to_fused_or_foreach`, and its callers (2.13); Adafactor never asks it.
+    """
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return
+    for group in optimizer.param_groups:
+        is_open = "foreach" in group and group["foreach"] is None and group.get("fused") is None
+        has_tensor_rate = isinstance(group.get("lr"), Tensor) and not group.get("capturable")
+        if is_open and not has_tensor_rate and not group.get("differentiable"):
+            group["foreach"] = True
+
+
+def _made_fake(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
+    """The model, or where it was made before, a copy of it without its bytes."""
+    if all(isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    with FakeCopyMode(fake_mode):
+        return copy.deepcopy(model)
+
+
+def _with_values(value: Any, fake_mode: FakeTensorMode, values: KnownValues) -> Any:
+    """A fake tensor for one of the batch: with its values if it holds integers or a mask; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    fake = value
+    if not isinstance(value, FakeTensor):
+        fake = fake_mode.from_tensor(value)
+        values.know(fake, value)
+    if fake.is_floating_point():
+        values.forget([fake])
+    return fake
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own log of what fake tensors refuse: the error says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _seen_as_eager() -> Iterator[None]:
+    """Libraries take fake tensors for those of a compiler, and take other branches; here they stand for eager ones.
+
+    Transformers 5 (`utils/import_utils.py`, `is_tracing`) would build attention masks that an eager step leaves out.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    asked = getattr(module, "is_fake_tensor", None)
+    if asked is None:
+        yield
+        return
+    module.is_fake_tensor = lambda value: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = asked

@@ -1,0 +1,67 @@
+"""Where torch's fake results are not laid out like real ones: one rule per operator, each with its source.
+
+Found by recording the same steps live and on fake tensors (torch 2.13); a rule that torch makes superfluous changes
+nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_real", "run_fake"]
+
+_aten = torch.ops.aten
+
+
+def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on fake tensors, also where torch has no fake version or one that refuses what kernels do."""
+    if func is _aten._grouped_mm.default and args[0].dtype not in (torch.bfloat16, torch.float16):
+        return _grouped_mm(func, args, kwargs)
+    if func is _aten._ctc_loss_backward.Tensor:  # aten/src/ATen/native/LossCTC.cpp: as its `log_probs`, contiguous
+        return torch.empty_like(args[1], memory_format=torch.contiguous_format)
+    return func(*args, **kwargs)
+
+
+def as_real(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """The result of an operation with the strides and the storage that its kernels give it."""
+    rule = _RULES.get(func)
+    return out if rule is None else rule(args, out)
+
+
+def _shrunk(args: tuple[Any, ...], out: Tensor) -> Tensor:
+    """A reduced loss: allocated as large as the input and shrunk, so its storage holds those bytes until it dies.
+
+    Source: aten/src/ATen/native/BinaryOps.cpp and PointwiseOps, structured meta functions of `mse_loss` and
+    `smooth_l1_loss` (`build_borrowing_binary_op(maybe_get_output(), ...)`, whatever the reduction).
+    """
+    return (args[0] - args[1]).as_strided((), ()) if out.dim() == 0 else out
+
+
+def _contiguous_gradient(args: tuple[Any, ...], out: Any) -> Any:
+    """The gradient of a layer norm's input is contiguous; the fake one has the strides of the gradient it is made of.
+
+    Source: aten/src/ATen/native/layer_norm.cpp and cuda/layer_norm_kernel.cu, `LEGACY_CONTIGUOUS_MEMORY_FORMAT`.
+    """
+    first, *rest = out
+    if first is None or first.is_contiguous():
+        return out
+    return (torch.empty_like(first, memory_format=torch.contiguous_format), *rest)
+
+
+_RULES: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
+    _aten.mse_loss.default: _shrunk,
+    _aten.smooth_l1_loss.default: _shrunk,
+    _aten.native_layer_norm_backward.default: _contiguous_gradient,
+}
+
+
+def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A grouped product in float32: kernels fall back to a loop, the fake version accepts 16-bit types only.
+
+    Source: torch/_meta_registrations.py, `_meta_grouped_mm_common`.
+    """
+    halves = [torch.empty_like(matrix, dtype=torch.bfloat16) for matrix in args[:2]]
+    out = func(*halves, *args[2:], **kwargs)
+    return torch.empty(out.shape, dtype=args[0].dtype, device=out.device)

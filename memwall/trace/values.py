@@ -1,0 +1,246 @@
+"""Values on fake tensors: real ones where they are cheap, assumptions where a number is asked for that nobody knows.
+
+A training step asks for values in a few places: is this mask all ones, which rows are padding, how far along is the
+optimizer. Most of them follow from the batch, from `arange` and from counters alone. So small integer tensors, masks
+and scalars are computed beside the fake ones, and Python takes the branch that it takes in a real step. What hangs on
+weights or pixels stays unknown: a float that becomes a Python number counts as 1.0, a selection by a mask takes the
+share that the caller assumes, and everything else is an error that names the line.
+"""
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from memwall.errors import TraceError
+from memwall.trace.results import as_real, run_fake
+
+__all__ = ["KnownValues"]
+
+# Token masks and positions of one micro-batch are well below; attention masks beyond 1k x 1k only cost time.
+_MOST_ELEMENTS = 1 << 20
+# Counters, schedules and drop rates. Larger floating-point tensors are weights, whose values decide nothing.
+_MOST_FLOATS = 1 << 10
+# What an unknown floating-point number is taken for. It must not end a step: 0.0 divides, NaN fails every comparison.
+_ASSUMED_FLOAT = 1.0
+
+_aten = torch.ops.aten
+_SELECTIONS = (_aten.nonzero.default, _aten.masked_select.default)
+_EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
+
+
+class KnownValues(TorchDispatchMode):
+    """Lies between the recorder and the fake tensors, and keeps real bytes for the small storages it can follow.
+
+    Args:
+        place: the module that runs now, for messages.
+        mask_share: share of a mask's elements taken to be true where the step selects by one whose values are
+            unknown; None makes that an error.
+    """
+
+    def __init__(self, place: Callable[[], str], mask_share: float | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._place, self._mask_share = place, mask_share
+        self._real: dict[int, torch.UntypedStorage] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """Registers the values of a fake tensor that has the layout of a real one."""
+        if fake.layout is not torch.strided or real.layout is not torch.strided:
+            return
+        storage, real_storage = fake.untyped_storage(), real.untyped_storage()
+        if storage.nbytes() != real_storage.nbytes() or fake.stride() != real.stride():
+            return
+        key = storage._cdata
+
+        def died(_: Any) -> None:
+            self._real.pop(key, None)
+            self._references.pop(key, None)
+
+        self._real[key] = real_storage
+        self._references[key] = weakref.ref(storage, died)
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Takes the values of these tensors as unknown from now on."""
+        for tensor in tensors:
+            self._real.pop(_key(tensor), None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and device.type not in ("cpu", "meta"):
+            raise self._failure(
+                f"a tensor is asked for on device '{device}'",
+                "leave model and batch on the CPU: what differs on the target device is put in afterwards",
+            )
+        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+        is_known = all(self._has_value(tensor) for tensor in tensors)
+        if func is _aten._local_scalar_dense.default:
+            return self._number(args[0], is_known)
+        if func is _aten.index.Tensor and not is_known:
+            args = (args[0], self._positions(func, args[1]))
+        try:
+            out = as_real(func, args, run_fake(func, args, kwargs))
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return self._by_value(func, args, kwargs) if is_known else self._assumed(func, args)
+        except UnsupportedOperatorException as error:
+            raise self._failure(
+                f"{func} has no fake version",
+                "register one (torch.library.register_fake), or record this workload live",
+            ) from error
+        written = _written(func, args, kwargs)
+        if is_known:
+            self._follow(func, args, kwargs, out, written)
+        else:
+            self.forget(written)
+        return out
+
+    # -- values that are known -------------------------------------------------------------------------------------
+
+    def _has_value(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, FakeTensor) or _key(tensor) in self._real
+
+    def _value(self, tensor: Any) -> Any:
+        """The real tensor of a fake one, as a view of the bytes kept for its storage."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        real = torch.empty(0, dtype=tensor.dtype)
+        storage = self._real[_key(tensor)]
+        return real.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor]) -> None:
+        """Runs an operation on values as well, where its results are small enough."""
+        results = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
+        if not written and all(self._has_value(result) for result in results):
+            return
+        if not all(_is_small(tensor) for tensor in (*results, *written)):
+            self.forget(written)
+            return
+        with torch._C._DisableTorchDispatch():
+            real_out = func(*tree_map(self._value, args), **tree_map(self._value, kwargs))
+            if func in _EMPTY:
+                real_out.zero_()
+            reals = [value for value in tree_flatten(real_out)[0] if isinstance(value, Tensor)]
+            for result, real in zip(results, reals, strict=True):
+                if not self._has_value(result):
+                    self.know(result, real)
+
+    def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation whose result's shape or number hangs on values, all of them known."""
+        with torch._C._DisableTorchDispatch():
+            real_out = func(*tree_map(self._value, args), **tree_map(self._value, kwargs))
+
+        def faked(real: Any) -> Any:
+            if not isinstance(real, Tensor):
+                return real
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+            self.know(fake, real)
+            return fake
+
+        return tree_map(faked, real_out)
+
+    # -- values that are not ---------------------------------------------------------------------------------------
+
+    def _number(self, tensor: Tensor, is_known: bool) -> Any:
+        if is_known:
+            with torch._C._DisableTorchDispatch():
+                return self._value(tensor).item()
+        if tensor.is_floating_point():
+            return _ASSUMED_FLOAT
+        kind = "a bool" if tensor.dtype is torch.bool else "an integer"
+        raise self._failure(
+            f"{kind} computed from weights or data becomes a Python value (.item(), int(), bool(), if, while)",
+            "make the branch or size independent of tensor values, or record this workload live",
+        )
+
+    def _positions(self, func: Any, indices: Any) -> list[Any]:
+        """Indices with masks replaced by the positions of their true elements."""
+        found: list[Any] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            found += self._selected(func, index).unbind(1) if is_mask else [index]
+        return found
+
+    def _assumed(self, func: Any, args: Any) -> Any:
+        if func is _aten._ctc_loss.Tensor and self._has_value(args[3]):
+            num_frames, batch, _ = args[0].shape
+            with torch._C._DisableTorchDispatch():
+                longest = int(self._value(args[3]).max())
+            return args[0].new_empty((batch,)), args[0].new_empty((batch, num_frames, 2 * longest + 1))
+        if func not in _SELECTIONS:
+            raise self._failure(
+                f"the result of {func} has a size that hangs on values computed from weights or data",
+                "replace the operation by one with a fixed size, or record this workload live",
+            )
+        if func is _aten.masked_select.default:
+            return args[0].new_empty((self._selected(func, args[1]).shape[0],))
+        return self._selected(func, args[0])
+
+    def _selected(self, func: Any, mask: Tensor) -> Tensor:
+        """Positions [selected, dimensions] of a mask's true elements; by the assumed share if they are not known."""
+        if self._has_value(mask):
+            positions: Tensor = self._by_value(_aten.nonzero.default, (mask,), {})
+            return positions
+        if self._mask_share is None:
+            raise self._failure(
+                f"{func} selects by a mask of {mask.numel()} elements whose values hang on weights or data",
+                "say which share of it is true (mask_share, e.g. 0.25), or record this workload live",
+            )
+        rows = round(mask.numel() * self._mask_share)
+        return torch.empty((rows, mask.dim()), dtype=torch.int64, device=mask.device)
+
+    def _failure(self, found: str, advice: str) -> TraceError:
+        return TraceError(f"{self._place()}: {found}{_user_line()}; {advice}")
+
+
+def _key(tensor: Tensor) -> int:
+    """What tells a storage from others while it lives; 0 for tensors without one of their own."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors that an operation changes in place."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [tensor for tensor in tree_flatten(value)[0] if isinstance(tensor, Tensor)]
+    return found
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= (_MOST_FLOATS if tensor.is_floating_point() else _MOST_ELEMENTS)
+
+
+def _user_line() -> str:
+    """The innermost line outside torch and this package, since it is there that something can be changed."""
+    ours = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, sys.modules["memwall"]))
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if not name.startswith((*ours, "<")):
+            return f" at {name}, line {frame.f_lineno}"
+    return ""
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]

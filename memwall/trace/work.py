@@ -1,0 +1,48 @@
+"""What an operation has to do, where nothing is computed: the figures a hardware model turns into seconds."""
+
+from collections.abc import Sequence
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+__all__ = ["OpWork", "work_of"]
+
+
+class OpWork(Struct, frozen=True, kw_only=True):
+    """One tensor operation as a roofline sees it."""
+
+    name: str
+    """ATen overload, e.g. "aten.addmm.default"."""
+    dtype: str
+    """Of its first floating-point argument or result, e.g. "bfloat16"; of its first tensor if there is none."""
+    flops: int
+    read_bytes: int
+    """Bytes of its tensor arguments; 0 for an operation that only makes a view."""
+    written_bytes: int
+    """Bytes of new results and of arguments changed in place."""
+
+
+def work_of(
+    name: str, flops: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], written: Sequence[Tensor]
+) -> OpWork:
+    """The work of an operation that was called with `inputs`, returned `outputs` and changed `written` in place.
+
+    Sparse tensors count nothing: they have no storage of their own.
+    """
+    dense = [tensor for tensor in inputs if tensor.layout is torch.strided]
+    storages = {tensor.untyped_storage()._cdata for tensor in dense}
+    results = [tensor for tensor in outputs if tensor.layout is torch.strided]
+    new = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
+    changed = [tensor for tensor in written if tensor.layout is torch.strided]
+    dtypes = [tensor.dtype for tensor in (*inputs, *outputs)]
+    is_view = not new and not changed
+    return OpWork(
+        name=name,
+        dtype=str(next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0])).removeprefix("torch.")
+        if dtypes
+        else "",
+        flops=flops,
+        read_bytes=0 if is_view else sum(tensor.nbytes for tensor in dense),
+        written_bytes=sum(tensor.nbytes for tensor in (*new, *changed)),
+    )
