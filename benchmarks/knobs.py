@@ -29,7 +29,7 @@ SHARES_PERCENT = (90, 70, 50, 30, 10)
 FITS_PERCENT = 110
 """The cell in which nothing is needed."""
 TIGHTEST = "memwall-tightest"
-NUM_WARM_STEPS, NUM_PROBE_STEPS, NUM_ROUNDS = 2, 1, 12
+NUM_WARM_STEPS, NUM_PROBE_STEPS, NUM_ROUNDS = 2, 4, 12
 MEMORY_SHARE = 0.8
 """How much of the available memory the racing processes may be expected to hold at once."""
 
@@ -117,7 +117,8 @@ def measure(workload: str, shares_percent: Sequence[int], num_rounds: int, has_m
     keep_all_bytes = probes["plain"]["peak_bytes"]
     floor_bytes = probes["checkpoint-every-1"]["peak_bytes"]
     if has_memwall:
-        probes[TIGHTEST] = race(workload, [(TIGHTEST, floor_bytes)], NUM_PROBE_STEPS)[0]
+        at_floor = race(workload, [(TIGHTEST, floor_bytes)], NUM_PROBE_STEPS)[0]
+        probes[TIGHTEST] = race(workload, [(TIGHTEST, int(at_floor["smallest_feasible_bytes"] * 1.01))], 1)[0]
         floor_bytes = min(floor_bytes, probes[TIGHTEST]["peak_bytes"])
     budgets_bytes = {
         share: floor_bytes + (keep_all_bytes - floor_bytes) * share // 100 for share in (FITS_PERCENT, *shares_percent)

@@ -41,7 +41,7 @@ _LIVE_SHARES = (1.0, 0.99, 0.98, 0.96, 0.94, 0.9, 0.86, 0.82, 0.77, 0.72, 0.65, 
 _UNWATCHED_SHARE = 0.5
 MIN_MOVED_BYTES = 1 << 20
 # No forecast of a process is better than this: Python objects, graph nodes, thread stacks.
-_LEAST_MARGIN_BYTES = 12 << 20
+_LEAST_MARGIN_BYTES = 16 << 20
 # What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
 _SECONDS_PER_OP = 8e-6
 
