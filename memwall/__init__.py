@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memwall.apply.fit import fit as fit
     from memwall.apply.session import Session as Session
-    from memwall.apply.session import fit as fit
     from memwall.errors import InfeasibleError as InfeasibleError
     from memwall.errors import MemwallError as MemwallError
     from memwall.errors import OffloadIOError as OffloadIOError
@@ -46,7 +46,7 @@ _HOMES = {
     "StoreError": "memwall.errors",
     "Trace": "memwall.trace.records",
     "Workload": "memwall.trace.workload",
-    "fit": "memwall.apply.session",
+    "fit": "memwall.apply.fit",
     "record": "memwall.trace.record",
 }
 

@@ -83,10 +83,10 @@ class AllocatorHandler:
         self.policy = policy
         _log.debug("tensors are allocated under '%s'", policy)
 
-    def apply_tight(self) -> None:
-        """Sets the way with the least memory; nothing where there is none."""
+    def apply_tight(self, limit_bytes: int = 0) -> None:
+        """Sets the way with the least memory, see `apply`; nothing where there is none."""
         if not heap_unavailable_reason():
-            self.apply(TENSOR_HEAP)
+            self.apply(TENSOR_HEAP, limit_bytes)
         elif not unavailable_reason():
             self.apply("mmap")
 

@@ -20,69 +20,27 @@ from memwall.apply.applied import AppliedPlan, autocast_forward
 from memwall.apply.measurements import Measurements, standing_bytes
 from memwall.apply.microbatch import MicroBatches, shifts_labels
 from memwall.apply.parking import Parked
+from memwall.apply.planning import MAX_REPLANS, excess_bytes, planned, planned_again
 from memwall.errors import ApplyError, InfeasibleError, MemwallError, PlanError, UsageError
 from memwall.plan.actions import Accumulate, AllocatorReuse
 from memwall.plan.blocks import find_blocks
 from memwall.plan.legality import can_autocast
 from memwall.plan.planfile import Plan
-from memwall.plan.search import MIN_MOVED_BYTES, WINDOW_BYTES, Settings, make_plan, steady_step
-from memwall.predict.limits import device_total_bytes
+from memwall.plan.search import MIN_MOVED_BYTES, WINDOW_BYTES, Settings, steady_step
 from memwall.predict.process import calibrated
 from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak
 from memwall.trace.modules import fingerprint
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Trace
-from memwall.units import format_bytes, parse_size
+from memwall.units import format_bytes
 
-__all__ = ["Session", "fit"]
+__all__ = ["Session"]
 
 _log = logging.getLogger(__name__)
 
-# Part of the margin that planning may use up before the plan is made again with it known.
-_GROWTH_SHARE = 0.1
-
-
-def fit(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    budget: str | int | None = None,
-    plan: Plan | None = None,
-    disk: str | None = None,
-    allow: Sequence[str] = (),
-) -> "Session":
-    """A session that makes training `model` with `optimizer` fit a budget, or follow a plan made before.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with fit(model, optimizer, budget="8GiB") as session:
-        ...     for _ in range(3):
-        ...         loss = model(torch.zeros(3, 4)).sum()
-        ...         loss.backward()
-        ...         optimizer.step()
-        ...         optimizer.zero_grad()
-        >>> session.plan.actions
-        ()
-
-    Args:
-        budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
-        disk: directory for bytes that leave memory; the system's temporary directory by default.
-        allow: relaxations: "precision".
-
-    Raises:
-        UsageError: neither or both of budget and plan; a budget that is no size.
-        StoreError: the disk directory cannot be used.
-    """
-    budget_bytes = None if budget is None else parse_size(budget, whole_bytes=device_total_bytes("cpu"))
-    session = Session(budget_bytes=budget_bytes, plan=plan, disk=disk, allow=allow)
-    session.attach(model, optimizer)
-    return session
-
 
 class Session:
-    """See `fit`. One model and one optimizer; a context manager that takes everything back when it ends."""
+    """See `memwall.fit`. One model and one optimizer; a context manager that takes everything back when it ends."""
 
     def __init__(
         self,
@@ -94,7 +52,7 @@ class Session:
         allow: Sequence[str] = (),
         set_by_loop: tuple[type, ...] = (),
     ) -> None:
-        """See `fit`.
+        """See `memwall.fit`.
 
         Args:
             set_by_loop: records of actions that the training loop itself carries out, by arguments of its own; of a
@@ -118,7 +76,7 @@ class Session:
         self.trace: Trace | None = None
         self.measured = Measurements()
         self.on_plan: Callable[[Session], None] | None = None
-        """Called once a plan stands, before it is applied: the place to show it, or to object."""
+        """Called when a plan stands, before it is applied: the place to show it, or to object."""
         self.failure: MemwallError | None = None
         """What ended the run; raised again at each further forward, should the loop have caught it."""
         self._given_plan = plan is not None
@@ -137,6 +95,8 @@ class Session:
         self._has_stepped = False
         self._in_step = False
         self._in_forward = False
+        self._excess_bytes = 0
+        """By how much the last step under the plan exceeded what the plan promised."""
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
@@ -262,6 +222,8 @@ class Session:
             self.end_step()
             if self.state == "waiting":
                 self._begin_run()
+            if self._excess_bytes:
+                self._plan_again()
         finally:
             self._in_forward = False
         self._begin_step(args, kwargs)
@@ -282,7 +244,7 @@ class Session:
             window_bytes=WINDOW_BYTES,
             min_bytes=MIN_MOVED_BYTES,
         )
-        self._allocator.apply_tight()
+        self._allocator.apply_tight(self._settings.budget_bytes)
         self._builder = TraceBuilder([self._model], self._parked.engine)
         self._builder.start_step(self._optimizer, running_root=self._model)
         self.state = "recording"
@@ -303,6 +265,8 @@ class Session:
         if self.state == "running":
             self.measured.step_seconds.append(time.perf_counter() - self._step_begin)
             self.measured.peak_bytes = max(self.measured.peak_bytes, peak_bytes)
+            if self.plan is not None and self.trace is not None and self.measured.num_replans < MAX_REPLANS:
+                self._excess_bytes = excess_bytes(self.plan, peak_bytes)
             reset_process_peak()
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -350,7 +314,7 @@ class Session:
         )
         settings = msgspec.structs.replace(self._settings, allow_accumulation=self._is_cooperative)
         try:
-            self.plan = self._planned(settings)
+            self.trace, self.plan = planned(self.trace, settings, self._allocator)
         except InfeasibleError:
             if can_autocast(self.trace, self._settings.allow) is not None:
                 raise
@@ -361,17 +325,29 @@ class Session:
             self.on_plan(self)
         self._apply(self.plan)
 
-    def _planned(self, settings: Settings) -> Plan:
-        """A plan that knows what planning itself left in the process: the solver's code, and the trace."""
+    def _plan_again(self) -> None:
+        """Between two steps: charges what was measured beyond the forecast to the process, and plans with that."""
+        assert self.plan is not None
         assert self.trace is not None
-        before_bytes = process_bytes()
-        plan = make_plan(self.trace, settings)
-        self._allocator.trim()
-        grown_bytes = process_bytes() - before_bytes
-        if grown_bytes <= plan.forecast.margin_bytes * _GROWTH_SHARE:
-            return plan
-        self.trace = msgspec.structs.replace(self.trace, base_bytes=self.trace.base_bytes + grown_bytes)
-        return make_plan(self.trace, settings)
+        assert self._applied is not None
+        excess, self._excess_bytes = self._excess_bytes, 0
+        self.measured.num_replans += 1
+        settings = msgspec.structs.replace(self._settings, allow_accumulation=self._is_cooperative)
+        found = planned_again(self.trace, settings, excess)
+        if found is None:
+            self.measured.num_replans = MAX_REPLANS
+            return
+        out_bytes, in_bytes = self._applied.moved_bytes
+        self.measured.bytes_to_tier += out_bytes
+        self.measured.bytes_from_tier += in_bytes
+        self._applied.undo()
+        self._applied = None
+        self.trace, self.plan = found
+        # What was measured so far was another plan's.
+        self.measured.peak_bytes, self.measured.step_seconds = 0, []
+        if self.on_plan is not None:
+            self.on_plan(self)
+        self._apply(self.plan)
 
     def _record_again_under_autocast(self) -> None:
         """Records the next step in bfloat16, which the user allowed: observed bytes, not halved ones."""

@@ -70,6 +70,7 @@ def _rows(machine: "Machine") -> list[tuple[str, str]]:
         swap = f"{format_bytes(machine.swap_total_bytes)}, {format_bytes(machine.swap_used_bytes)} used"
     rows.append(("swap", swap))
     rows.append(("malloc", machine.malloc))
+    rows.append(("tensor heap", machine.heap_problem or "available"))
     rows.append(("/dev/shm", "none" if machine.shm_total_bytes is None else format_bytes(machine.shm_total_bytes)))
     disk = machine.disk
     speed = "not measured"

@@ -80,6 +80,8 @@ def plan(
     if output is not None:
         found.save(output)
     show(plan_report(found), found.forecast, as_json=as_json)
+    if not found.forecast.fits:
+        raise typer.Exit(4)
 
 
 def load_source(source: str) -> "Trace":

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from memwall.errors import StoreError
 from memwall.predict.limits import CgroupLimit, cgroup_limit, memory_limit_bytes
+from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.units import format_bytes
 
 __all__ = ["Device", "Disk", "Finding", "Library", "Machine", "inspect_machine", "warnings_of"]
@@ -74,6 +75,8 @@ class Machine(Struct, frozen=True, kw_only=True):
     swap_total_bytes: int
     swap_used_bytes: int
     malloc: str
+    heap_problem: str
+    """Why CPU tensors cannot have a heap of their own; "" where they can."""
     shm_total_bytes: int | None
     """Size of /dev/shm; None where there is none."""
     disk: Disk | None
@@ -116,6 +119,7 @@ def inspect_machine(directory: Path | None = None) -> Machine:
         swap_total_bytes=swap.total,
         swap_used_bytes=swap.used,
         malloc=_malloc_name(Path("/proc/self/maps")),
+        heap_problem=heap_unavailable_reason(),
         shm_total_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         disk=disk,
         disk_problem=disk_problem,
@@ -161,8 +165,14 @@ def warnings_of(machine: Machine) -> tuple[Finding, ...]:
     )
     warn(
         not machine.malloc.startswith("glibc"),
-        f"malloc is {machine.malloc}: the forecast of process bytes models glibc's only",
-        "run without LD_PRELOAD of another malloc, or leave a larger margin",
+        f"malloc is {machine.malloc}: the forecast of the peak without a plan models glibc's only",
+        "run without LD_PRELOAD of another malloc to compare with it",
+    )
+    warn(
+        bool(machine.heap_problem),
+        f"no tensor heap: {machine.heap_problem}",
+        "install a C compiler and run pip install --force-reinstall --no-deps torch-memwall; without the heap plans on "
+        "a CPU pay for each large tensor with page faults",
     )
     shm_bytes = machine.shm_total_bytes
     warn(

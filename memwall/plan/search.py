@@ -59,7 +59,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     autocast: Literal["bfloat16", "float16"] | None = None
     """The precision memwall ran the recorded step in, having been allowed to."""
     margin_share: float = 0.05
-    """Margin as a share of the bytes that the forecast adds to the base; see benchmarks/malloc_replay.py."""
+    """Margin as a share of the bytes that the forecast adds to the base; see benchmarks/knobs.py."""
 
 
 class _Found(Struct, frozen=True, kw_only=True):
@@ -89,6 +89,8 @@ def plan(
     global_batch: int | None = None,
 ) -> Plan:
     """The cheapest plan under which the traced run fits `budget`.
+
+    Where none leaves room for the forecast's error, one that fits without it: its `forecast.fits` is False.
 
     Args:
         budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
@@ -132,6 +134,9 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
     search = _Search(trace, settings)
     found = search.best()
     if found is None:
+        search.has_margin = False
+        found = search.best()
+    if found is None:
         raise search.infeasible()
     return search.as_plan(found)
 
@@ -139,6 +144,8 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
 class _Search:
     def __init__(self, trace: Trace, settings: Settings) -> None:
         self.trace, self.settings = trace, settings
+        self.has_margin = True
+        """Whether a plan must leave room for the forecast's error."""
         self.process = ProcessModel(trace)
         self.steady = steady_step(trace)
         blocks = find_blocks(trace, self.steady)
@@ -237,7 +244,8 @@ class _Search:
 
     def _limit_bytes(self) -> int:
         """Process bytes up to which a plan may go: the budget without the margin."""
-        return self.settings.budget_bytes - self._margin_bytes(self.settings.budget_bytes)
+        budget_bytes = self.settings.budget_bytes
+        return budget_bytes - (self._margin_bytes(budget_bytes) if self.has_margin else 0)
 
     def _instance(self, model: StepModel, num_parts: int, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
         machine = self.trace.machine
@@ -285,7 +293,7 @@ class _Search:
                 AllocatorReuse(
                     policy=resident.policy,
                     # What else grows in the process is made up for by free pages of the heap.
-                    limit_bytes=process_bytes + self._margin_bytes(process_bytes) // 2,
+                    limit_bytes=min(process_bytes + self._margin_bytes(process_bytes) // 2, self.settings.budget_bytes),
                     cost_seconds=fault_seconds,
                 )
             )
@@ -325,7 +333,7 @@ class _Search:
         forecast = Forecast(
             device=self.trace.device,
             source=self.trace.source,
-            fits=True,
+            fits=self.has_margin,
             budget_bytes=self.settings.budget_bytes,
             margin_bytes=self._margin_bytes(found.process_bytes),
             peak=PeakBytes(

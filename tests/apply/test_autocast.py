@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.applied import autocast_forward
-from memwall.apply.session import Session, fit
+from memwall.apply.fit import fit
+from memwall.apply.session import Session
 from memwall.errors import InfeasibleError
 from memwall.plan.actions import Autocast
 from memwall.plan.forecast import Forecast, PeakBytes
@@ -70,7 +71,7 @@ def test_where_nothing_fits_the_next_step_is_recorded_in_lower_precision(
             raise InfeasibleError("no", budget_bytes=1, smallest_feasible_bytes=2)
         return lower_precision(model)
 
-    monkeypatch.setattr("memwall.apply.session.make_plan", fits_in_lower_precision)
+    monkeypatch.setattr("memwall.apply.planning.make_plan", fits_in_lower_precision)
     model, seen = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fit(model, optimizer, budget="1TiB", allow=["precision"]) as session:

@@ -170,6 +170,25 @@ def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
     assert any("--allow precision" in line for line in caught.value.relaxations)
 
 
+def test_a_step_that_uses_more_than_foreseen_brings_a_new_plan(tmp_path: Path) -> None:
+    """GIVEN a running plan WHEN a step exceeds its forecast and margin THEN the next one has a new plan, once."""
+    case = MODELS["gpt"]("tiny")
+    optimizer = torch.optim.AdamW(case.model.parameters())
+    foreseen, ballast = [], []
+    with memwall.fit(case.model, optimizer, budget="100GiB", disk=str(tmp_path)) as session:
+        for number in range(6):
+            case.loss(case.model, case.batch).backward()
+            if number == 2:
+                ballast.append(torch.ones(100 << 18))
+            optimizer.step()
+            foreseen.append(session.plan and session.plan.forecast.peak.process_bytes)
+    assert session.measured.num_replans == 1
+    assert foreseen[1] == foreseen[2] is not None
+    assert foreseen[3] is not None
+    assert foreseen[3] - foreseen[2] == pytest.approx(100 << 20, rel=0.1)
+    assert foreseen[3:] == [foreseen[3]] * 3
+
+
 def test_a_plan_for_another_model_is_refused() -> None:
     """GIVEN a plan made for one model WHEN it is given to another THEN the error says so before anything changes."""
     case = MODELS["gpt"]("tiny")

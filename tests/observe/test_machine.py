@@ -24,6 +24,7 @@ HEALTHY = Machine(
     swap_total_bytes=0,
     swap_used_bytes=0,
     malloc="glibc 2.36",
+    heap_problem="",
     shm_total_bytes=8 * GIB,
     disk=Disk(directory="/data", free_bytes=100 * GIB, write_bytes_per_second=GIB, read_bytes_per_second=2 * GIB),
     disk_problem="",
@@ -49,6 +50,7 @@ def test_table_of_a_healthy_machine(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         "memory limit  8.00 GiB (cgroup v2, /sys/fs/cgroup/a/memory.max)",
         "swap          none",
         "malloc        glibc 2.36",
+        "tensor heap   available",
         "/dev/shm      8.00 GiB",
         "disk          /data: 100.00 GiB free, write 1.00 GiB/s, read 2.00 GiB/s",
         "torch         2.13.0+cpu",
@@ -98,8 +100,14 @@ def test_table_ends_with_warnings(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ),
         (
             {"malloc": "jemalloc"},
-            "malloc is jemalloc: the forecast of process bytes models glibc's only",
-            "run without LD_PRELOAD of another malloc, or leave a larger margin",
+            "malloc is jemalloc: the forecast of the peak without a plan models glibc's only",
+            "run without LD_PRELOAD of another malloc to compare with it",
+        ),
+        (
+            {"heap_problem": "the tensor heap needs Linux; this is darwin"},
+            "no tensor heap: the tensor heap needs Linux; this is darwin",
+            "install a C compiler and run pip install --force-reinstall --no-deps torch-memwall; without the heap plans "
+            "on a CPU pay for each large tensor with page faults",
         ),
         (
             {"shm_total_bytes": 64 << 20},

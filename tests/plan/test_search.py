@@ -155,8 +155,13 @@ def test_the_smallest_feasible_budget_is_feasible_and_a_little_less_is_not(name:
     least = smallest_bytes(trace)
     found = plan(trace, budget=least)
     assert found.forecast.smallest_feasible_budget_bytes == least
+    a_little_less = plan(trace, budget=int(BASE_BYTES + 0.99 * (least - BASE_BYTES))).forecast
+    assert not a_little_less.fits  # inside the margin only
+    assert a_little_less.budget_bytes is not None
+    assert a_little_less.peak.process_bytes <= a_little_less.budget_bytes
+    assert a_little_less.peak.process_bytes + a_little_less.margin_bytes > a_little_less.budget_bytes
     with pytest.raises(InfeasibleError):
-        plan(trace, budget=int(BASE_BYTES + 0.99 * (least - BASE_BYTES)))
+        plan(trace, budget=int(BASE_BYTES + 0.8 * (least - BASE_BYTES)))
 
 
 def test_the_smallest_feasible_budget_is_feasible_with_malloc_in_the_forecast() -> None:
