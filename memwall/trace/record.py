@@ -65,13 +65,15 @@ class TraceBuilder:
         self._had_state = optimizer is not None and bool(optimizer.state)
         self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
         recorder = StepRecorder(self.roots, self._parking, self._workspaces, self._seconds_of)
+        is_first = not self._steps and not self._is_fake
         resident_bytes = 0
-        if not self._is_fake:
+        if is_first:  # once: it takes 0.2 s, and the pages returned cost the step that needs them again
             return_free_memory()
             resident_bytes = process_bytes()
+        if not self._is_fake:
             reset_process_peak()
         recorder.start(optimizer, running_root)
-        if not self._steps and not self._is_fake:
+        if is_first:
             self._base_bytes = resident_bytes - _existing_bytes(recorder.log)
         self._recorder = recorder
         self._begin = time.perf_counter()
