@@ -8,6 +8,7 @@ from pathlib import Path
 REQUIRED = (
     "memwall/__init__.py",
     "memwall/cli/app.py",
+    "memwall/demo/train.py",
     "memwall/py.typed",
     "memwall/triton_kernels/__init__.py",
 )

@@ -17,7 +17,7 @@ import memwall
 ROOT = Path(__file__).parent.parent
 MODULES = sorted([*ROOT.glob("memwall/**/*.py"), *ROOT.glob("triton_kernels/**/*.py")])
 MAX_LINES = 600
-RIM = ("cli", "report", "integrations")
+RIM = ("cli", "demo", "report", "integrations")
 PUBLIC_NAMES = [
     "InfeasibleError",
     "MemwallError",

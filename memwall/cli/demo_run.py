@@ -31,7 +31,8 @@ from memwall.units import format_bytes, parse_size
 
 __all__ = ["DemoResult", "run_demo"]
 
-_SCRIPT = Path(__file__).with_name("demo_train.py")
+# Python puts a script's folder first on the import path: it holds nothing that another import could mean.
+_SCRIPT = Path(__file__).parent.parent / "demo" / "train.py"
 
 
 class DemoResult(Struct, frozen=True, kw_only=True):

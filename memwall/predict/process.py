@@ -1,7 +1,7 @@
 """The process's peak: resident bytes before the run, tensors, and what the allocator keeps of freed ones.
 
 What malloc keeps depends on small blocks between the tensors, which no trace knows: a GPT whose tensors need 807 MiB
-grew by 1.0 to 1.07 GiB (benchmarks/heap.py). A plan therefore gives tensors a heap of their own, which keeps next to
+grew by 988 MiB (benchmarks/heap.py). A plan therefore gives tensors a heap of their own, which keeps next to
 nothing and can be replayed to the page, or else has malloc map each by itself.
 """
 

@@ -150,7 +150,7 @@ def _where(actions: Sequence[Action]) -> str:
         case Autocast():
             return "forward"
         case AllocatorReuse(limit_bytes=limit_bytes):
-            return "process" + (f"; trimmed where it would exceed {format_bytes(limit_bytes)}" if limit_bytes else "")
+            return "process" + (f"; free pages returned above {format_bytes(limit_bytes)}" if limit_bytes else "")
         case _:
             return DASH
 
