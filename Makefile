@@ -13,11 +13,11 @@ STAMP := .venv/.installed
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test unit lint types layers wheel demo bench-knobs bench-cap clean
+.PHONY: venv test unit lint types layers wheel demo bench-knobs bench-cap bench-heap bench-recording bench-planner gpu-kernels clean
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard memwall/native/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: $$($(PYTHON) --version) is too old; memwall needs 3.11 or newer: make venv PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -55,6 +55,20 @@ bench-knobs: $(STAMP)
 bench-cap: $(STAMP)
 	$(BIN)/python benchmarks/cap.py
 
+bench-heap: $(STAMP)
+	$(BIN)/python benchmarks/heap.py
+
+bench-recording: $(STAMP)
+	$(BIN)/python benchmarks/recording_cost.py
+
+bench-planner: $(STAMP)
+	$(BIN)/python benchmarks/planner.py
+
+# Needs a CUDA device; elsewhere it says so and writes nothing.
+gpu-kernels: $(STAMP)
+	$(BIN)/python benchmarks/gpu_kernels.py
+
 clean:
+	rm -f memwall/native/*.so
 	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
