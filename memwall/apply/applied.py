@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.cuda_setting import require_cuda_setting
 from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import ActivationOffload
@@ -116,11 +117,9 @@ class AppliedPlan:
     def _apply_allocator(self, action: Action) -> None:
         assert isinstance(action, AllocatorReuse)
         if action.cuda_setting:
-            raise ApplyError(
-                f"the plan needs PYTORCH_ALLOC_CONF={action.cuda_setting} before torch starts; "
-                "run it with `memwall run --plan`"
-            )
-        self.allocator.apply(action.policy, action.limit_bytes)
+            require_cuda_setting(action.cuda_setting)
+        else:
+            self.allocator.apply(action.policy, action.limit_bytes)
 
     def _apply_accumulate(self, action: Action) -> None:
         assert isinstance(action, Accumulate)

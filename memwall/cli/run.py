@@ -54,16 +54,20 @@ def run(
     parse_host(host)
     import torch
 
+    from memwall.apply.cuda_setting import require_cuda_setting
     from memwall.apply.session import Session
     from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
     from memwall.observe.measure import run_report
-    from memwall.plan.actions import Offload
+    from memwall.plan.actions import AllocatorReuse, Offload
     from memwall.plan.planfile import Plan
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
 
     given = None if plan_path is None else Plan.load(plan_path)
+    for action in given.actions if given is not None else ():
+        if isinstance(action, AllocatorReuse) and action.cuda_setting:
+            require_cuda_setting(action.cuda_setting)
     needs_disk = given is None or any(isinstance(action, Offload) for action in given.actions)
     if needs_disk and disk_tier is None and not torch.cuda.is_available():
         # Found out before the script builds its model; on CUDA bytes leave for host memory instead.

@@ -74,7 +74,7 @@ class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="a
     limit_bytes: int = 0
     """Process bytes from which on the tensor heap returns free pages before it takes new ones; 0 for none."""
     cuda_setting: str = ""
-    """Complete PYTORCH_ALLOC_CONF string; must be in the environment before torch starts."""
+    """Complete PYTORCH_ALLOC_CONF string; must be in the environment before CUDA starts."""
     saved_bytes: int | None = None
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"
