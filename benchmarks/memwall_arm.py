@@ -30,6 +30,7 @@ def memwall_arm(model: nn.Module, optimizer: Optimizer, budget_bytes: int) -> It
                 "bytes_moved": report.forecast.moved_bytes_per_step,
                 "smallest_feasible_bytes": report.forecast.smallest_feasible_budget_bytes,
                 "plan_seconds": report.measured.plan_seconds,
+                "num_replans": session.measured.num_replans,
                 "overall_peak_bytes": report.measured.peak.process_bytes,
                 "planned_peak_bytes": report.measured.steady_peak_bytes,
                 "actions": [str(action) for action in report.forecast.actions],

@@ -23,6 +23,8 @@ __all__ = ["AllocatorHandler", "hooked_heap"]
 
 _log = logging.getLogger(__name__)
 
+_LEAST_RESERVED_BYTES = 1 << 30
+
 
 def hooked_heap() -> TensorHeap:
     """The process's tensor heap; torch's large CPU tensors go there from now on.
@@ -37,7 +39,12 @@ def hooked_heap() -> TensorHeap:
     # Addresses are cheap, and tensors come and go: four times the memory there is leaves room for any order.
     reserved_bytes = min(4 * psutil.virtual_memory().total, 1 << 40)
     error = ctypes.c_int()
-    handle = library.heap_hook(TORCH_LIBRARY, reserved_bytes, MIN_TENSOR_BYTES, ctypes.byref(error))
+    handle = None
+    while not handle and reserved_bytes >= _LEAST_RESERVED_BYTES:
+        handle = library.heap_hook(TORCH_LIBRARY, reserved_bytes, MIN_TENSOR_BYTES, ctypes.byref(error))
+        if not handle and error.value != errno.ENOMEM:
+            break
+        reserved_bytes //= 2  # under ulimit -v there may be less; what does not fit goes to malloc
     if not handle:
         name = errno.errorcode.get(error.value, str(error.value))
         raise ApplyError(
@@ -59,13 +66,15 @@ class AllocatorHandler:
         self.policy: str | None = None
         """What is in force; None for torch's and malloc's own."""
         self._heap: TensorHeap | None = None
-        self._limit_bytes = 0
+        self._limit_bytes = self._outside_bytes = self._others_bytes = 0
+        self._has_thresholds = False
 
-    def apply(self, policy: str, limit_bytes: int = 0) -> None:
-        """Sets a way of reuse; it replaces the one in force.
+    def apply(self, policy: str, limit_bytes: int = 0, outside_bytes: int = 0) -> None:
+        """Sets a way of reuse; it replaces the one in force. To be called between steps.
 
         Args:
             limit_bytes: process bytes from which on the tensor heap returns free pages before it takes new ones.
+            outside_bytes: of these, what each step needs outside the heap and gives back.
 
         Raises:
             ApplyError: it cannot be had in this process; then torch's own is in force.
@@ -74,19 +83,20 @@ class AllocatorHandler:
         if policy == TENSOR_HEAP:
             if self._heap is None:
                 self.undo()
-                self._heap = hooked_heap()
-            self._limit_bytes = limit_bytes
+                self._heap = _own_heap(self)
+            self._limit_bytes, self._outside_bytes = limit_bytes, outside_bytes
+            self._others_bytes = self._present_others_bytes()
             self.hold_limit()
         else:
             self.undo()
-            _set_malloc(policy)
+            self._has_thresholds = _set_malloc(policy)
         self.policy = policy
         _log.debug("tensors are allocated under '%s'", policy)
 
-    def apply_tight(self, limit_bytes: int = 0) -> None:
+    def apply_tight(self, limit_bytes: int = 0, outside_bytes: int = 0) -> None:
         """Sets the way with the least memory, see `apply`; nothing where there is none."""
         if not heap_unavailable_reason():
-            self.apply(TENSOR_HEAP, limit_bytes)
+            self.apply(TENSOR_HEAP, limit_bytes, outside_bytes)
         elif not unavailable_reason():
             self.apply("mmap")
 
@@ -95,9 +105,14 @@ class AllocatorHandler:
         if self._heap is not None:
             ceiling_bytes = 0
             if self._limit_bytes:
-                others_bytes = process_bytes() - self._heap.figures().resident_bytes
+                # What the step will need outside may be resident already: scratch that a library keeps.
+                others_bytes = max(self._present_others_bytes(), self._others_bytes + self._outside_bytes)
                 ceiling_bytes = max(self._limit_bytes - others_bytes, 1)
             self._heap.set_ceiling(ceiling_bytes)
+
+    def _present_others_bytes(self) -> int:
+        assert self._heap is not None
+        return process_bytes() - self._heap.figures().resident_bytes
 
     def trim(self) -> None:
         """Returns all free memory to the system, so that what is resident is in use."""
@@ -108,19 +123,41 @@ class AllocatorHandler:
     def undo(self) -> None:
         """Takes it back, as far as that goes."""
         if self._heap is not None:
-            library = heap_library()
-            assert library is not None
-            library.heap_unhook()
+            _release_heap()
             self._heap = None
-        elif self.policy is not None:
+        elif self._has_thresholds:
             _mallopt(settings_of(restored_policy()))
+            self._has_thresholds = False
         self.policy = None
 
 
-def _set_malloc(policy: str) -> None:
+_owners: list[AllocatorHandler] = []
+"""Who steers the process's one heap: at most one."""
+
+
+def _own_heap(handler: AllocatorHandler) -> TensorHeap:
+    if _owners:
+        raise ApplyError(
+            "another memwall session is open in this process, and both would hold its memory to a limit; close that "
+            "one first (it is a context manager)"
+        )
+    heap = hooked_heap()
+    _owners.append(handler)
+    return heap
+
+
+def _release_heap() -> None:
+    library = heap_library()
+    assert library is not None
+    library.heap_unhook()
+    _owners.clear()
+
+
+def _set_malloc(policy: str) -> bool:
+    """Whether anything had to be set."""
     settings = settings_of(policy_named(policy))
     if not settings:
-        return
+        return False
     reason = unavailable_reason()
     if reason:
         raise ApplyError(f"cannot set the malloc policy '{policy}': {reason}")
@@ -129,6 +166,7 @@ def _set_malloc(policy: str) -> None:
         _mallopt(settings_of(restored_policy()))
         parameter, value = refused
         raise ApplyError(f"cannot set the malloc policy '{policy}': glibc refused mallopt({parameter}, {value})")
+    return True
 
 
 def _mallopt(settings: tuple[tuple[int, int], ...]) -> tuple[int, int] | None:

@@ -119,7 +119,8 @@ class AppliedPlan:
         if action.cuda_setting:
             require_cuda_setting(action.cuda_setting)
         else:
-            self.allocator.apply(action.policy, action.limit_bytes)
+            self.allocator.apply(action.policy, action.limit_bytes, action.outside_bytes)
+            self._undo.append(self.allocator.undo)
 
     def _apply_accumulate(self, action: Action) -> None:
         assert isinstance(action, Accumulate)

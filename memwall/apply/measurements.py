@@ -34,6 +34,14 @@ def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, tr
     if optimizer is not None:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+    dense = [part for tensor in tensors for part in _dense_parts(tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in dense if t.device.type == "cpu"}
     batch = sum(s.nbytes for s in trace.steps[0].storages if s.category == "input" and s.device == "cpu")
     return sum(storages.values()) + batch
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What holds a tensor's bytes; a sparse one has no storage of its own."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else ()

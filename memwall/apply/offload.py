@@ -95,6 +95,11 @@ class ActivationOffload:
         return self._restored_bytes
 
     @property
+    def staging_bytes(self) -> int:
+        """Staging memory that is resident: of each disk tier's window, what was used so far."""
+        return sum(tier.staging_bytes for tier in self._tiers.values() if isinstance(tier, DiskTier))
+
+    @property
     def stall_seconds(self) -> float:
         """Time the training thread waited for the host's side of a transfer; waits inside a CUDA stream do not show."""
         return self._stall_seconds + sum(tier.stall_seconds for tier in self._tiers.values())

@@ -3,16 +3,18 @@
 import logging
 
 import msgspec
+from torch import nn
 
 from memwall.apply.allocator import AllocatorHandler
-from memwall.errors import InfeasibleError
+from memwall.errors import InfeasibleError, PlanError
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings, make_plan
 from memwall.trace.meter import process_bytes
+from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
-__all__ = ["MAX_REPLANS", "excess_bytes", "planned", "planned_again"]
+__all__ = ["MAX_REPLANS", "check_plan_is_for", "excess_bytes", "planned", "planned_again"]
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +22,26 @@ MAX_REPLANS = 3
 """A run that needs more has something in it that no plan knows."""
 # Part of the margin that planning may use up before the plan is made again with it known.
 _GROWTH_SHARE = 0.1
+
+
+def check_plan_is_for(plan: Plan, model: nn.Module) -> None:
+    """Whether a plan that was given is for this model, where it is.
+
+    Raises:
+        PlanError: it was made for another model or device.
+    """
+    if plan.model_fingerprint != fingerprint([model]):
+        raise PlanError(
+            f"the plan was made for another model: it names {plan.model_fingerprint[:12]}, this "
+            f"{type(model).__name__} is {fingerprint([model])[:12]}; make a plan for this model with "
+            "`memwall plan`, or run with --budget"
+        )
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    if plan.forecast.device.partition(":")[0] != device:
+        raise PlanError(
+            f"the plan is for device {plan.forecast.device}, the model is on {device}; "
+            f"make a plan from a trace recorded on {device}, or run with --budget"
+        )
 
 
 def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tuple[Trace, Plan]:
@@ -41,10 +63,12 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
 
 
 def excess_bytes(plan: Plan, peak_bytes: int) -> int:
-    """How far a step's peak lies above what the plan foresaw, once it lies above the margin too; else 0."""
+    """How far a step's peak lies above what the plan foresaw, once it lies above the margin and near the budget."""
     foreseen = plan.forecast.phases.get("steady_step", plan.forecast.peak)
     excess = peak_bytes - foreseen.process_bytes
-    return excess if excess > plan.forecast.margin_bytes else 0
+    margin_bytes, budget_bytes = plan.forecast.margin_bytes, plan.forecast.budget_bytes
+    is_near = budget_bytes is not None and peak_bytes + margin_bytes > budget_bytes
+    return excess if excess > margin_bytes and is_near else 0
 
 
 def planned_again(trace: Trace, settings: Settings, excess: int) -> tuple[Trace, Plan] | None:

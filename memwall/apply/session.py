@@ -2,8 +2,8 @@
 
     waiting --first forward--> recording --first forward after an optimizer step--> running
 
-The first step runs under the safest plan there is: every large saved tensor leaves the device, freed memory goes back
-to the system at once. It is a full training step; nothing is thrown away.
+The first step runs under the safest plan there is: every large saved tensor leaves the device, and free memory goes
+back to the system before the budget is passed. It is a full training step; nothing is thrown away.
 """
 
 import logging
@@ -20,7 +20,7 @@ from memwall.apply.applied import AppliedPlan, autocast_forward
 from memwall.apply.measurements import Measurements, standing_bytes
 from memwall.apply.microbatch import MicroBatches, shifts_labels
 from memwall.apply.parking import Parked
-from memwall.apply.planning import MAX_REPLANS, excess_bytes, planned, planned_again
+from memwall.apply.planning import MAX_REPLANS, check_plan_is_for, excess_bytes, planned, planned_again
 from memwall.errors import ApplyError, InfeasibleError, MemwallError, PlanError, UsageError
 from memwall.plan.actions import Accumulate, AllocatorReuse
 from memwall.plan.blocks import find_blocks
@@ -29,7 +29,6 @@ from memwall.plan.planfile import Plan
 from memwall.plan.search import MIN_MOVED_BYTES, WINDOW_BYTES, Settings, steady_step
 from memwall.predict.process import calibrated
 from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak
-from memwall.trace.modules import fingerprint
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
@@ -96,7 +95,8 @@ class Session:
         self._in_step = False
         self._in_forward = False
         self._excess_bytes = 0
-        """By how much the last step under the plan exceeded what the plan promised."""
+        """By how much the last step under the plan exceeded what the plan promised, the budget being near."""
+        self._can_plan_again = True
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
@@ -104,18 +104,8 @@ class Session:
         """Says which model and optimizer this session trains. The optimizer may follow at its first step."""
         if self._model is not None:
             raise ApplyError("this session already trains a model; use one session for each")
-        if self.plan is not None and self.plan.model_fingerprint != fingerprint([model]):
-            raise PlanError(
-                f"the plan was made for another model: it names {self.plan.model_fingerprint[:12]}, this "
-                f"{type(model).__name__} is {fingerprint([model])[:12]}; make a plan for this model with "
-                "`memwall plan`, or run with --budget"
-            )
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        if self.plan is not None and self.plan.forecast.device.partition(":")[0] != device:
-            raise PlanError(
-                f"the plan is for device {self.plan.forecast.device}, the model is on {device}; "
-                f"make a plan from a trace recorded on {device}, or run with --budget"
-            )
+        if self.plan is not None:
+            check_plan_is_for(self.plan, model)
         self._model, self._optimizer = model, optimizer
         self._handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True))
         if optimizer is not None:
@@ -132,17 +122,13 @@ class Session:
         if self.state == "closed":
             return
         self._note_engine_failure()
+        self._note_peak()
         try:
             if completed and self.failure is None and self.state == "recording" and self._has_stepped:
                 self._finish_recording()
         finally:
             self._stop_recording()
-            if self._applied is not None:
-                out_bytes, in_bytes = self._applied.moved_bytes
-                self.measured.bytes_to_tier += out_bytes
-                self.measured.bytes_from_tier += in_bytes
-                self._applied.undo()
-                self._applied = None
+            self._take_back()
             if self._undo_autocast is not None:
                 self._undo_autocast()
                 self._undo_autocast = None
@@ -151,6 +137,14 @@ class Session:
             self._handles = []
             self._allocator.undo()
             self.state = "closed"
+
+    def _take_back(self) -> None:
+        if self._applied is not None:
+            out_bytes, in_bytes = self._applied.moved_bytes
+            self.measured.bytes_to_tier += out_bytes
+            self.measured.bytes_from_tier += in_bytes
+            self._applied.undo()
+            self._applied = None
 
     # -- micro-batches, for loops that cooperate --------------------------------------------------------------------
 
@@ -230,7 +224,7 @@ class Session:
 
     def _begin_run(self) -> None:
         assert self._model is not None
-        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, process_peak_bytes())
+        self._note_peak()
         if self._given_plan:
             assert self.plan is not None
             if self.on_plan is not None:
@@ -244,13 +238,17 @@ class Session:
             window_bytes=WINDOW_BYTES,
             min_bytes=MIN_MOVED_BYTES,
         )
-        self._allocator.apply_tight(self._settings.budget_bytes)
+        self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
         self._builder = TraceBuilder([self._model], self._parked.engine)
         self._builder.start_step(self._optimizer, running_root=self._model)
         self.state = "recording"
 
     def _begin_step(self, args: Any, kwargs: Any) -> None:
         self._in_step, self._has_stepped = True, False
+        if self.state == "running":
+            # What ran since the last step, an evaluation say, is the run's peak, but not the step's.
+            self._note_peak()
+            self._can_plan_again &= reset_process_peak()
         if self._applied is not None:
             self._applied.begin_step()
         self._step_begin = time.perf_counter()
@@ -265,15 +263,18 @@ class Session:
         if self.state == "running":
             self.measured.step_seconds.append(time.perf_counter() - self._step_begin)
             self.measured.peak_bytes = max(self.measured.peak_bytes, peak_bytes)
-            if self.plan is not None and self.trace is not None and self.measured.num_replans < MAX_REPLANS:
+            if self.plan is not None and self.trace is not None and self._can_plan_again:
                 self._excess_bytes = excess_bytes(self.plan, peak_bytes)
-            reset_process_peak()
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Says which optimizer trains the model, once it shows itself."""
         if self._optimizer is None:
             self._optimizer = optimizer
             self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+
+    def _note_peak(self) -> None:
+        """To be called before every reset of the process's peak, and at the end."""
+        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, process_peak_bytes())
 
     # -- from recording to running -----------------------------------------------------------------------------------
 
@@ -294,12 +295,22 @@ class Session:
             self._parked = None
 
     def _finish_recording(self) -> None:
+        try:
+            self._plan_recorded()
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+        finally:
+            self._stop_recording()
+
+    def _plan_recorded(self) -> None:
         assert self._builder is not None
         assert self._parked is not None
         assert self._model is not None
         begin = time.perf_counter()
         builder, machine = self._builder, self._parked.machine
         step = builder.finish_step(self._optimizer)
+        window_bytes = self._parked.engine.staging_bytes
         self._stop_recording()
         self.measured.first_step_peak_bytes = max(self.measured.first_step_peak_bytes, step.process_peak_bytes)
         self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, step.process_peak_bytes)
@@ -309,7 +320,7 @@ class Session:
             trace,
             resident_bytes=process_bytes(),
             standing_bytes=standing_bytes(self._model, self._optimizer, trace),
-            window_bytes=WINDOW_BYTES,
+            window_bytes=window_bytes,
             min_bytes=MIN_MOVED_BYTES,
         )
         settings = msgspec.structs.replace(self._settings, allow_accumulation=self._is_cooperative)
@@ -329,19 +340,14 @@ class Session:
         """Between two steps: charges what was measured beyond the forecast to the process, and plans with that."""
         assert self.plan is not None
         assert self.trace is not None
-        assert self._applied is not None
         excess, self._excess_bytes = self._excess_bytes, 0
-        self.measured.num_replans += 1
         settings = msgspec.structs.replace(self._settings, allow_accumulation=self._is_cooperative)
         found = planned_again(self.trace, settings, excess)
+        self._can_plan_again = found is not None and self.measured.num_replans + 1 < MAX_REPLANS
         if found is None:
-            self.measured.num_replans = MAX_REPLANS
             return
-        out_bytes, in_bytes = self._applied.moved_bytes
-        self.measured.bytes_to_tier += out_bytes
-        self.measured.bytes_from_tier += in_bytes
-        self._applied.undo()
-        self._applied = None
+        self._take_back()
+        self.measured.num_replans += 1
         self.trace, self.plan = found
         # What was measured so far was another plan's.
         self.measured.peak_bytes, self.measured.step_seconds = 0, []
@@ -382,6 +388,7 @@ class Session:
         applied.apply()
         self._applied = applied
         self.state = "running"
+        self._note_peak()
         self._allocator.trim()
         reset_process_peak()
         self.measured.base_bytes = self.trace.base_bytes if self.trace is not None else process_bytes()

@@ -15,6 +15,7 @@ typedef struct Node {
     struct Node *before, *after;         /* neighbours by address */
     struct Node *free_before, *free_after; /* the free list, in no order; free_after also chains unused nodes */
     uint32_t page, num_pages;
+    uint32_t num_resident; /* of a free node; a block counts as resident whole */
     int is_free;
 } Node;
 
@@ -61,6 +62,8 @@ Heap *heap_create(uint64_t reserved_bytes, int is_dry) {
         heap_destroy(heap);
         return NULL;
     }
+    /* Huge pages would fill returned holes again behind the books' back. Kernels without them refuse, which is fine. */
+    if (!is_dry) madvise(heap->base, heap->num_reserved * heap->page_bytes, MADV_NOHUGEPAGE);
     return heap;
 }
 
@@ -116,6 +119,7 @@ static void merge_with_after(Heap *heap, Node *node) {
     Node *gone = node->after;
     unlink_free(heap, gone);
     node->num_pages += gone->num_pages;
+    node->num_resident += gone->num_resident;
     node->after = gone->after;
     if (gone->after) gone->after->before = node;
     else heap->last = node;
@@ -123,12 +127,25 @@ static void merge_with_after(Heap *heap, Node *node) {
     heap->unused_nodes = gone;
 }
 
+static uint32_t count_resident(const Heap *heap, uint32_t page, uint32_t num_pages) {
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < num_pages; i++) sum += heap->is_resident[page + i];
+    return sum;
+}
+
 /* Cuts a node that is in no list, so that its first `num_pages` are left; the rest becomes free. */
 static int split(Heap *heap, Node *node, uint32_t num_pages) {
     Node *rest = new_node(heap);
     if (!rest) return -1;
+    uint32_t all_resident = node->num_resident;
     rest->page = node->page + num_pages;
     rest->num_pages = node->num_pages - num_pages;
+    if (node->num_resident == node->num_pages) {
+        node->num_resident = num_pages;
+    } else if (node->num_resident) {
+        node->num_resident = count_resident(heap, node->page, num_pages);
+    }
+    rest->num_resident = all_resident - node->num_resident;
     node->num_pages = num_pages;
     rest->before = node;
     rest->after = node->after;
@@ -141,14 +158,8 @@ static int split(Heap *heap, Node *node, uint32_t num_pages) {
 
 /* -- residency --------------------------------------------------------------------------------------------------- */
 
-static uint64_t count_resident(const Heap *heap, uint32_t page, uint32_t num_pages) {
-    uint64_t sum = 0;
-    for (uint32_t i = 0; i < num_pages; i++) sum += heap->is_resident[page + i];
-    return sum;
-}
-
 /* Returns up to `wanted` resident pages of a free node, from its end; as many as were returned. */
-static uint64_t give_back(Heap *heap, const Node *node, uint64_t wanted) {
+static uint64_t give_back(Heap *heap, Node *node, uint64_t wanted) {
     uint64_t given = 0;
     uint32_t end = node->page + node->num_pages;
     while (end > node->page && given < wanted) {
@@ -165,30 +176,31 @@ static uint64_t give_back(Heap *heap, const Node *node, uint64_t wanted) {
         given += count;
         end = begin;
     }
+    node->num_resident -= (uint32_t)given;
     heap->num_resident -= given;
     heap->num_returned += given;
     return given;
 }
 
-/* Returns free pages, those at the highest addresses first: first fit needs them last. */
-static void make_room(Heap *heap, uint64_t wanted) {
+/* Returns free pages, those at the highest addresses first: first fit needs them last. `num_used` are in blocks. */
+static void make_room(Heap *heap, uint64_t wanted, uint64_t num_used) {
     uint32_t below = UINT32_MAX;
-    while (wanted) {
+    while (wanted && heap->num_resident > num_used) {
         Node *highest = NULL;
         for (Node *node = heap->free_list; node; node = node->free_after)
-            if (node->page < below && (!highest || node->page > highest->page)) highest = node;
+            if (node->num_resident && node->page < below && (!highest || node->page > highest->page)) highest = node;
         if (!highest) return;
         below = highest->page;
-        uint64_t given = give_back(heap, highest, wanted);
-        wanted -= given;
+        wanted -= give_back(heap, highest, wanted);
     }
 }
 
-static void become_resident(Heap *heap, const Node *node) {
-    uint64_t fresh = node->num_pages - count_resident(heap, node->page, node->num_pages);
+static void become_resident(Heap *heap, Node *node) {
+    uint64_t fresh = node->num_pages - node->num_resident;
     if (heap->ceiling && heap->num_resident + fresh > heap->ceiling)
-        make_room(heap, heap->num_resident + fresh - heap->ceiling);
-    memset(heap->is_resident + node->page, 1, node->num_pages);
+        make_room(heap, heap->num_resident + fresh - heap->ceiling, heap->num_live + node->num_resident);
+    if (fresh) memset(heap->is_resident + node->page, 1, node->num_pages);
+    node->num_resident = node->num_pages;
     heap->num_resident += fresh;
     heap->num_fresh += fresh;
     if (heap->num_resident > heap->peak_resident) heap->peak_resident = heap->num_resident;
@@ -215,7 +227,7 @@ static Node *grow(Heap *heap, uint32_t num_pages) {
     uint64_t begin = is_extended ? last->page : heap->top;
     if (commit(heap, begin + num_pages)) return NULL;
     if (is_extended) {
-        unlink_free(heap, last);
+        unlink_free(heap, last); /* what is added to it was never touched */
         last->num_pages = num_pages;
     } else {
         Node *node = new_node(heap);
@@ -288,13 +300,14 @@ void heap_set_ceiling(Heap *heap, uint64_t ceiling_bytes) {
     pthread_mutex_lock(&heap->lock);
     heap->ceiling = ceiling_bytes / heap->page_bytes;
     if (ceiling_bytes && !heap->ceiling) heap->ceiling = 1;
-    if (heap->ceiling && heap->num_resident > heap->ceiling) make_room(heap, heap->num_resident - heap->ceiling);
+    if (heap->ceiling && heap->num_resident > heap->ceiling)
+        make_room(heap, heap->num_resident - heap->ceiling, heap->num_live);
     pthread_mutex_unlock(&heap->lock);
 }
 
 void heap_trim(Heap *heap) {
     pthread_mutex_lock(&heap->lock);
-    make_room(heap, UINT64_MAX);
+    make_room(heap, UINT64_MAX, heap->num_live);
     pthread_mutex_unlock(&heap->lock);
 }
 
@@ -307,12 +320,5 @@ void heap_figures(Heap *heap, HeapFigures *figures) {
     figures->fresh_bytes = heap->num_fresh * heap->page_bytes;
     figures->returned_bytes = heap->num_returned * heap->page_bytes;
     figures->num_blocks = heap->num_blocks;
-    pthread_mutex_unlock(&heap->lock);
-}
-
-void heap_reset_peaks(Heap *heap) {
-    pthread_mutex_lock(&heap->lock);
-    heap->peak_resident = heap->num_resident;
-    heap->peak_live = heap->num_live;
     pthread_mutex_unlock(&heap->lock);
 }

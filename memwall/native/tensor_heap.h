@@ -15,10 +15,10 @@ typedef struct Heap Heap;
 typedef struct {
     uint64_t live_bytes;          /* in blocks, rounded to pages */
     uint64_t resident_bytes;      /* live, and free but not returned */
-    uint64_t peak_live_bytes;     /* since heap_reset_peaks */
-    uint64_t peak_resident_bytes; /* since heap_reset_peaks */
-    uint64_t fresh_bytes;         /* that blocks made resident, since the heap was made */
-    uint64_t returned_bytes;      /* free pages given back to the system, since the heap was made */
+    uint64_t peak_live_bytes;     /* since the heap was made, as all that follow */
+    uint64_t peak_resident_bytes;
+    uint64_t fresh_bytes;         /* that blocks made resident */
+    uint64_t returned_bytes;      /* free pages given back to the system */
     uint64_t num_blocks;
 } HeapFigures;
 
@@ -38,7 +38,6 @@ void heap_set_ceiling(Heap *heap, uint64_t ceiling_bytes);
 /* Returns all free pages. */
 void heap_trim(Heap *heap);
 void heap_figures(Heap *heap, HeapFigures *figures);
-void heap_reset_peaks(Heap *heap);
 /* For fork(). */
 void heap_lock(Heap *heap);
 void heap_unlock(Heap *heap);

@@ -26,6 +26,7 @@
 #endif
 
 static Heap *hooked_heap;        /* never destroyed: tensors outlive whoever asked for it */
+static int is_ready;             /* every slot is set */
 static uint64_t hooked_min_bytes; /* smaller tensors stay with malloc; UINT64_MAX: all do */
 static int (*next_posix_memalign)(void **, size_t, size_t);
 static void (*next_free)(void *);
@@ -50,15 +51,18 @@ static void heap_free_or_next(void *address) {
 typedef struct {
     const char *library; /* how its file's name begins */
     int is_dry;          /* only count the slots */
-    int num_memalign, num_free, error;
+    const char *function; /* whose slots */
+    void *value;
+    int num_slots, error;
+    uintptr_t sealed_begin, sealed_end; /* what the dynamic linker made read-only after relocation */
 } Patch;
 
-static int write_slot(void **slot, void *value) {
-    uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
-    void *page = (void *)((uintptr_t)slot & ~(page_bytes - 1));
-    /* Stays writable: the dynamic linker still binds other slots on the page, and whether it was is not known here. */
+static int write_slot(const Patch *patch, void **slot) {
+    uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE), at = (uintptr_t)slot;
+    void *page = (void *)(at & ~(page_bytes - 1));
     if (mprotect(page, page_bytes, PROT_READ | PROT_WRITE)) return errno;
-    __atomic_store_n(slot, value, __ATOMIC_RELEASE);
+    __atomic_store_n(slot, patch->value, __ATOMIC_RELEASE);
+    if (at >= patch->sealed_begin && at < patch->sealed_end && mprotect(page, page_bytes, PROT_READ)) return errno;
     return 0;
 }
 
@@ -67,16 +71,10 @@ static void patch_table(Patch *patch, ElfW(Addr) base, const ElfW(Rela) *relocat
     for (size_t i = 0; relocations && i < nbytes / sizeof(ElfW(Rela)); i++) {
         if (!IS_SLOT(ELF64_R_TYPE(relocations[i].r_info))) continue;
         const char *name = names + symbols[ELF64_R_SYM(relocations[i].r_info)].st_name;
-        void **slot = (void **)(base + relocations[i].r_offset);
-        int error = 0;
-        if (!strcmp(name, "posix_memalign")) {
-            error = patch->is_dry ? 0 : write_slot(slot, (void *)heap_posix_memalign);
-            patch->num_memalign += !error;
-        } else if (!strcmp(name, "free")) {
-            error = patch->is_dry ? 0 : write_slot(slot, (void *)heap_free_or_next);
-            patch->num_free += !error;
-        }
+        if (strcmp(name, patch->function)) continue;
+        int error = patch->is_dry ? 0 : write_slot(patch, (void **)(base + relocations[i].r_offset));
         if (error) patch->error = error;
+        else patch->num_slots++;
     }
 }
 
@@ -86,19 +84,28 @@ static int patch_library(struct dl_phdr_info *info, size_t size, void *data) {
     const char *file = strrchr(info->dlpi_name, '/');
     if (strncmp(file ? file + 1 : info->dlpi_name, patch->library, strlen(patch->library))) return 0;
     const ElfW(Dyn) *dynamic = NULL;
-    for (int i = 0; i < info->dlpi_phnum; i++)
-        if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
-            dynamic = (const ElfW(Dyn) *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr);
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        uintptr_t begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+        if (info->dlpi_phdr[i].p_type == PT_DYNAMIC) dynamic = (const ElfW(Dyn) *)begin;
+        if (info->dlpi_phdr[i].p_type == PT_GNU_RELRO) {
+            uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
+            patch->sealed_begin = begin & ~(page_bytes - 1);
+            patch->sealed_end = (begin + info->dlpi_phdr[i].p_memsz) & ~(page_bytes - 1);
+        }
+    }
     const ElfW(Sym) *symbols = NULL;
     const char *names = NULL;
     const ElfW(Rela) *lazy = NULL, *eager = NULL;
     size_t lazy_bytes = 0, eager_bytes = 0;
     for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++) {
-        if (dynamic->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym) *)dynamic->d_un.d_ptr;
-        if (dynamic->d_tag == DT_STRTAB) names = (const char *)dynamic->d_un.d_ptr;
-        if (dynamic->d_tag == DT_JMPREL) lazy = (const ElfW(Rela) *)dynamic->d_un.d_ptr;
+        /* glibc has added the load address to these already, musl has not. */
+        uintptr_t at = dynamic->d_un.d_ptr < info->dlpi_addr ? info->dlpi_addr + dynamic->d_un.d_ptr
+                                                             : dynamic->d_un.d_ptr;
+        if (dynamic->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym) *)at;
+        if (dynamic->d_tag == DT_STRTAB) names = (const char *)at;
+        if (dynamic->d_tag == DT_JMPREL) lazy = (const ElfW(Rela) *)at;
         if (dynamic->d_tag == DT_PLTRELSZ) lazy_bytes = dynamic->d_un.d_val;
-        if (dynamic->d_tag == DT_RELA) eager = (const ElfW(Rela) *)dynamic->d_un.d_ptr;
+        if (dynamic->d_tag == DT_RELA) eager = (const ElfW(Rela) *)at;
         if (dynamic->d_tag == DT_RELASZ) eager_bytes = dynamic->d_un.d_val;
     }
     if (symbols && names) {
@@ -110,11 +117,15 @@ static int patch_library(struct dl_phdr_info *info, size_t size, void *data) {
 
 /* -- for Python -------------------------------------------------------------------------------------------------- */
 
+static Patch patched(const char *library, const char *function, void *value) {
+    Patch patch = {.library = library, .function = function, .value = value, .is_dry = !value};
+    dl_iterate_phdr(patch_library, &patch);
+    return patch;
+}
+
 /* Whether a loaded library of this name calls both functions through slots. */
 int heap_can_hook(const char *library) {
-    Patch patch = {library, 1, 0, 0, 0};
-    dl_iterate_phdr(patch_library, &patch);
-    return patch.num_memalign && patch.num_free;
+    return patched(library, "posix_memalign", NULL).num_slots && patched(library, "free", NULL).num_slots;
 }
 
 /* A child must not inherit a lock that another thread of its parent held. */
@@ -125,29 +136,25 @@ static void after_fork(void) { heap_unlock(hooked_heap); }
  * library with this name calls both functions. */
 Heap *heap_hook(const char *library, uint64_t reserved_bytes, uint64_t min_bytes, int *error) {
     *error = 0;
-    if (!hooked_heap) {
+    if (!is_ready) {
+        /* Not what the slots hold: an unbound slot leads to the dynamic linker, which would write it anew. */
         next_posix_memalign = (int (*)(void **, size_t, size_t))dlsym(RTLD_DEFAULT, "posix_memalign");
         next_free = (void (*)(void *))dlsym(RTLD_DEFAULT, "free");
-        Heap *heap = heap_create(reserved_bytes, 0);
-        if (!heap || !next_posix_memalign || !next_free) {
-            if (heap) heap_destroy(heap);
+        hooked_min_bytes = UINT64_MAX;
+        if (!hooked_heap) hooked_heap = heap_create(reserved_bytes, 0);
+        if (!hooked_heap || !next_posix_memalign || !next_free) {
             *error = ENOMEM;
             return NULL;
         }
-        hooked_min_bytes = UINT64_MAX;
-        hooked_heap = heap;
-        Patch patch = {library, 0, 0, 0, 0};
-        dl_iterate_phdr(patch_library, &patch);
-        if (patch.error || !patch.num_memalign || !patch.num_free) {
-            /* Slots that were set pass everything on. */
-            *error = patch.error ? patch.error : ENOSYS;
-            if (!patch.num_memalign && !patch.num_free) {
-                hooked_heap = NULL;
-                heap_destroy(heap);
-            }
-            return NULL;
-        }
+        /* `free` first, which passes on what is not the heap's: no block is allocated before all of it is in place. */
+        Patch free_patch = patched(library, "free", (void *)heap_free_or_next);
+        *error = free_patch.error ? free_patch.error : free_patch.num_slots ? 0 : ENOSYS;
+        if (*error) return NULL;
+        Patch memalign_patch = patched(library, "posix_memalign", (void *)heap_posix_memalign);
+        *error = memalign_patch.error ? memalign_patch.error : memalign_patch.num_slots ? 0 : ENOSYS;
+        if (*error) return NULL;
         pthread_atfork(before_fork, after_fork, after_fork);
+        is_ready = 1;
     }
     __atomic_store_n(&hooked_min_bytes, min_bytes, __ATOMIC_RELAXED);
     return hooked_heap;

@@ -73,6 +73,8 @@ class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="a
     """"tensor-heap", or a malloc policy as `predict.malloc` lists them."""
     limit_bytes: int = 0
     """Process bytes from which on the tensor heap returns free pages before it takes new ones; 0 for none."""
+    outside_bytes: int = 0
+    """Of these, what a step needs outside the heap and gives back: workspace, staging, small tensors."""
     cuda_setting: str = ""
     """Complete PYTORCH_ALLOC_CONF string; must be in the environment before CUDA starts."""
     saved_bytes: int | None = None

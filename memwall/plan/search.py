@@ -294,6 +294,7 @@ class _Search:
                     policy=resident.policy,
                     # What else grows in the process is made up for by free pages of the heap.
                     limit_bytes=min(process_bytes + self._margin_bytes(process_bytes) // 2, self.settings.budget_bytes),
+                    outside_bytes=resident.outside_bytes + window_bytes,
                     cost_seconds=fault_seconds,
                 )
             )

@@ -30,6 +30,8 @@ class Resident(Struct, frozen=True, kw_only=True):
     process_bytes: int
     fault_seconds: float
     """Time that pages becoming resident anew cost in a step."""
+    outside_bytes: int = 0
+    """What a step needs outside the tensor heap and gives back: workspace, and the small tensors that malloc holds."""
 
 
 class ProcessModel:
@@ -87,6 +89,7 @@ class ProcessModel:
             is_default=False,
             process_bytes=beyond + figures.peak_resident_bytes,
             fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
+            outside_bytes=self.workspace_bytes + figures.small_bytes,
         )
 
     def mapped(self, step: Step) -> Resident | None:

@@ -34,8 +34,9 @@ MIN_TENSOR_BYTES = 64 << 10
 """Smaller tensors stay with malloc: rounding them to pages would cost more than it saves."""
 TORCH_LIBRARY = b"libc10.so"
 """Where torch allocates the data of CPU tensors (c10/core/impl/alloc_cpu.cpp)."""
-# A terabyte: address space for its books, 2 GiB, is all that is reserved.
-_DRY_BYTES = 1 << 40
+# What a first fit may spread over beyond what is live at once.
+_SPREAD = 4
+_PROBED_BYTES = 1 << 30
 
 
 class _Figures(ctypes.Structure):
@@ -75,6 +76,8 @@ class HeapForecast(Struct, frozen=True, kw_only=True):
     """Highest over all steps; tensors below `MIN_TENSOR_BYTES`, which malloc holds, included."""
     fresh_bytes: int
     """Of the last step: what every further step costs in page faults."""
+    small_bytes: int
+    """The most that tensors below `MIN_TENSOR_BYTES` hold at once."""
 
 
 class TensorHeap:
@@ -105,10 +108,6 @@ class TensorHeap:
         """Returns every free page to the system."""
         self._library.heap_trim(self._handle)
 
-    def reset_peaks(self) -> None:
-        """Peaks count from now on."""
-        self._library.heap_reset_peaks(self._handle)
-
     def figures(self) -> HeapFigures:
         """What the heap holds now."""
         found = _Figures()
@@ -132,7 +131,6 @@ def heap_library() -> ctypes.CDLL | None:
         "heap_set_ceiling": (None, (handle, nbytes)),
         "heap_trim": (None, (handle,)),
         "heap_figures": (None, (handle, ctypes.POINTER(_Figures))),
-        "heap_reset_peaks": (None, (handle,)),
         "heap_can_hook": (ctypes.c_int, (ctypes.c_char_p,)),
         "heap_hook": (handle, (ctypes.c_char_p, nbytes, nbytes, ctypes.POINTER(ctypes.c_int))),
         "heap_unhook": (None, ()),
@@ -152,6 +150,10 @@ def heap_unavailable_reason() -> str:
         return "memwall was installed without its C library; install a C compiler, then torch-memwall again"
     import torch  # noqa: F401 -- loads the library that is looked at
 
+    probe = library.heap_create(_PROBED_BYTES, 0)
+    if not probe:
+        return "address space is limited (ulimit -v, vm.overcommit_memory)"
+    library.heap_destroy(probe)
     if not library.heap_can_hook(TORCH_LIBRARY):
         return (
             f"this torch does not allocate as expected ({platform.machine()}, {TORCH_LIBRARY.decode()} is not loaded "
@@ -161,18 +163,18 @@ def heap_unavailable_reason() -> str:
 
 
 @contextmanager
-def dry_heap(ceiling_bytes: int = 0) -> Iterator[TensorHeap]:
-    """A heap that only keeps books.
+def dry_heap(ceiling_bytes: int = 0, *, reserved_bytes: int = 1 << 36) -> Iterator[TensorHeap]:
+    """A heap that only keeps books: address space of 0.2 % of what it reserves.
 
     Raises:
         UsageError: there is no library, or no address space.
     """
     library = heap_library()
-    handle = library and library.heap_create(_DRY_BYTES, 1)
+    handle = library and library.heap_create(reserved_bytes, 1)
     if not library or not handle:
         raise UsageError(
             "cannot replay a step in the tensor heap: "
-            + (heap_unavailable_reason() or "address space is limited (ulimit -v, vm.overcommit_memory)")
+            + (heap_unavailable_reason() or f"no address space for the books of {reserved_bytes} bytes")
         )
     try:
         heap = TensorHeap(library, handle)
@@ -194,13 +196,16 @@ def replay_in_heap(steps: Sequence[StepEvents], ceiling_bytes: int = 0) -> HeapF
     """
     events = join(steps)
     calls = list(zip(events[::3], events[1::3], events[2::3], strict=True))
-    small_bytes = _peak_small_bytes(calls)
+    large_bytes, small_bytes = _peak_bytes(calls)
     addresses: dict[int, int | None] = {}
     fresh_before = 0
-    with dry_heap(max(ceiling_bytes - small_bytes, 1) if ceiling_bytes else 0) as heap:
+    ceiling_bytes = max(ceiling_bytes - small_bytes, 1) if ceiling_bytes else 0
+    with dry_heap(ceiling_bytes, reserved_bytes=_SPREAD * large_bytes + _PROBED_BYTES) as heap:
         for kind, slot, nbytes in calls:
             if kind in (ALLOCATE, ALLOCATE_SMALL):
                 addresses[slot] = heap.allocate(nbytes) if nbytes >= MIN_TENSOR_BYTES else None
+                if addresses[slot] is None and nbytes >= MIN_TENSOR_BYTES:
+                    raise UsageError(f"the step spreads over more than {_SPREAD} times the bytes that it needs at once")
             elif kind == FREE:
                 address = addresses.pop(slot)
                 if address is not None:
@@ -213,20 +218,23 @@ def replay_in_heap(steps: Sequence[StepEvents], ceiling_bytes: int = 0) -> HeapF
     return HeapForecast(
         peak_resident_bytes=figures.peak_resident_bytes + small_bytes,
         fresh_bytes=figures.fresh_bytes - fresh_before,
+        small_bytes=small_bytes,
     )
 
 
-def _peak_small_bytes(calls: Sequence[tuple[int, int, int]]) -> int:
-    """The most bytes that tensors outside the heap hold at once."""
+def _peak_bytes(calls: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+    """The most bytes that tensors in the heap hold at once, and the most that those outside do."""
     sizes: dict[int, int] = {}
-    live_bytes = peak_bytes = 0
+    live, peak = [0, 0], [0, 0]
     for kind, slot, nbytes in calls:
         if kind in (ALLOCATE, ALLOCATE_SMALL):
-            sizes[slot] = nbytes if nbytes < MIN_TENSOR_BYTES else 0
-            live_bytes += sizes[slot]
-            peak_bytes = max(peak_bytes, live_bytes)
+            sizes[slot] = nbytes
+            is_small = nbytes < MIN_TENSOR_BYTES
+            live[is_small] += nbytes
+            peak[is_small] = max(peak[is_small], live[is_small])
         elif kind == FREE:
-            live_bytes -= sizes.pop(slot)
+            nbytes = sizes.pop(slot)
+            live[nbytes < MIN_TENSOR_BYTES] -= nbytes
         elif kind == MOVE:
             sizes[slot] = sizes.pop(nbytes)
-    return peak_bytes
+    return peak[0], peak[1]

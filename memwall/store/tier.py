@@ -62,7 +62,14 @@ class StagingArena:
         self._map = mmap.mmap(-1, num_blocks * block_bytes)
         self._owner = ctypes.c_char.from_buffer(self._map)
         self._address = ctypes.addressof(self._owner)
+        self._num_blocks = num_blocks
         self._free: deque[int] = deque(range(num_blocks))
+        self._num_used = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the blocks that were ever in use at once: what of the map takes memory."""
+        return self._num_used * self.block_bytes
 
     @property
     def has_free(self) -> bool:
@@ -71,7 +78,9 @@ class StagingArena:
 
     def take(self) -> int:
         """The address of a free block. Raises IndexError where there is none."""
-        return self._address + self._free.popleft() * self.block_bytes
+        block = self._free.popleft()
+        self._num_used = max(self._num_used, self._num_blocks - len(self._free))
+        return self._address + block * self.block_bytes
 
     def give(self, address: int) -> None:
         """Put a block back; called by workers."""
@@ -121,6 +130,11 @@ class DiskTier:
         self._pool = pool
         self._arena = StagingArena(num_blocks, pool.block_bytes)
         self.stall_seconds = 0.0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging memory that is resident: of the window, what was used so far."""
+        return self._arena.resident_bytes
 
     def park(self, source: Tensor, label: str) -> DiskParked:
         """See `Tier`. A source larger than the window passes through it in pieces.

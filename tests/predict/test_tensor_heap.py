@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import mmap
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from memwall.predict.tensor_heap import TensorHeap, dry_heap, heap_library, repl
 
 pytestmark = pytest.mark.skipif(heap_library() is None, reason="memwall was installed without its C library")
 
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 MIB = 1 << 20
 
 requests = st.lists(st.tuples(st.booleans(), st.integers(1, 40 * PAGE), st.integers(0, 1 << 30)), max_size=120)
@@ -103,7 +104,7 @@ def test_a_block_of_another_heap_is_left_alone() -> None:
         address = heap.allocate(PAGE)
         assert address is not None
         assert not heap.free(address + PAGE)
-        assert not heap.free(4096)
+        assert not heap.free(PAGE)
         assert heap.free(address)
         assert not heap.free(address)
 
