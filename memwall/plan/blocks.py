@@ -12,7 +12,7 @@ __all__ = ["find_blocks"]
 # A block that saves more than this share of the whole is divided, if its children allow it: rematerialising one large
 # block at once would set the peak.
 _LARGE_SHARE = 1 / 6
-# A module that saves less than this share is not worth an action.
+# A module that saves less than this share, its like in the same list included, is not worth an action.
 _SMALL_SHARE = 0.01
 # Repeated children must hold this much of what their parent saves to stand for it.
 _COVER_SHARE = 0.8
@@ -54,7 +54,7 @@ class _Finder:
     def _divide(self, index: int, *, is_root: bool = False) -> list[int]:
         """The blocks that stand for a module: itself, or a division of it."""
         module = self.trace.modules[index]
-        if self.saved_bytes[index] < _SMALL_SHARE * self.total:
+        if self._saved_by_its_like(index) < _SMALL_SHARE * self.total:
             return []
         descendants = [child for child in self.children.get(index, []) if not self.trace.modules[child].is_leaf]
         must = is_root or not self.calls.get(index) or not module.is_wrappable
@@ -70,11 +70,19 @@ class _Finder:
         return found
 
     def _is_repeated(self, index: int) -> bool:
+        return len(self._its_like(index)) >= 2
+
+    def _saved_by_its_like(self, index: int) -> int:
+        """Each of a hundred layers saves little; together they are the model."""
+        return sum(self.saved_bytes[sibling] for sibling in self._its_like(index))
+
+    def _its_like(self, index: int) -> list[int]:
+        """The modules of its class in the same list or sequence; the module alone where it is in none."""
         module = self.trace.modules[index]
         if module.container == "none" or module.is_leaf:
-            return False
+            return [index]
         siblings = self.children[module.parent]
-        return sum(self.trace.modules[s].class_name == module.class_name for s in siblings) >= 2
+        return [s for s in siblings if self.trace.modules[s].class_name == module.class_name]
 
     def _has_repeated_cover(self, index: int) -> bool:
         """Whether a large block consists of repeated blocks of its own, as a stage of a hierarchical model does."""

@@ -22,6 +22,8 @@ Int64s = NDArray[np.int64]
 # What the executor itself costs, measured on two cores with torch 2.13 (benchmarks/executor_cost.py, 2026-11-20).
 _CHECKPOINT_SECONDS = 650e-6  # one torch checkpoint of a block: frame, RNG state, hooks
 _SELECT_SECONDS_PER_OP = 40e-6  # one operation under selective checkpointing, forward and recomputation together
+# Selective points of a block: each makes the program slower to solve.
+_MOST_POINTS = 6
 
 
 class Costs(Struct, frozen=True, kw_only=True):
@@ -50,7 +52,7 @@ class Menu(Struct, frozen=True, kw_only=True):
 
 
 def build_menus(trace: Trace, model: StepModel, costs: Costs) -> tuple[Menu, ...]:
-    """Per block: keep, full recompute, up to five selective points, and with a tier below the moved variants."""
+    """Per block: keep, full recompute, up to six selective points, and with a tier below the moved variants."""
     return tuple(
         _menu(model, block, costs, is_repeatable=can_recompute(trace, model, block) is None) for block in model.blocks
     )
@@ -139,16 +141,17 @@ def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ..
     kept_in_full = sum(step.storages[i].nbytes for i in {step.saved[s].storage for s in saved})
     points: list[tuple[int, ...]] = []
     chosen: list[int] = []
-    num_bytes, seconds, next_share = 0, 0.0, 0.15
+    num_bytes, seconds, next_seconds, next_bytes = 0, 0.0, 0.15 * total_seconds, 0.17 * kept_in_full
     for _, number, size, gain in candidates:
         num_bytes += size
         seconds += gain
         chosen.append(number)
         if num_bytes >= kept_in_full:
             break
-        if seconds >= next_share * total_seconds and len(points) < 5:
+        # By seconds and by bytes: where one operation takes most of the time, the bytes still come in parts.
+        if (seconds >= next_seconds or num_bytes >= next_bytes) and len(points) < _MOST_POINTS:
             points.append(tuple(sorted(chosen)))
-            next_share = seconds / max(total_seconds, 1e-12) + 0.17
+            next_seconds, next_bytes = seconds + 0.17 * total_seconds, num_bytes + 0.17 * kept_in_full
     return points
 
 

@@ -193,7 +193,7 @@ def test_no_hand_set_knob_that_fits_is_cheaper() -> None:
     menus = build_menus(trace, model, Costs(copy_seconds_per_byte=0.0, min_bytes=MIB, can_offload=False))
     rng = random.Random(0)
     knobs: list[dict[str, Treatment]] = []
-    for _ in range(40):
+    for _ in range(400):
         chosen = [rng.randrange(len(menu.options)) for menu in menus]
         knobs.append(
             {
