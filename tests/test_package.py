@@ -111,7 +111,16 @@ def test_entry_point_is_the_command() -> None:
 
 def test_wheel_installs_memwall_only(tmp_path: Path) -> None:
     # A copy: setuptools leaves build/ behind, from where removed files would come back into a later wheel.
-    for name in ("pyproject.toml", "README.md", "memwall", "triton_kernels", "recipes", "tests", "benchmarks"):
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "memwall",
+        "triton_kernels",
+        "recipes",
+        "tests",
+        "benchmarks",
+    ):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import memwall
-from memwall.cli import demo, doctor, explain, profile, report, run, verify
+from memwall.cli import demo, doctor, estimate, explain, profile, report, run, verify
 from memwall.cli import plan as plan_command
 from memwall.cli.options import PASS_ARGUMENTS
 from memwall.errors import MemwallError
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("profile", context_settings=PASS_ARGUMENTS)(profile.profile)
+app.command("estimate")(estimate.estimate)
 app.command("plan")(plan_command.plan)
 app.command("run", context_settings=PASS_ARGUMENTS)(run.run)
 app.command("verify")(verify.verify)

@@ -83,17 +83,17 @@ class Script(Struct, frozen=True, kw_only=True):
         return f"-m {self.name}" if self.is_module else self.name
 
 
-def parse_budget(text: str, *, device: str | None = None) -> int:
+def parse_budget(text: str, *, device: str | None = None, whole_bytes: int | None = None) -> int:
     """Bytes of `--budget`; a percentage is of the device, which on a CPU is the memory limit in force.
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`; None for the first CUDA device, or the CPU where there is none.
+        whole_bytes: what a percentage is of, where that is known already.
 
     Raises:
         UsageError: the text is no size, or the device is unknown.
     """
-    whole_bytes = None
-    if text.strip().endswith("%"):
+    if whole_bytes is None and text.strip().endswith("%"):
         import torch
 
         from memwall.predict.limits import device_total_bytes

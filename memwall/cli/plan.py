@@ -1,5 +1,6 @@
-"""`memwall plan`: from a trace, or from a workload recorded now, to a plan file."""
+"""`memwall plan`: from a trace, or from a workload recorded now or on fake tensors, to a plan file."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,23 +20,29 @@ from memwall.cli.options import (
     write_json,
 )
 from memwall.errors import InfeasibleError, UsageError
+from memwall.integrations.hf_config import config_path
 
 if TYPE_CHECKING:
     from memwall.cli.options import DiskTier
     from memwall.plan.forecast import Forecast
+    from memwall.predict.hardware import Hardware
     from memwall.trace.records import Trace
 
 
 def plan(
     source: Annotated[
         str,
-        typer.Argument(metavar="TRACE|SPEC", help="Trace file, package.module:factory, or path/file.py:factory."),
+        typer.Argument(
+            metavar="TRACE|SPEC",
+            help="Trace file, package.module:factory, path/file.py:factory; with --device a Hugging Face config.json.",
+        ),
     ],
     budget: Annotated[
         str, typer.Option("--budget", metavar="SIZE", help="What the process may use: 10GiB, 800MiB, 50%.")
     ],
     device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="Device to plan for; by default the trace's.")
+        str | None,
+        typer.Option("--device", metavar="NAME", help="Device to plan for, as h100-80gb; by default the trace's."),
     ] = None,
     host: HostOption = None,
     disk: DiskOption = None,
@@ -43,35 +50,62 @@ def plan(
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, metavar="N", help="Samples per optimizer step; kept.")
     ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, metavar="N", help="With a config.json: samples per forward.")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", min=1, metavar="N", help="With a config.json: tokens per sample.")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", metavar="O", help="With a config.json: adamw, adamw-fused, sgd, ...")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="D", help="With a config.json: float32 or bfloat16.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="plan.json", help="Where the plan is written.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose what to recompute, offload or split so that the step fits the budget."""
-    budget_bytes = parse_budget(budget, device=device)
-    disk_tier, allowed = parse_disk(disk), parse_allow(allow)
-    parse_host(host)
+    hardware = _hardware(device)
+    budget_bytes = parse_budget(budget, device=device, whole_bytes=None if hardware is None else hardware.usable_bytes)
+    disk_tier, allowed, host_bytes = parse_disk(disk), parse_allow(allow), parse_host(host)
     if output is not None:
         require_writable(output, option="--output")
-    trace = with_disk(load_source(source), disk_tier)
+    given = {"--batch": batch, "--seq": seq, "--optimizer": optimizer, "--dtype": dtype}
+    if hardware is None:
+        unused = [option for option, value in given.items() if value is not None]
+        if unused:
+            raise UsageError(f"{', '.join(unused)}: only for a config.json together with --device NAME")
+        trace = with_disk(load_source(source), disk_tier)
+    else:
+        if disk_tier is not None:
+            raise UsageError(f"--disk {disk}: with --device NAME tensors move to host memory only; use --host SIZE")
+        if batch is None and config_path(source) is not None:
+            batch = global_batch
+        trace = _device_trace(source, hardware, host_bytes or 0, batch, seq, dtype, optimizer)
     from memwall.cli.output import show
     from memwall.plan.search import plan as search
     from memwall.report.text import plan_report
 
-    if device not in (None, trace.device):
+    if hardware is None and device not in (None, trace.device):
         raise UsageError(
-            f"--device {device}: the trace was recorded on {trace.device}, and translating it to another device is "
-            f"not possible yet; leave --device out"
+            f"--device {device}: the trace was recorded on {trace.device}; to plan for another device give its name, "
+            "as in --device h100-80gb, or leave --device out"
         )
+    capacity_bytes = None if disk_tier is None else disk_tier.limit_bytes
+    if hardware is not None:
+        capacity_bytes = host_bytes
     try:
         found = search(
             trace,
             budget=budget_bytes,
             disk=None if disk_tier is None else str(disk_tier.directory),
-            disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
+            disk_capacity_bytes=capacity_bytes,
             allow=allowed,
             global_batch=global_batch,
+            hardware=hardware,
         )
     except InfeasibleError as error:
         if as_json:
@@ -82,6 +116,36 @@ def plan(
     show(plan_report(found), found.forecast, as_json=as_json)
     if not found.forecast.fits:
         raise typer.Exit(4)
+
+
+def _hardware(device: str | None) -> "Hardware | None":
+    """The device of that name; None for one of this machine, and where none is named."""
+    if device is None or re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None:
+        return None
+    from memwall.predict.hardware import hardware_named
+
+    return hardware_named(device)
+
+
+def _device_trace(
+    source: str,
+    hardware: "Hardware",
+    host_bytes: int,
+    batch: int | None,
+    seq: int | None,
+    dtype: str | None,
+    optimizer: str | None,
+) -> "Trace":
+    """The step as the device would run it: of a trace file, or of a SPEC on fake tensors."""
+    from memwall.integrations.spec_trace import device_trace_of_spec
+    from memwall.predict.translate import translated
+
+    is_spec = config_path(source) is not None or (":" in source and not Path(source).exists())
+    if is_spec:
+        return device_trace_of_spec(
+            source, hardware, batch=batch, sequence=seq, dtype=dtype, optimizer=optimizer, host_bytes=host_bytes
+        )
+    return translated(load_source(source), hardware, host_bytes=host_bytes)
 
 
 def load_source(source: str) -> "Trace":

@@ -1,17 +1,21 @@
 """From a SPEC to a trace without a device: a Workload's factory or a Hugging Face configuration."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 from memwall.errors import MemwallError, TraceError, UsageError
 from memwall.integrations.hf_config import config_path
 from memwall.integrations.hf_spec import hugging_face_workload
+from memwall.predict.hardware import Hardware
+from memwall.predict.roofline import Roofline
+from memwall.predict.translate import recording_for, translated
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.spec import describe_error, load_workload
 from memwall.trace.workload import Workload
 
-__all__ = ["trace_of_spec", "workload_of_spec"]
+__all__ = ["device_trace_of_spec", "trace_of_spec", "workload_of_spec"]
 
 
 def workload_of_spec(
@@ -78,3 +82,43 @@ def trace_of_spec(
         raise
     except Exception as error:  # whatever a model's own code raises
         raise TraceError(f"'{spec}': a step on fake tensors failed: {describe_error(error)}") from error
+
+
+def device_trace_of_spec(
+    spec: str,
+    hardware: Hardware,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    optimizer: str | None = None,
+    mask_share: float | None = None,
+    host_bytes: int = 0,
+    without: Collection[str] = (),
+) -> Trace:
+    """Two steps of a SPEC as a device would run them, with the least seconds that they can take there.
+
+    Args:
+        host_bytes: host memory that saved tensors may move to; 0 for none.
+        without: names of rules of `memwall.predict.translate` to leave out.
+
+    Raises:
+        UsageError: the spec, an option or a rule can't be used.
+        TraceError: the step can't be recorded without data.
+    """
+    workload = workload_of_spec(spec, batch=batch, sequence=sequence, dtype=dtype, optimizer=optimizer)
+    recording = recording_for(hardware, without=without)
+    try:
+        trace = record_fake(
+            workload,
+            target="cpu" if "foreach-optimizer" in without else "cuda",
+            seconds_of=Roofline(hardware),
+            mask_share=mask_share,
+            workspaces=recording.workspaces,
+            choices=recording.choices(),
+        )
+    except MemwallError:
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        raise TraceError(f"'{spec}': a step on fake tensors failed: {describe_error(error)}") from error
+    return translated(trace, hardware, autocast=recording.autocast, host_bytes=host_bytes, without=without)

@@ -23,7 +23,8 @@ def relaxations(trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> tup
     """What to allow or lower so that less memory is needed, cheapest first."""
     found = []
     if can_offload(trace) is not None:
-        found.append("give a disk for saved tensors: --disk DIR")
+        tier, option = ("a disk", "--disk DIR") if trace.device == "cpu" else ("host memory", "--host SIZE")
+        found.append(f"give {tier} for saved tensors: {option}")
     if not can_split and can_accumulate(trace, is_cooperative=True) is None:
         half = trace.micro_batch // 2
         found.append(

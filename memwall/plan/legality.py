@@ -30,6 +30,8 @@ def can_offload(trace: Trace) -> str | None:
     """None if saved tensors can leave the device, else why not."""
     if trace.device == "cpu" and not trace.machine.disk:
         return "there is no disk to move saved tensors to; pass --disk DIR"
+    if trace.device != "cpu" and not trace.machine.disk_write_bytes_per_second:
+        return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
     return None
 
 

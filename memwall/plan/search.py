@@ -7,7 +7,6 @@ budget and solve again. The replayed peak decides; the solver only proposes.
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -23,8 +22,12 @@ from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.orders import WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
 from memwall.plan.planfile import Plan
+from memwall.plan.settings import Settings
 from memwall.plan.solve import smallest_feasible_bytes, solve
+from memwall.plan.tighten import Tightening
 from memwall.predict.curve import live_peak_bytes, step_seconds
+from memwall.predict.device import DeviceModel
+from memwall.predict.hardware import Hardware
 from memwall.predict.process import ProcessModel, Resident
 from memwall.predict.timing import smoothed
 from memwall.predict.treatment import StepModel, Treatment
@@ -44,22 +47,6 @@ MIN_MOVED_BYTES = 1 << 20
 _LEAST_MARGIN_BYTES = 16 << 20
 # What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
 _SECONDS_PER_OP = 8e-6
-
-
-class Settings(Struct, frozen=True, kw_only=True):
-    """What the user asked for."""
-
-    budget_bytes: int
-    disk: str | None = None
-    """Directory for bytes that leave memory; None for the one the trace was recorded with."""
-    disk_capacity_bytes: int | None = None
-    allow: tuple[str, ...] = ()
-    allow_accumulation: bool = False
-    """Whether the loop can be given smaller micro-batches."""
-    autocast: Literal["bfloat16", "float16"] | None = None
-    """The precision memwall ran the recorded step in, having been allowed to."""
-    margin_share: float = 0.05
-    """Margin as a share of the bytes that the forecast adds to the base; see benchmarks/knobs.py."""
 
 
 class _Found(Struct, frozen=True, kw_only=True):
@@ -87,6 +74,7 @@ def plan(
     disk_capacity_bytes: int | None = None,
     allow: Sequence[str] = (),
     global_batch: int | None = None,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """The cheapest plan under which the traced run fits `budget`.
 
@@ -99,6 +87,7 @@ def plan(
         allow: relaxations that change numerics: "precision".
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
+        hardware: the device that the trace was translated to (memwall.predict.translate), where it is not here.
 
     Raises:
         InfeasibleError: nothing fits; says how much would, and what to allow.
@@ -121,6 +110,7 @@ def plan(
         disk_capacity_bytes=disk_capacity_bytes,
         allow=tuple(allow),
         allow_accumulation=global_batch is not None,
+        hardware=hardware,
     )
     return make_plan(trace, settings)
 
@@ -146,7 +136,9 @@ class _Search:
         self.trace, self.settings = trace, settings
         self.has_margin = True
         """Whether a plan must leave room for the forecast's error."""
-        self.process = ProcessModel(trace)
+        self.process: ProcessModel | DeviceModel = ProcessModel(trace)
+        if settings.hardware is not None:
+            self.process = DeviceModel(trace, settings.hardware)
         self.steady = steady_step(trace)
         blocks = find_blocks(trace, self.steady)
         self.steady = smoothed(self.steady, blocks)
@@ -157,6 +149,8 @@ class _Search:
 
     def _margin_bytes(self, process_bytes: int) -> int:
         """What may be added to a forecast: a share of what it adds to the base, which is itself measured."""
+        if isinstance(self.process, DeviceModel):
+            return self.process.margin_bytes(process_bytes)
         return max(int((process_bytes - self.process.base_bytes) * self.settings.margin_share), _LEAST_MARGIN_BYTES)
 
     # -- candidates ------------------------------------------------------------------------------------------------
@@ -185,8 +179,7 @@ class _Search:
 
     def _best_for(self, model: StepModel, num_parts: int) -> _Found | None:
         plain = self.process.untreated(model.step)
-        unwatched = plain.process_bytes + int((plain.process_bytes - self.process.base_bytes) * _UNWATCHED_SHARE)
-        if unwatched + _LEAST_MARGIN_BYTES <= self.settings.budget_bytes:
+        if self._fits_untouched(plain.process_bytes):
             return self._found(model, num_parts, {}, plain, None, 0)
         found = [
             self._solve_for(model, num_parts, with_disk)
@@ -194,6 +187,12 @@ class _Search:
             if not (with_disk and can_offload(self.trace) is not None)
         ]
         return min((f for f in found if f is not None), key=lambda f: f.extra_seconds, default=None)
+
+    def _fits_untouched(self, process_bytes: int) -> bool:
+        if isinstance(self.process, DeviceModel):  # its allocator was simulated: nothing is left to chance
+            return process_bytes <= self._limit_bytes()
+        unwatched = process_bytes + int((process_bytes - self.process.base_bytes) * _UNWATCHED_SHARE)
+        return unwatched + _LEAST_MARGIN_BYTES <= self.settings.budget_bytes
 
     def _fixed_actions(self, num_parts: int) -> list[Action]:
         actions: list[Action] = []
@@ -213,7 +212,9 @@ class _Search:
         room_bytes = limit_bytes - self.process.base_bytes - self.process.workspace_bytes
         best: _Found | None = None
         tried: set[tuple[int, ...]] = set()
-        for live_bytes in self._live_budgets(instance, room_bytes):
+        is_simulated = isinstance(self.process, DeviceModel)
+        tightening = Tightening(room_bytes, lambda: smallest_feasible_bytes(instance)) if is_simulated else None
+        for live_bytes in tightening or self._live_budgets(instance, room_bytes):
             choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
             if best is not None and (choice is None or choice.extra_seconds >= best.extra_seconds):
                 break  # fewer live bytes cost more still
@@ -224,6 +225,8 @@ class _Search:
             step = model.treated(treatments)
             resident = self._resident(step, limit_bytes - window_bytes)
             if resident.process_bytes + window_bytes > limit_bytes:
+                if tightening is not None:
+                    tightening.over(resident.process_bytes + window_bytes - self.process.base_bytes)
                 continue
             found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:
@@ -317,10 +320,13 @@ class _Search:
         """The plan file's record of a candidate."""
         plain = self.process.free(self.steady)
         plain_seconds = step_seconds(self.steady)
+        on_device, held_bytes = isinstance(self.process, DeviceModel), found.moved_bytes // found.num_parts
         peak = PeakBytes(
             allocated_bytes=found.live_bytes,
+            reserved_bytes=found.process_bytes - self.process.base_bytes if on_device else None,
             process_bytes=found.process_bytes,
-            disk_bytes=found.moved_bytes // found.num_parts,
+            host_bytes=held_bytes if on_device else None,
+            disk_bytes=None if on_device else held_bytes,
         )
         phases = {"steady_step": peak}
         first = self.trace.steps[0]
@@ -339,7 +345,9 @@ class _Search:
             margin_bytes=self._margin_bytes(found.process_bytes),
             peak=PeakBytes(
                 allocated_bytes=peak.allocated_bytes,
+                reserved_bytes=peak.reserved_bytes,
                 process_bytes=max(phase.process_bytes for phase in phases.values()),
+                host_bytes=peak.host_bytes,
                 disk_bytes=peak.disk_bytes,
             ),
             phases=phases,
@@ -386,6 +394,8 @@ class _Search:
         treatments = treatments_of_choice(menus, choice)
         step = model.treated(treatments)
         process_bytes = self._resident(step, 0).process_bytes + window_bytes_of(menus, choice)
+        if isinstance(self.process, DeviceModel):
+            return self.process.budget_for(process_bytes)
         added_bytes = process_bytes - self.process.base_bytes
         return max(
             process_bytes + _LEAST_MARGIN_BYTES,

@@ -1,6 +1,7 @@
 """Reports for a terminal: rich renderables with the verdict first. The command line prints them."""
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -9,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from memwall.observe.run_report import RunReport
+from memwall.plan.forecast import Forecast
 from memwall.plan.planfile import Plan
 from memwall.predict.snapshot_analysis import DeviceAnalysis
+from memwall.report.estimate_grids import estimate_facts
 from memwall.report.grid import Grid
 from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, plan_facts
 from memwall.report.run_grids import Outcome, comparison_grid, overall_process_bytes, run_grid, unexplained_bytes
@@ -27,9 +30,13 @@ from memwall.report.trace_grids import (
 from memwall.trace.records import Trace
 from memwall.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from memwall.plan.estimate import Estimate
+
 __all__ = [
     "Verdict",
     "comparison",
+    "estimate_report",
     "plan_report",
     "plan_verdict",
     "run_report",
@@ -100,23 +107,46 @@ def snapshot_report(analyses: Sequence[DeviceAnalysis]) -> Group:
     return _report(*parts, Text(scope, style="dim"))
 
 
+def estimate_report(trace: Trace, estimate: "Estimate") -> Group:
+    """What a step needs on a device that is not here, and what it is made of: `memwall estimate`."""
+    highest = highest_point(trace)
+    grids = [forecast_phase_grid(estimate)]
+    if highest is not None:
+        grids += [category_grid(highest.peak), module_grid(highest.peak)]
+    return _report(
+        _verdict(_forecast_verdict(estimate)),
+        _facts(estimate_facts(estimate)),
+        *_relaxations(estimate),
+        *(_table(grid) for grid in grids),
+        Text(f"Predicted, not measured. Not modelled: {'; '.join(estimate.not_modelled)}.", style="dim"),
+    )
+
+
 def plan_report(plan: Plan) -> Group:
     """A plan, why it is so, and what it does: `memwall plan`, `memwall explain plan.json`, `memwall run`."""
     forecast = plan.forecast
-    relaxations = Text("\n".join(("What would make it fit:", *(f"  {line}" for line in forecast.relaxations))))
     return _report(
         _verdict(plan_verdict(plan)),
         _facts(plan_facts(plan)),
-        *([relaxations] if forecast.relaxations else []),
+        *_relaxations(forecast),
         _table(forecast_phase_grid(forecast)),
         _table(action_grid(plan.actions)),
         Text(f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.", style="dim"),
     )
 
 
+def _relaxations(forecast: Forecast) -> tuple[Text, ...]:
+    if not forecast.relaxations:
+        return ()
+    return (Text("\n".join(("What would make it fit:", *(f"  {line}" for line in forecast.relaxations)))),)
+
+
 def plan_verdict(plan: Plan) -> Verdict:
     """Whether the plan fits, in one sentence."""
-    forecast = plan.forecast
+    return _forecast_verdict(plan.forecast)
+
+
+def _forecast_verdict(forecast: Forecast) -> Verdict:
     fit, peak_bytes = fit_of(forecast), forecast.peak.process_bytes
     with_margin = f"{format_bytes(peak_bytes)} predicted + {format_bytes(forecast.margin_bytes)} margin"
     if forecast.budget_bytes is None or fit == "no-budget":

@@ -9,7 +9,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from memwall.trace.scratch import ScratchWorkspaces
 from memwall.trace.values import KnownValues
 from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
+from memwall.trace.workspace import Workspaces
 
 __all__ = ["record_fake"]
 
@@ -36,6 +37,8 @@ def record_fake(
     target: Literal["cpu", "cuda"] = "cpu",
     mask_share: float | None = None,
     has_cpu_workspaces: bool = False,
+    workspaces: Workspaces | None = None,
+    choices: AbstractContextManager[object] | None = None,
 ) -> Trace:
     """Records the first steps of a workload without allocating its tensors: the first one, and steady ones after it.
 
@@ -54,7 +57,8 @@ def record_fake(
     if mask_share is not None and not 0 <= mask_share <= 1:
         raise UsageError(f"mask_share is {mask_share}; expected a share between 0 and 1")
     place = _Place()
-    workspaces = ScratchWorkspaces() if has_cpu_workspaces else None
+    if workspaces is None and has_cpu_workspaces:
+        workspaces = ScratchWorkspaces()
     with ExitStack() as contexts:
         contexts.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)
@@ -73,6 +77,8 @@ def record_fake(
             _choose_foreach(optimizer)
         place.outside = "making the batch"
         batch = tree_map(lambda value: _with_values(value, fake_mode, values), workload.make_batch())
+        if choices is not None:
+            contexts.enter_context(choices)
         for _ in range(num_steps):
             builder.start_step(optimizer)
             try:

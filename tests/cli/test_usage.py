@@ -18,7 +18,9 @@ OPTIONS = {
     "demo": {"--budget", "--out", "--json"},
     "doctor": {"--disk", "--json"},
     "explain": {"--json"},
-    "plan": {"--budget", "--device", "--host", "--disk", "--allow", "--global-batch", "--output", "--json"},
+    "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"},
+    "plan": {"--budget", "--device", "--host", "--disk", "--allow", "--global-batch", "--output", "--json"}
+    | {"--batch", "--seq", "--optimizer", "--dtype"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
     "run": {"--budget", "--plan", "--host", "--disk", "--allow", "--report", "--json"},
@@ -96,7 +98,8 @@ def test_commands_and_options_are_pinned() -> None:
         ),
         (
             "plan train.py --budget 10% --device tpu",
-            "'tpu' is no device of this machine; expected cpu, cuda or cuda:N",
+            "'tpu' is no device that memwall has figures for; known are h100-80gb, h100-pcie-80gb, h200, b200, "
+            "a100-40gb, a100-80gb, l4, l40s, t4, v100-16gb, v100-32gb, rtx-3090, rtx-4090, rtx-5090, mi300x",
         ),
         (
             "verify p.json r.json",

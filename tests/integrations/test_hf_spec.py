@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import typer
-from typer.testing import CliRunner
 
-from memwall.cli.estimate import estimate
 from memwall.errors import TraceError, UsageError
 from memwall.integrations.hf_spec import OPTIMIZERS, hugging_face_workload
 from memwall.integrations.spec_trace import trace_of_spec, workload_of_spec
@@ -408,27 +404,3 @@ def test_a_spec_that_names_nothing_is_refused() -> None:
         UsageError, match=r"^'meta-llama/Llama-3-8B' names no workload; expected package\.module:factory"
     ):
         workload_of_spec("meta-llama/Llama-3-8B")
-
-
-def command(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(estimate)
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-
-
-def test_the_command_shows_the_peak_and_what_it_is_made_of(written: Any) -> None:
-    folder = written(LLAMA)
-    options = ("--batch", "2", "--seq", "16", "--optimizer", "adamw-fused", "--dtype", "bfloat16")
-    shown = command(folder, "--device", "h100-80gb", *options).stdout
-    assert "of live tensors" in shown
-    assert "no times: nothing was computed" in " ".join(shown.split())
-    assert "optimizer state" in shown
-    found = json.loads(command(folder, "--device", "h100-80gb", *options, "--json").stdout)
-    trace = trace_of_spec(folder, target="cuda", batch=2, sequence=16, optimizer="adamw-fused", dtype="bfloat16")
-    assert [step["kind"] for step in found["steps"]] == ["first", "steady"]
-    assert found["steps"][1]["peak_live_bytes"] == live_peak_bytes(trace.steps[1], "cpu")
-    assert (
-        torch.bfloat16.itemsize
-        * sum(parameter.numel() for parameter in hugging_face_workload(folder).make_model().parameters())
-        == found["steps"][1]["by_category"]["parameter"]
-    )

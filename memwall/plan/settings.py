@@ -1,0 +1,27 @@
+"""What the user asked of a plan."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from memwall.predict.hardware import Hardware
+
+__all__ = ["Settings"]
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """What the user asked for."""
+
+    budget_bytes: int
+    disk: str | None = None
+    """Directory for bytes that leave memory; None for the one the trace was recorded with."""
+    disk_capacity_bytes: int | None = None
+    allow: tuple[str, ...] = ()
+    allow_accumulation: bool = False
+    """Whether the loop can be given smaller micro-batches."""
+    hardware: Hardware | None = None
+    """The device to plan for where it is not here; the trace is translated to it."""
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """The precision memwall ran the recorded step in, having been allowed to."""
+    margin_share: float = 0.05
+    """Margin as a share of the bytes that the forecast adds to the base; see benchmarks/knobs.py."""

@@ -1,0 +1,107 @@
+"""Autocast's lists of operators as CUDA has them, for tensors on a CPU that stand for CUDA's.
+
+Both devices cast for products and convolutions; CUDA besides computes powers, norms, softmax and sums in float32, whose
+results autograd then saves twice as large. A build of torch for CPUs knows CUDA's lists, too: which operators are on
+them alone is asked of its dispatcher.
+
+Source: aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE (torch 2.13 wheel).
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["cuda_autocast_lists"]
+
+_FLOAT32 = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"),
+    *("tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm"),
+    *("rms_norm", "group_norm", "frobenius_norm.dim", "cosine_similarity", "dist", "pdist", "renorm", "logsumexp"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"),
+    *("upsample_trilinear3d", "upsample_bicubic2d"),
+)
+_FLOAT32_RESULT = ("cumsum", "cumprod", "sum", "sum.dim_IntList", "linalg_vector_norm")
+# Fused with the cast on CUDA for float16, so that there is no copy of the input: SoftMax.cpp, `softmax`.
+_FUSED_CAST = {"softmax.int": "_softmax", "log_softmax.int": "_log_softmax"}
+# On the CPU's list alone; on CUDA what it consists of is on the lists.
+_CPU_ONLY = ("cross_entropy_loss",)
+_KEY = torch._C.DispatchKey.AutocastCPU
+
+
+@contextmanager
+def cuda_autocast_lists() -> Iterator[None]:
+    """Within, autocast on a CPU treats the operators on CUDA's lists as CUDA does."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in _FLOAT32:
+            _register(library, name, _in_float32)
+        for name in _FLOAT32_RESULT:
+            _register(library, name, _with_float32_result)
+        for name in _FUSED_CAST:
+            _register(library, name, _fused)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel that takes another's place
+            for name in _CPU_ONLY:
+                library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+        yield
+
+
+def _register(library: Any, name: str, make: Callable[[str], Callable[..., Any]]) -> None:
+    """Registers a kernel for an operator that is on CUDA's lists and on none of the CPU's."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has_kernel(f"aten::{name}", "AutocastCUDA") and not has_kernel(f"aten::{name}", "AutocastCPU"):
+        library.impl(name, make(name), "AutocastCPU")
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY))
+
+
+def _is_castable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _in_float32(name: str) -> Callable[..., Any]:
+    operator = _operator(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(torch.float32) if _is_castable(tensor) else tensor
+
+        with _without_autocast():
+            return operator(*tree_map_only(Tensor, cast, args), **tree_map_only(Tensor, cast, kwargs))
+
+    return kernel
+
+
+def _with_float32_result(name: str) -> Callable[..., Any]:
+    operator = _operator(name)
+
+    def kernel(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        if dtype is None and _is_castable(args[0]):
+            dtype = torch.float32
+        with _without_autocast():
+            return operator(*args, dtype=dtype, **kwargs)
+
+    return kernel
+
+
+def _fused(name: str) -> Callable[..., Any]:
+    operator, fused = _operator(name), _operator(_FUSED_CAST[name])
+
+    def kernel(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        with _without_autocast():
+            if dtype is None and tensor.dtype == torch.float16:
+                return fused(tensor, dim, True)
+            return operator(tensor, dim, torch.float32 if dtype is None and _is_castable(tensor) else dtype)
+
+    return kernel

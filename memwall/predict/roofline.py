@@ -1,0 +1,60 @@
+"""Seconds of an operation on a device that is not here, from its data sheet: a lower bound, and only an estimate.
+
+An operation takes at least as long as its arithmetic at the peak rate of its dtype, and at least as long as reading and
+writing its tensors once at the peak bandwidth (Williams, Waterman, Patterson: Roofline, CACM 2009). No kernel reaches
+both, and launches are not counted; ratios between operations, which planning needs, are closer than the sum.
+"""
+
+import msgspec
+
+from memwall.predict.hardware import Dtype, Hardware
+from memwall.trace.records import Step, Trace
+from memwall.trace.work import OpWork
+
+__all__ = ["Roofline", "with_least_seconds"]
+
+_RATES: dict[str, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+
+
+class Roofline:
+    """Turns the work of an operation into seconds on a device.
+
+    Args:
+        allows_tf32: whether float32 products run on matrix units, as after
+            `torch.set_float32_matmul_precision("high")`; torch's default is not to.
+    """
+
+    def __init__(self, hardware: Hardware, *, allows_tf32: bool = False) -> None:
+        self._hardware = hardware
+        self._rates = {dtype: hardware.flops[rate] for dtype, rate in _RATES.items() if rate in hardware.flops}
+        if allows_tf32 and "tf32" in hardware.flops:
+            self._rates["float32"] = hardware.flops["tf32"]
+        # What has no rate of its own (float64, integers, a dtype without units) is not faster than float32.
+        self._other_rate = hardware.flops["float32"]
+
+    def __call__(self, work: OpWork) -> float:
+        """Seconds of one operation; none for one that only makes a view."""
+        compute_seconds = work.flops / self._rates.get(work.dtype, self._other_rate)
+        moved_bytes = work.read_bytes + work.written_bytes
+        return max(compute_seconds, moved_bytes / self._hardware.memory_bytes_per_second)
+
+
+def with_least_seconds(step: Step, trace: Trace, roofline: Roofline) -> Step:
+    """A recorded step with the least seconds of its operations on a device, in place of those that were measured.
+
+    Records know bytes and FLOPs, but no dtypes: products count as those of autocast's precision, or else of float32.
+    """
+    dtype = "float32" if trace.autocast == "none" else trace.autocast
+    ops = []
+    for number, op in enumerate(step.ops):
+        fresh = [index for index in op.outputs if step.storages[index].birth == number]
+        changed = {*fresh, *op.writes}
+        work = OpWork(
+            name=trace.names[op.name],
+            dtype=dtype,
+            flops=op.flops,
+            read_bytes=sum(step.storages[index].nbytes for index in op.inputs) if changed else 0,
+            written_bytes=sum(step.storages[index].nbytes for index in changed),
+        )
+        ops.append(msgspec.structs.replace(op, seconds=roofline(work)))
+    return msgspec.structs.replace(step, ops=tuple(ops))

@@ -1,0 +1,219 @@
+"""What the loss should be, by plain torch in fp64, and how far a kernel may be from it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Root mean square of the error over that of the truth: what is demanded where torch itself does not do worse.
+MAX_RMS_RATIO = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one call."""
+
+    x: Tensor
+    w: Tensor
+    target: Tensor
+    bias: Tensor | None = None
+    token_weight: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """What changes the loss: the reference understands these."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """What does not: chunk_rows, max_valid_rows, recompute, accum_dtype."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A loss and the gradients of its (weighted) sum."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def plain_loss(problem: Problem, wide: torch.dtype) -> Tensor:
+    """What users write: a linear layer, logits cast to `wide`, cross entropy."""
+    options = {"reduction": "mean", "ignore_index": -100, **problem.options}
+    z = F.linear(problem.x, problem.w, problem.bias).to(wide) * options.get("logit_scale", 1.0)
+    if softcap := options.get("softcap"):
+        z = softcap * torch.tanh(z / softcap)
+    is_valid = problem.target != options["ignore_index"]
+    rows = F.cross_entropy(
+        z,
+        problem.target,
+        ignore_index=options["ignore_index"],
+        reduction="none",
+        label_smoothing=options.get("label_smoothing", 0.0),
+    )
+    if "z_loss" in options:
+        rows = rows + torch.where(is_valid, options["z_loss"] * torch.logsumexp(z, 1) ** 2, 0.0)
+    if problem.token_weight is not None:
+        rows = rows * torch.where(is_valid, problem.token_weight, 0.0)
+    if options["reduction"] == "none":
+        return rows
+    if options["reduction"] == "sum":
+        return rows.sum()
+    num_items = options.get("num_items")
+    return rows.sum() / (is_valid.sum().clamp(min=1) if num_items is None else num_items)
+
+
+def _outcome(problem: Problem, loss: Callable[[Problem], Tensor], frozen: tuple[str, ...]) -> Outcome:
+    leaves = {
+        name: tensor.detach().requires_grad_()
+        for name in ("x", "w", "bias")
+        if name not in frozen and (tensor := getattr(problem, name)) is not None
+    }
+    value = loss(replace(problem, **leaves))
+    # Neither 1 nor uniform: a factor that is forgotten shows.
+    upstream = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).reshape(value.shape)
+    value.backward(upstream)
+    return Outcome(value.detach(), {name: leaf.grad for name, leaf in leaves.items()})
+
+
+def kernel_outcome(problem: Problem, frozen: tuple[str, ...] = ()) -> Outcome:
+    """By the operator."""
+    from memwall.triton_kernels import linear_cross_entropy
+
+    def loss(p: Problem) -> Tensor:
+        return linear_cross_entropy(p.x, p.w, p.target, bias=p.bias, token_weight=p.token_weight, **p.options, **p.how)
+
+    return _outcome(problem, loss, frozen)
+
+
+def plain_outcome(problem: Problem, frozen: tuple[str, ...] = ()) -> Outcome:
+    """By torch in the problem's own dtype."""
+    wide = torch.promote_types(problem.x.dtype, torch.float32)
+    return _outcome(problem, lambda p: plain_loss(p, wide), frozen)
+
+
+def true_outcome(problem: Problem, frozen: tuple[str, ...] = ()) -> Outcome:
+    """By torch in fp64, from the very same values."""
+    double = {
+        name: tensor.double()
+        for name in ("x", "w", "bias", "token_weight")
+        if (tensor := getattr(problem, name)) is not None
+    }
+    return plain_outcome(replace(problem, **double), frozen)
+
+
+def assert_as_good_as_torch(problem: Problem, frozen: tuple[str, ...] = ()) -> Outcome:
+    """Error at most twice that of plain torch in the same dtype plus one ulp of the largest value, against fp64."""
+    ours, plain, truth = (run(problem, frozen) for run in (kernel_outcome, plain_outcome, true_outcome))
+    assert ours.gradients.keys() == plain.gradients.keys()
+    _assert_close("loss", ours.loss, plain.loss, truth.loss, problem.x.dtype)
+    for name, gradient in ours.gradients.items():
+        assert gradient.dtype == problem.x.dtype
+        _assert_close(name, gradient, plain.gradients[name], truth.gradients[name], problem.x.dtype)
+    return ours
+
+
+def _assert_close(name: str, ours: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    assert ours.shape == truth.shape
+    if truth.numel() == 0:
+        return
+    error, allowed = (ours.double() - truth).abs().max(), (plain.double() - truth).abs().max()
+    ulp = torch.finfo(ours.dtype).eps * truth.abs().max()
+    # In fp64 torch is the truth and has no error to compare with.
+    if dtype != torch.float64:
+        assert error <= 2 * allowed + ulp, f"{name}: error {error:.3e}, torch's {allowed:.3e}, ulp {ulp:.3e}"
+    ratio, torchs = (_rms_ratio(found, truth) for found in (ours, plain))
+    # Logits rounded to bf16 alone can cost torch more than the table allows.
+    assert ratio < max(MAX_RMS_RATIO[dtype], 2 * torchs), f"{name}: relative error {ratio:.3e}, torch's {torchs:.3e}"
+
+
+def _rms_ratio(found: Tensor, truth: Tensor) -> float:
+    size = float(truth.square().mean().sqrt())
+    return float((found.double() - truth).square().mean().sqrt()) / (size if size > 0.0 else 1.0)
+
+
+def make_problem(
+    *,
+    rows: int = 33,
+    hidden: int = 24,
+    vocabulary: int = 123,
+    dtype: torch.dtype = torch.float32,
+    ignored: str = "some",
+    with_bias: bool = False,
+    with_token_weight: bool = False,
+    seed: int = 0,
+    how: dict[str, Any] | None = None,
+    **options: Any,
+) -> Problem:
+    """Random inputs; logits of a few units."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    target = torch.randint(0, vocabulary, (rows,), generator=generator)
+    if ignored == "some":
+        target[torch.rand(rows, generator=generator) < 0.4] = options.get("ignore_index", -100)
+    elif ignored == "all":
+        target.fill_(options.get("ignore_index", -100))
+    return Problem(
+        x=normal(rows, hidden),
+        w=normal(vocabulary, hidden) * 0.5,
+        target=target,
+        bias=normal(vocabulary) if with_bias else None,
+        token_weight=torch.rand(rows, generator=generator) + 0.5 if with_token_weight else None,
+        options=options,
+        how={"chunk_rows": 8} if how is None else how,
+    )
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The functions above, for tests."""
+
+    Problem = Problem
+    make = staticmethod(make_problem)
+    check = staticmethod(assert_as_good_as_torch)
+    ours = staticmethod(kernel_outcome)
+    plain = staticmethod(plain_outcome)
+    truth = staticmethod(true_outcome)
+
+
+@pytest.fixture
+def losses() -> Losses:
+    return Losses()
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Whatever is allocated without a value is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+TERMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 0.01},
+    "softcap": {"softcap": 3.0},
+    "scale": {"logit_scale": 0.3},
+    "weights": {"with_token_weight": True},
+    "bias": {"with_bias": True},
+    "everything": {
+        "label_smoothing": 0.2,
+        "z_loss": 0.02,
+        "softcap": 5.0,
+        "logit_scale": 1.7,
+        "with_token_weight": True,
+        "with_bias": True,
+    },
+}
+
+
+@pytest.fixture(params=TERMS, ids=str)
+def terms(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What a row's loss consists of: arguments of `losses.make`."""
+    return TERMS[request.param]

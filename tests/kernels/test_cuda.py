@@ -1,0 +1,72 @@
+"""What only a GPU can show; tests/kernels/test_interpreter.py shows the rest without one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from memwall.triton_kernels import linear_cross_entropy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.requires("triton")]
+
+
+def on_gpu(p: Any, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return p.x.to(device).requires_grad_(), p.w.to(device).requires_grad_(), p.target.to(device)
+
+
+def step(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor, num_items: torch.Tensor) -> None:
+    linear_cross_entropy(x, w, target, num_items=num_items, chunk_rows=64, max_valid_rows=180).backward()
+
+
+@pytest.fixture
+def problem(losses: Any) -> Any:
+    return losses.make(rows=256, hidden=64, vocabulary=1000, dtype=torch.bfloat16, ignored="some")
+
+
+def test_the_host_never_waits(problem: Any) -> None:
+    inputs, num_items = on_gpu(problem), torch.tensor(150, device="cuda")
+    step(*inputs, num_items)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(*inputs, num_items)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert inputs[0].grad is not None
+
+
+def test_a_graph_captures_it(problem: Any) -> None:
+    x, w, target = on_gpu(problem)
+    num_items = torch.tensor(150, device="cuda")
+    step(x, w, target, num_items)
+    expected = x.grad.clone()
+    x.grad, w.grad = None, None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(x, w, target, num_items)
+    graph.replay()
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_agrees_with_the_cpu(losses: Any, dtype: torch.dtype) -> None:
+    p = losses.make(rows=256, hidden=64, vocabulary=1000, dtype=dtype, ignored="some")
+    truth = losses.truth(p)
+    x, w, target = on_gpu(p)
+    loss = linear_cross_entropy(x, w, target, chunk_rows=64)
+    loss.backward(torch.tensor(0.5, device="cuda"))
+    assert abs(loss.double().cpu() - truth.loss) < 5e-3 * truth.loss.abs()
+    for ours, name in ((x.grad, "x"), (w.grad, "w")):
+        error = (ours.double().cpu() - truth.gradients[name]).norm() / truth.gradients[name].norm()
+        assert error < 5e-3
+
+
+def test_launches_on_the_tensors_device(problem: Any) -> None:
+    """Liger #401; triton #5205, #2441."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    first, second = on_gpu(problem, "cuda:0"), on_gpu(problem, "cuda:1")
+    with torch.cuda.device(0):
+        for inputs in (first, second):
+            step(*inputs, torch.tensor(150, device=inputs[0].device))
+    assert torch.equal(first[0].grad.cpu(), second[0].grad.cpu())
