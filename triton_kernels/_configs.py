@@ -1,0 +1,35 @@
+"""Launch parameters of every kernel as a pure table: no autotuning, so a run and its forecast launch the same code.
+
+Each entry is compiled ahead of time in tests/kernels for every architecture in budgets.toml, without a GPU.
+"""
+
+from typing import NamedTuple
+
+__all__ = ["Launch", "row_loss_launch", "scaled_copy_launch"]
+
+
+class Launch(NamedTuple):
+    """How one kernel is launched."""
+
+    block: int
+    """Elements that one program handles at a time."""
+    num_warps: int
+
+
+def row_loss_launch(vocabulary: int, warp_lanes: int) -> Launch:
+    """Of the loss over one row of logits: 16 elements per lane at most, two 16-byte loads of a 16-bit dtype."""
+    return _launch(min(4096, _power_of_two_from(max(vocabulary, 256))), warp_lanes)
+
+
+def scaled_copy_launch(warp_lanes: int) -> Launch:
+    """Of the pass that scales and casts a gradient."""
+    return _launch(2048, warp_lanes)
+
+
+def _launch(block: int, warp_lanes: int) -> Launch:
+    # 512 elements per 32 lanes; with 64 lanes half as many warps, or a program would exceed AMD's 1,024 threads.
+    return Launch(block, max(1, min(8, block // 512) * 32 // warp_lanes))
+
+
+def _power_of_two_from(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,41 @@
+"""Where a kernel runs: on the GPU, in Triton's interpreter, or not at all (then the torch reference does)."""
+
+import importlib.util
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+
+__all__ = ["is_interpreting", "on_device", "runs_triton", "warp_size"]
+
+
+@cache
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels on the CPU. It decides so when a kernel is decorated: never changes in a process."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+@cache
+def _is_triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernel, not the reference, is to work on this tensor."""
+    # Kernels compute in fp32: fp64, which only tests and finite differences use, belongs to the reference.
+    if tensor.dtype == torch.float64 or not _is_triton_installed():
+        return False
+    return tensor.device.type == "cuda" or (is_interpreting() and tensor.device.type == "cpu")
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes the tensor's device the current one, onto which Triton launches whatever its arguments are."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+
+
+def warp_size(tensor: torch.Tensor) -> int:
+    """Lanes of a warp: 64 on AMD's data centre cards, 32 elsewhere."""
+    if tensor.device.type == "cuda" and torch.version.hip is not None:
+        return int(torch.cuda.get_device_properties(tensor.device).warp_size)
+    return 32

@@ -1,0 +1,44 @@
+"""`scaled_copy`: a gradient times the upstream gradient, which is known only on the device, cast in the same pass.
+
+Plain `gradient * factor` rounds the factor to the gradient's dtype first: every bf16 gradient would carry the rounding
+error of 1 / num_items. Reads and writes each element once, needs no temporary and no host synchronisation.
+"""
+
+import torch
+from torch import Tensor
+
+from ._launch import runs_triton
+
+__all__ = ["scaled_copy"]
+
+_SLICE_ELEMENTS = 1 << 20
+
+
+@torch.library.custom_op("memwall::scaled_copy", mutates_args=())
+def scaled_copy(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`source * factor` in `dtype`, computed in fp32 (fp64 for fp64) and rounded once.
+
+    Args:
+        source: contiguous, any shape.
+        factor: one element on the same device.
+        dtype: of the result.
+    """
+    result = torch.empty(source.shape, dtype=dtype, device=source.device)
+    if source.numel() == 0:
+        return result
+    if runs_triton(source) and factor.dtype != torch.float64:
+        from ._scaled_copy_kernel import launch_scaled_copy
+
+        launch_scaled_copy(source, factor, result)
+        return result
+    wide = torch.float64 if source.dtype == torch.float64 else torch.float32
+    flat_source, flat_result = source.view(-1), result.view(-1)
+    for begin in range(0, source.numel(), _SLICE_ELEMENTS):
+        part = slice(begin, begin + _SLICE_ELEMENTS)
+        flat_result[part] = flat_source[part].to(wide) * factor.to(wide)
+    return result
+
+
+@scaled_copy.register_fake
+def _(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(source.shape, dtype=dtype, device=source.device)
