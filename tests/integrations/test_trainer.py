@@ -101,7 +101,7 @@ def budget_relative_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], 
             peaks = {"plain": ample.plain_peak.process_bytes, "smallest": ample.smallest_feasible_budget_bytes}
             return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=peaks[peak] - below))
 
-        monkeypatch.setattr("memwall.apply.session.make_plan", relative)
+        monkeypatch.setattr("memwall.apply.planning.make_plan", relative)
 
     return set_to
 
@@ -224,7 +224,7 @@ class TestInfeasible:
     def test_names_the_arguments_that_would_fit(self, train: Any, budget_relative_to: Any):
         from memwall.integrations.trainer import MemwallCallback
 
-        budget_relative_to("smallest", 10 * MIB)
+        budget_relative_to("smallest", 30 * MIB)
         callback = MemwallCallback(budget="1TiB")
         with pytest.raises(InfeasibleError) as caught:
             train(callback)
