@@ -323,8 +323,8 @@ def test_a_share_of_a_cuda_device(refused: Refused, made: Path) -> None:
 
 def test_a_cpu_trace_for_a_cuda_device(refused: Refused, made: Path) -> None:
     assert refused("plan", made / "t.trace", "--budget", "8GiB", "--device", "cuda") == (
-        "--device cuda: the trace was recorded on cpu, and translating it to another device is not possible yet; "
-        "leave --device out"
+        "--device cuda: the trace was recorded on cpu; to plan for another device give its name, as in "
+        "--device h100-80gb, or leave --device out"
     )
 
 
