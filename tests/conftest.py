@@ -19,6 +19,17 @@ def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small tensors, which gain nothing from a second thread and wait for it when the machine is busy."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run here, each with its reason."""
     for item in items:

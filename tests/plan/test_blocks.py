@@ -1,6 +1,6 @@
 """Which sub-modules a plan treats as one: found in the trace alone, disjoint, and small enough to be recomputed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,13 +16,7 @@ from memwall.trace.workload import Workload
 needs_transformers = pytest.mark.requires("transformers")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and wait for it when the machine is busy."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def blocks_of(

@@ -1,7 +1,7 @@
 """From a CPU step to the step of a CUDA device: every rule with its switch, in bytes that can be added up by hand."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,12 +29,7 @@ BATCH, HEADS, TOKENS, SIZE = 2, 4, 80, 16
 WIDTH = HEADS * SIZE
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Attention(nn.Module):

@@ -43,13 +43,7 @@ needs_transformers = pytest.mark.requires("transformers")
 ALL_MODELS = ["gpt", "resnet", "unet", pytest.param("encdec", marks=needs_transformers), "moe", "lora", "vit"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and wait for it when the machine is busy."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class InlinePool(TransferPool):

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -27,13 +27,7 @@ TOLERANCE = 0.0003
 EXPERT_SHARE = 0.25
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Workspaces on a CPU grow with the number of threads; tests this small gain nothing from a second one."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
