@@ -6,8 +6,7 @@ Adding a technique adds a handler here; `HANDLERS` names the one of each action 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.cuda_setting import require_cuda_setting
@@ -15,12 +14,13 @@ from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import ActivationOffload
 from memwall.apply.parking import open_engine
+from memwall.apply.precision import LowerPrecision
 from memwall.errors import ApplyError
 from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
 from memwall.plan.planfile import Plan
 from memwall.trace.modules import root_names
 
-__all__ = ["HANDLERS", "AppliedPlan", "autocast_forward"]
+__all__ = ["HANDLERS", "AppliedPlan"]
 
 
 class AppliedPlan:
@@ -139,67 +139,7 @@ class AppliedPlan:
 
     def _apply_autocast(self, action: Action) -> None:
         assert isinstance(action, Autocast)
-        self._undo.append(autocast_forward(self.model, action.dtype, is_running=self.is_running))
-
-
-def autocast_forward(model: nn.Module, dtype: str, *, is_running: bool = False) -> Callable[[], None]:
-    """Runs the model's forward under autocast, with results in float32 again; returns what undoes it.
-
-    Args:
-        is_running: whether a hook before the model's forward asks for it. That call has already looked its forward up,
-            so it is put under autocast by itself.
-
-    Raises:
-        ApplyError: float16, whose gradients need a scaler that a loop must have of its own.
-    """
-    if dtype == "float16":
-        raise ApplyError(
-            "float16 needs a gradient scaler in the training loop; let the Trainer (fp16=True) or "
-            "Accelerator(mixed_precision='fp16') set both, or allow bfloat16"
-        )
-    device = next((p.device.type for p in model.parameters()), "cpu")
-    original, was_own = model.forward, "forward" in model.__dict__
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, dtype=torch.bfloat16):
-            out = original(*args, **kwargs)
-        return _in_float32(out)
-
-    model.forward = forward
-    if is_running:
-        _autocast_present_call(model, device)
-
-    def undo() -> None:
-        if was_own:
-            model.forward = original
-        else:
-            del model.__dict__["forward"]
-
-    return undo
-
-
-def _autocast_present_call(model: nn.Module, device: str) -> None:
-    context = torch.autocast(device, dtype=torch.bfloat16)
-
-    def leave(module: nn.Module, args: Any, out: Any) -> Any:
-        handle.remove()
-        context.__exit__(None, None, None)
-        return _in_float32(out)
-
-    context.__enter__()
-    handle = model.register_forward_hook(leave, always_call=True)
-
-
-def _in_float32(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        for key in list(value):
-            value[key] = _in_float32(value[key])
-        return value
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_in_float32(item) for item in value)
-    return [_in_float32(item) for item in value] if isinstance(value, list) else value
+        self._undo.append(LowerPrecision(self.model, action.dtype, is_running=self.is_running).undo)
 
 
 HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {

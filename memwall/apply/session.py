@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.applied import AppliedPlan, autocast_forward
+from memwall.apply.applied import AppliedPlan
 from memwall.apply.measurements import Measurements, standing_bytes
 from memwall.apply.microbatch import MicroBatches, shifts_labels
 from memwall.apply.parking import Parked
 from memwall.apply.planning import MAX_REPLANS, check_plan_is_for, excess_bytes, planned, planned_again
+from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.errors import ApplyError, InfeasibleError, MemwallError, PlanError, UsageError
 from memwall.plan.actions import Accumulate, AllocatorReuse
 from memwall.plan.blocks import find_blocks
@@ -356,11 +357,13 @@ class Session:
         self._apply(self.plan)
 
     def _record_again_under_autocast(self) -> None:
-        """Records the next step in bfloat16, which the user allowed: observed bytes, not halved ones."""
+        """Records the next step in lower precision, which the user allowed: observed bytes, not halved ones."""
         assert self._model is not None
-        _log.info("nothing fits in the present precision; recording the next step under bfloat16 autocast")
-        self._settings = msgspec.structs.replace(self._settings, autocast="bfloat16")
-        self._undo_autocast = autocast_forward(self._model, "bfloat16", is_running=self._in_forward)
+        assert self.trace is not None
+        dtype = lower_dtype(self.trace.device)
+        _log.info("nothing fits in the present precision; recording the next step under %s autocast", dtype)
+        self._settings = msgspec.structs.replace(self._settings, autocast=dtype)
+        self._undo_autocast = LowerPrecision(self._model, dtype, is_running=self._in_forward).undo
         self.state = "waiting"
 
     def _apply(self, plan: Plan) -> None:

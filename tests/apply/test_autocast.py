@@ -1,11 +1,13 @@
 """A plan that lowers precision does so from its first step on, and gives the model back as it was."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.applied import autocast_forward
 from memwall.apply.fit import fit
+from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.apply.session import Session
 from memwall.errors import InfeasibleError
 from memwall.plan.actions import Autocast
@@ -16,7 +18,7 @@ from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
 
 
-def lower_precision(model: nn.Module) -> Plan:
+def lower_precision(model: nn.Module, dtype: Literal["bfloat16", "float16"] = "bfloat16") -> Plan:
     peak = PeakBytes(allocated_bytes=1, process_bytes=1)
     forecast = Forecast(
         device="cpu",
@@ -28,7 +30,7 @@ def lower_precision(model: nn.Module) -> Plan:
         phases={},
         step_seconds=None,
         not_modelled=(),
-        actions=(Autocast(dtype="bfloat16"),),
+        actions=(Autocast(dtype=dtype),),
     )
     return Plan(
         model_fingerprint=fingerprint([model]), trace_hash="", micro_batch=2, num_micro_batches=1, forecast=forecast
@@ -42,10 +44,11 @@ def small_model() -> tuple[nn.Module, list[torch.dtype]]:
     return model, seen
 
 
-def test_the_first_step_under_the_plan_is_in_lower_precision_already():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_first_step_under_the_plan_is_in_lower_precision_already(dtype: Literal["bfloat16", "float16"]):
     model, seen = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = Session(plan=lower_precision(model))
+    session = Session(plan=lower_precision(model, dtype))
     session.attach(model, optimizer)
     with session:
         for _ in range(2):
@@ -53,23 +56,25 @@ def test_the_first_step_under_the_plan_is_in_lower_precision_already():
             assert out.dtype is torch.float32
             out.sum().backward()
             optimizer.step()
-    assert seen == [torch.bfloat16] * 2
+    assert seen == [getattr(torch, dtype)] * 2
     model(torch.ones(2, 4))
     assert seen[-1] is torch.float32
     assert "forward" not in model.__dict__
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("loop_ends_steps", [False, True])
-def test_where_nothing_fits_the_next_step_is_recorded_in_lower_precision(
-    monkeypatch: pytest.MonkeyPatch, loop_ends_steps: bool
+def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_precision(
+    monkeypatch: pytest.MonkeyPatch, loop_ends_steps: bool, dtype: Literal["bfloat16", "float16"]
 ):
+    monkeypatch.setattr("memwall.apply.session.lower_dtype", lambda device_type: dtype)
     traces: list[Trace] = []
 
     def fits_in_lower_precision(trace: Trace, settings: Settings) -> Plan:
         traces.append(trace)
         if settings.autocast is None:
             raise InfeasibleError("no", budget_bytes=1, smallest_feasible_bytes=2)
-        return lower_precision(model)
+        return lower_precision(model, dtype)
 
     monkeypatch.setattr("memwall.apply.planning.make_plan", fits_in_lower_precision)
     model, seen = small_model()
@@ -81,8 +86,9 @@ def test_where_nothing_fits_the_next_step_is_recorded_in_lower_precision(
             optimizer.zero_grad()
             if loop_ends_steps:
                 session.end_step()
-    assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
-    assert [trace.autocast for trace in traces] == ["none", "bfloat16"]
+    lower = getattr(torch, dtype)
+    assert seen == [torch.float32, lower, lower]
+    assert [trace.autocast for trace in traces] == ["none", dtype]
     casts = [sum("_to_copy" in trace.names[op.name] for op in trace.steps[0].ops) for trace in traces]
     assert casts[0] == 0 < casts[1]
 
@@ -91,9 +97,18 @@ def test_a_call_that_fails_leaves_no_precision_behind():
     model, _ = small_model()
     model[0].register_forward_hook(lambda *_: 1 / 0)
     undo = []
-    model.register_forward_pre_hook(lambda *_: undo.append(autocast_forward(model, "bfloat16", is_running=True)))
+    model.register_forward_pre_hook(lambda *_: undo.append(LowerPrecision(model, "bfloat16", is_running=True).undo))
     with pytest.raises(ZeroDivisionError):
         model(torch.ones(2, 4))
     assert not torch.is_autocast_enabled("cpu")
     undo[0]()
     assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize(("is_supported", "dtype"), [(True, "bfloat16"), (False, "float16")])
+def test_a_device_that_cannot_compute_in_bfloat16_gets_float16(
+    monkeypatch: pytest.MonkeyPatch, is_supported: bool, dtype: str
+):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: is_supported)
+    assert lower_dtype("cuda") == dtype
+    assert lower_dtype("cpu") == "bfloat16"

@@ -1,0 +1,226 @@
+"""Lower precision handler: forward under autocast and, for float16, gradients scaled so that they don't vanish.
+
+bfloat16 has float32's range. float16's smallest positive number is 6e-8 (IEEE 754 binary16), which gradients fall
+below: the backward pass runs on gradients multiplied by a power of two, each parameter's gradient is divided by it
+before it is added to `.grad`, and a step whose gradients overflowed is left out (Micikevicius et al. 2018, section 3.2,
+arXiv:1710.03740). `.grad` therefore always holds the true gradient, so that clipping, accumulation and logging in an
+unmodified loop mean what they meant.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memwall.errors import ApplyError
+
+__all__ = ["GradientScaling", "LowerPrecision", "lower_dtype"]
+
+_log = logging.getLogger(__name__)
+
+# As torch.amp.GradScaler begins and goes on by default.
+INITIAL_SCALE = 2.0**16
+GROWTH_STEPS = 2000
+
+Dtype = Literal["bfloat16", "float16"]
+
+
+def lower_dtype(device_type: str) -> Dtype:
+    """bfloat16 where the device computes in it: every CPU, and CUDA devices of compute capability 8.0 and later."""
+    if device_type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "float16"
+    return "bfloat16"
+
+
+class LowerPrecision:
+    """Runs a model's forward under autocast, its results in float32 again; `undo` gives the model back.
+
+    Args:
+        is_running: whether a hook before the model's forward asks for it. That call has already looked its forward up,
+            so it is put under autocast by itself.
+
+    Attributes:
+        scaling: of the gradients, for float16; else None.
+
+    Raises:
+        ApplyError: float16, and a trainable parameter is not in float32.
+    """
+
+    def __init__(self, model: nn.Module, dtype: Dtype, *, is_running: bool = False) -> None:
+        self.scaling = GradientScaling(model) if dtype == "float16" else None
+        self._dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float16
+        self._model, self._device = model, next((p.device.type for p in model.parameters()), "cpu")
+        self._original, self._was_own = model.forward, "forward" in model.__dict__
+        if self.scaling is not None:
+            self.scaling.apply()
+        model.forward = self._forward
+        if is_running:
+            self._cast_present_call()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self._device, dtype=self._dtype):
+            out = self._original(*args, **kwargs)
+        return _in_float32(out)
+
+    def _cast_present_call(self) -> None:
+        context = torch.autocast(self._device, dtype=self._dtype)
+
+        def leave(module: nn.Module, args: Any, out: Any) -> Any:
+            handle.remove()
+            context.__exit__(None, None, None)
+            return _in_float32(out)
+
+        context.__enter__()
+        handle = self._model.register_forward_hook(leave, always_call=True)
+
+    def undo(self) -> None:
+        """The model's forward and autograd are as before."""
+        if self._was_own:
+            self._model.forward = self._original
+        else:
+            del self._model.__dict__["forward"]
+        if self.scaling is not None:
+            self.scaling.undo()
+
+
+class GradientScaling:
+    """Multiplies what `torch.autograd.backward` begins with, divides what reaches a parameter of the model.
+
+    Attributes:
+        scale: the present factor, a power of two, so that it changes no bit of a gradient that is in range.
+        num_skipped_steps: steps left out because a gradient was infinite or NaN.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.scale = INITIAL_SCALE
+        self.num_skipped_steps = 0
+        self._model = model
+        self._steps_at_scale = 0
+        self._is_inside = False
+        self._handles: dict[int, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def apply(self) -> None:
+        """From now on backward passes are scaled.
+
+        Raises:
+            ApplyError: a trainable parameter is not in float32; its own gradient would vanish.
+        """
+        self._hook_parameters()
+        original = torch.autograd.backward
+
+        def backward(
+            tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, **rest: Any
+        ) -> None:
+            if self._is_inside:  # reentrant checkpointing: what it was given is scaled already
+                original(tensors, grad_tensors, retain_graph, create_graph, **rest)
+                return
+            roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+            given = (grad_tensors,) * len(roots) if not isinstance(grad_tensors, Sequence) else tuple(grad_tensors)
+            self._check(roots, create_graph=create_graph)
+            scaled = tuple(self._first_gradient(root, gradient) for root, gradient in zip(roots, given, strict=True))
+            self._is_inside = True
+            try:
+                original(roots, scaled, retain_graph, create_graph, **rest)
+            finally:
+                self._is_inside = False
+
+        setattr(torch.autograd, "backward", backward)  # noqa: B010  (an assignment has another type)
+        self._undo.append(lambda: setattr(torch.autograd, "backward", original))
+        self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
+
+    def undo(self) -> None:
+        """Backward passes are as before."""
+        while self._undo:
+            self._undo.pop()()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+
+    def _hook_parameters(self) -> None:
+        """Also those that a loop unfreezes later."""
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad or id(parameter) in self._handles:
+                continue
+            if parameter.dtype != torch.float32:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise ApplyError(
+                    f"float16 autocast keeps weights in float32, and '{name}' is in {dtype}; load the model in "
+                    "float32, or leave precision alone"
+                )
+            self._handles[id(parameter)] = parameter.register_hook(self._unscale)
+
+    def _unscale(self, gradient: Tensor) -> Tensor:
+        # Not in place: autograd may hand one tensor to several parameters.
+        return gradient / self.scale if self._is_inside else gradient
+
+    def _first_gradient(self, root: Tensor | GradientEdge, gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None:
+            return gradient * self.scale
+        if isinstance(root, Tensor) and root.numel() == 1:
+            return torch.full_like(root, self.scale)
+        return None  # autograd's own error says that a gradient must be given
+
+    def _check(self, roots: tuple[Tensor | GradientEdge, ...], *, create_graph: bool) -> None:
+        if create_graph:
+            raise ApplyError(
+                "float16 under memwall cannot differentiate twice (backward was called with create_graph=True); "
+                "leave precision alone: without --allow precision"
+            )
+        self._hook_parameters()
+        for leaf in _leaves(roots):
+            if id(leaf) not in self._handles:
+                raise ApplyError(
+                    f"float16: backward reaches a tensor of shape {tuple(leaf.shape)} that is no parameter of "
+                    f"{type(self._model).__name__}, so its gradient would stay multiplied by {self.scale:g}; detach "
+                    "it, or leave precision alone: without --allow precision"
+                )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._handles]
+        gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return
+        largest = torch.nn.utils.get_total_norm(gradients, float("inf"))
+        if torch.isfinite(largest):
+            self._steps_at_scale += 1
+            if self._steps_at_scale == GROWTH_STEPS:
+                self.scale, self._steps_at_scale = self.scale * 2, 0
+            return
+        self.scale, self._steps_at_scale = self.scale / 2, 0
+        self.num_skipped_steps += 1
+        _log.warning("float16: a gradient overflowed; this step changes nothing, scale now %g", self.scale)
+        for parameter in parameters:  # an optimizer passes over parameters without a gradient
+            parameter.grad = None
+
+
+def _leaves(roots: tuple[Tensor | GradientEdge, ...]) -> Iterator[Tensor]:
+    """Tensors whose `.grad` a backward pass from `roots` adds to."""
+    nodes = (root.grad_fn if isinstance(root, Tensor) else root.node for root in roots)
+    stack = [node for node in nodes if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        leaf = getattr(node, "variable", None)  # AccumulateGrad's
+        if isinstance(leaf, Tensor):
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+
+
+def _in_float32(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        for key in list(value):
+            value[key] = _in_float32(value[key])
+        return value
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_in_float32(item) for item in value)
+    return [_in_float32(item) for item in value] if isinstance(value, list) else value
