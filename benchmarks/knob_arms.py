@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memwall_arm import memwall_arm
+from knob_report import HEAP
+from memwall_arm import memwall_arm, tensor_heap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from workloads import WORKLOADS, Workload
@@ -33,6 +34,11 @@ def knob_arms(workload: Workload) -> list[str]:
     num_blocks = len(workload.blocks(workload.build()))
     every_n = sorted({1, 2, 3, 4, num_blocks // 2})
     return ["plain", "plain-again", *(f"checkpoint-every-{n}" for n in every_n), "save-to-disk"]
+
+
+def heap_arms(knobs: list[str]) -> list[str]:
+    """The knobs again, with memwall's heap for tensors and no plan: they tell the allocator's share of a gain."""
+    return [knob + HEAP for knob in knobs if knob not in ("plain-again", "save-to-disk")]
 
 
 def checkpoint_every(blocks: list[nn.Module], every_n: int) -> None:
@@ -114,6 +120,9 @@ def work(workload_name: str, arm: str, budget_bytes: int | None) -> None:
     reset_peak()
     with ExitStack() as stack:
         facts: Callable[[], Mapping[str, object]] = moved.copy
+        if arm.endswith(HEAP):
+            stack.enter_context(tensor_heap())
+            arm = arm.removesuffix(HEAP)
         if arm.startswith("checkpoint-every-"):
             checkpoint_every(workload.blocks(model), int(arm.rsplit("-", 1)[1]))
         elif arm == "save-to-disk":

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+HEAP = "+heap"
+"""Ends the name of an arm whose tensors live in memwall's heap, without a plan."""
 RESULT = FOLDER / "results" / "cpu" / "knobs.json"
 README = FOLDER / "README.md"
 BEGIN, END = "<!-- knobs: begin -->", "<!-- knobs: end -->"
@@ -46,23 +48,41 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def score(records: Sequence[dict[str, Any]], budgets_bytes: Mapping[int, int]) -> dict[str, Any]:
-    """Adds medians, quartiles and equality to each record; returns the noise floor and one cell per budget."""
-    plain = records[0]
-    for record in records:
-        low, middle, high = statistics.quantiles(record["step_seconds"], n=4, method="inclusive")
-        record["step_seconds_quartiles"] = [low, middle, high]
-        record["step_seconds_median"] = middle
-        record["time_ratio_to_plain"] = _paired_ratio(record, plain)
-        for key in ("losses", "weights_sha256", "buffers_sha256"):
-            record[f"{key.removesuffix('_sha256')}_equal_plain"] = record[key] == plain[key]
-    knobs = [record for record in records if record["budget_bytes"] is None]
-    plans = {record["arm"]: record for record in records if record["budget_bytes"] is not None}
-    cells = [
-        _cell(share, budget_bytes, knobs, plans.get(f"memwall-{share}"), plain)
-        for share, budget_bytes in budgets_bytes.items()
-    ]
-    return {"noise_ratio": _paired_ratio(records[1], plain), "cells": cells}
+def score(
+    races: Sequence[Sequence[dict[str, Any]]], probes: Sequence[dict[str, Any]], budgets_bytes: Mapping[int, int]
+) -> list[dict[str, Any]]:
+    """Adds medians, quartiles and equality to each record; returns the noise floor, cells and arms of each race.
+
+    Args:
+        races: the records of each race; every one has all knobs, the first record is plain PyTorch's.
+        probes: records of arms that ran alone before.
+    """
+    for race in races:
+        for record in race:
+            low, middle, high = statistics.quantiles(record["step_seconds"], n=4, method="inclusive")
+            record["step_seconds_quartiles"] = [low, middle, high]
+            record["step_seconds_median"] = middle
+            record["time_ratio_to_plain"] = _paired_ratio(record, race[0])
+            for key in ("losses", "weights_sha256", "buffers_sha256"):
+                record[f"{key.removesuffix('_sha256')}_equal_plain"] = record[key] == race[0][key]
+    highest_bytes: dict[str, int] = {}
+    for record in (*probes, *(record for race in races for record in race)):
+        highest_bytes[record["arm"]] = max(highest_bytes.get(record["arm"], 0), record["peak_bytes"])
+    has_plans = any(record["budget_bytes"] is not None for race in races for record in race)
+    heaps = [record for race in races for record in race if record["arm"].endswith(HEAP)]
+    scored = []
+    for race in races:
+        knobs = [r for r in race if r["budget_bytes"] is None and not r["arm"].endswith(HEAP)]
+        plans = {r["arm"]: r for r in race if r["budget_bytes"] is not None}
+        cells = []
+        # Without memwall, every budget gets a cell of what the knobs do.
+        for share in (s for s in budgets_bytes if f"memwall-{s}" in plans or not has_plans):
+            fitting = [k for k in knobs if highest_bytes[k["arm"]] <= budgets_bytes[share]]
+            fitting_heaps = [h for h in heaps if highest_bytes[h["arm"]] <= budgets_bytes[share]]
+            plan = plans.get(f"memwall-{share}")
+            cells.append(_cell(share, budgets_bytes[share], fitting, fitting_heaps, plan, race[0]))
+        scored.append({"noise_ratio": _paired_ratio(race[1], race[0]), "cells": cells, "arms": race})
+    return scored
 
 
 def _paired_ratio(record: dict[str, Any], other: dict[str, Any]) -> float:
@@ -74,12 +94,13 @@ def _paired_ratio(record: dict[str, Any], other: dict[str, Any]) -> float:
 def _cell(
     share_percent: int,
     budget_bytes: int,
-    knobs: Sequence[dict[str, Any]],
+    fitting: Sequence[dict[str, Any]],
+    fitting_heaps: Sequence[dict[str, Any]],
     memwall: dict[str, Any] | None,
     plain: dict[str, Any],
 ) -> dict[str, Any]:
-    fitting = [knob for knob in knobs if knob["peak_bytes"] <= budget_bytes]
     best = min(fitting, key=lambda knob: knob["step_seconds_median"], default=None)
+    best_heap = min(fitting_heaps, key=lambda knob: knob["time_ratio_to_plain"], default=None)
     cell: dict[str, Any] = {
         "share_percent": share_percent,
         "budget_bytes": budget_bytes,
@@ -113,6 +134,9 @@ def _cell(
         "time_ratio": ratio,
         "paired_time_ratio": best and _paired_ratio(memwall, best),
         "time_ratio_to_plain": _paired_ratio(memwall, plain),
+        "best_heap_knob": best_heap and best_heap["arm"],
+        # They may have run in different races, each beside a plain arm.
+        "time_ratio_to_heap_knob": best_heap and _paired_ratio(memwall, plain) / best_heap["time_ratio_to_plain"],
         "failures": [name for name, is_failure in failures.items() if is_failure],
     }
 
@@ -143,9 +167,10 @@ def _yes(value: bool) -> str:
 def cell_table(result: dict[str, Any]) -> str:
     """Returns memwall against the best knob of every cell, as a Markdown table; losing cells name what failed."""
     lines = [
-        "| workload | share | budget MiB | best knob that fits | its s | memwall s | ratio | peak MiB | predicted | |"
+        "| workload | share | budget MiB | best knob that fits | its s | memwall s | ratio "
+        "| to best knob with heap | peak MiB | predicted | |"
     ]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for workload in result["workloads"]:
         for cell in (cell for race in workload["races"] for cell in race["cells"]):
             seconds = cell["best_knob_seconds"]
@@ -153,11 +178,13 @@ def cell_table(result: dict[str, Any]) -> str:
             row += f"| {cell['best_knob'] or 'none'} | {'' if seconds is None else f'{seconds:.3f}'} "
             if "memwall_seconds" in cell:
                 ratio, failures = cell["time_ratio"], cell["failures"]
+                heap_ratio = cell["time_ratio_to_heap_knob"]
                 row += f"| {cell['memwall_seconds']:.3f} | {'' if ratio is None else f'{ratio:.3f}'} "
+                row += f"| {'none fits' if heap_ratio is None else f'{heap_ratio:.3f}'} "
                 row += f"| {_mib(cell['memwall_peak_bytes'])} | {cell['prediction_error']:+.1%} "
                 row += f"| {', '.join(failures) or 'ok'} |"
             else:
-                row += "| | | | | |"
+                row += "| | | | | | |"
             lines.append(row)
     return "\n".join(lines)
 

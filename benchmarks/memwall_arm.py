@@ -1,4 +1,4 @@
-"""How the benchmarks train under memwall: the one place that knows its session."""
+"""How the benchmarks train under memwall: the one place that knows its session and its heap."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,3 +37,16 @@ def memwall_arm(model: nn.Module, optimizer: Optimizer, budget_bytes: int) -> It
             }
 
         yield facts
+
+
+@contextmanager
+def tensor_heap() -> Iterator[None]:
+    """Gives tensors memwall's heap, and nothing else of memwall."""
+    from memwall.apply.allocator import AllocatorHandler
+
+    handler = AllocatorHandler()
+    handler.apply("tensor-heap")
+    try:
+        yield
+    finally:
+        handler.undo()
