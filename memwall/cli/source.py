@@ -1,5 +1,6 @@
 """What a file given to `explain` or `report` is, told by its first bytes, and a snapshot in figures."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -7,6 +8,7 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.predict.snapshot_analysis import DeviceAnalysis, analyse_device, devices_of
+from memwall.predict.snapshot_settings import with_settings
 
 if TYPE_CHECKING:
     from memwall.trace.snapshot_records import Snapshot
@@ -46,8 +48,13 @@ def kind_of(path: Path) -> Literal["trace", "snapshot", "json", "other"]:
 
 
 def snapshot_summary(snapshot: "Snapshot") -> SnapshotSummary:
-    """Peak, holders and fragmentation of every device."""
+    """Peak, holders, fragmentation and the best allocator settings of every device."""
+    # A snapshot does not say which torch wrote it; the one at hand is the likeliest.
+    torch_version = version("torch")
     return SnapshotSummary(
-        devices=tuple(analyse_device(snapshot, device)[0] for device in devices_of(snapshot)),
+        devices=tuple(
+            with_settings(analyse_device(snapshot, device)[0], snapshot, torch_version)
+            for device in devices_of(snapshot)
+        ),
         allocator_settings=snapshot.settings,
     )

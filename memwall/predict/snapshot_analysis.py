@@ -12,19 +12,28 @@ from itertools import pairwise
 from msgspec import Struct
 
 from memwall.predict.curve import Share
+from memwall.predict.snapshot_memory import Range, UsedBlock
 from memwall.predict.snapshot_replay import (
     BEFORE_RECORDING,
     Held,
-    Range,
     Recording,
-    UsedBlock,
     held_after,
     recording_of,
+    releases_of,
 )
 from memwall.predict.snapshot_timeline import Fragmentation, Timeline, timeline_of
 from memwall.trace.snapshot_records import Frame, Snapshot
 
-__all__ = ["DeviceAnalysis", "Moment", "OutOfMemory", "Pin", "analyse_device", "devices_of", "line_of"]
+__all__ = [
+    "DeviceAnalysis",
+    "Moment",
+    "OutOfMemory",
+    "Pin",
+    "SettingsSearch",
+    "analyse_device",
+    "devices_of",
+    "line_of",
+]
 
 NO_STACK = "(no stack recorded)"
 EARLIER = "(allocated before the recording)"
@@ -80,6 +89,31 @@ class Pin(Struct, frozen=True, kw_only=True):
         return self.num_bytes - self.used_bytes
 
 
+class SettingsSearch(Struct, frozen=True, kw_only=True):
+    """Most bytes held from the device, as recorded and as simulated under other allocator settings."""
+
+    torch_version: str
+    """Whose allocator was simulated."""
+    recorded_settings: str
+    """The complete configuration string, as for PYTORCH_CUDA_ALLOC_CONF."""
+    recorded_bytes: int
+    """Measured: how well the replay reproduces it says what the simulated figures are worth."""
+    replayed_bytes: int
+    """Simulated, under the recorded settings."""
+    best_settings: str
+    """The complete string of the best settings found; the recorded ones where none are better."""
+    best_bytes: int
+    """Simulated, under the best settings."""
+    lower_bound_bytes: int
+    """Most bytes live at once, which no settings can beat."""
+    num_tried: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the best settings hold less; both sides are simulated."""
+        return self.replayed_bytes - self.best_bytes
+
+
 class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     """One device of a snapshot."""
 
@@ -101,6 +135,8 @@ class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     """How often segments were given back directly before a new one was taken: the device had run out."""
     earlier_bytes: int
     """Of the peak: blocks that were there before the recording began."""
+    settings: SettingsSearch | None = None
+    """None where none were compared; then a note says why."""
     notes: tuple[str, ...]
     """What the reader of the figures must know."""
 
@@ -224,10 +260,7 @@ def _out_of_memory(recording: Recording, timeline: Timeline) -> tuple[OutOfMemor
 
 
 def _num_retries(recording: Recording) -> int:
-    """Bursts of segments given back that end with one being taken (handbook: allocator.md, section 11.4, point 5)."""
-    given, taken = ("segment_free", "segment_unmap"), ("segment_alloc", "segment_map")
-    actions = (event.action for event in recording.events)
-    return sum(before in given and after in taken for before, after in pairwise(actions))
+    return sum(release.is_retry for release in releases_of(recording))
 
 
 def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline) -> tuple[str, ...]:

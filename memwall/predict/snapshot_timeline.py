@@ -4,7 +4,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from memwall.predict.snapshot_replay import MemoryState, Recording
+from memwall.predict.snapshot_memory import MemoryState
+from memwall.predict.snapshot_replay import Recording
 
 __all__ = ["Fragmentation", "Timeline", "timeline_of"]
 

@@ -1,10 +1,21 @@
-"""What is in a CUDA memory snapshot, as tables: the moments that matter, who held the peak, what pins free memory."""
+"""What is in a CUDA memory snapshot, as tables.
+
+The moments that matter, who held the peak, what pins free memory, and what other allocator settings would have saved.
+"""
 
 from memwall.predict.snapshot_analysis import DeviceAnalysis, Moment
-from memwall.report.grid import Grid, share_percent
+from memwall.report.grid import Grid, error_percent, share_percent
 from memwall.units import format_bytes
 
-__all__ = ["failure_grid", "holder_grids", "moment_grid", "pin_grid", "snapshot_grids", "snapshot_verdict"]
+__all__ = [
+    "failure_grid",
+    "holder_grids",
+    "moment_grid",
+    "pin_grid",
+    "settings_grids",
+    "snapshot_grids",
+    "snapshot_verdict",
+]
 
 _MOST_ROWS = 10
 _WAITING = "waiting for a stream"
@@ -27,7 +38,13 @@ def snapshot_verdict(analysis: DeviceAnalysis) -> str:
 
 def snapshot_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
     """Every table of one device; those without a row are left out."""
-    grids = [moment_grid(analysis), failure_grid(analysis), *holder_grids(analysis), pin_grid(analysis)]
+    grids = [
+        moment_grid(analysis),
+        failure_grid(analysis),
+        *holder_grids(analysis),
+        pin_grid(analysis),
+        *settings_grids(analysis),
+    ]
     return tuple(grid for grid in grids if grid is not None and grid.rows)
 
 
@@ -100,6 +117,31 @@ def pin_grid(analysis: DeviceAnalysis) -> Grid:
             for pin in analysis.pins
         ),
     )
+
+
+def settings_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
+    """What was held at most, beside what a simulation holds under the recorded settings and the best; and both."""
+    search = analysis.settings
+    if search is None:
+        return ()
+    saved = f"saves {format_bytes(search.saved_bytes)}" if search.saved_bytes else "none is better"
+    error = error_percent(search.replayed_bytes, search.recorded_bytes)
+    figures = Grid(
+        title="Allocator settings",
+        columns=("", "most held", ""),
+        rows=(
+            ("as recorded", format_bytes(search.recorded_bytes), ""),
+            ("recorded settings, simulated", format_bytes(search.replayed_bytes), error),
+            ("best settings, simulated", format_bytes(search.best_bytes), saved),
+        ),
+    )
+    texts = Grid(
+        title="",
+        columns=("", "PYTORCH_CUDA_ALLOC_CONF"),
+        rows=(("recorded", search.recorded_settings), ("best", search.best_settings)),
+        text_columns=(0, 1),
+    )
+    return figures, texts
 
 
 def _parts(moment: Moment) -> dict[str, str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from memwall.errors import TraceError
-from memwall.trace.snapshot_pickle import DEFAULT_MEMORY_LIMIT_BYTES, is_pickle, read_plain_pickle
+from memwall.trace.snapshot_pickle import DEFAULT_MEMORY_LIMIT_BYTES, read_plain_pickle
 from memwall.trace.snapshot_records import Action, Annotation, Block, BlockState, Event, Frame, Segment, Snapshot
 
-__all__ = ["is_snapshot", "load_snapshot"]
+__all__ = ["load_snapshot"]
 
 _ACTIONS = frozenset(get_args(Action))
 _STATES: dict[object, BlockState] = {
@@ -25,15 +25,6 @@ _STATES: dict[object, BlockState] = {
 }
 _LARGEST_ADDRESS = 1 << 64
 _LARGEST_BYTES = 1 << 60
-
-
-def is_snapshot(path: Path) -> bool:
-    """Whether a file looks like a snapshot, by its first bytes."""
-    try:
-        with path.open("rb") as file:
-            return is_pickle(file.read(2))
-    except OSError:
-        return False
 
 
 def load_snapshot(path: Path, *, memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES) -> Snapshot:

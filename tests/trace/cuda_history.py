@@ -1,10 +1,19 @@
-"""CUDA snapshots written by hand, in the format of `torch.cuda.memory._snapshot()`.
+"""CUDA snapshots written by hand or by the simulated allocator, in the format of `torch.cuda.memory._snapshot()`.
 
 Keys and their order as THCPModule_memorySnapshot writes them (torch/csrc/cuda/Module.cpp); meanings in the docstring of
 `torch.cuda.memory._snapshot`. The sizes of blocks are given by the test, so that what is derived can be compared.
 """
 
+import random
+from collections.abc import Sequence
 from typing import Any
+
+from memwall.predict.cuda_allocator.events import ALLOC, FREE, Event
+from memwall.predict.cuda_allocator.replay import Playback
+from memwall.predict.cuda_allocator.settings import parse_settings
+from memwall.predict.cuda_allocator.simulator import CudaAllocator
+from memwall.predict.cuda_allocator.statistics import PoolStatistics
+from memwall.predict.cuda_allocator.versions import profile_for
 
 MIB = 1 << 20
 BASE = 0x7F0000000000
@@ -12,6 +21,42 @@ BASE = 0x7F0000000000
 
 def frame(filename: str, line: int, name: str) -> dict[str, Any]:
     return {"name": name, "filename": filename, "line": line}
+
+
+def varying_requests(num_steps: int = 6) -> list[Event]:
+    """Steps of eight layers whose sizes vary by 30 %; all is freed at the end of a step but the parameters."""
+    draw = random.Random(5)
+    events: list[Event] = [(ALLOC, 0, 64 * MIB, 0)]
+    for step in range(num_steps):
+        scale = draw.uniform(0.7, 1.3)
+        blocks = range(100 * step + 1, 100 * step + 33)
+        events += [(ALLOC, block, int((24, 48, 12, 96)[block % 4] * scale * MIB), 0) for block in blocks]
+        events += [(FREE, block, 0, 0) for block in reversed(blocks)]
+    return [*events, (FREE, 0, 0, 0)]
+
+
+def simulated_snapshot(
+    requests: Sequence[Event], settings: str = "", *, capacity_bytes: int | None = None
+) -> tuple[dict[str, Any], CudaAllocator]:
+    """What torch 2.13 would dump after these requests and an emptied cache, and the allocator that served them."""
+    profile = profile_for("2.13.0")[0]
+    device = CudaAllocator(
+        parse_settings(settings, profile), profile, capacity_bytes=capacity_bytes, statistics=PoolStatistics()
+    )
+    assert Playback(device).run(requests)
+    device.empty_cache()
+    assert device.reserved_bytes == 0
+    assert device.statistics is not None
+    trace = [
+        {"action": action, "addr": address, "size": nbytes, "stream": stream}
+        for action, address, nbytes, stream in device.statistics.trace
+    ]
+    snapshot = {
+        "segments": [],
+        "device_traces": [trace],
+        "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": settings},
+    }
+    return snapshot, device
 
 
 class History:

@@ -1,6 +1,6 @@
 """The allocator's statistics in full: what `torch.cuda.memory_stats()` shows, and the trace of a snapshot."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 __all__ = ["PoolStatistics", "Quantity", "TraceEntry"]
 
@@ -19,17 +19,7 @@ TraceEntry = tuple[str, int, int, int]
 """Action, address, bytes and stream, named and measured as in `device_traces` of a snapshot."""
 
 _SCOPES = ("all", "small_pool", "large_pool")
-_QUANTITIES: tuple[Quantity, ...] = (
-    "allocation",
-    "segment",
-    "active",
-    "inactive_split",
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-)
+_QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 
 
 class _Figure:

@@ -3,7 +3,7 @@
 Releases before 2.11 were read from `c10/cuda/CUDACachingAllocator.cpp` (pytorch/pytorch at eb42ad6e, about 2.4;
 ROCm/pytorch at 08b2238, about 2.10), and the dates of pull requests say which release a change went into. For 2.11.0,
 2.12.0, 2.13.0, 2.14.0 and 2.15.0 the tie rules and the rest were settled by driving `libc10_cuda.so` of the wheels over
-a stub of the CUDA runtime (see tests/predict/cuda_allocator/test_against_torch.py).
+a stub of the CUDA runtime (benchmarks/allocator_oracle).
 """
 
 import re
@@ -86,12 +86,11 @@ _V210 = msgspec.structs.replace(
     keys=_V26.keys
     | {"per_process_memory_fraction", "graph_capture_record_stream_reuse", "pinned_reserve_segment_size_mb"},
 )
-_V211 = msgspec.structs.replace(_V210, version="2.11", keys=_V210.keys | {"large_segment_size_mb"})
+_V211 = msgspec.structs.replace(_V210, version="2.11", chain=_NEW_CHAIN, keys=_V210.keys | {"large_segment_size_mb"})
 _V212 = msgspec.structs.replace(
     _V211,
     version="2.12",
     tie="block",
-    chain=_NEW_CHAIN,
     keys=_V211.keys | {"throw_on_cudamalloc_oom", "pinned_free_catch_all"},
 )
 _V213 = msgspec.structs.replace(

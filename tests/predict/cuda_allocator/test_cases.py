@@ -1,56 +1,12 @@
 """Single cases of the allocator, each worked out by hand: sizes, splitting, oversize blocks, expandable segments."""
 
-from collections.abc import Iterator
-from typing import Any
-
-import msgspec
 import pytest
+from predict.cuda_allocator.small_device import GIB, allocator, expandable, malloc, offset_mib
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.blocks import Block
 from memwall.predict.cuda_allocator.rounding import allocation_bytes, division_index, rounded_bytes
 from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
-
-GIB = 1 << 30
-
-
-def profile(**changes: Any) -> VersionProfile:
-    return msgspec.structs.replace(profile_for("2.13.0")[0], **changes)
-
-
-def allocator(
-    settings: AllocatorSettings = AllocatorSettings(),  # noqa: B008
-    *,
-    capacity_mib: int | None = None,
-    limit_mib: int | None = None,
-    tie: str = "segment",
-    addresses: Iterator[int] | None = None,
-) -> CudaAllocator:
-    return CudaAllocator(
-        settings,
-        profile(tie=tie),
-        capacity_bytes=None if capacity_mib is None else capacity_mib * MIB,
-        limit_bytes=None if limit_mib is None else limit_mib * MIB,
-        total_bytes=GIB if capacity_mib is None else None,
-        addresses=addresses,
-    )
-
-
-def expandable(**arguments: Any) -> CudaAllocator:
-    return allocator(AllocatorSettings(expandable_segments=True), **arguments)
-
-
-def malloc(device: CudaAllocator, mib: float, stream: int = 0) -> Block:
-    block = device.malloc(int(mib * MIB), stream)
-    assert block is not None
-    return block
-
-
-def offset_mib(block: Block) -> float:
-    return block.offset / MIB
-
 
 # Sizes
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from predict.cuda_allocator.small_device import malloc
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.blocks import Block
@@ -21,12 +22,6 @@ def allocator(
     capacity_mib: int = 1000,
 ) -> CudaAllocator:
     return CudaAllocator(settings, profile_for(version)[0], capacity_bytes=capacity_mib * MIB)
-
-
-def malloc(device: CudaAllocator, mib: float, stream: int = 0) -> Block:
-    block = device.malloc(int(mib * MIB), stream)
-    assert block is not None
-    return block
 
 
 def inside(device: CudaAllocator, key: int, mib: float, **pool: Any) -> Block:
@@ -155,14 +150,15 @@ def overflowing(version: str) -> CudaAllocator:
     return device
 
 
-def test_newer_releases_turn_to_such_a_pool_before_they_release_memory() -> None:
-    device = overflowing("2.13.0")
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0"])
+def test_newer_releases_turn_to_such_a_pool_before_they_release_memory(version: str) -> None:
+    device = overflowing(version)
     assert malloc(device, 50).home.pool is device.private_pools[1].large
     assert (device.num_alloc_retries, device.num_device_free, device.reserved_bytes) == (0, 0, 90 * MIB)
 
 
 def test_older_releases_release_first() -> None:
-    device = overflowing("2.11.0")
+    device = overflowing("2.10.0")
     assert malloc(device, 50).home.pool is device.large
     assert (device.num_alloc_retries, device.num_device_free, device.reserved_bytes) == (1, 1, 100 * MIB)
 

@@ -1,0 +1,117 @@
+// Carries out calls on the caching allocator of libc10_cuda.so, one per line of standard input as cases.py words them,
+// and answers each with a line: the address, "oom" or the call's letter, the statistics, and where new segments lie.
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/cuda/PeerToPeerAccess.h>
+
+#include <iostream>
+#include <map>
+#include <vector>
+
+extern "C" {
+void stub_finish(cudaStream_t stream);
+void stub_capture(bool is_on);
+const std::vector<uintptr_t>* stub_segments();
+}
+namespace c10::cuda::_internal {
+void setHasPrimaryContext(bool (*)(c10::DeviceIndex));
+}
+
+namespace {
+
+using c10::cuda::CUDACachingAllocator::CUDAAllocator;
+
+c10::MempoolId_t pool_of(unsigned long long id) { return {0, id}; }
+cudaStream_t stream_of(uintptr_t number) { return reinterpret_cast<cudaStream_t>(number); }
+
+// Releases before 2.13 have no mark of their own for the capture.
+void mark_capture(auto* allocator, bool is_on) {
+  stub_capture(is_on);
+  if constexpr (requires { allocator->markCaptureBegin(0); }) {
+    is_on ? allocator->markCaptureBegin(0) : allocator->markCaptureEnd(0);
+  }
+}
+
+void print_statistics(CUDAAllocator* allocator) {
+  const auto found = allocator->getDeviceStats(0);
+  for (const auto* figures :
+       {&found.allocated_bytes, &found.active_bytes, &found.requested_bytes, &found.reserved_bytes, &found.segment,
+        &found.inactive_split, &found.inactive_split_bytes}) {
+    std::cout << ' ' << (*figures)[0].current << ' ' << (*figures)[0].peak;
+  }
+  for (const auto count : {found.num_alloc_retries, found.num_ooms, found.num_sync_all_streams, found.num_device_alloc,
+                           found.num_device_free, found.oversize_allocations.current, found.oversize_segments.current}) {
+    std::cout << ' ' << count;
+  }
+}
+
+void print_new_segments() {
+  static size_t num_printed = 0;
+  for (; num_printed < stub_segments()->size(); ++num_printed) std::cout << ' ' << (*stub_segments())[num_printed];
+}
+
+}  // namespace
+
+int main() {
+  c10::cuda::_internal::setHasPrimaryContext([](c10::DeviceIndex) { return true; });
+  c10::cuda::detail::init_p2p_access_cache(1);
+  c10::cuda::CUDACachingAllocator::init(1);
+  auto* allocator = c10::cuda::CUDACachingAllocator::allocator.load();
+  std::map<long, void*> live;
+  char letter;
+  long id, option;
+  size_t bytes;
+  double fraction;
+  while (std::cin >> letter) {
+    if (letter == 'm') {
+      std::cin >> fraction;
+      allocator->setMemoryFraction(fraction, 0);
+    } else if (letter != 'e') {
+      std::cin >> id;
+    }
+    if (letter == 'a') {
+      std::cin >> bytes >> option;
+      try {
+        live[id] = allocator->raw_alloc_with_stream(bytes, stream_of(option));
+        std::cout << reinterpret_cast<uintptr_t>(live[id]);
+      } catch (const c10::OutOfMemoryError&) {
+        std::cout << "oom";
+      }
+    } else {
+      std::cout << letter;
+    }
+    if (letter == 'f') {
+      allocator->raw_delete(live.at(id));
+      live.erase(id);
+    } else if (letter == 'r') {
+      std::cin >> option;
+      c10::DataPtr data(live.at(id), live.at(id), allocator->raw_deleter(), c10::Device(c10::DeviceType::CUDA, 0));
+      allocator->recordStream(data, c10::cuda::getStreamFromExternal(stream_of(option), 0));
+      data.release_context();
+    } else if (letter == 'd') {
+      stub_finish(stream_of(id));
+    } else if (letter == 'e') {
+      allocator->emptyCache();
+    } else if (letter == 'P') {
+      std::cin >> option;
+      allocator->createOrIncrefPool(0, pool_of(id));
+      if (option & 1) allocator->setUseOnOOM(0, pool_of(id), true);
+      if (option & 2) allocator->setNoSplit(0, pool_of(id));
+    } else if (letter == 'B') {
+      std::cin >> option;
+      allocator->beginAllocateToPool(0, pool_of(id), [](cudaStream_t) { return true; });
+      if (option) mark_capture(allocator, true);
+    } else if (letter == 'E') {
+      std::cin >> option;
+      if (option) mark_capture(allocator, false);
+      allocator->endAllocateToPool(0, pool_of(id));
+      allocator->releasePool(0, pool_of(id));
+    } else if (letter == 'R') {
+      allocator->releasePool(0, pool_of(id));
+    }
+    print_statistics(allocator);
+    print_new_segments();
+    std::cout << std::endl;
+  }
+}

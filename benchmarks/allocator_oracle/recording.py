@@ -1,0 +1,135 @@
+"""What torch's own allocator did with a sequence of calls, on file, and the simulator's answers beside it.
+
+Calls: a(lloc) block bytes stream, f(ree) block, r(ecord_stream) block stream, d(one) stream, e(mpty_cache), m(emory
+fraction) share, P(ool) key with flags 1 used when memory is out and 2 never split, B(egin) and E(nd) of routing into a
+pool (1: capturing a graph), R(elease) of a pool.
+"""
+
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from memwall.errors import UsageError
+from memwall.predict.cuda_allocator.addresses import recorded_addresses
+from memwall.predict.cuda_allocator.blocks import Block
+from memwall.predict.cuda_allocator.settings import parse_settings
+from memwall.predict.cuda_allocator.simulator import CudaAllocator
+from memwall.predict.cuda_allocator.versions import VersionProfile
+
+__all__ = ["RecordedRun", "Recording", "first_difference", "load_recording", "recording_path", "save_recording"]
+
+_TESTS = Path(__file__).parents[2] / "tests/predict/cuda_allocator"
+
+
+class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One process: its settings, its device, and what the allocator answered."""
+
+    settings: str
+    """PYTORCH_CUDA_ALLOC_CONF."""
+    total_bytes: int
+    capacity_bytes: int | None
+    """What the device gives to the allocator; None: without end."""
+    segments: list[int]
+    """Where the device placed them, in order."""
+    calls: list[str]
+    results: list[int | str]
+    """By call: the address of an allocation, "oom", or the call's letter."""
+    statistics: dict[int, list[int]]
+    """By number of the call, in the order of `_statistics` with the peak of segments, which is not compared, at 9."""
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs of one release of torch."""
+
+    torch: str
+    runs: list[RecordedRun]
+
+
+def recording_path(version: str) -> Path:
+    """Where the tests keep the recording of a release."""
+    return _TESTS / f"torch_{version.replace('.', '_')}.json.zst"
+
+
+def load_recording(version: str) -> Recording:
+    """The recording of a release that the tests keep."""
+    return msgspec.json.decode(zstandard.decompress(recording_path(version).read_bytes()), type=Recording)
+
+
+def save_recording(recording: Recording) -> None:
+    """Replaces the recording that the tests keep."""
+    packed = zstandard.ZstdCompressor(level=19).compress(msgspec.json.encode(recording))
+    recording_path(recording.torch).write_bytes(packed)
+
+
+def first_difference(run: RecordedRun, profile: VersionProfile) -> str | None:
+    """Where the simulator first answers otherwise than torch did; None if nowhere."""
+    simulated = _Simulated(run, profile)
+    for number, (text, recorded) in enumerate(zip(run.calls, run.results, strict=True)):
+        try:
+            found = simulated.call(text)
+        except UsageError as error:
+            return f"call {number}, '{text}': {error}"
+        if found != recorded:
+            return f"call {number}, '{text}': torch answers {recorded}, the simulator {found}"
+        if number in run.statistics:
+            wanted = run.statistics[number][:9] + run.statistics[number][10:]
+            if simulated.statistics() != wanted:
+                return f"call {number}, '{text}': torch counts {wanted}, the simulator {simulated.statistics()}"
+    return None
+
+
+class _Simulated:
+    """Feeds recorded calls to the simulator."""
+
+    def __init__(self, run: RecordedRun, profile: VersionProfile) -> None:
+        self._live: dict[int, Block] = {}
+        self._device = CudaAllocator(
+            parse_settings(run.settings, profile),
+            profile,
+            capacity_bytes=run.capacity_bytes,
+            total_bytes=run.total_bytes,
+            addresses=recorded_addresses(run.segments),
+        )
+
+    def call(self, text: str) -> int | str:
+        letter, *words = text.split()
+        device = self._device
+        if letter == "m":
+            device.set_memory_fraction(float(words[0]))
+            return letter
+        numbers = [int(word) for word in words]
+        if letter == "a":
+            block = device.malloc(numbers[1], numbers[2])
+            if block is None:
+                return "oom"
+            self._live[numbers[0]] = block
+            return block.address
+        if letter == "f":
+            device.free(self._live.pop(numbers[0]))
+        elif letter == "r":
+            device.record_stream(self._live[numbers[0]], numbers[1])
+        elif letter == "d":
+            device.finish_stream(numbers[0])
+        elif letter == "e":
+            device.empty_cache()
+        elif letter == "P":
+            device.add_pool(numbers[0], is_used_on_oom=bool(numbers[1] & 1), is_no_split=bool(numbers[1] & 2))
+        elif letter == "B":
+            device.begin_pool(numbers[0], is_capture=bool(numbers[1]))
+        elif letter == "E":
+            device.end_pool()
+        elif letter == "R":
+            device.release_pool(numbers[0])
+        return letter
+
+    def statistics(self) -> list[int]:
+        device = self._device
+        return [
+            *(device.allocated_bytes, device.allocated_peak_bytes, device.active_bytes, device.active_peak_bytes),
+            *(device.requested_bytes, device.requested_peak_bytes, device.reserved_bytes, device.reserved_peak_bytes),
+            *(device.num_segments, device.num_splits, device.num_splits_peak),
+            *(device.split_bytes, device.split_peak_bytes, device.num_alloc_retries, device.num_ooms),
+            *(device.num_sync_all_streams, device.num_device_alloc, device.num_device_free),
+            *(device.num_oversize_allocations, device.num_oversize_segments),
+        ]
