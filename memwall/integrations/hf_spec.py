@@ -85,6 +85,8 @@ def hugging_face_workload(
             setattr(config, name, 0.0)  # the peak is that of a step that happens to leave out no layer
     if head.name == "sequence classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # files of transformers 5 lack it
     return Workload(
         model=partial(_model, str(path), config, head, dtype),
         batch=partial(_in_dtype, partial(head.batch, config, batch, sequence), dtype),
@@ -221,12 +223,28 @@ def _classified_text_batch(config: Any, batch: int, sequence: int | None) -> Bat
     import torch
 
     tokens = _tokens(config, batch, sequence)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": _classes_of(config, (batch,))}
+    end = getattr(config, "eos_token_id", None)
+    if config.is_encoder_decoder and isinstance(end, int):  # their decoders answer at the one end of each sample
+        tokens = tokens.masked_fill(tokens == end, 1 if end != 1 else 0)
+        tokens[:, -1] = end
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": _answers(config, batch)}
 
 
 def _classified_tokens_batch(config: Any, batch: int, sequence: int | None) -> Batch:
     text = _classified_text_batch(config, batch, sequence)
     return {**text, "labels": _classes_of(config, tuple(text["input_ids"].shape))}
+
+
+def _answers(config: Any, batch: int) -> "Tensor":
+    """What a classifier learns: a class for each sample, or where the configuration says so several, or numbers."""
+    import torch
+
+    problem = getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else None)
+    if problem == "multi_label_classification":
+        return torch.randint(0, 2, (batch, config.num_labels)).float()
+    if problem == "regression":
+        return torch.randn((batch, config.num_labels) if config.num_labels > 1 else (batch,))
+    return _classes_of(config, (batch,))
 
 
 def _classes_of(config: Any, shape: tuple[int, ...]) -> "Tensor":
@@ -241,18 +259,22 @@ def _image_batch(config: Any, batch: int, sequence: int | None) -> Batch:
     size = getattr(config, "image_size", None) or _DEFAULT_IMAGE
     height, width = (size[0], size[-1]) if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(config, "num_channels", None) or 3
-    return {"pixel_values": torch.randn(batch, channels, height, width), "labels": _classes_of(config, (batch,))}
+    return {"pixel_values": torch.randn(batch, channels, height, width), "labels": _answers(config, batch)}
 
 
 def _speech_batch(config: Any, batch: int, sequence: int | None) -> Batch:
-    """Log-mel frames for an encoder that halves them, and text for the decoder: Whisper and its kin."""
+    """Log-mel frames, and text for the decoder: Whisper and its kin."""
+    most = getattr(config, "max_target_positions", None) or _DEFAULT_SEQUENCE
+    return {"input_features": _mel_frames(config, batch), "labels": _tokens(config, batch, min(sequence or most, most))}
+
+
+def _mel_frames(config: Any, batch: int) -> "Tensor":
+    """As many as an encoder takes that halves them."""
     import torch
 
     frames: int = 2 * getattr(config, "max_source_positions", _DEFAULT_SEQUENCE // 2)
     bins: int = getattr(config, "num_mel_bins", getattr(config, "input_feat_per_channel", 80))
-    most = getattr(config, "max_target_positions", None) or _DEFAULT_SEQUENCE
-    shape = (batch, bins, frames) if config.model_type == "whisper" else (batch, frames, bins)
-    return {"input_features": torch.randn(shape), "labels": _tokens(config, batch, min(sequence or most, most))}
+    return torch.randn((batch, bins, frames) if config.model_type == "whisper" else (batch, frames, bins))
 
 
 def _wave_batch(config: Any, batch: int, sequence: int | None) -> Batch:
@@ -265,7 +287,8 @@ def _wave_batch(config: Any, batch: int, sequence: int | None) -> Batch:
 
 
 def _classified_audio_batch(config: Any, batch: int, sequence: int | None) -> Batch:
-    return {**_wave_batch(config, batch, sequence), "labels": _classes_of(config, (batch,))}
+    sound = {"input_features": _mel_frames(config, batch)} if config.model_type == "whisper" else None
+    return {**(sound or _wave_batch(config, batch, sequence)), "labels": _classes_of(config, (batch,))}
 
 
 def _transcribed_audio_batch(config: Any, batch: int, sequence: int | None) -> Batch:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
 
 from memwall.errors import MemwallError, TraceError, UsageError
 from memwall.integrations.hf_config import config_path
@@ -15,7 +14,7 @@ from memwall.trace.records import Trace
 from memwall.trace.spec import describe_error, load_workload
 from memwall.trace.workload import Workload
 
-__all__ = ["device_trace_of_spec", "trace_of_spec", "workload_of_spec"]
+__all__ = ["device_trace_of_spec", "workload_of_spec"]
 
 
 def workload_of_spec(
@@ -57,31 +56,6 @@ def workload_of_spec(
             "Face config.json"
         )
     return load_workload(spec)
-
-
-def trace_of_spec(
-    spec: str,
-    *,
-    target: Literal["cpu", "cuda"] = "cpu",
-    batch: int | None = None,
-    sequence: int | None = None,
-    dtype: str | None = None,
-    optimizer: str | None = None,
-    mask_share: float | None = None,
-) -> Trace:
-    """Two steps of a SPEC on fake tensors; see `workload_of_spec` and `memwall.trace.fake.record_fake`.
-
-    Raises:
-        UsageError: the spec or an option can't be used.
-        TraceError: the step can't be recorded without data.
-    """
-    workload = workload_of_spec(spec, batch=batch, sequence=sequence, dtype=dtype, optimizer=optimizer)
-    try:
-        return record_fake(workload, target=target, mask_share=mask_share, has_cpu_workspaces=target == "cpu")
-    except MemwallError:
-        raise
-    except Exception as error:  # whatever a model's own code raises
-        raise TraceError(f"'{spec}': a step on fake tensors failed: {describe_error(error)}") from error
 
 
 def device_trace_of_spec(

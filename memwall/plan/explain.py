@@ -15,7 +15,8 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int) -> tuple[str, ..
     largest = ", ".join(f"{share.name} {format_bytes(share.num_bytes)}" for share in peak.by_category[:3])
     reasons = [f"memory at {where}: {format_bytes(peak.live_bytes)} of tensors ({largest})"]
     if moved_bytes:
-        reasons.append(f"{format_bytes(moved_bytes)} go to disk and come back in each step")
+        tier = "disk" if trace.device == "cpu" else "host memory"
+        reasons.append(f"{format_bytes(moved_bytes)} go to {tier} and come back in each step")
     return tuple(reasons)
 
 

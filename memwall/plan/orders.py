@@ -7,10 +7,11 @@ from memwall.plan.instance import Choice
 from memwall.plan.menu import Menu
 from memwall.predict.treatment import Treatment
 
-__all__ = ["WINDOW_BYTES", "block_actions", "treatments_of_choice", "window_bytes_of"]
+__all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "block_actions", "treatments_of_choice", "window_bytes_of"]
 
 # Staging for bytes on their way out. Smaller makes the computing thread wait, larger costs memory all the time.
 WINDOW_BYTES = 32 << 20
+MIN_MOVED_BYTES = 1 << 20
 
 
 def window_bytes_of(menus: Sequence[Menu], choice: Choice) -> int:

@@ -4,14 +4,14 @@ from memwall.plan.actions import Accumulate, Offload, Recompute
 from memwall.plan.blocks import find_blocks
 from memwall.plan.microbatch import with_micro_batch
 from memwall.plan.planfile import Plan
-from memwall.plan.search import steady_step
 from memwall.predict.treatment import StepModel, Treatment
+from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
 
-__all__ = ["planned_step", "treatments_of"]
+__all__ = ["planned_step"]
 
 
-def treatments_of(plan: Plan) -> dict[str, Treatment]:
+def _treatments_of(plan: Plan) -> dict[str, Treatment]:
     """Block path -> treatment, from a plan's actions."""
     recompute = {a.block: a for a in plan.actions if isinstance(a, Recompute)}
     offload = {a.block: a for a in plan.actions if isinstance(a, Offload)}
@@ -32,4 +32,4 @@ def planned_step(trace: Trace, plan: Plan) -> Step:
     for action in plan.actions:
         if isinstance(action, Accumulate):
             step = with_micro_batch(trace, step, action.micro_batch)
-    return StepModel(step, trace.names, find_blocks(trace, step)).treated(treatments_of(plan))
+    return StepModel(step, trace.names, find_blocks(trace, step)).treated(_treatments_of(plan))

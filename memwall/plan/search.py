@@ -4,31 +4,28 @@ Per candidate: solve for live bytes, replay the treated step through the allocat
 budget and solve again. The replayed peak decides; the solver only proposes.
 """
 
-import hashlib
-import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from msgspec import Struct
 
 from memwall.errors import InfeasibleError, PlanError, UsageError
 from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast
 from memwall.plan.blocks import find_blocks
+from memwall.plan.candidate import Candidate, plan_of
 from memwall.plan.explain import binding_reasons, infeasible_message, relaxations
-from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.instance import Choice, Instance, Link
 from memwall.plan.legality import can_accumulate, can_offload, can_reuse_allocator
+from memwall.plan.live_budgets import LiveBudgets, Shares, Tightening
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
-from memwall.plan.orders import WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
+from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
 from memwall.plan.planfile import Plan
 from memwall.plan.settings import Settings
 from memwall.plan.solve import smallest_feasible_bytes, solve
-from memwall.plan.tighten import Tightening
-from memwall.predict.curve import live_peak_bytes, step_seconds
+from memwall.predict.curve import live_peak_bytes
 from memwall.predict.device import DeviceModel
 from memwall.predict.hardware import Hardware
-from memwall.predict.process import ProcessModel, Resident
+from memwall.predict.process import Process, ProcessModel, Resident
 from memwall.predict.timing import smoothed
 from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.build import steady_step
@@ -37,33 +34,8 @@ from memwall.units import parse_size
 
 __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "steady_step"]
 
-# Parts of the room that tensors may fill; what is left is for pages that are free and kept.
-_LIVE_SHARES = (1.0, 0.99, 0.98, 0.96, 0.94, 0.9, 0.86, 0.82, 0.77, 0.72, 0.65, 0.55)
-# Without anything applied nothing holds the heap to the forecast: it must fit with this much more of what the step
-# adds. Small models fragment most: 45 % was seen on a GPT-2 of 12 MB (tests/integrations/scripts, 2026-11-20).
-_UNWATCHED_SHARE = 0.5
-MIN_MOVED_BYTES = 1 << 20
-# No forecast of a process is better than this: Python objects, graph nodes, thread stacks.
-_LEAST_MARGIN_BYTES = 16 << 20
 # What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
 _SECONDS_PER_OP = 8e-6
-
-
-class _Found(Struct, frozen=True, kw_only=True):
-    """A plan candidate that was replayed."""
-
-    actions: tuple[Action, ...]
-    treatments: dict[str, Treatment]
-    process_bytes: int
-    live_bytes: int
-    extra_seconds: float
-    moved_bytes: int
-    """In one optimizer step."""
-    num_parts: int
-    """Micro-batches that the recorded one is split into."""
-    lower_bound_seconds: float
-    step: Step
-    binding: tuple[str, ...]
 
 
 def plan(
@@ -136,63 +108,52 @@ class _Search:
         self.trace, self.settings = trace, settings
         self.has_margin = True
         """Whether a plan must leave room for the forecast's error."""
-        self.process: ProcessModel | DeviceModel = ProcessModel(trace)
-        if settings.hardware is not None:
-            self.process = DeviceModel(trace, settings.hardware)
+        self.process: Process
+        self.live_budgets: type[LiveBudgets]
+        if settings.hardware is None:
+            self.process, self.live_budgets = ProcessModel(trace), Shares
+        else:
+            self.process, self.live_budgets = DeviceModel(trace, settings.hardware), Tightening
         self.steady = steady_step(trace)
         blocks = find_blocks(trace, self.steady)
         self.steady = smoothed(self.steady, blocks)
         self.plain = self.process.untreated(self.steady)
         self._smallest_bytes: int | None = None
 
-    # -- bytes -----------------------------------------------------------------------------------------------------
-
-    def _margin_bytes(self, process_bytes: int) -> int:
-        """What may be added to a forecast: a share of what it adds to the base, which is itself measured."""
-        if isinstance(self.process, DeviceModel):
-            return self.process.margin_bytes(process_bytes)
-        return max(int((process_bytes - self.process.base_bytes) * self.settings.margin_share), _LEAST_MARGIN_BYTES)
-
     # -- candidates ------------------------------------------------------------------------------------------------
 
-    def best(self) -> _Found | None:
+    def best(self) -> Candidate | None:
         """The cheapest candidate that fits; the user's own micro-batch first, so that equal costs leave it alone."""
-        best: _Found | None = None
-        for micro_batch in self._micro_batches():
-            step = with_micro_batch(self.trace, self.steady, micro_batch)
-            model = StepModel(step, self.trace.names, find_blocks(self.trace, step))
-            found = self._best_for(model, self._num_parts(micro_batch))
+        best: Candidate | None = None
+        for model, num_parts in self._models():
+            found = self._best_for(model, num_parts)
             if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
                 best = found
             if best is not None and not best.actions:
                 break
         return best
 
-    def _micro_batches(self) -> tuple[int, ...]:
-        if can_accumulate(self.trace, is_cooperative=self.settings.allow_accumulation) is not None:
-            return (self.trace.micro_batch,)
-        return candidate_micro_batches(self.trace)
+    def _models(self) -> Iterator[tuple[StepModel, int]]:
+        """The step of each micro-batch there is, and how many of them the recorded one is split into."""
+        whole = self.trace.micro_batch
+        can_split = can_accumulate(self.trace, is_cooperative=self.settings.allow_accumulation) is None
+        for micro_batch in candidate_micro_batches(self.trace) if can_split else (whole,):
+            step = with_micro_batch(self.trace, self.steady, micro_batch)
+            blocks = find_blocks(self.trace, step)
+            yield StepModel(step, self.trace.names, blocks), whole // micro_batch if micro_batch else 1
 
-    def _num_parts(self, micro_batch: int) -> int:
-        """Micro-batches that the recorded one is split into."""
-        return self.trace.micro_batch // micro_batch if micro_batch else 1
+    def _tiers(self) -> tuple[bool, ...]:
+        """Whether to move bytes: without, and where there is a tier to move them to, with."""
+        return (False,) if can_offload(self.trace) is not None else (False, True)
 
-    def _best_for(self, model: StepModel, num_parts: int) -> _Found | None:
+    def _best_for(self, model: StepModel, num_parts: int) -> Candidate | None:
         plain = self.process.untreated(model.step)
-        if self._fits_untouched(plain.process_bytes):
+        if self.process.fits_untouched(
+            plain.process_bytes, budget_bytes=self.settings.budget_bytes, limit_bytes=self._limit_bytes()
+        ):
             return self._found(model, num_parts, {}, plain, None, 0)
-        found = [
-            self._solve_for(model, num_parts, with_disk)
-            for with_disk in (False, True)
-            if not (with_disk and can_offload(self.trace) is not None)
-        ]
+        found = [self._solve_for(model, num_parts, with_disk) for with_disk in self._tiers()]
         return min((f for f in found if f is not None), key=lambda f: f.extra_seconds, default=None)
-
-    def _fits_untouched(self, process_bytes: int) -> bool:
-        if isinstance(self.process, DeviceModel):  # its allocator was simulated: nothing is left to chance
-            return process_bytes <= self._limit_bytes()
-        unwatched = process_bytes + int((process_bytes - self.process.base_bytes) * _UNWATCHED_SHARE)
-        return unwatched + _LEAST_MARGIN_BYTES <= self.settings.budget_bytes
 
     def _fixed_actions(self, num_parts: int) -> list[Action]:
         actions: list[Action] = []
@@ -205,16 +166,15 @@ class _Search:
             )
         return actions
 
-    def _solve_for(self, model: StepModel, num_parts: int, with_disk: bool) -> _Found | None:
+    def _solve_for(self, model: StepModel, num_parts: int, with_disk: bool) -> Candidate | None:
         """Solves for several live budgets: more live bytes cost less recomputation, but more page faults."""
         menus, instance = self._instance(model, num_parts, with_disk)
         limit_bytes = self._limit_bytes()
         room_bytes = limit_bytes - self.process.base_bytes - self.process.workspace_bytes
-        best: _Found | None = None
+        best: Candidate | None = None
         tried: set[tuple[int, ...]] = set()
-        is_simulated = isinstance(self.process, DeviceModel)
-        tightening = Tightening(room_bytes, lambda: smallest_feasible_bytes(instance)) if is_simulated else None
-        for live_bytes in tightening or self._live_budgets(instance, room_bytes):
+        budgets = self.live_budgets(room_bytes, lambda: smallest_feasible_bytes(instance))
+        for live_bytes in budgets:
             choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
             if best is not None and (choice is None or choice.extra_seconds >= best.extra_seconds):
                 break  # fewer live bytes cost more still
@@ -225,30 +185,22 @@ class _Search:
             step = model.treated(treatments)
             resident = self._resident(step, limit_bytes - window_bytes)
             if resident.process_bytes + window_bytes > limit_bytes:
-                if tightening is not None:
-                    tightening.over(resident.process_bytes + window_bytes - self.process.base_bytes)
+                budgets.over(resident.process_bytes + window_bytes - self.process.base_bytes)
                 continue
             found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:
                 best = found
         return best
 
-    @staticmethod
-    def _live_budgets(instance: Instance, room_bytes: int) -> Iterator[int]:
-        """Live bytes to solve for, most first; last the fewest there can be, which some budget just admits."""
-        yield from (int(room_bytes * share) for share in _LIVE_SHARES)
-        yield smallest_feasible_bytes(instance)
-
     def _resident(self, step: Step, limit_bytes: int) -> Resident:
-        """The cheapest way to reuse freed memory that keeps to the tensors' own bytes; they alone if none is known."""
         if can_reuse_allocator(self.trace) is not None:
             return self.process.bare(step)
-        return self.process.in_heap(step, limit_bytes) or self.process.mapped(step) or self.process.bare(step)
+        return self.process.treated(step, limit_bytes)
 
     def _limit_bytes(self) -> int:
         """Process bytes up to which a plan may go: the budget without the margin."""
         budget_bytes = self.settings.budget_bytes
-        return budget_bytes - (self._margin_bytes(budget_bytes) if self.has_margin else 0)
+        return budget_bytes - (self.process.margin_bytes(budget_bytes) if self.has_margin else 0)
 
     def _instance(self, model: StepModel, num_parts: int, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
         machine = self.trace.machine
@@ -278,7 +230,7 @@ class _Search:
         resident: Resident,
         solved: tuple[Sequence[Menu], Choice] | None,
         window_bytes: int,
-    ) -> _Found:
+    ) -> Candidate:
         step = model.treated(treatments) if treatments else model.step
         actions = self._fixed_actions(num_parts)
         split_seconds = (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
@@ -296,94 +248,46 @@ class _Search:
                 AllocatorReuse(
                     policy=resident.policy,
                     # What else grows in the process is made up for by free pages of the heap.
-                    limit_bytes=min(process_bytes + self._margin_bytes(process_bytes) // 2, self.settings.budget_bytes),
+                    limit_bytes=min(
+                        process_bytes + self.process.margin_bytes(process_bytes) // 2, self.settings.budget_bytes
+                    ),
                     outside_bytes=resident.outside_bytes + window_bytes,
                     cost_seconds=fault_seconds,
                 )
             )
-        return _Found(
+        return Candidate(
             actions=tuple(actions),
-            treatments=treatments,
             process_bytes=process_bytes,
             live_bytes=live_peak_bytes(step, self.trace.device),
             extra_seconds=extra_seconds + fault_seconds,
             moved_bytes=moved_bytes,
             num_parts=num_parts,
             lower_bound_seconds=bound,
-            step=step,
             binding=binding_reasons(self.trace, step, moved_bytes),
         )
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
-    def as_plan(self, found: _Found) -> Plan:
+    def as_plan(self, found: Candidate) -> Plan:
         """The plan file's record of a candidate."""
-        plain = self.process.free(self.steady)
-        plain_seconds = step_seconds(self.steady)
-        on_device, held_bytes = isinstance(self.process, DeviceModel), found.moved_bytes // found.num_parts
-        peak = PeakBytes(
-            allocated_bytes=found.live_bytes,
-            reserved_bytes=found.process_bytes - self.process.base_bytes if on_device else None,
-            process_bytes=found.process_bytes,
-            host_bytes=held_bytes if on_device else None,
-            disk_bytes=None if on_device else held_bytes,
-        )
-        phases = {"steady_step": peak}
-        first = self.trace.steps[0]
-        if self.trace.is_parked and first.process_peak_bytes:
-            # It ran under the safest plan and has been measured already.
-            parked = StepModel(first, self.trace.names, ()).parked(MIN_MOVED_BYTES)
-            phases["first_step"] = PeakBytes(
-                allocated_bytes=live_peak_bytes(parked, self.trace.device),
-                process_bytes=first.process_peak_bytes,
-            )
-        forecast = Forecast(
-            device=self.trace.device,
-            source=self.trace.source,
-            fits=self.has_margin,
+        return plan_of(
+            found,
+            self.trace,
+            self.steady,
+            self.process,
             budget_bytes=self.settings.budget_bytes,
-            margin_bytes=self._margin_bytes(found.process_bytes),
-            peak=PeakBytes(
-                allocated_bytes=peak.allocated_bytes,
-                reserved_bytes=peak.reserved_bytes,
-                process_bytes=max(phase.process_bytes for phase in phases.values()),
-                host_bytes=peak.host_bytes,
-                disk_bytes=peak.disk_bytes,
-            ),
-            phases=phases,
-            step_seconds=plain_seconds + found.extra_seconds,
-            not_modelled=self.process.not_modelled(),
-            actions=found.actions,
-            binding=found.binding,
-            smallest_feasible_budget_bytes=self.smallest_bytes(),
-            plain_peak=PeakBytes(
-                allocated_bytes=live_peak_bytes(self.steady, self.trace.device),
-                process_bytes=plain.process_bytes,
-            ),
-            plain_step_seconds=plain_seconds,
-            moved_bytes_per_step=found.moved_bytes,
-            lower_bound_seconds=plain_seconds + found.lower_bound_seconds,
-        )
-        return Plan(
-            model_fingerprint=self.trace.model_fingerprint,
-            trace_hash=hashlib.sha256(msgspec.msgpack.encode(self.trace)).hexdigest(),
-            micro_batch=self.trace.micro_batch,
-            num_micro_batches=self.trace.num_micro_batches,
-            forecast=forecast,
+            fits=self.has_margin,
+            smallest_budget_bytes=self.smallest_bytes(),
         )
 
     def smallest_bytes(self) -> int:
         """The smallest budget for which a plan exists, margin included, with every tier that is there."""
         if self._smallest_bytes is None:
-            candidates = []
-            for micro_batch in self._micro_batches():
-                step = with_micro_batch(self.trace, self.steady, micro_batch)
-                model = StepModel(step, self.trace.names, find_blocks(self.trace, step))
-                for with_disk in (False, True):
-                    if with_disk and can_offload(self.trace) is not None:
-                        continue
-                    candidates.append(self._smallest_for(model, self._num_parts(micro_batch), with_disk))
-            self._smallest_bytes = min(candidates)
+            self._smallest_bytes = min(
+                self._smallest_for(model, num_parts, with_disk)
+                for model, num_parts in self._models()
+                for with_disk in self._tiers()
+            )
         return self._smallest_bytes
 
     def _smallest_for(self, model: StepModel, num_parts: int, with_disk: bool) -> int:
@@ -394,13 +298,7 @@ class _Search:
         treatments = treatments_of_choice(menus, choice)
         step = model.treated(treatments)
         process_bytes = self._resident(step, 0).process_bytes + window_bytes_of(menus, choice)
-        if isinstance(self.process, DeviceModel):
-            return self.process.budget_for(process_bytes)
-        added_bytes = process_bytes - self.process.base_bytes
-        return max(
-            process_bytes + _LEAST_MARGIN_BYTES,
-            self.process.base_bytes + math.ceil(added_bytes / (1 - self.settings.margin_share)) + 1,
-        )
+        return self.process.budget_for(process_bytes)
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""

@@ -23,5 +23,3 @@ class Settings(Struct, frozen=True, kw_only=True):
     """The device to plan for where it is not here; the trace is translated to it."""
     autocast: Literal["bfloat16", "float16"] | None = None
     """The precision memwall ran the recorded step in, having been allowed to."""
-    margin_share: float = 0.05
-    """Margin as a share of the bytes that the forecast adds to the base; see benchmarks/knobs.py."""

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
+from memwall.predict.cuda_autocast import without_autocast
+
 __all__ = ["AttentionCall", "AttentionKernel", "attention_kernel", "run_attention"]
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
@@ -157,8 +159,8 @@ def run_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[Tensor, AttentionKernel]:
-    """`F.scaled_dot_product_attention` as a device of this compute capability runs it, with the kernel it takes."""
+) -> Tensor:
+    """`F.scaled_dot_product_attention` as a device of this compute capability runs it."""
     if torch.is_autocast_enabled("cpu"):  # torch casts what this function is called with, not the operators below it
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -183,30 +185,50 @@ def run_attention(
         capability,
         _enabled(),
     )
-    mask = _as_addend(attn_mask, query.dtype)
+    with without_autocast():
+        mask = _as_addend(attn_mask, query.dtype)
+        return _run(kernel, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, needs_gradient)
+
+
+def _run(
+    kernel: AttentionKernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    needs_gradient: bool,
+) -> Tensor:
+    """The call made with the operators of a kernel."""
     out: Tensor
     if kernel == "cudnn":
         out = _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, needs_gradient, dropout_p, is_causal, False, scale=scale
+            query, key, value, mask, needs_gradient, dropout, is_causal, False, scale=scale
         )[0]
     elif kernel == "flash":
         size = query.shape[-1]
-        padded = (_padded(tensor, 8) for tensor in tensors)
+        padded = (_padded(tensor, 8) for tensor in (query, key, value))
         out = _aten._scaled_dot_product_flash_attention(
-            *padded, dropout_p, is_causal, False, scale=1 / math.sqrt(size) if scale is None else scale
+            *padded, dropout, is_causal, False, scale=1 / math.sqrt(size) if scale is None else scale
         )[0]
         out = out[..., :size] if out.shape[-1] != size else out
     elif kernel == "efficient":
         if mask is not None:
             mask = _aligned(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         out = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale
+            query, key, value, mask, needs_gradient, dropout, is_causal, scale=scale
         )[0]
     else:
+        kept = None
+        if dropout:  # given, it is one of bools, as a device's fused dropout saves it; on a CPU it would be of numbers
+            kept = torch.empty((*query.shape[:-1], key.shape[-2]), dtype=torch.bool, device=query.device)
         out = _aten._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            query, key, value, mask, dropout, is_causal, kept, scale=scale, enable_gqa=enable_gqa
         )[0]
-    return out, kernel
+    return out
 
 
 def _enabled() -> frozenset[AttentionKernel]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["cuda_autocast_lists"]
+__all__ = ["cuda_autocast_lists", "without_autocast"]
 
 _FLOAT32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"),
@@ -62,7 +62,8 @@ def _operator(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _without_autocast() -> Any:
+def without_autocast() -> Any:
+    """A context within which autocast, if it is on, casts nothing: where a kernel of its own has cast already."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY))
 
 
@@ -77,7 +78,7 @@ def _in_float32(name: str) -> Callable[..., Any]:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(torch.float32) if _is_castable(tensor) else tensor
 
-        with _without_autocast():
+        with without_autocast():
             return operator(*tree_map_only(Tensor, cast, args), **tree_map_only(Tensor, cast, kwargs))
 
     return kernel
@@ -89,7 +90,7 @@ def _with_float32_result(name: str) -> Callable[..., Any]:
     def kernel(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         if dtype is None and _is_castable(args[0]):
             dtype = torch.float32
-        with _without_autocast():
+        with without_autocast():
             return operator(*args, dtype=dtype, **kwargs)
 
     return kernel
@@ -99,7 +100,7 @@ def _fused(name: str) -> Callable[..., Any]:
     operator, fused = _operator(name), _operator(_FUSED_CAST[name])
 
     def kernel(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-        with _without_autocast():
+        with without_autocast():
             if dtype is None and tensor.dtype == torch.float16:
                 return fused(tensor, dim, True)
             return operator(tensor, dim, torch.float32 if dtype is None and _is_castable(tensor) else dtype)

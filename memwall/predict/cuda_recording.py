@@ -5,17 +5,16 @@ changes which operators run and what they save. So for the time of a recording t
 choices in place of the CPU's, and autocast to CUDA is not silently off.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memwall.predict.cuda_attention import AttentionKernel, run_attention
+from memwall.predict.cuda_attention import run_attention
 from memwall.predict.cuda_autocast import cuda_autocast_lists
 from memwall.predict.cuda_workspaces import CudaWorkspaces
 
@@ -32,8 +31,6 @@ class CudaRecording:
 
     def __init__(self, capability: tuple[int, int], rules: Collection[str]) -> None:
         self.workspaces = CudaWorkspaces(capability, rules)
-        self.num_calls: Counter[AttentionKernel] = Counter()
-        """Attention calls by the kernel they took."""
         self.autocast: Literal["none", "bfloat16", "float16"] = "none"
         """The precision of the last autocast that was entered."""
         self._capability = capability
@@ -44,7 +41,7 @@ class CudaRecording:
         """Within, torch's functions choose as on the device."""
         replaced: list[tuple[Any, str, Any]] = [(torch.autocast, "__init__", self._autocast(torch.autocast.__init__))]
         if "attention-kernel" in self._rules:
-            replaced.append((F, "scaled_dot_product_attention", self._attention))
+            replaced.append((F, "scaled_dot_product_attention", partial(run_attention, self._capability)))
         if "dropout-mask" in self._rules:
             replaced.append((F, "dropout", _fused_dropout(F.dropout)))
         before = [getattr(owner, name) for owner, name, _ in replaced]
@@ -57,23 +54,6 @@ class CudaRecording:
         finally:
             for (owner, name, _), function in zip(replaced, before, strict=True):
                 setattr(owner, name, function)
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        out, kernel = run_attention(
-            self._capability, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
-        self.num_calls[kernel] += 1
-        return out
 
     def _autocast(self, init: Callable[..., None]) -> Callable[..., None]:
         """Autocast of `cuda` for tensors that stand for CUDA's; torch would switch it off without a device."""

@@ -6,6 +6,7 @@ the first step leaves behind in pieces decides where the next ones find room. Li
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import torch
@@ -18,7 +19,7 @@ from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.hardware import Hardware
-from memwall.predict.process import Resident
+from memwall.predict.process import Process, Resident
 from memwall.predict.translate import not_modelled
 from memwall.trace.records import Step, Trace
 
@@ -101,37 +102,36 @@ def as_first(step: Step) -> Step:
     return msgspec.structs.replace(step, kind="first", storages=storages)
 
 
-class DeviceModel:
-    """The process of a translated trace on its device, as `memwall.predict.process.ProcessModel` is that of a CPU."""
+class DeviceModel(Process):
+    """The process of a translated trace on its device."""
 
     def __init__(self, trace: Trace, hardware: Hardware, torch_version: str | None = None) -> None:
         self.base_bytes = hardware.context_bytes[0]
         self.workspace_bytes = 0
+        self.next_tier: Literal["host", "disk"] = "host"
         self.profile, self._note = profile_for(torch_version or str(torch.__version__))
         self._trace, self._hardware = trace, hardware
+
+    def free(self, step: Step) -> Resident:
+        """The step in a process that memwall never touched."""
+        return self.untreated(step)
+
+    def untreated(self, step: Step) -> Resident:
+        """The step with the allocator's caching, from the first step on."""
+        peaks = step_peaks((as_first(step), step), self.profile)
+        return self.bare(step) if peaks is None else self._resident(max(peak.reserved_bytes for peak in peaks))
+
+    def treated(self, step: Step, limit_bytes: int) -> Resident:
+        """The same: a plan leaves the allocator alone, which needs no limit to hold it down."""
+        return self.untreated(step)
 
     def bare(self, step: Step) -> Resident:
         """Tensors alone."""
         return self._resident(live_peak_bytes(step, "cuda"))
 
-    def free(self, step: Step) -> Resident:
-        """The step in a process that memwall never touched."""
-        return self.in_heap(step, 0)
-
-    def untreated(self, step: Step) -> Resident:
-        """The step with nothing applied."""
-        return self.in_heap(step, 0)
-
-    def in_heap(self, step: Step, limit_bytes: int) -> Resident:
-        """The step with the allocator's caching, from the first step on; it needs no limit to hold it down."""
-        peaks = step_peaks((as_first(step), step), self.profile)
-        if peaks is None:
-            return self.bare(step)
-        return self._resident(max(peak.reserved_bytes for peak in peaks))
-
-    def mapped(self, step: Step) -> Resident | None:
-        """There is no such way on a device."""
-        return None
+    def fits_untouched(self, process_bytes: int, *, budget_bytes: int, limit_bytes: int) -> bool:
+        """Whether a forecast keeps to the limit: the allocator was simulated, so nothing is left to chance."""
+        return process_bytes <= limit_bytes
 
     def margin_bytes(self, process_bytes: int) -> int:
         """What may be added to a forecast of this process."""
@@ -141,6 +141,10 @@ class DeviceModel:
         """The smallest budget that leaves room for the margin, which grows with the budget."""
         low, high = self._hardware.context_bytes
         return self.base_bytes + math.ceil((process_bytes - self.base_bytes + high - low) / (1 - MARGIN_SHARE)) + 1
+
+    def reserved_bytes(self, process_bytes: int) -> int:
+        """All but the context."""
+        return process_bytes - self.base_bytes
 
     def not_modelled(self) -> tuple[str, ...]:
         """What the forecast leaves out, for a person."""

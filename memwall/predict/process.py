@@ -5,6 +5,9 @@ grew by 988 MiB (benchmarks/heap.py). A plan therefore gives tensors a heap of t
 nothing and can be replayed to the page, or else has malloc map each by itself.
 """
 
+import math
+from typing import Literal, Protocol
+
 import msgspec
 from msgspec import Struct
 
@@ -15,10 +18,18 @@ from memwall.predict.tensor_heap import heap_unavailable_reason, replay_in_heap
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 
-__all__ = ["TENSOR_HEAP", "ProcessModel", "Resident", "calibrated"]
+__all__ = ["TENSOR_HEAP", "Process", "ProcessModel", "Resident", "calibrated"]
 
 TENSOR_HEAP = "tensor-heap"
 """Name of the way of reuse that `memwall.predict.tensor_heap` forecasts, beside malloc's policies."""
+
+# Margin as a share of the bytes that the forecast adds to the base, which is itself measured; see benchmarks/knobs.py.
+_MARGIN_SHARE = 0.05
+# No forecast of a process is better than this: Python objects, graph nodes, thread stacks.
+_LEAST_MARGIN_BYTES = 16 << 20
+# Without anything applied nothing holds the heap to the forecast: it must fit with this much more of what the step
+# adds. Small models fragment most: 45 % was seen on a GPT-2 of 12 MB (tests/integrations/scripts, 2026-11-20).
+_UNWATCHED_SHARE = 0.5
 
 
 class Resident(Struct, frozen=True, kw_only=True):
@@ -34,25 +45,54 @@ class Resident(Struct, frozen=True, kw_only=True):
     """What a step needs outside the tensor heap and gives back: workspace, and the small tensors that malloc holds."""
 
 
-class ProcessModel:
+class Process(Protocol):
+    """What the search for a plan asks of the process that the plan would run in."""
+
+    base_bytes: int
+    """What it holds before the step."""
+    workspace_bytes: int
+    """What operators need for themselves, where the step's records leave it out."""
+    next_tier: Literal["host", "disk"]
+    """Where bytes go that leave memory."""
+
+    def free(self, step: Step) -> Resident:
+        """The step in a process that memwall never touched."""
+
+    def untreated(self, step: Step) -> Resident:
+        """The step with nothing applied, in the process that recorded the trace."""
+
+    def treated(self, step: Step, limit_bytes: int) -> Resident:
+        """The step with a plan applied that may use `limit_bytes` of process memory."""
+
+    def bare(self, step: Step) -> Resident:
+        """The step where nothing is known about what the allocator keeps: tensors alone."""
+
+    def fits_untouched(self, process_bytes: int, *, budget_bytes: int, limit_bytes: int) -> bool:
+        """Whether a forecast keeps to the budget though nothing is applied; the limit is the budget less its margin."""
+
+    def margin_bytes(self, process_bytes: int) -> int:
+        """What may be added to a forecast."""
+
+    def budget_for(self, process_bytes: int) -> int:
+        """The smallest budget that leaves room for the margin, which grows with the budget."""
+
+    def reserved_bytes(self, process_bytes: int) -> int | None:
+        """Of a forecast, what a caching allocator holds; None where the trace's process has none that is modelled."""
+
+    def not_modelled(self) -> tuple[str, ...]:
+        """What the forecast leaves out, for a person."""
+
+
+class ProcessModel(Process):
     """Base, workspace and allocator of the process that a trace was recorded in."""
 
     def __init__(self, trace: Trace) -> None:
         self.base_bytes = trace.base_bytes
         self.workspace_bytes = trace.workspace_bytes
+        self.next_tier: Literal["host", "disk"] = "disk"
         self._trace = trace
         self._has_malloc = trace.device == "cpu" and not unavailable_reason()
         self._has_heap = trace.device == "cpu" and not heap_unavailable_reason()
-
-    def bare(self, step: Step) -> Resident:
-        """The step where nothing is known about what the allocator keeps: tensors alone."""
-        live_bytes = live_peak_bytes(step, self._trace.device)
-        return Resident(
-            policy="default",
-            is_default=True,
-            process_bytes=self.base_bytes + self.workspace_bytes + live_bytes,
-            fault_seconds=0.0,
-        )
 
     def free(self, step: Step) -> Resident:
         """The step in a process that memwall never touched."""
@@ -64,45 +104,39 @@ class ProcessModel:
         is_changed = self._trace.is_parked and not self._has_heap
         return self._unsteered(step, restored_policy() if is_changed else policy_named("default"))
 
-    def _unsteered(self, step: Step, policy: MallocPolicy) -> Resident:
-        if not self._has_malloc:
-            return self.bare(step)
-        figures = replay_step(step, policy)
-        return msgspec.structs.replace(
-            self.bare(step),
-            process_bytes=self.base_bytes + self.workspace_bytes + figures.peak_resident_bytes,
-            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
-        )
+    def treated(self, step: Step, limit_bytes: int) -> Resident:
+        """The cheapest way to reuse freed memory that keeps to the tensors' own bytes; they alone if none is known."""
+        if self._has_heap:
+            return self._in_heap(step, limit_bytes)
+        return self._mapped(step) if self._has_malloc else self.bare(step)
 
-    def in_heap(self, step: Step, limit_bytes: int) -> Resident | None:
-        """The step with its tensors in a heap of their own, held under `limit_bytes` of process memory.
-
-        None where there is no such heap.
-        """
-        if not self._has_heap:
-            return None
-        beyond = self.base_bytes + self.workspace_bytes
-        events = events_of(step, has_small_blocks=False)
-        figures = replay_in_heap([events] * 3, ceiling_bytes=max(limit_bytes - beyond, 1))
+    def bare(self, step: Step) -> Resident:
+        """Tensors alone, and the workspace."""
         return Resident(
-            policy=TENSOR_HEAP,
-            is_default=False,
-            process_bytes=beyond + figures.peak_resident_bytes,
-            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
-            outside_bytes=self.workspace_bytes + figures.small_bytes,
+            policy="default",
+            is_default=True,
+            process_bytes=self._beyond_tensors + live_peak_bytes(step, self._trace.device),
+            fault_seconds=0.0,
         )
 
-    def mapped(self, step: Step) -> Resident | None:
-        """The step with each large block in a mapping of its own, gone when freed: least memory, most page faults."""
-        if not self._has_malloc:
-            return None
-        figures = replay_step(step, policy_named("mmap"))
-        return Resident(
-            policy="mmap",
-            is_default=False,
-            process_bytes=self.base_bytes + self.workspace_bytes + figures.peak_resident_bytes,
-            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
+    def fits_untouched(self, process_bytes: int, *, budget_bytes: int, limit_bytes: int) -> bool:
+        """Whether a forecast keeps to the budget though nothing holds the heap to it."""
+        unwatched = process_bytes + int((process_bytes - self.base_bytes) * _UNWATCHED_SHARE)
+        return unwatched + _LEAST_MARGIN_BYTES <= budget_bytes
+
+    def margin_bytes(self, process_bytes: int) -> int:
+        """What may be added to a forecast: a share of what it adds to the base."""
+        return max(int((process_bytes - self.base_bytes) * _MARGIN_SHARE), _LEAST_MARGIN_BYTES)
+
+    def budget_for(self, process_bytes: int) -> int:
+        """The smallest budget that leaves room for the margin, which grows with the budget."""
+        return max(
+            process_bytes + _LEAST_MARGIN_BYTES,
+            self.base_bytes + math.ceil((process_bytes - self.base_bytes) / (1 - _MARGIN_SHARE)) + 1,
         )
+
+    def reserved_bytes(self, process_bytes: int) -> None:
+        """Nothing is told apart."""
 
     def not_modelled(self) -> tuple[str, ...]:
         """What the forecast leaves out, for a person."""
@@ -111,6 +145,41 @@ class ProcessModel:
             "batches larger than the recorded one",
             "memory of data loader workers and other processes",
         )
+
+    @property
+    def _beyond_tensors(self) -> int:
+        return self.base_bytes + self.workspace_bytes
+
+    def _in_heap(self, step: Step, limit_bytes: int) -> Resident:
+        """The step with its tensors in a heap of their own, held under `limit_bytes` of process memory."""
+        events = events_of(step, has_small_blocks=False)
+        figures = replay_in_heap([events] * 3, ceiling_bytes=max(limit_bytes - self._beyond_tensors, 1))
+        return Resident(
+            policy=TENSOR_HEAP,
+            is_default=False,
+            process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
+            fault_seconds=self._fault_seconds(figures.fresh_bytes),
+            outside_bytes=self.workspace_bytes + figures.small_bytes,
+        )
+
+    def _mapped(self, step: Step) -> Resident:
+        """The step with each large block in a mapping of its own, gone when freed: least memory, most page faults."""
+        return self._by_malloc(step, policy_named("mmap"), policy="mmap", is_default=False)
+
+    def _unsteered(self, step: Step, malloc: MallocPolicy) -> Resident:
+        return self._by_malloc(step, malloc, policy="default", is_default=True) if self._has_malloc else self.bare(step)
+
+    def _by_malloc(self, step: Step, malloc: MallocPolicy, *, policy: str, is_default: bool) -> Resident:
+        figures = replay_step(step, malloc)
+        return Resident(
+            policy=policy,
+            is_default=is_default,
+            process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
+            fault_seconds=self._fault_seconds(figures.fresh_bytes),
+        )
+
+    def _fault_seconds(self, fresh_bytes: int) -> float:
+        return fresh_bytes * self._trace.machine.fault_seconds_per_byte
 
 
 def calibrated(trace: Trace, *, resident_bytes: int, standing_bytes: int, window_bytes: int, min_bytes: int) -> Trace:

@@ -19,7 +19,7 @@ from memwall.trace.records import Machine, Step, Storage, Trace
 
 Autocast = Literal["none", "bfloat16", "float16"]
 
-__all__ = ["RULES", "Rule", "capability_of", "is_rocm", "not_modelled", "recording_for", "translated"]
+__all__ = ["RULES", "Rule", "not_modelled", "recording_for", "translated"]
 
 
 class Rule(Struct, frozen=True, kw_only=True):
@@ -121,13 +121,13 @@ _COUNTER_BYTES = 8
 _CUDA_ONLY = frozenset(("attention-kernel", "flash-backward", "efficient-backward", "cudnn-backward"))
 
 
-def capability_of(hardware: Hardware) -> tuple[int, int]:
+def _capability_of(hardware: Hardware) -> tuple[int, int]:
     """Compute capability as numbers."""
     major, _, minor = hardware.compute_capability.partition(".")
     return int(major), int(minor)
 
 
-def is_rocm(hardware: Hardware) -> bool:
+def _is_rocm(hardware: Hardware) -> bool:
     """Whether torch runs its ROCm kernels on the device: other attention kernels, other libraries."""
     return hardware.product.startswith("AMD")
 
@@ -142,9 +142,9 @@ def recording_for(hardware: Hardware, *, without: Collection[str] = ()) -> CudaR
         UsageError: a rule of that name does not exist.
     """
     rules = _rules("recording", without)
-    if is_rocm(hardware):
+    if _is_rocm(hardware):
         rules = [name for name in rules if name not in _CUDA_ONLY]
-    return CudaRecording(capability_of(hardware), rules)
+    return CudaRecording(_capability_of(hardware), rules)
 
 
 def translated(
@@ -203,7 +203,7 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
 
     if trace.source == "recorded":
         found.append("kernels, masks, workspaces and temporaries are those of the machine that recorded the trace")
-    if is_rocm(hardware):
+    if _is_rocm(hardware):
         found.append("attention kernels and their workspaces under ROCm; hipBLASLt's workspace")
     elif has("flash_attention_for_cpu"):
         found.append("the device's attention kernel, where attention was not called as F.scaled_dot_product_attention")
@@ -269,8 +269,8 @@ def _with_cublas(step: Step, number: int, names: tuple[str, ...], hardware: Hard
 
 
 def _cublas_bytes(hardware: Hardware) -> int:
-    major, _ = capability_of(hardware)
-    if is_rocm(hardware):
+    major, _ = _capability_of(hardware)
+    if _is_rocm(hardware):
         return _ROCM_BYTES_GFX94 if major == 9 else _ROCM_BYTES
     return _CUBLAS_BYTES_NEW if major in (9, 10, 12) else _CUBLAS_BYTES
 

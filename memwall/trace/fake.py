@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils._pytree import tree_map
 
 from memwall.errors import UsageError
-from memwall.trace.record import TraceBuilder
+from memwall.trace.record import TraceBuilder, run_recorded
 from memwall.trace.records import Trace
 from memwall.trace.scratch import ScratchWorkspaces
 from memwall.trace.values import KnownValues
@@ -66,7 +66,8 @@ def record_fake(
         # Without fallback: it would run kernels for real, on as many zeros as the tensors pretend to have.
         fake_mode = contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False))
         values = contexts.enter_context(KnownValues(place.now, mask_share))
-        model = _made_fake(workload.make_model(), fake_mode)
+        with _without_sampling():
+            model = _made_fake(workload.make_model(), fake_mode)
         contexts.enter_context(_seen_as_eager())  # now that the model has imported its libraries
         values.forget(model.parameters())
         builder = TraceBuilder([model], seconds_of=seconds_of or _no_seconds, workspaces=workspaces)
@@ -79,16 +80,7 @@ def record_fake(
         batch = tree_map(lambda value: _with_values(value, fake_mode, values), workload.make_batch())
         if choices is not None:
             contexts.enter_context(choices)
-        for _ in range(num_steps):
-            builder.start_step(optimizer)
-            try:
-                workload.loss(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                builder.finish_step(optimizer)
-            finally:
-                builder.cancel_step()
-        return builder.trace(optimizer)
+        return run_recorded(builder, workload, model, optimizer, batch, num_steps=num_steps)
 
 
 class _Place:
@@ -151,6 +143,21 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextmanager
+def _without_sampling() -> Iterator[None]:
+    """Without torch's truncated normal distribution, which draws until no value is outside: fake ones never are inside.
+
+    Source: torch/nn/init.py, `_no_grad_trunc_normal_` (2.13), which leaves tensors on `meta` alone for the same reason.
+    """
+    init: Any = torch.nn.init
+    before = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = before
 
 
 @contextmanager

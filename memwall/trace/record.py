@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
 from memwall.trace.workspace import Workspaces
 
-__all__ = ["TraceBuilder", "record"]
+__all__ = ["TraceBuilder", "record", "run_recorded"]
 
 
 class TraceBuilder:
@@ -201,7 +201,23 @@ def record(workload: Workload, *, num_steps: int = 2) -> Trace:
     model = workload.make_model()
     optimizer = workload.make_optimizer(model)
     batch = workload.make_batch()
-    builder = TraceBuilder([model])
+    return run_recorded(TraceBuilder([model]), workload, model, optimizer, batch, num_steps=num_steps)
+
+
+def run_recorded(
+    builder: TraceBuilder,
+    workload: Workload,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    *,
+    num_steps: int,
+) -> Trace:
+    """The trace of so many training steps, run with what a workload's factories made.
+
+    Raises:
+        TraceError: the workload does not run a whole training step.
+    """
     for _ in range(num_steps):
         builder.start_step(optimizer)
         try:

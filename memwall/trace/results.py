@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.trace import recurrent
+
 __all__ = ["as_real", "run_fake"]
 
 _aten = torch.ops.aten
@@ -54,6 +56,7 @@ _RULES: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     _aten.mse_loss.default: _shrunk,
     _aten.smooth_l1_loss.default: _shrunk,
     _aten.native_layer_norm_backward.default: _contiguous_gradient,
+    recurrent.LAYER: recurrent.with_workspace,
 }
 
 

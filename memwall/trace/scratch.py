@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from memwall.trace import recurrent
 from memwall.trace.workspace import Workspace, Workspaces
 
 __all__ = ["ScratchWorkspaces"]
 
 _aten = torch.ops.aten
 _MATMULS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
-# Only these are run, since zeros may mean anything to others: oneDNN's recurrent layers read addresses from them.
+# Only these are run, since zeros may mean anything to others.
 _MEASURED = (
     *_MATMULS,
     _aten.convolution.default,
@@ -45,6 +46,8 @@ _MEASURED = (
     _aten.cumsum.default,
     _aten.sort.default,
     _aten.topk.default,
+    recurrent.LAYER,
+    recurrent.LAYER_BACKWARD,
 )
 # Time of a matrix product grows faster than its bytes; at this size one takes about a second on one core.
 _MOST_MATMUL_BYTES = 16 << 20
@@ -96,6 +99,8 @@ class ScratchWorkspaces(Workspaces):
             return 0
         with torch._C._DisableTorchDispatch():
             real_args, real_kwargs = tree_map_only(Tensor, _scratch, (args, kwargs))
+            if func is recurrent.LAYER_BACKWARD:
+                real_args = recurrent.with_real_workspace(real_args)
             reals = [value for value in tree_flatten((real_args, real_kwargs))[0] if isinstance(value, Tensor)]
             try:
                 with super().measuring(func, reals, real_args, real_kwargs) as workspace:

@@ -32,13 +32,15 @@ __all__ = ["KnownValues"]
 
 # Token masks and positions of one micro-batch are well below; attention masks beyond 1k x 1k only cost time.
 _MOST_ELEMENTS = 1 << 20
-# Counters, schedules and drop rates. Larger floating-point tensors are weights, whose values decide nothing.
+# Counters, schedules and drop rates. Larger floating-point tensors are weights, whose values decide nothing, but for
+# constants: some models make themselves a mask of ones as long as the batch.
 _MOST_FLOATS = 1 << 10
 # What an unknown floating-point number is taken for. It must not end a step: 0.0 divides, NaN fails every comparison.
 _ASSUMED_FLOAT = 1.0
 
 _aten = torch.ops.aten
 _SELECTIONS = (_aten.nonzero.default, _aten.masked_select.default)
+_CONSTANT = (_aten.ones.default, _aten.zeros.default, _aten.full.default)
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
 
 
@@ -128,7 +130,8 @@ class KnownValues(TorchDispatchMode):
         results = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
         if not written and all(self._has_value(result) for result in results):
             return
-        if not all(_is_small(tensor) for tensor in (*results, *written)):
+        most_floats = _MOST_ELEMENTS if func in _CONSTANT else _MOST_FLOATS
+        if not all(_is_small(tensor, most_floats) for tensor in (*results, *written)):
             self.forget(written)
             return
         with torch._C._DisableTorchDispatch():
@@ -225,8 +228,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return found
 
 
-def _is_small(tensor: Tensor) -> bool:
-    return tensor.numel() <= (_MOST_FLOATS if tensor.is_floating_point() else _MOST_ELEMENTS)
+def _is_small(tensor: Tensor, most_floats: int) -> bool:
+    return tensor.numel() <= (most_floats if tensor.is_floating_point() else _MOST_ELEMENTS)
 
 
 def _user_line() -> str:

@@ -1,4 +1,4 @@
-"""A small Llama that holds much more in activations than in weights, data for it, and digests of what it learned."""
+"""A small Llama with more activations than weights, data for it, digests of what it learned; configuration files."""
 
 import hashlib
 import json
@@ -86,6 +86,17 @@ def count_calls() -> Callable[[nn.Module], list[None]]:
         return calls
 
     return on
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    """Writes a configuration into a folder of its own and returns the folder."""
+
+    def write(config: dict[str, Any]) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
 
 
 # Runs a script as Python does and tells the process's peak, which a child cannot be asked for once it has ended.

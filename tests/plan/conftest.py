@@ -1,16 +1,31 @@
-"""Instances for the solver tests: small random ones, random chains, and the decoder family of planning handbook 3.7."""
+"""What the tests of planning share: instances for the solvers, and traces of small models with large bytes.
+
+Instances are small random ones, random chains, and the decoder family of planning handbook 3.7.
+"""
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
+from zoo import MODELS, Case, trained_parameters
 
+from memwall.errors import InfeasibleError
 from memwall.plan.dynamic import Chain, ChainBlock, ChainOption
 from memwall.plan.evaluate import Evaluation, evaluate
 from memwall.plan.instance import Block, Instance, Link, Option, Row
+from memwall.plan.search import Settings, make_plan
+from memwall.predict import process
+from memwall.predict.curve import live_peak_bytes
+from memwall.trace.build import steady_step
+from memwall.trace.record import TraceBuilder
+from memwall.trace.records import Machine, Step, Trace
 
 MIB = 1 << 20
 
@@ -159,3 +174,121 @@ def decoder() -> Callable[..., Instance]:
 def all_verdicts() -> Callable[[Instance], list[Evaluation]]:
     """Every choice there is, evaluated: the truth for a handful of blocks."""
     return _all_verdicts
+
+
+_BASE_BYTES = 100 * MIB
+_FACTOR = 400
+_DISK = Machine(
+    disk="/scratch",
+    disk_write_bytes_per_second=1e9,
+    disk_read_bytes_per_second=1e9,
+    disk_free_bytes=1 << 40,
+    copy_seconds_per_byte=2e-10,
+)
+_FAST_DISK = Machine(
+    disk="/scratch",
+    disk_write_bytes_per_second=1e12,
+    disk_read_bytes_per_second=1e12,
+    disk_free_bytes=1 << 40,
+    copy_seconds_per_byte=1e-12,
+)
+
+
+@pytest.fixture
+def without_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is its base and its tensors."""
+    monkeypatch.setattr(process, "unavailable_reason", lambda: "left out of this test")
+    monkeypatch.setattr(process, "heap_unavailable_reason", lambda: "left out of this test")
+
+
+def _magnified(step: Step) -> Step:
+    """The step with every byte _FACTOR times, and times that follow from bytes and FLOPs."""
+    storages = tuple(msgspec.structs.replace(s, nbytes=s.nbytes * _FACTOR) for s in step.storages)
+    saved = tuple(msgspec.structs.replace(s, nbytes=s.nbytes * _FACTOR) for s in step.saved)
+    ops = tuple(
+        msgspec.structs.replace(
+            op, seconds=1e-5 + 5e-9 * op.flops + 2e-10 * sum(storages[i].nbytes for i in op.outputs)
+        )
+        for op in step.ops
+    )
+    return msgspec.structs.replace(step, storages=storages, saved=saved, ops=ops, process_peak_bytes=0)
+
+
+def _magnified_trace(case: Case, machine: Machine = _DISK) -> Trace:
+    optimizer = torch.optim.AdamW(trained_parameters(case.model), lr=1e-3)
+    builder = TraceBuilder([case.model])
+    for _ in range(2):
+        builder.start_step(optimizer)
+        case.loss(case.model, case.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        builder.finish_step(optimizer)
+    trace = builder.trace(optimizer, machine=machine)
+    return msgspec.structs.replace(trace, base_bytes=_BASE_BYTES, steps=tuple(_magnified(step) for step in trace.steps))
+
+
+@cache
+def _a_trace(name: str) -> Trace:
+    return _magnified_trace(MODELS[name]("tiny"))
+
+
+def _plain_bytes(trace: Trace) -> int:
+    return trace.base_bytes + live_peak_bytes(steady_step(trace), "cpu")
+
+
+def _smallest_bytes(trace: Trace, **settings: Any) -> int:
+    with pytest.raises(InfeasibleError) as error:
+        make_plan(trace, Settings(budget_bytes=_BASE_BYTES, **settings))
+    return error.value.smallest_feasible_bytes
+
+
+def _budgets(trace: Trace, shares: Sequence[float], **settings: Any) -> list[int]:
+    """Between the smallest feasible budget (0.0) and what the plain run takes (1.0)."""
+    least = _smallest_bytes(trace, **settings)
+    return [int(least + (_plain_bytes(trace) - least) * share) for share in shares]
+
+
+def _without_disk(trace: Trace) -> Trace:
+    return msgspec.structs.replace(trace, machine=Machine())
+
+
+@pytest.fixture(scope="session")
+def magnified_trace() -> Callable[[Case], Trace]:
+    """Two live steps of a small model, their bytes multiplied until tensors are as large as those worth an action."""
+    return _magnified_trace
+
+
+@pytest.fixture(scope="session")
+def a_trace() -> Callable[[str], Trace]:
+    """The magnified trace of a model of the zoo; made once."""
+    return _a_trace
+
+
+@pytest.fixture(scope="session")
+def plain_bytes() -> Callable[[Trace], int]:
+    """Process bytes of the run without a plan, malloc left out."""
+    return _plain_bytes
+
+
+@pytest.fixture(scope="session")
+def smallest_bytes() -> Callable[..., int]:
+    """(trace, **settings) -> the smallest feasible budget."""
+    return _smallest_bytes
+
+
+@pytest.fixture(scope="session")
+def budgets() -> Callable[..., list[int]]:
+    """(trace, shares, **settings) -> between the smallest feasible budget (0.0) and what the plain run takes (1.0)."""
+    return _budgets
+
+
+@pytest.fixture(scope="session")
+def without_disk() -> Callable[[Trace], Trace]:
+    """The trace on a machine without a tier to move bytes to."""
+    return _without_disk
+
+
+@pytest.fixture(scope="session")
+def fast_disk() -> Machine:
+    """A machine whose disk costs next to nothing."""
+    return _FAST_DISK

@@ -199,7 +199,11 @@ def test_two_processes_choose_the_same_and_print_nothing() -> None:
     for hash_seed in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", _SCRIPT, str(Path(__file__).with_name("conftest.py"))],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": hash_seed,
+                "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests"))),
+            },
             capture_output=True,
             check=False,
             timeout=100,

@@ -1,6 +1,6 @@
-"""Solve, replay, tighten: which live bytes to solve for where the allocator is simulated."""
+"""Which live bytes to solve for, most first."""
 
-from memwall.plan.tighten import Tightening
+from memwall.plan.live_budgets import Tightening
 
 
 def test_the_next_budget_is_smaller_by_what_the_replay_was_over() -> None:

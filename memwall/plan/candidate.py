@@ -1,0 +1,97 @@
+"""A candidate of the search that was replayed, and the plan file's record of it."""
+
+import hashlib
+
+import msgspec
+from msgspec import Struct
+
+from memwall.plan.actions import Action
+from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.plan.orders import MIN_MOVED_BYTES
+from memwall.plan.planfile import Plan
+from memwall.predict.curve import live_peak_bytes, step_seconds
+from memwall.predict.process import Process
+from memwall.predict.treatment import StepModel
+from memwall.trace.records import Step, Trace
+
+__all__ = ["Candidate", "plan_of"]
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """Actions, and what the step under them was found to take."""
+
+    actions: tuple[Action, ...]
+    process_bytes: int
+    live_bytes: int
+    extra_seconds: float
+    moved_bytes: int
+    """In one optimizer step."""
+    num_parts: int
+    """Micro-batches that the recorded one is split into."""
+    lower_bound_seconds: float
+    binding: tuple[str, ...]
+
+
+def plan_of(
+    found: Candidate,
+    trace: Trace,
+    steady: Step,
+    process: Process,
+    *,
+    budget_bytes: int,
+    fits: bool,
+    smallest_budget_bytes: int,
+) -> Plan:
+    """The plan file's record of a candidate.
+
+    Args:
+        steady: the steady step that the candidate treats.
+        fits: whether the margin fits as well.
+        smallest_budget_bytes: for which any plan exists.
+    """
+    plain_seconds = step_seconds(steady)
+    held_bytes = found.moved_bytes // found.num_parts
+    peak = PeakBytes(
+        allocated_bytes=found.live_bytes,
+        reserved_bytes=process.reserved_bytes(found.process_bytes),
+        process_bytes=found.process_bytes,
+        host_bytes=held_bytes if process.next_tier == "host" else None,
+        disk_bytes=held_bytes if process.next_tier == "disk" else None,
+    )
+    phases = {"steady_step": peak}
+    first = trace.steps[0]
+    if trace.is_parked and first.process_peak_bytes:
+        # It ran under the safest plan and has been measured already.
+        parked = StepModel(first, trace.names, ()).parked(MIN_MOVED_BYTES)
+        phases["first_step"] = PeakBytes(
+            allocated_bytes=live_peak_bytes(parked, trace.device),
+            process_bytes=first.process_peak_bytes,
+        )
+    forecast = Forecast(
+        device=trace.device,
+        source=trace.source,
+        fits=fits,
+        budget_bytes=budget_bytes,
+        margin_bytes=process.margin_bytes(found.process_bytes),
+        peak=msgspec.structs.replace(peak, process_bytes=max(phase.process_bytes for phase in phases.values())),
+        phases=phases,
+        step_seconds=plain_seconds + found.extra_seconds,
+        not_modelled=process.not_modelled(),
+        actions=found.actions,
+        binding=found.binding,
+        smallest_feasible_budget_bytes=smallest_budget_bytes,
+        plain_peak=PeakBytes(
+            allocated_bytes=live_peak_bytes(steady, trace.device),
+            process_bytes=process.free(steady).process_bytes,
+        ),
+        plain_step_seconds=plain_seconds,
+        moved_bytes_per_step=found.moved_bytes,
+        lower_bound_seconds=plain_seconds + found.lower_bound_seconds,
+    )
+    return Plan(
+        model_fingerprint=trace.model_fingerprint,
+        trace_hash=hashlib.sha256(msgspec.msgpack.encode(trace)).hexdigest(),
+        micro_batch=trace.micro_batch,
+        num_micro_batches=trace.num_micro_batches,
+        forecast=forecast,
+    )

@@ -1,0 +1,74 @@
+"""oneDNN's recurrent layers, which torch runs for an LSTM on a CPU: what their forward keeps for backward.
+
+torch's fake version of the layer returns an empty workspace (torch/_meta_registrations.py, `mkldnn_rnn_layer`, 2.13),
+while the real one holds gates and states of every token, several times the layer's result. How large it is only
+oneDNN knows, so that it is asked: by a layer of the same widths on few tokens, since the workspace grows by the token.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LAYER", "LAYER_BACKWARD", "with_real_workspace", "with_workspace"]
+
+LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+# Tokens of the two runs that are made where there are more. The workspace is rounded to pages, which this many hide.
+_FEW, _MANY = 16, 32
+
+
+def with_workspace(args: tuple[Any, ...], out: Any) -> Any:
+    """The results of a fake forward [tokens, samples, width], with a workspace as large as the real one."""
+    if not (args[15] and torch.is_grad_enabled()):  # then the real one is empty as well
+        return out
+    tokens = args[0].shape[0]  # also where the caller's own tensors have the samples first
+    if tokens <= _MANY:
+        num_bytes = _workspace_bytes(tokens, *_shape(args))
+    else:
+        few, many = (_workspace_bytes(number, *_shape(args)) for number in (_FEW, _MANY))
+        num_bytes = many + (many - few) * (tokens - _MANY) // (_MANY - _FEW)
+    return (*out[:3], out[3].new_empty(num_bytes))
+
+
+def with_real_workspace(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a backward on real tensors, with the workspace that its forward would have left.
+
+    Any other bytes would be taken for addresses.
+    """
+    tensors, (reverse, mode, hidden, layers, has_biases, train, bidirectional, batch_sizes, batch_first) = (
+        args[:7],
+        args[13:22],
+    )
+    with torch.enable_grad():  # otherwise there is none
+        out = LAYER(
+            *tensors, reverse, batch_sizes, mode, hidden, layers, has_biases, bidirectional, batch_first, train
+        )
+    return (*args[:22], out[3])
+
+
+def _shape(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the workspace hangs on besides the number of tokens, in a form that can be a key."""
+    data, weights, states = args[0], args[1:5], args[5:7]
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in (*weights, *states))
+    return (*data.shape[1:], data.dtype, shapes, args[7], tuple(args[9:14]), args[15])
+
+
+@cache
+def _workspace_bytes(
+    tokens: int,
+    samples: int,
+    width: int,
+    dtype: torch.dtype,
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+    reverse: bool,
+    settings: tuple[Any, ...],
+    train: bool,
+) -> int:
+    with torch._C._DisableTorchDispatch(), torch.enable_grad():
+        data = torch.zeros(tokens, samples, width, dtype=dtype)
+        tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+        workspace: Tensor = LAYER(data, *tensors, reverse, [], *settings, False, train)[3]
+        return workspace.numel()

@@ -1,0 +1,118 @@
+"""What may be done with a block: never what a second run of it would change."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memwall.plan.blocks import find_blocks
+from memwall.plan.menu import Costs, build_menus
+from memwall.predict.treatment import StepModel
+from memwall.trace.record import record
+from memwall.trace.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Stateful(nn.Module):
+    """Writes to a buffer of its own, as a running mean or the power iteration of spectral_norm does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.down(torch.sin(self.up(x - self.mean)))
+
+
+class InPlaceFirst(nn.Module):
+    """Overwrites what it is called with, as a pre-activation block may."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.relu = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.sin(self.up(self.relu(x))))
+
+
+class Normed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.sin(self.up(self.norm(x))))
+
+
+def menu_names(layer: Callable[[int], nn.Module]) -> list[set[str]]:
+    torch.manual_seed(0)
+    trace = record(
+        Workload(
+            model=nn.Sequential(nn.Linear(16, 16), *(layer(16) for _ in range(3))),
+            batch=torch.randn(64, 16),
+            loss=lambda model, batch: model(batch).square().mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ),
+        num_steps=1,
+    )
+    step = trace.steps[0]
+    blocks = tuple(block for block in find_blocks(trace, step) if block.path in "123")
+    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1024, can_offload=True)
+    menus = build_menus(trace, StepModel(step, trace.names, blocks), costs)
+    assert len(menus) == 3
+    return [{option.name for option in menu.options} for menu in menus]
+
+
+@pytest.mark.parametrize("layer", [Stateful, InPlaceFirst])
+def test_what_a_second_run_would_change_is_offered_for_moving_only(layer: Callable[[int], nn.Module]) -> None:
+    assert menu_names(layer) == [{"keep", "offload"}] * 3
+
+
+def test_batch_norm_is_offered_since_the_executor_spares_its_statistics() -> None:
+    assert all({"keep", "full", "offload"} <= names for names in menu_names(Normed))
+
+
+class Noisy(nn.Module):
+    """Draws twice; what is drawn first is the costliest thing to make and would be kept first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y = torch.sin(y * torch.rand_like(y))
+        return self.down(y * torch.rand_like(y))
+
+
+def test_of_several_random_operations_only_the_last_is_ever_kept() -> None:
+    """One that is kept draws nothing in the second run, and those after it would draw other numbers."""
+    torch.manual_seed(0)
+    trace = record(
+        Workload(
+            model=nn.Sequential(*(Noisy(16) for _ in range(3))),
+            batch=torch.randn(64, 16),
+            loss=lambda model, batch: model(batch).square().mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ),
+        num_steps=1,
+    )
+    step = trace.steps[0]
+    is_random = [trace.names[op.name] == "aten.rand_like.default" for op in step.ops]
+    ops = tuple(
+        msgspec.structs.replace(op, seconds=1.0 if random else 1e-3)
+        for op, random in zip(step.ops, is_random, strict=True)
+    )
+    model = StepModel(msgspec.structs.replace(step, ops=ops), trace.names, find_blocks(trace, step))
+    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1024, can_offload=False)
+    for menu in build_menus(trace, model, costs):
+        kept = {number for treatment in menu.treatments if treatment for number in treatment.kept_ops}
+        drawn = [number for number, name in enumerate(menu.op_names) if name == "aten.rand_like.default"]
+        assert len(drawn) == 2
+        assert drawn[0] not in kept
+        assert drawn[1] in kept

@@ -1,0 +1,142 @@
+"""Which attention kernel a device takes, and what the step then saves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memwall.predict.cuda_attention import AttentionCall, attention_kernel
+from memwall.predict.hardware import hardware_named
+from memwall.predict.translate import not_modelled
+from memwall.trace.records import Trace
+from memwall.trace.workload import Workload
+
+BATCH, HEADS, TOKENS, SIZE = 2, 4, 80, 16
+WIDTH = HEADS * SIZE
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def call(dtype: str = "bfloat16", size: int = 64, **changes: Any) -> AttentionCall:
+    shape = (2, 8, 128, size)
+    return AttentionCall(**{"dtype": dtype, "query": shape, "key": shape, "value": shape, **changes})
+
+
+H100, A100, L4, T4, V100, B200, RTX_5090 = (9, 0), (8, 0), (8, 9), (7, 5), (7, 0), (10, 0), (12, 0)
+MASK = (2, 1, 128, 128)
+SHORT = (2, 8, 64, 64)
+FEW_HEADS = (2, 2, 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "kernel"),
+    [
+        (H100, call(), "cudnn"),
+        (B200, call("float16"), "cudnn"),
+        (H100, call(mask=MASK), "cudnn"),
+        (H100, call(mask=MASK, mask_needs_gradient=True), "efficient"),
+        (H100, call(mask=(2, 3, 128, 128)), "efficient"),
+        (H100, call(dropout=0.1), "flash"),  # cuDNN counts in sixteenths
+        (H100, call(dropout=0.125), "cudnn"),
+        (H100, call(size=256), "flash"),
+        (H100, call(size=100), "flash"),
+        (H100, call(size=512), "efficient"),
+        (H100, call("float32"), "efficient"),
+        (H100, call("float64"), "math"),
+        (H100, call(query=(8, 128, 64), key=(8, 128, 64), value=(8, 128, 64)), "math"),
+        (H100, call(is_last_dim_dense=False), "math"),
+        (H100, call(key=FEW_HEADS, value=FEW_HEADS, enable_gqa=True), "cudnn"),
+        (A100, call(), "flash"),
+        (A100, call(mask=MASK), "efficient"),
+        (A100, call(is_causal=True), "flash"),
+        (A100, call(is_causal=True, key=SHORT, value=SHORT), "efficient"),
+        (A100, call(size=256), "flash"),
+        (A100, call(key=FEW_HEADS, value=FEW_HEADS, enable_gqa=True), "flash"),
+        (A100, call(key=FEW_HEADS, value=FEW_HEADS, enable_gqa=True, mask=MASK), "math"),
+        (A100, call("float32", key=FEW_HEADS, value=FEW_HEADS, enable_gqa=True), "math"),
+        (A100, call("float32", size=66), "math"),  # not a multiple of 4
+        (L4, call(size=256), "flash"),
+        (L4, call(size=256, dropout=0.1), "efficient"),
+        (L4, call(size=224), "efficient"),
+        (L4, call(size=224, needs_gradient=False), "flash"),
+        (RTX_5090, call(), "flash"),
+        (T4, call("float16"), "efficient"),
+        (T4, call("float16", size=68), "math"),  # its matrix units want multiples of 8
+        (T4, call("float32", size=66), "efficient"),
+        (V100, call("bfloat16"), "math"),
+    ],
+)
+def test_the_kernel_is_the_one_torch_would_take(capability: tuple[int, int], asked: AttentionCall, kernel: str) -> None:
+    assert attention_kernel(asked, capability) == kernel
+
+
+def test_a_kernel_that_is_switched_off_is_not_taken() -> None:
+    assert attention_kernel(call(), H100, frozenset(("flash", "math"))) == "flash"
+    assert attention_kernel(call(), H100, frozenset(("math",))) == "math"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "operator", "logsumexp_rows"),
+    [
+        (torch.bfloat16, "h100-80gb", "_scaled_dot_product_cudnn_attention", TOKENS),
+        (torch.bfloat16, "a100-80gb", "_scaled_dot_product_flash_attention", TOKENS),
+        (torch.float32, "a100-80gb", "_scaled_dot_product_efficient_attention", 96),  # padded to 32
+    ],
+)
+def test_attention_saves_what_the_device_kernel_saves(
+    dtype: torch.dtype,
+    device: str,
+    operator: str,
+    logsumexp_rows: int,
+    attending: Callable[..., Trace],
+    numbers_of: Callable[..., list[int]],
+    new_bytes: Callable[..., list[int]],
+) -> None:
+    trace = attending(dtype, device, is_causal=True)
+    result, logsumexp, *seeds = sorted(new_bytes(trace, operator), reverse=True)
+    assert result == BATCH * TOKENS * WIDTH * dtype.itemsize
+    assert logsumexp == 4 * BATCH * HEADS * logsumexp_rows
+    assert sum(seeds) <= 32
+    assert numbers_of(trace, trace.steps[-1], f"{operator}_backward")
+
+
+def test_without_the_rule_attention_stays_the_cpu_kernel(
+    attending: Callable[..., Trace], numbers_of: Callable[..., list[int]]
+) -> None:
+    trace = attending(torch.bfloat16, "a100-80gb", "attention-kernel", is_causal=True)
+    assert numbers_of(trace, trace.steps[-1], "_scaled_dot_product_flash_attention_for_cpu")
+    assert any("the device's attention kernel" in line for line in not_modelled(trace, hardware_named("a100-80gb")))
+
+
+def test_a_mask_of_truths_becomes_numbers_and_is_saved(
+    attending: Callable[..., Trace], numbers_of: Callable[..., list[int]]
+) -> None:
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+    trace = attending(torch.float32, "a100-80gb", attn_mask=mask)
+    assert numbers_of(trace, trace.steps[-1], "_scaled_dot_product_efficient_attention")
+    assert 4 * TOKENS * TOKENS in [save.nbytes // (BATCH * HEADS) for save in trace.steps[-1].saved]
+
+
+def test_grouped_queries_in_float32_are_written_out(attending: Callable[..., Trace]) -> None:
+    """GIVEN fewer keys than queries in float32 THEN no fused kernel takes them, and the weights exist in full."""
+    trace = attending(torch.float32, "a100-80gb", key_heads=2, enable_gqa=True)
+    weights_bytes = 4 * BATCH * HEADS * TOKENS * TOKENS
+    assert not any("attention" in name for name in trace.names)
+    assert any(storage.nbytes == weights_bytes for storage in trace.steps[-1].storages)
+
+
+def test_multihead_attention_of_torch_takes_the_device_kernel_as_well(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace], numbers_of: Callable[..., list[int]]
+) -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    trace = recorded(workload_of(Encoder, lambda: torch.ones(BATCH, TOKENS, WIDTH), torch.bfloat16), "a100-80gb")
+    assert numbers_of(trace, trace.steps[-1], "_scaled_dot_product_flash_attention")
