@@ -5,6 +5,18 @@ on the CPU, the reference runs instead: the same mathematics, chunked alike.
 """
 
 from .cost import KernelCost
+from .glu import geglu, swiglu
 from .linear_cross_entropy import linear_cross_entropy
+from .norms import add_rms_norm, layer_norm, rms_norm
+from .recompute import recompute_handles
 
-__all__ = ["KernelCost", "linear_cross_entropy"]
+__all__ = [
+    "KernelCost",
+    "add_rms_norm",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "recompute_handles",
+    "rms_norm",
+    "swiglu",
+]

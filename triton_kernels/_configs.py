@@ -5,7 +5,17 @@ Each entry is compiled ahead of time in tests/kernels for every architecture in 
 
 from typing import NamedTuple
 
-__all__ = ["Launch", "row_loss_launch", "scaled_copy_launch"]
+__all__ = [
+    "Launch",
+    "glu_launch",
+    "norm_launch",
+    "num_row_chunks",
+    "row_loss_launch",
+    "scaled_copy_launch",
+]
+
+# Columns that one program holds in registers at most.
+_NORM_COLUMNS = 8192
 
 
 class Launch(NamedTuple):
@@ -24,6 +34,23 @@ def row_loss_launch(vocabulary: int, warp_lanes: int) -> Launch:
 def scaled_copy_launch(warp_lanes: int) -> Launch:
     """Of the pass that scales and casts a gradient."""
     return _launch(2048, warp_lanes)
+
+
+def glu_launch(warp_lanes: int) -> Launch:
+    """Of the gated activation, forward and backward: 8 elements per lane, one 16-byte load of a 16-bit dtype."""
+    return Launch(2048, 256 // warp_lanes)
+
+
+def norm_launch(num_columns: int, warp_lanes: int) -> Launch:
+    """Of a norm, forward and backward: a row at once up to 8,192 columns, 16 elements per lane."""
+    block = min(_NORM_COLUMNS, _power_of_two_from(max(num_columns, 256)))
+    return Launch(block, max(1, block // 512 * 32 // warp_lanes))
+
+
+def num_row_chunks(num_rows: int, num_tiles: int, num_multiprocessors: int) -> int:
+    """Chunks of rows that backward works on at a time: two programs per multiprocessor, no chunk without rows."""
+    wanted = max(1, min(num_rows, 2 * num_multiprocessors // num_tiles))
+    return -(-num_rows // -(-num_rows // wanted))
 
 
 def _launch(block: int, warp_lanes: int) -> Launch:

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["is_interpreting", "on_device", "runs_triton", "warp_size"]
+__all__ = ["is_interpreting", "num_multiprocessors", "on_device", "runs_triton", "warp_size"]
 
 
 @cache
@@ -39,3 +39,10 @@ def warp_size(tensor: torch.Tensor) -> int:
     if tensor.device.type == "cuda" and torch.version.hip is not None:
         return int(torch.cuda.get_device_properties(tensor.device).warp_size)
     return 32
+
+
+def num_multiprocessors(tensor: torch.Tensor) -> int:
+    """Of the tensor's device; few in the interpreter, so that programs have several rows there too."""
+    if tensor.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+    return 2

@@ -10,14 +10,51 @@ import torch
 from torch import Tensor
 
 from ._launch import on_device, runs_triton
-from ._linear_cross_entropy_reference import LossTerms, reference_row_loss
+from ._linear_cross_entropy_reference import LossTerms, Rows, reference_row_loss
+from ._rows import compute_dtype
 
-__all__ = ["ROW_ALIGNMENT", "Gradients", "Loss", "chunked_loss", "compute_dtype", "empty_gradients"]
+__all__ = ["ROW_ALIGNMENT", "Gradients", "Loss", "LossCall", "chunked_loss", "empty_gradients"]
 
 # Rows of the slab start at multiples of this many elements: one 128-byte line of a 16-bit dtype.
 ROW_ALIGNMENT = 64
 # Columns of the head that the CPU widens at a time: it has no GEMM of 16-bit inputs into fp32.
 _CPU_COLUMNS = 8192
+
+
+class LossCall(NamedTuple):
+    """One call of the operators: their arguments, in their order."""
+
+    x: Tensor
+    w: Tensor
+    target: Tensor
+    bias: Tensor | None
+    token_weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    logit_scale: float
+    chunk_rows: int
+    max_valid_rows: int | None
+    accum_dtype: torch.dtype
+    want_x: bool
+    want_w: bool
+    want_bias: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What autograd may save."""
+        return (self.x, self.w, self.target, self.bias, self.token_weight)
+
+    @property
+    def terms(self) -> LossTerms:
+        """What a row's loss consists of."""
+        return LossTerms(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logit_scale)
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        """Whether a gradient is wanted for input, weight and bias."""
+        return (self.want_x, self.want_w, self.want_bias)
 
 
 class Gradients(NamedTuple):
@@ -37,11 +74,6 @@ class Loss(NamedTuple):
     """[M]: log-sum-exp of the scaled logits; 0 where ignored."""
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What losses are computed and returned in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def empty_gradients(x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool], weight_dtype: torch.dtype) -> Gradients:
     """Room for the wanted gradients; the weight's in `weight_dtype`, in which chunks are added up."""
     want_x, want_w, want_bias = wanted
@@ -53,27 +85,17 @@ def empty_gradients(x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool], weigh
     )
 
 
-def chunked_loss(
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    coefficient: Tensor,
-    terms: LossTerms,
-    *,
-    chunk_rows: int,
-    rows: Tensor | None,
-    gradients: Gradients,
-) -> Loss:
+def chunked_loss(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradients: Gradients) -> Loss:
     """Loss of every row of `x @ w.T`, and gradients of its sum.
 
     Args:
-        x: [M, H]. w: [V, H]. target: [M]. bias: [V]. coefficient: [M], factor of each row's loss.
-        terms: what the loss consists of.
-        chunk_rows: rows whose logits exist at a time.
+        call: what the loss is taken of, and in which chunks.
+        coefficient: [M], factor of each row's loss.
         rows: int64, the rows to look at, distinct; the others count as ignored. None is all of them.
         gradients: tensors to fill; empty ones are skipped.
     """
+    x, w, target, bias, _ = call.tensors
+    chunk_rows, terms = call.chunk_rows, call.terms
     num_rows, num_columns = x.shape[0], w.shape[0]
     writes_gradient = any(gradient.numel() > 0 for gradient in gradients)
     wide = compute_dtype(x.dtype)
@@ -103,19 +125,11 @@ def chunked_loss(
             else:
                 torch.addmm(bias, x_part, w.t(), out=logits)
             # Copies where rows are gathered, views of the results where not.
-            loss_part, lse_part = found.rows[part], found.lse[part]
-            row_loss(
-                logits,
-                target[part].contiguous(),
-                coefficient[part],
-                loss_part,
-                lse_part,
-                terms,
-                writes_gradient=writes_gradient,
-            )
+            found_part = Rows(logits, target[part].contiguous(), coefficient[part], found.rows[part], found.lse[part])
+            row_loss(found_part, terms, writes_gradient=writes_gradient)
             if rows is not None:
-                found.rows.index_copy_(0, rows[begin:end], loss_part)
-                found.lse.index_copy_(0, rows[begin:end], lse_part)
+                found.rows.index_copy_(0, rows[begin:end], found_part.loss)
+                found.lse.index_copy_(0, rows[begin:end], found_part.lse)
             if gradients.x.numel() > 0:
                 if rows is None:
                     torch.mm(logits, w, out=gradients.x[part])

@@ -4,13 +4,12 @@ One program per row reads it twice: for the maximum and the sum of exponentials,
 but huge chunks finds the row in the L2 cache. Everything is fp32 inside and rounded once. Needs triton.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from ._configs import row_loss_launch
 from ._launch import is_interpreting, on_device, warp_size
-from ._linear_cross_entropy_reference import LossTerms
+from ._linear_cross_entropy_reference import LossTerms, Rows
 from ._store import store_rounded
 
 __all__ = ["launch_row_loss", "row_loss_kernel"]
@@ -134,28 +133,16 @@ def row_loss_kernel(
             store_rounded(pointers, tl.where(inside, gradient, 0.0), writable, INTERPRETED)
 
 
-def launch_row_loss(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    coefficient: torch.Tensor,
-    loss: torch.Tensor,
-    lse: torch.Tensor,
-    terms: LossTerms,
-    *,
-    writes_gradient: bool,
-) -> None:
-    """`reference_row_loss` in Triton; the same arguments, `logits` a view into a slab with padded rows."""
+def launch_row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -> None:
+    """`reference_row_loss` in Triton; the logits a view into a slab with padded rows."""
+    logits = rows.logits
     num_rows, vocabulary = logits.shape
     if num_rows == 0:
         return
     launch = row_loss_launch(vocabulary, warp_size(logits))
     with on_device(logits):
         row_loss_kernel[(num_rows,)](
-            logits,
-            target,
-            coefficient,
-            loss,
-            lse,
+            *rows,
             logits.stride(0),
             vocabulary,
             terms.ignore_index,

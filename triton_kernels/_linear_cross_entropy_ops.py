@@ -10,13 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._linear_cross_entropy_chunks import Gradients, chunked_loss, compute_dtype, empty_gradients
-from ._linear_cross_entropy_reference import LossTerms
+from ._linear_cross_entropy_chunks import Gradients, Loss, LossCall, chunked_loss, empty_gradients
+from ._rows import compute_dtype
 from .scaled_copy import scaled_copy
 
 __all__ = ["rows_op", "sum_op", "weight_gradient_dtype"]
 
 _NONE_WANTED = (False, False, False)
+# The fields of LossCall, as a torch schema.
+_CALL = (
+    "Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? token_weight, int ignore_index, float label_smoothing, "
+    "float z_loss, float softcap, float logit_scale, SymInt chunk_rows, SymInt? max_valid_rows, "
+    "ScalarType accum_dtype, bool want_x, bool want_w, bool want_bias"
+)
 
 
 def weight_gradient_dtype(dtype: torch.dtype, accum_dtype: torch.dtype, num_chunks: int) -> torch.dtype:
@@ -29,181 +35,120 @@ def weight_gradient_dtype(dtype: torch.dtype, accum_dtype: torch.dtype, num_chun
     return torch.float32 if num_chunks > 1 or dtype == torch.float16 else dtype
 
 
-@torch.library.custom_op("memwall::linear_cross_entropy_sum", mutates_args=())
-def sum_op(
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    logit_scale: float,
-    chunk_rows: int,
-    max_valid_rows: int | None,
-    accum_dtype: torch.dtype,
-    want_x: bool,
-    want_w: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "memwall::linear_cross_entropy_sum",
+    mutates_args=(),
+    schema=f"({_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def sum_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Sum of the weighted losses, lse of each row, and gradients of the sum for input, weight and bias."""
-    terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    coefficient, rows = _used_rows(x, target, token_weight, ignore_index, max_valid_rows)
-    gradients = _allocate(x, w, chunk_rows, max_valid_rows, accum_dtype, (want_x, want_w, want_bias))
-    with torch.autocast(x.device.type, enabled=False):
-        found = chunked_loss(
-            x, w, target, bias, coefficient, terms, chunk_rows=chunk_rows, rows=rows, gradients=gradients
-        )
+    call = LossCall(*inputs)
+    gradients = _allocate(call)
+    found = _run(call, *_used_rows(call), gradients)
     return found.rows.sum(), found.lse, *gradients
 
 
 @sum_op.register_fake
-def _(x: Tensor, w: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    wide = compute_dtype(x.dtype)
-    chunk_rows, max_valid_rows, accum_dtype, *wanted = options[-6:]
-    gradients = _allocate(x, w, chunk_rows, max_valid_rows, accum_dtype, (wanted[0], wanted[1], wanted[2]))
-    return x.new_empty((), dtype=wide), x.new_empty(x.shape[0], dtype=wide), *gradients
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    call = LossCall(*inputs)
+    wide = compute_dtype(call.x.dtype)
+    return call.x.new_empty((), dtype=wide), call.x.new_empty(call.x.shape[0], dtype=wide), *_allocate(call)
 
 
 def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, grad_x, grad_w, grad_bias = output
-    wanted = inputs[-3:]
+    _, _, *gradients = output
+    call = LossCall(*inputs)
     ctx.set_materialize_grads(False)
-    ctx.wanted = wanted
-    ctx.num_inputs = len(inputs)
-    ctx.dtypes = (grad_x.dtype, inputs[1].dtype, None if inputs[3] is None else inputs[3].dtype)
-    ctx.save_for_backward(*(g for g, is_wanted in zip((grad_x, grad_w, grad_bias), wanted, strict=True) if is_wanted))
+    ctx.wanted = call.wanted
+    ctx.dtypes = (gradients[0].dtype, call.w.dtype, None if call.bias is None else call.bias.dtype)
+    ctx.save_for_backward(*(g for g, is_wanted in zip(gradients, call.wanted, strict=True) if is_wanted))
 
 
 def _backward_of_sum(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(other is not None for other in others):
         raise RuntimeError("linear_cross_entropy can be differentiated once; its gradient has no gradient")
     kept = iter(ctx.saved_tensors)
-    grad_x, grad_w, grad_bias = (
-        scaled_copy(next(kept), grad, dtype) if is_wanted and grad is not None else None
-        for is_wanted, dtype in zip(ctx.wanted, ctx.dtypes, strict=True)
+    return _as_inputs(
+        *(
+            scaled_copy(next(kept), grad, dtype) if is_wanted and grad is not None else None
+            for is_wanted, dtype in zip(ctx.wanted, ctx.dtypes, strict=True)
+        )
     )
-    return _as_inputs(grad_x, grad_w, grad_bias, ctx.num_inputs)
 
 
 sum_op.register_autograd(_backward_of_sum, setup_context=_setup_sum)
 
 
-@torch.library.custom_op("memwall::linear_cross_entropy_rows", mutates_args=())
-def rows_op(
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    logit_scale: float,
-    chunk_rows: int,
-    max_valid_rows: int | None,
-    accum_dtype: torch.dtype,
-    want_x: bool,
-    want_w: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("memwall::linear_cross_entropy_rows", mutates_args=(), schema=f"({_CALL}) -> (Tensor, Tensor)")
+def rows_op(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Weighted loss and lse of each row."""
-    terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    coefficient, rows = _used_rows(x, target, token_weight, ignore_index, max_valid_rows)
-    gradients = empty_gradients(x, w, _NONE_WANTED, w.dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        found = chunked_loss(
-            x, w, target, bias, coefficient, terms, chunk_rows=chunk_rows, rows=rows, gradients=gradients
-        )
+    call = LossCall(*inputs)
+    found = _run(call, *_used_rows(call), empty_gradients(call.x, call.w, _NONE_WANTED, call.w.dtype))
     return found.rows, found.lse
 
 
 @rows_op.register_fake
-def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    x = LossCall(*inputs).x
     wide = compute_dtype(x.dtype)
     return x.new_empty(x.shape[0], dtype=wide), x.new_empty(x.shape[0], dtype=wide)
 
 
-@torch.library.custom_op("memwall::linear_cross_entropy_rows_backward", mutates_args=())
-def _rows_backward_op(
-    grad: Tensor,
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    logit_scale: float,
-    chunk_rows: int,
-    max_valid_rows: int | None,
-    accum_dtype: torch.dtype,
-    want_x: bool,
-    want_w: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "memwall::linear_cross_entropy_rows_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_CALL}) -> (Tensor, Tensor, Tensor)",
+)
+def _rows_backward_op(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `rows_op` for the upstream gradient of each row."""
-    terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    coefficient, rows = _used_rows(x, target, token_weight, ignore_index, max_valid_rows)
-    gradients = _allocate(x, w, chunk_rows, max_valid_rows, accum_dtype, (want_x, want_w, want_bias))
-    with torch.autocast(x.device.type, enabled=False):
-        chunked_loss(
-            x,
-            w,
-            target,
-            bias,
-            coefficient * grad,
-            terms,
-            chunk_rows=chunk_rows,
-            rows=rows,
-            gradients=gradients,
-        )
-    return _final(gradients, x, w)
+    call = LossCall(*inputs)
+    gradients = _allocate(call)
+    coefficient, rows = _used_rows(call)
+    _run(call, coefficient * grad, rows, gradients)
+    return _final(call, gradients)
 
 
 @_rows_backward_op.register_fake
-def _(grad: Tensor, x: Tensor, w: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    chunk_rows, max_valid_rows, accum_dtype, *wanted = options[-6:]
-    return _final(_allocate(x, w, chunk_rows, max_valid_rows, accum_dtype, (wanted[0], wanted[1], wanted[2])), x, w)
+def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = LossCall(*inputs)
+    return _final(call, _allocate(call))
 
 
 def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w, target, bias, token_weight, *options = inputs
+    call = LossCall(*inputs)
     ctx.set_materialize_grads(False)
-    ctx.options = options
-    ctx.save_for_backward(x, w, target, bias, token_weight)
+    ctx.options = inputs[len(call.tensors) :]
+    ctx.save_for_backward(*call.tensors)
 
 
 def _backward_of_rows(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    num_inputs = 5 + len(ctx.options)
     if grad is None:
-        return (None,) * num_inputs
-    x, w, bias = _rows_backward_op(grad, *ctx.saved_tensors, *ctx.options)
-    want_x, want_w, want_bias = ctx.options[-3:]
-    return _as_inputs(x if want_x else None, w if want_w else None, bias if want_bias else None, num_inputs)
+        return _as_inputs(None, None, None)
+    call = LossCall(*ctx.saved_tensors, *ctx.options)
+    gradients = _rows_backward_op(grad, *call)
+    return _as_inputs(*(g if is_wanted else None for g, is_wanted in zip(gradients, call.wanted, strict=True)))
 
 
 rows_op.register_autograd(_backward_of_rows, setup_context=_setup_rows)
 
 
-def _as_inputs(x: Tensor | None, w: Tensor | None, bias: Tensor | None, num_inputs: int) -> tuple[Tensor | None, ...]:
-    """One gradient for each input of an operator: x, w, target, bias and what follows."""
-    return (x, w, None, bias, *(None,) * (num_inputs - 4))
+def _as_inputs(x: Tensor | None, w: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """One gradient for each argument of an operator."""
+    return (x, w, None, bias, *(None,) * (len(LossCall._fields) - 4))
 
 
-def _used_rows(
-    x: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int, max_valid_rows: int | None
-) -> tuple[Tensor, Tensor | None]:
+def _run(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradients: Gradients) -> Loss:
+    with torch.autocast(call.x.device.type, enabled=False):
+        return chunked_loss(call, coefficient, rows, gradients)
+
+
+def _used_rows(call: LossCall) -> tuple[Tensor, Tensor | None]:
     """Coefficient of each row, and the rows that enter the matmul (None: all of them), found without a host sync."""
-    is_valid = target != ignore_index
+    x, target, max_valid_rows = call.x, call.target, call.max_valid_rows
+    is_valid = target != call.ignore_index
     coefficient = is_valid.to(compute_dtype(x.dtype))
-    if token_weight is not None:
-        coefficient = coefficient * token_weight.detach()
+    if call.token_weight is not None:
+        coefficient = coefficient * call.token_weight.detach()
         coefficient = torch.where(is_valid, coefficient, 0.0).to(compute_dtype(x.dtype))
     if max_valid_rows is not None:
         # Rows beyond a bound that was too small would be lost silently; an error would have to wait for the device.
@@ -217,19 +162,13 @@ def _used_rows(
     return coefficient, torch.argsort((~is_valid).to(torch.uint8), stable=True)[:max_valid_rows]
 
 
-def _allocate(
-    x: Tensor,
-    w: Tensor,
-    chunk_rows: int,
-    max_valid_rows: int | None,
-    accum_dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool],
-) -> Gradients:
-    num_rows = x.shape[0] if max_valid_rows is None else min(x.shape[0], max_valid_rows)
-    num_chunks = 2 if num_rows > chunk_rows else 1
-    return empty_gradients(x, w, wanted, weight_gradient_dtype(w.dtype, accum_dtype, num_chunks))
+def _allocate(call: LossCall) -> Gradients:
+    num_rows = call.x.shape[0] if call.max_valid_rows is None else min(call.x.shape[0], call.max_valid_rows)
+    num_chunks = 2 if num_rows > call.chunk_rows else 1
+    weight_dtype = weight_gradient_dtype(call.w.dtype, call.accum_dtype, num_chunks)
+    return empty_gradients(call.x, call.w, call.wanted, weight_dtype)
 
 
-def _final(gradients: Gradients, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _final(call: LossCall, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in the dtypes of what they belong to (the bias has the input's)."""
-    return gradients.x, gradients.w.to(w.dtype), gradients.bias.to(x.dtype)
+    return gradients.x, gradients.w.to(call.w.dtype), gradients.bias.to(call.x.dtype)

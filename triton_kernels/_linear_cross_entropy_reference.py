@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LossTerms", "reference_row_loss"]
+__all__ = ["LossTerms", "Rows", "reference_row_loss"]
 
 # Elements of the fp32 temporaries: 4 MiB each.
 _SLICE_ELEMENTS = 1 << 20
@@ -28,52 +28,37 @@ class LossTerms(NamedTuple):
     logit_scale: float
 
 
-def reference_row_loss(
-    logits: Tensor,
-    target: Tensor,
-    coefficient: Tensor,
-    loss: Tensor,
-    lse: Tensor,
-    terms: LossTerms,
-    *,
-    writes_gradient: bool,
-) -> None:
+class Rows(NamedTuple):
+    """Rows of logits, and where what is found of them goes."""
+
+    logits: Tensor
+    """[rows, V], row stride at least V; overwritten by the gradient, rounded once, if one is asked for."""
+    target: Tensor
+    """[rows] int64. Rows of `ignore_index` get zeros everywhere, rows out of range NaN."""
+    coefficient: Tensor
+    """[rows], fp32 (fp64 for fp64 logits)."""
+    loss: Tensor
+    """[rows], written."""
+    lse: Tensor
+    """[rows], log-sum-exp of the scaled logits, written."""
+
+
+def reference_row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -> None:
     """Loss of each row times its coefficient, and the gradient of that in place of the logits.
 
     Args:
-        logits: [rows, V], row stride at least V; overwritten by the gradient, rounded once, if `writes_gradient`.
-        target: [rows] int64. Rows of `ignore_index` get zeros everywhere, rows out of range NaN.
-        coefficient: [rows], fp32 (fp64 for fp64 logits).
-        loss: [rows], written.
-        lse: [rows], log-sum-exp of the scaled logits, written.
+        rows: what is read and written.
         terms: what the loss consists of.
         writes_gradient: for an evaluation it is not.
     """
-    num_rows, vocabulary = logits.shape
+    num_rows, vocabulary = rows.logits.shape
     step = max(1, _SLICE_ELEMENTS // vocabulary)
     for begin in range(0, num_rows, step):
-        part = slice(begin, begin + step)
-        _row_loss(
-            logits[part],
-            target[part],
-            coefficient[part],
-            loss[part],
-            lse[part],
-            terms,
-            writes_gradient=writes_gradient,
-        )
+        _row_loss(Rows(*(tensor[begin : begin + step] for tensor in rows)), terms, writes_gradient=writes_gradient)
 
 
-def _row_loss(
-    logits: Tensor,
-    target: Tensor,
-    coefficient: Tensor,
-    loss: Tensor,
-    lse: Tensor,
-    terms: LossTerms,
-    *,
-    writes_gradient: bool,
-) -> None:
+def _row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -> None:
+    logits, target, coefficient, loss, lse = rows
     vocabulary = logits.shape[1]
     is_ignored = target == terms.ignore_index
     is_valid = (target >= 0) & (target < vocabulary)

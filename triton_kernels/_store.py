@@ -1,9 +1,17 @@
-"""The one place where a kernel rounds fp32 to its output's dtype."""
+"""The one place where a kernel rounds fp32 to another dtype."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["store_rounded"]
+__all__ = ["rounded", "store_rounded"]
+
+
+@triton.jit
+def _bf16_bits(values) -> tl.tensor:
+    """The upper 16 bits of fp32 `values` rounded to nearest even; NaN, which that would turn into -0.0, apart."""
+    bits = values.to(tl.int32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(values == values, nearest, 0x7FC0)
 
 
 @triton.jit
@@ -11,12 +19,19 @@ def store_rounded(pointers, values, mask, INTERPRETED: tl.constexpr) -> None:
     """Stores fp32 `values`, rounded to nearest even.
 
     Triton's interpreter truncates to bf16 instead, silently (triton issue #11584, turned down): there the bits are
-    rounded by integer arithmetic, with NaN, which that would turn into -0.0, selected out.
+    rounded by integer arithmetic.
     """
     if INTERPRETED and pointers.dtype.element_ty == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(values == values, rounded, 0x7FC0)
-        tl.store(pointers, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(pointers, _bf16_bits(values).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
         tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rounded(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
+    """fp32 `values` as a tensor of `dtype` would hold them, still in fp32."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        held = (_bf16_bits(values) << 16).to(tl.float32, bitcast=True)
+    else:
+        held = values.to(dtype).to(tl.float32)
+    return held

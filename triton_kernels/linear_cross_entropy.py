@@ -6,17 +6,18 @@ Triton kernel share one loop, _linear_cross_entropy_chunks.py. Label of the acti
 16 bits and more than one chunk it *changes numerics*.
 """
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from memwall.errors import UsageError
 
+from ._linear_cross_entropy_chunks import LossCall
 from ._linear_cross_entropy_cost import LossShape, chunk_rows_for, cost
 from ._linear_cross_entropy_ops import rows_op, sum_op
 
-__all__ = ["DEFAULT_CHUNK_ROWS", "LossShape", "chunk_rows_for", "cost", "linear_cross_entropy"]
+__all__ = ["DEFAULT_CHUNK_ROWS", "LossOptions", "LossShape", "chunk_rows_for", "cost", "linear_cross_entropy"]
 
 DEFAULT_CHUNK_ROWS = 1024
 """Where nobody chose: a constant, since a chunk taken from free memory would change rounding from run to run."""
@@ -25,49 +26,33 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Reduction = Literal["mean", "sum", "none"]
 
 
+class LossOptions(TypedDict, total=False):
+    """Keyword arguments of `linear_cross_entropy` that do not change the type of its result; it documents them."""
+
+    bias: Tensor | None
+    ignore_index: int
+    reduction: Reduction
+    num_items: Tensor | float | None
+    token_weight: Tensor | None
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    chunk_rows: int
+    max_valid_rows: int | None
+    recompute: bool
+    accum_dtype: torch.dtype
+
+
 @overload
 def linear_cross_entropy(
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    num_items: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
-    max_valid_rows: int | None = None,
-    recompute: bool = False,
-    accum_dtype: torch.dtype = torch.float32,
-    out_lse: Literal[False] = False,
+    x: Tensor, w: Tensor, target: Tensor, *, out_lse: Literal[False] = False, **options: Unpack[LossOptions]
 ) -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(
-    x: Tensor,
-    w: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    num_items: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
-    max_valid_rows: int | None = None,
-    recompute: bool = False,
-    accum_dtype: torch.dtype = torch.float32,
-    out_lse: Literal[True],
+    x: Tensor, w: Tensor, target: Tensor, *, out_lse: Literal[True], **options: Unpack[LossOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -128,25 +113,33 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w, bias = x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
-    _check_tensors(x, w, target, bias, token_weight)
-    _check_options(w, reduction, num_items, label_smoothing, softcap, chunk_rows, max_valid_rows, accum_dtype)
     does_grad = torch.is_grad_enabled()
-    wanted = (
-        does_grad and x.requires_grad,
-        does_grad and w.requires_grad,
-        does_grad and bias is not None and bias.requires_grad,
+    call = LossCall(
+        x,
+        w,
+        target,
+        bias,
+        token_weight,
+        ignore_index,
+        float(label_smoothing),
+        float(z_loss),
+        0.0 if softcap is None else float(softcap),
+        float(logit_scale),
+        chunk_rows,
+        max_valid_rows,
+        accum_dtype,
+        want_x=does_grad and x.requires_grad,
+        want_w=does_grad and w.requires_grad,
+        want_bias=does_grad and bias is not None and bias.requires_grad,
     )
-    options = (
-        *(x, w, target.to(torch.int64), bias, token_weight),
-        *(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0), float(logit_scale)),
-        *(chunk_rows, max_valid_rows, accum_dtype),
-        *wanted,
-    )
+    _check_tensors(call)
+    _check_options(call, reduction, num_items, has_softcap=softcap is not None)
+    call = call._replace(target=target.to(torch.int64))
     if reduction == "none" or recompute:
-        loss, lse = rows_op(*options)
+        loss, lse = rows_op(*call)
         loss = loss if reduction == "none" else loss.sum()
     else:
-        loss, lse, *_ = sum_op(*options)
+        loss, lse, *_ = sum_op(*call)
     if reduction == "mean":
         loss = loss / _divisor(target, ignore_index, num_items, loss)
     return (loss, lse.detach()) if out_lse else loss
@@ -163,7 +156,8 @@ def _divisor(target: Tensor, ignore_index: int, num_items: Tensor | float | None
     return torch.where(num_valid == 0, 1.0, num_items.detach().reshape(()).to(loss.dtype))
 
 
-def _check_tensors(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, token_weight: Tensor | None) -> None:
+def _check_tensors(call: LossCall) -> None:
+    x, w, target, bias, token_weight = call.tensors
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1] or w.shape[0] == 0:
         raise UsageError(
             f"linear_cross_entropy wants x [M, H] and w [V, H] with V > 0, found {list(x.shape)} and {list(w.shape)}; "
@@ -180,7 +174,7 @@ def _check_tensors(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, to
                                  ("bias", bias, w.shape[0])):  # fmt: skip
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != length):
             raise UsageError(f"linear_cross_entropy wants {name} [{length}], found {list(tensor.shape)}")
-    devices = {str(t.device) for t in (x, w, target, bias, token_weight) if t is not None}
+    devices = {str(t.device) for t in call.tensors if t is not None}
     if len(devices) > 1:
         raise UsageError(f"linear_cross_entropy wants all tensors on one device, found {', '.join(sorted(devices))}")
     if token_weight is not None and token_weight.requires_grad:
@@ -189,29 +183,20 @@ def _check_tensors(x: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, to
         )
 
 
-def _check_options(
-    w: Tensor,
-    reduction: str,
-    num_items: Tensor | float | None,
-    label_smoothing: float,
-    softcap: float | None,
-    chunk_rows: int,
-    max_valid_rows: int | None,
-    accum_dtype: torch.dtype,
-) -> None:
+def _check_options(call: LossCall, reduction: str, num_items: Tensor | float | None, *, has_softcap: bool) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
     if num_items is not None and reduction != "mean":
         raise UsageError(f"num_items divides the mean, but reduction is {reduction!r}")
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         raise UsageError(f"num_items is a number or a tensor of one element, found {list(num_items.shape)}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise UsageError(f"label_smoothing is a share between 0 and 1, not {label_smoothing}")
-    if softcap is not None and softcap <= 0.0:
-        raise UsageError(f"softcap bounds the logits and is positive, not {softcap}; None is no bound")
-    if chunk_rows < 1:
-        raise UsageError(f"chunk_rows is at least 1, not {chunk_rows}")
-    if max_valid_rows is not None and max_valid_rows < 0:
-        raise UsageError(f"max_valid_rows is a number of rows, not {max_valid_rows}")
-    if accum_dtype not in (torch.float32, w.dtype):
-        raise UsageError(f"accum_dtype is torch.float32 or the head's {w.dtype}, not {accum_dtype}")
+    if not 0.0 <= call.label_smoothing <= 1.0:
+        raise UsageError(f"label_smoothing is a share between 0 and 1, not {call.label_smoothing}")
+    if has_softcap and call.softcap <= 0.0:
+        raise UsageError(f"softcap bounds the logits and is positive, not {call.softcap}; None is no bound")
+    if call.chunk_rows < 1:
+        raise UsageError(f"chunk_rows is at least 1, not {call.chunk_rows}")
+    if call.max_valid_rows is not None and call.max_valid_rows < 0:
+        raise UsageError(f"max_valid_rows is a number of rows, not {call.max_valid_rows}")
+    if call.accum_dtype not in (torch.float32, call.w.dtype):
+        raise UsageError(f"accum_dtype is torch.float32 or the head's {call.w.dtype}, not {call.accum_dtype}")

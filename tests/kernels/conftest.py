@@ -1,7 +1,10 @@
-"""What the loss should be, by plain torch in fp64, and how far a kernel may be from it."""
+"""What an operation should give, by plain torch in fp64, and how far a kernel may be from it."""
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,6 +184,114 @@ class Losses:
 @pytest.fixture
 def losses() -> Losses:
     return Losses()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of the package beside what users write in plain torch: functions of the same tensors."""
+
+    ours: Callable[..., Tensor | tuple[Tensor, ...]]
+    plain: Callable[..., Tensor | tuple[Tensor, ...]]
+
+    def check(self, *tensors: Tensor) -> None:
+        """Results and gradients: error at most twice plain torch's plus one ulp of the largest value, against fp64."""
+        found = self.results(self.ours, *tensors)
+        plain = self.results(self.plain, *tensors)
+        truth = self.results(self.plain, *(tensor.double() for tensor in tensors))
+        assert [t.dtype for t in found] == [t.dtype for t in plain]
+        for number, outcome in enumerate(zip(found, plain, truth, strict=True)):
+            _assert_close(f"result or gradient {number}", *outcome, outcome[0].dtype)
+
+    @staticmethod
+    def results(function: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
+        """What the function returns, then the gradients of its inputs for upstream gradients that differ."""
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        values = function(*leaves)
+        values = values if isinstance(values, tuple) else (values,)
+        upstream = [
+            torch.linspace(0.5, 1.5, v.numel(), dtype=torch.float64).reshape(v.shape).to(v.dtype) for v in values
+        ]
+        gradients = torch.autograd.grad(values, leaves, upstream)
+        return [*(value.detach() for value in values), *gradients]
+
+
+@pytest.fixture
+def operation() -> type[Operation]:
+    return Operation
+
+
+def _two_dimensional(layout: str, rows: int, columns: int) -> Tensor:
+    if layout == "sliced":
+        return torch.randn(rows, 2 * columns)[:, ::2]
+    if layout == "row-sliced":
+        return torch.randn(rows, 2 * columns)[:, 1 : columns + 1]
+    if layout == "transposed":
+        return torch.randn(columns, rows).t()
+    if layout == "expanded":
+        return torch.randn(1, columns).expand(rows, columns)
+    if layout == "broadcast":
+        return torch.randn(rows, 1).expand(rows, columns)
+    return torch.randn(rows, columns)
+
+
+LAYOUTS = ("contiguous", "sliced", "row-sliced", "transposed", "expanded", "broadcast", "swapped")
+
+
+@pytest.fixture(params=LAYOUTS)
+def laid_out(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    """Makes random tensors of one layout: [rows, columns], or [4, 3, columns] with its first two dimensions swapped."""
+    torch.manual_seed(0)
+
+    def make(rows: int, columns: int) -> Tensor:
+        if request.param == "swapped":
+            return torch.randn(3, 4, columns).transpose(0, 1)
+        return _two_dimensional(request.param, rows, columns)
+
+    return make
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Counts kernel launches. In the interpreter's process there must be some: a fall-back would prove nothing."""
+    from memwall import triton_kernels
+    from memwall.triton_kernels._launch import is_interpreting
+
+    counted: list[str] = []
+    if not is_interpreting():
+        yield counted
+        return
+    for path in Path(triton_kernels.__file__).parent.glob("_*_kernel.py"):
+        module = importlib.import_module(f"memwall.triton_kernels.{path.stem}")
+        for name in [name for name in vars(module) if name.startswith("launch_")]:
+            original = getattr(module, name)
+
+            def counting(*args: Any, _original: Callable[..., None] = original, _name: str = name, **how: Any) -> None:
+                counted.append(_name)
+                _original(*args, **how)
+
+            monkeypatch.setattr(module, name, counting)
+    yield counted
+    assert counted
+
+
+@pytest.fixture
+def mutant(tmp_path: Path) -> Callable[..., Any]:
+    """Makes a kernel module with one thing wrong."""
+
+    def make(source: Path, old: str, new: str) -> Any:
+        text = source.read_text()
+        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+        path = tmp_path / source.name
+        path.write_text(text.replace(old, new))
+        spec = importlib.util.spec_from_file_location(f"memwall.triton_kernels._mutant_{source.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return make
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ budgets.toml holds what each configuration may use; one without a line there fai
 prints what is used now, in the file's format.
 """
 
+import importlib
 import os
 import re
 import subprocess
@@ -52,7 +53,45 @@ class Configuration(NamedTuple):
 
 
 def configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """All that _configs.py can give, over the dtypes; vocabularies that share a launch share a line."""
+    """All that _configs.py can give, over the dtypes."""
+    yield from loss_configurations(warp_lanes)
+    yield from glu_configurations(warp_lanes)
+
+
+def glu_configurations(warp_lanes: int) -> Iterator[Configuration]:
+    """Of the gated activation: contiguous tensors, or rows of a packed one, which are compiled alike."""
+    from memwall.triton_kernels._configs import glu_launch
+
+    launch = glu_launch(warp_lanes)
+    for dtype in ("bf16", "fp16", "fp32"):
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            for direction, tensors in (
+                ("glu", ("gate", "up", "product")),
+                ("glu_backward", ("grad", "gate", "up", "grad_gate", "grad_up")),
+            ):
+                pointers = [f"{name}_ptr" for name in tensors]
+                row_strides = [f"{name}_row_stride" for name in (*tensors, "result")]
+                for kind in ("even", "odd") if activation == "silu" else ("even",):
+                    yield Configuration(
+                        name=f"{direction}-{activation}-{dtype}-{launch.block}-{kind}",
+                        kernel=f"{direction}_kernel",
+                        signature={
+                            **dict.fromkeys(pointers, f"*{dtype}"),
+                            **dict.fromkeys(("num_columns", "num_blocks", *row_strides), "i32"),
+                        },
+                        constants={
+                            **{f"{name}_column_stride": 1 for name in tensors[:-1]},
+                            "KIND": activation,
+                            "INTERPRETED": False,
+                            "BLOCK": launch.block,
+                        },
+                        aligned=(*pointers, *row_strides, *(("num_columns",) if kind == "even" else ())),
+                        num_warps=launch.num_warps,
+                    )
+
+
+def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
+    """Of the loss and the pass that scales its gradients; vocabularies that share a launch share a line."""
     from memwall.triton_kernels._configs import row_loss_launch, scaled_copy_launch
 
     for dtype in ("bf16", "fp16", "fp32"):
@@ -98,22 +137,30 @@ def configurations(warp_lanes: int) -> Iterator[Configuration]:
             )
 
 
+def kernel_named(name: str) -> Any:
+    """The kernel of that name in any of the package's modules."""
+    from memwall import triton_kernels
+
+    for path in Path(triton_kernels.__file__).parent.glob("_*_kernel.py"):
+        module = importlib.import_module(f"memwall.triton_kernels.{path.stem}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise LookupError(name)
+
+
 def compile_for(target_name: str, configuration: Configuration) -> Usage:
     """Compiles, and reads what the assembler reports."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from memwall.triton_kernels import _linear_cross_entropy_kernel, _scaled_copy_kernel
-
     backend, arch, warp_lanes, _ = TARGETS[target_name]
-    kernel = getattr(_linear_cross_entropy_kernel, configuration.kernel, None) or getattr(
-        _scaled_copy_kernel, configuration.kernel
-    )
+    kernel = kernel_named(configuration.kernel)
     names = kernel.arg_names
     signature = {name: configuration.signature.get(name, "constexpr") for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in configuration.aligned}
-    source = ASTSource(kernel, signature, configuration.constants, attributes)
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in configuration.aligned if name in names}
+    constants = {name: value for name, value in configuration.constants.items() if name in names}
+    source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": configuration.num_warps, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget(backend, arch, warp_lanes), options=options)
     shared_bytes = int(compiled.metadata.shared)

@@ -1,12 +1,10 @@
 """Run by test_interpreter.py, with TRITON_INTERPRET=1: every call below goes through the Triton kernels."""
 
-import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,27 +13,14 @@ import torch
 import memwall.triton_kernels._linear_cross_entropy_kernel as kernel_module
 import memwall.triton_kernels._scaled_copy_kernel as scaled_copy_module
 from memwall.triton_kernels import linear_cross_entropy
-from memwall.triton_kernels._linear_cross_entropy_reference import LossTerms, reference_row_loss
+from memwall.triton_kernels._linear_cross_entropy_reference import LossTerms, Rows, reference_row_loss
 from memwall.triton_kernels.scaled_copy import scaled_copy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SOURCE = Path(kernel_module.__file__)
 
 
-@pytest.fixture(autouse=True)
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Counts launches: a check that fell back to the reference would prove nothing."""
-    counted: list[str] = []
-    for module, name in ((kernel_module, "launch_row_loss"), (scaled_copy_module, "launch_scaled_copy")):
-        original = getattr(module, name)
-
-        def counting(*args: Any, _original: Callable[..., None] = original, _name: str = name, **kwargs: Any) -> None:
-            counted.append(_name)
-            _original(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, counting)
-    yield counted
-    assert counted
+pytestmark = pytest.mark.usefixtures("launches")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,7 +61,7 @@ def ignored_rows(p: Any) -> None:
         logits.copy_(p.x @ p.w.t())
         loss, lse = torch.full((rows,), float("nan")), torch.full((rows,), float("nan"))
         terms = LossTerms(-100, 0.1, 0.1, 4.0, 0.5)
-        row_loss(logits, p.target, torch.ones(rows), loss, lse, terms, writes_gradient=True)
+        row_loss(Rows(logits, p.target, torch.ones(rows), loss, lse), terms, writes_gradient=True)
         assert torch.equal(slab[[0, -1]], guarded[[0, -1]])
         found += [loss, lse, logits]
     for ours, reference in zip(found[:3], found[3:], strict=True):
@@ -112,10 +97,8 @@ def test_extreme_logits(values: str, dtype: torch.dtype) -> None:
     truth = torch.nn.functional.cross_entropy(double, target, reduction="none")
     truth.sum().backward()
     loss, lse = torch.empty(3), torch.empty(3)
-    kernel_module.launch_row_loss(
-        logits, target, torch.ones(3), loss, lse, LossTerms(-100, 0.0, 0.0, 0.0, 1.0),
-        writes_gradient=True,
-    )  # fmt: skip
+    rows = Rows(logits, target, torch.ones(3), loss, lse)
+    kernel_module.launch_row_loss(rows, LossTerms(-100, 0.0, 0.0, 0.0, 1.0), writes_gradient=True)
     torch.testing.assert_close(loss, truth.detach().float(), rtol=1e-5, atol=1e-5, equal_nan=True)
     assert double.grad is not None
     tolerance = torch.finfo(dtype).eps
@@ -153,21 +136,6 @@ def test_inputs_are_never_written(losses: Any) -> None:
         assert torch.equal(tensor, copy)
 
 
-def mutant(tmp_path: Path, source: Path, old: str, new: str) -> ModuleType:
-    """A kernel module with one thing wrong."""
-    text = source.read_text()
-    assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
-    path = tmp_path / source.name
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"memwall.triton_kernels._mutant_{source.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -184,20 +152,20 @@ def mutant(tmp_path: Path, source: Path, old: str, new: str) -> ModuleType:
     ],
 )
 def test_a_kernel_with_one_sign_flipped_fails(
-    losses: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, launches: list[str]
+    losses: Any, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
     p = losses.make(
         vocabulary=4500, rows=9, label_smoothing=0.3, z_loss=0.05, softcap=2.0, logit_scale=1.5, with_token_weight=True
     )
     losses.check(p)
-    monkeypatch.setattr(kernel_module, "launch_row_loss", mutant(tmp_path, SOURCE, old, new).launch_row_loss)
+    monkeypatch.setattr(kernel_module, "launch_row_loss", mutant(SOURCE, old, new).launch_row_loss)
     with pytest.raises(AssertionError):
         losses.check(p)
 
 
-def test_a_kernel_that_writes_its_input_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_writes_its_input_is_caught(mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(scaled_copy_module.__file__)
-    wrong = mutant(tmp_path, source, "store_rounded(result_ptr", "store_rounded(source_ptr")
+    wrong = mutant(source, "store_rounded(result_ptr", "store_rounded(source_ptr")
     values = torch.randn(100)
     before = values.clone()
     scaled_copy(values, torch.tensor(2.0), torch.float32)
@@ -211,7 +179,7 @@ FAR_ROWS = """
 import sys
 import numpy as np, torch
 sys.path.insert(0, sys.argv[2])
-from memwall.triton_kernels._linear_cross_entropy_reference import LossTerms
+from memwall.triton_kernels._linear_cross_entropy_reference import LossTerms, Rows
 import importlib.util
 spec = importlib.util.spec_from_file_location("memwall.triton_kernels._far", sys.argv[1])
 module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module; spec.loader.exec_module(module)
@@ -221,8 +189,8 @@ logits = torch.from_numpy(memory).as_strided((4, vocabulary), (stride, 1))
 logits.copy_(torch.arange(400.0).reshape(4, 100) % 7)
 expected = torch.nn.functional.cross_entropy(logits.float(), torch.arange(4), reduction="none")
 loss, lse = torch.empty(4), torch.empty(4)
-module.launch_row_loss(logits, torch.arange(4), torch.ones(4), loss, lse, LossTerms(-100, 0.0, 0.0, 0.0, 1.0),
-                       writes_gradient=True)
+rows = Rows(logits, torch.arange(4), torch.ones(4), loss, lse)
+module.launch_row_loss(rows, LossTerms(-100, 0.0, 0.0, 0.0, 1.0), writes_gradient=True)
 assert torch.allclose(loss, expected), (loss, expected)
 assert abs(float(logits[3].float().sum())) < 1e-2
 """

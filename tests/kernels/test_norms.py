@@ -1,0 +1,259 @@
+"""The norms against plain torch: the reference here, the kernels where test_interpreter.py runs this."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memwall.triton_kernels import add_rms_norm, layer_norm, recompute_handles, rms_norm
+from memwall.triton_kernels._norm_ops import add_norm_op, norm_apply_op, norm_op
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPS = 1e-6
+pytestmark = pytest.mark.usefixtures("launches", "one_thread")
+
+
+def normalised(x: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "llama": lambda x, w: w * normalised(x).to(x.dtype),
+    "gemma": lambda x, w: (normalised(x) * (1.0 + w.to(normalised(x).dtype))).to(x.dtype),
+    "plain": lambda x, w: (normalised(x) * w.to(normalised(x).dtype)).to(x.dtype),
+}
+
+
+def rms(casting: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, w: rms_norm(x, w, eps=EPS, casting=casting)
+
+
+def torchs_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b)
+
+
+@pytest.fixture(params=PLAIN)
+def casting(request: pytest.FixtureRequest) -> str:
+    torch.manual_seed(0)
+    return str(request.param)
+
+
+@pytest.fixture
+def norm(casting: str, operation: Any) -> Any:
+    return operation(rms(casting), PLAIN[casting])
+
+
+@pytest.fixture
+def centered(operation: Any) -> Any:
+    torch.manual_seed(0)
+    return operation(layer_norm, torchs_layer_norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [1, 7, 64, 123, 1000, 4097, 9001])
+def test_is_as_exact_as_torch(norm: Any, dtype: torch.dtype, columns: int, poisoned: None) -> None:
+    norm.check(torch.randn(5, columns).to(dtype), torch.randn(columns).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [2, 7, 64, 123, 1000, 4097, 9001, 17_000])
+def test_layer_norm_is_as_exact_as_torch(centered: Any, dtype: torch.dtype, columns: int, poisoned: None) -> None:
+    centered.check(torch.randn(5, columns).to(dtype), *torch.randn(2, columns).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [7, 123, 1000, 9001])
+def test_sum_and_norm(operation: Any, casting: str, dtype: torch.dtype, columns: int, poisoned: None) -> None:
+    def ours(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, w, eps=EPS, casting=casting)  # type: ignore[arg-type]
+
+    def plain(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return PLAIN[casting](x + residual, w), x + residual
+
+    operation(ours, plain).check(*torch.randn(2, 5, columns).to(dtype), torch.randn(columns).to(dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_rows(norm: Any, centered: Any, rows: int, poisoned: None) -> None:
+    norm.check(torch.randn(rows, 60), torch.randn(60))
+    centered.check(torch.randn(rows, 60), *torch.randn(2, 60))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(operation: Any, centered: Any, laid_out: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    operation(rms("llama"), PLAIN["llama"]).check(laid_out(33, 70).to(dtype), torch.randn(140)[::2].to(dtype))
+    centered.check(laid_out(33, 70).to(dtype), *torch.randn(70, 2).t().to(dtype))
+
+
+def test_strides_of_both_summands_and_of_upstream_gradients(laid_out: Callable[..., Tensor]) -> None:
+    x, residual, upstream, upstream_sum = (laid_out(33, 70) for _ in range(4))
+    leaves = [x.detach().requires_grad_(), residual.detach().requires_grad_(), torch.randn(70, requires_grad=True)]
+    total = leaves[0] + leaves[1]
+    expected = torch.autograd.grad((PLAIN["llama"](total, leaves[2]), total), leaves, (upstream, upstream_sum))
+    found = torch.autograd.grad(add_rms_norm(*leaves, eps=EPS), leaves, (upstream, upstream_sum))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_without_weight_and_without_bias(operation: Any) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 300), torch.randn(300)
+    operation(rms_norm, normalised).check(x)
+    operation(layer_norm, lambda x: F.layer_norm(x, (300,))).check(x)
+    operation(layer_norm, lambda x, w: F.layer_norm(x, (300,), w)).check(x, w)
+    operation(lambda x, b: layer_norm(x, None, b), lambda x, b: F.layer_norm(x, (300,), None, b)).check(x, w)
+    operation(lambda x, r: add_rms_norm(x, r), lambda x, r: (normalised(x + r), x + r)).check(x, x.flip(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_common_offset_and_equal_values(norm: Any, centered: Any, dtype: torch.dtype) -> None:
+    for columns in (200, 9001):
+        shifted = (torch.randn(3, columns) + 1e4).to(dtype)
+        norm.check(shifted, torch.randn(columns).to(dtype))
+        centered.check(shifted, *torch.randn(2, columns).to(dtype))
+        norm.check(torch.full((3, columns), 3.0, dtype=dtype), torch.randn(columns).to(dtype))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_spoil_their_row_only(norm: Any, centered: Any, value: float) -> None:
+    x = torch.randn(5, 300)
+    x[3, 7] = value
+    for check, vectors in ((norm, torch.randn(1, 300)), (centered, torch.randn(2, 300))):
+        found, expected = (check.results(run, x, *vectors)[:2] for run in (check.ours, check.plain))
+        assert [t.isnan().any(1).tolist() for t in found] == [t.isnan().any(1).tolist() for t in expected]
+        assert torch.equal(found[0].isnan(), expected[0].isnan())
+
+
+def test_weight_of_another_dtype(operation: Any, casting: str) -> None:
+    """Mixed precision: activations in 16 bits, weights in 32. llama's result is promoted, gemma's is not."""
+    operation(rms(casting), PLAIN[casting]).check(torch.randn(5, 300).bfloat16(), torch.randn(300))
+    x, w, b = torch.randn(5, 300).bfloat16(), *torch.randn(2, 300)
+    assert layer_norm(x, w, b).dtype == torch.bfloat16
+
+
+def test_the_result_in_another_dtype_is_rounded_once() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(33, 300).bfloat16(), torch.randn(300)
+    found = rms_norm(x, w, eps=EPS, out_dtype=torch.bfloat16)
+    assert torch.equal(found, rms_norm(x, w, eps=EPS).bfloat16())
+
+
+def test_a_residual_stream_in_fp32(operation: Any) -> None:
+    torch.manual_seed(0)
+    x, residual, w = torch.randn(5, 300).bfloat16(), torch.randn(5, 300), torch.randn(300).bfloat16()
+
+    def ours(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, w, eps=EPS, out_dtype=x.dtype)
+
+    def plain(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return PLAIN["llama"](x + residual, w).to(x.dtype), x + residual
+
+    operation(ours, plain).check(x, residual, w)
+    y, total = add_rms_norm(x, x, w, residual_dtype=torch.float32)
+    assert (y.dtype, total.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(total, x.float() + x.float())
+
+
+def test_one_of_two_results_is_enough() -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(5, 30, requires_grad=True), torch.randn(5, 30, requires_grad=True)]
+    w = torch.randn(30, requires_grad=True)
+    (found,) = torch.autograd.grad(add_rms_norm(*leaves, w)[0].sum(), leaves[0])
+    (expected,) = torch.autograd.grad(PLAIN["llama"](leaves[0] + leaves[1], w).sum(), leaves[0])
+    torch.testing.assert_close(found, expected)
+    rms_norm(leaves[0], w).sum().backward()
+    w.grad = None
+    add_rms_norm(*leaves, w)[1].sum().backward()
+    assert w.grad is None
+    assert leaves[1].grad is not None
+    assert torch.equal(leaves[1].grad, torch.ones(5, 30))
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_a_frozen_input_gets_no_gradient(frozen: str) -> None:
+    torch.manual_seed(0)
+    given = {"x": torch.randn(5, 30), "weight": torch.randn(30), "bias": torch.randn(30)}
+    leaves = [tensor.requires_grad_() for name, tensor in given.items() if name != frozen]
+    found = torch.autograd.grad(layer_norm(*given.values()).square().sum(), leaves)
+    expected = torch.autograd.grad(torchs_layer_norm(*given.values()).square().sum(), leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_are_never_written(casting: str) -> None:
+    tensors = [*torch.randn(2, 5, 40), *torch.randn(2, 40)]
+    before = [(tensor._version, tensor.clone()) for tensor in tensors]
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    x, residual, w, b = leaves
+    y, total = add_rms_norm(x, residual, w, casting=casting)  # type: ignore[arg-type]
+    (y + total + layer_norm(x, w, b) + rms(casting)(x, w)).square().sum().backward()
+    for tensor, (version, copy) in zip(tensors, before, strict=True):
+        assert tensor._version == version
+        assert torch.equal(tensor, copy)
+
+
+def test_backward_twice_and_two_runs_are_bitwise_equal(casting: str) -> None:
+    x, residual = (torch.randn(33, 300, requires_grad=True) for _ in range(2))
+    w = torch.randn(300, requires_grad=True)
+    results = []
+    for _ in range(2):
+        y, total = add_rms_norm(x, residual, w, casting=casting)  # type: ignore[arg-type]
+        loss = (y * total).sum()
+        results += [torch.autograd.grad(loss, (x, residual, w), retain_graph=keep) for keep in (True, False)]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_in_place_change_between_forward_and_backward_is_noticed() -> None:
+    """Liger #272, #273, #343 and others: autograd's own check must keep working."""
+    x, w = torch.randn(5, 30, requires_grad=True), torch.randn(30, requires_grad=True)
+    doubled = x * 2.0
+    y = rms_norm(doubled, w)
+    doubled.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [7, 1000, 9001])
+@pytest.mark.parametrize("is_centered", [False, True])
+def test_the_rebuilt_result_has_the_same_bits(
+    casting: str, dtype: torch.dtype, columns: int, is_centered: bool
+) -> None:
+    x, residual = torch.randn(2, 5, columns).to(dtype)
+    w, b = torch.randn(2, columns).to(dtype)
+    terms = (EPS, casting, is_centered, dtype)
+    y, mean, rstd = norm_op(x, w, b if is_centered else None, *terms)
+    assert torch.equal(norm_apply_op(x, mean, rstd, w, b if is_centered else None, *terms), y)
+    y, total, mean, rstd = add_norm_op(x, residual, w, None, *terms, dtype)
+    assert torch.equal(norm_apply_op(total, mean, rstd, w, None, *terms), y)
+
+
+class Block(nn.Module):
+    """Two norms, each before layers that save its result."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.bias = (nn.Parameter(torch.rand(width) + 0.5) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = rms_norm(x, self.first)
+        z, total = add_rms_norm(self.layers[0](y) * self.layers[1](y) * self.layers[2](y), x, self.second)
+        return self.layers[3](layer_norm(self.layers[3](z) + total, self.first, self.bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_inside_recompute_handles_are_bitwise_those_outside(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    block, x = Block(64).to(dtype), torch.randn(2, 5, 64).to(dtype).requires_grad_()
+    leaves = [x, *block.parameters()]
+    expected = torch.autograd.grad(block(x).square().sum(), leaves)
+    with recompute_handles() as handles:
+        loss = block(x).square().sum()
+    found = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    # Five layers saved a result, three results there were.
+    assert (handles.num_replaced, handles.num_rebuilt) == (5, 3)
