@@ -1,4 +1,4 @@
-"""Exact dynamic program for chains without a link: the oracle for the other solvers (planning handbook 3.8).
+"""Exact dynamic program for chains without a link: the oracle for the other solvers.
 
 In a chain every peak depends on the blocks before it only through the bytes they left resident, so the state after a
 block is that one number. `chain_instance` writes the same chain as rows, for the solvers that know nothing of chains.

@@ -3,7 +3,7 @@
 Solvers propose, `evaluate` decides: only its peak and its seconds are ever shown, and a proposal it rejects is not
 used.
 
-How the link is timed (planning handbook 3.3, made conservative where the executor is free to do better):
+How the link is timed, conservatively where the executor is free to do better:
 
 - Writing and reading are independent directions, each at its own constant speed.
 - Forward: a block's moved bytes enter the out-queue when its forward ends, and drain during the forwards that follow.

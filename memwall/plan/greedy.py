@@ -3,7 +3,7 @@
 Starts from keeping everything and, while the peak is over the budget, makes the one change that costs the least
 seconds per byte of true peak removed; then takes back what turned out not to be needed. Only one block differs
 between two steps, so bytes and seconds of every possible change are updated from the current state instead of
-simulated afresh (planning handbook 3.9: simulating afresh was slower than the mixed-integer program).
+simulated afresh, which would take longer than the mixed-integer program.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The inner problem as a mixed-integer linear program, solved by HiGHS (planning handbook 3.2 to 3.7, 3.11).
+"""The inner problem as a mixed-integer linear program, solved by HiGHS.
 
 One binary per block and option; one row per program point; the link's queue and stalls as continuous columns that
 follow `evaluate` exactly, so that the objective of an integer solution is what `evaluate` says. Floats never decide:
@@ -36,7 +36,7 @@ def solve_milp(
     """The cheapest choice within the budget, up to the gap; the time limit keeps the best one found by then.
 
     One thread and a fixed seed: equal inputs give equal answers, unless the time limit ends the solve. The decoder of
-    planning handbook 3.7 with 96 blocks, 8 options and one link of 20 MiB/ms took 0.1 to 1.8 CPU seconds over its six
+    tests/plan/conftest.py with 96 blocks, 8 options and one link of 20 MiB/ms took 0.1 to 1.8 CPU seconds over its six
     cells (2-core CPU, HiGHS 1.15.1, 2026-11-20). At 6 MiB/ms one of six cells, of equal blocks, ran into the limit; its
     bound was then 0.5 % of the step away.
 

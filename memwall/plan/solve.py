@@ -1,6 +1,6 @@
 """The inner solve: every method proposes, the evaluator decides, the cheapest proposal that fits is the plan.
 
-Among the proposals are the knobs a user would turn by hand, so that a plan never loses to one (planning handbook P21).
+Among the proposals are the knobs a user would turn by hand, so that a plan never loses to one.
 """
 
 import logging

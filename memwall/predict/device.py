@@ -26,7 +26,7 @@ from memwall.trace.records import Step, Trace
 __all__ = ["MARGIN_BASIS", "MARGIN_SHARE", "DeviceModel", "StepPeak", "as_first", "margin_bytes", "step_peaks"]
 
 # No run on a device has been compared with a forecast yet, so this share is chosen, not measured. The public runs of
-# 231 timm models (handbook, prediction, section 10) say what it should cover: a fit with three constants on their own
+# 231 timm models on an A100 (GPUMemNet, doi 10.1145/3805621.3807621) say what it should cover: a fit with three constants on their own
 # device exceeds 10 % under-prediction in one row of seven, mostly convolutions, whose workspaces are not modelled here
 # either. To be replaced by a quantile of errors on families left out, as soon as there are any.
 MARGIN_SHARE = 0.10

@@ -1,7 +1,7 @@
 """Replays a snapshot's history: which device memory was held, and which blocks of it were in use, after every event.
 
 The snapshot holds the final state and what led to it, so the state before the first event follows by undoing the events
-from the last to the first (handbook: allocator.md, section 11.4).
+from the last to the first.
 """
 
 from collections.abc import Iterable
@@ -86,7 +86,7 @@ def held_after(recording: Recording, positions: Iterable[int]) -> dict[int, Held
 
 
 def releases_of(recording: Recording) -> tuple[Release, ...]:
-    """When memory was given back, and which times the device had run out (handbook: allocator.md, section 11.4).
+    """When memory was given back, and which times the device had run out.
 
     It had if a request failed then, or got more than would have fitted, beside what was held, into the most that the
     device ever gave. Otherwise the program emptied the cache.

@@ -66,6 +66,7 @@ def record_fake(
         # Without fallback: it would run kernels for real, on as many zeros as the tensors pretend to have.
         fake_mode = contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False))
         values = contexts.enter_context(KnownValues(place.now, mask_share))
+        contexts.enter_context(_copied_as_fake())
         with _without_sampling():
             model = _made_fake(workload.make_model(), fake_mode)
         contexts.enter_context(_seen_as_eager())  # now that the model has imported its libraries
@@ -143,6 +144,30 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextmanager
+def _copied_as_fake() -> Iterator[None]:
+    """`copy.deepcopy` clones fake tensors; torch's own would read as many bytes as they pretend to have.
+
+    Source: torch/_tensor.py, `Tensor.__deepcopy__` (2.13), which takes a buffer made from a value for a real tensor.
+    """
+
+    def copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
+        if id(tensor) not in memo:
+            with torch.no_grad():
+                memo[id(tensor)] = clone = tensor.clone().requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                clone._is_param = True
+        found: Tensor = memo[id(tensor)]
+        return found
+
+    fake_class: Any = FakeTensor
+    fake_class.__deepcopy__ = copied
+    try:
+        yield
+    finally:
+        del fake_class.__deepcopy__
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from memwall.trace.fake import record_fake
 from memwall.trace.record import record
 
 pytestmark = pytest.mark.requires("transformers")
-# The bound is 1 %; see tests/trace/test_fake.py for what is left.
+# See tests/trace/test_fake.py for what is left.
 TOLERANCE = 0.001
 A100 = hardware_named("a100-80gb")
 TEXT = {

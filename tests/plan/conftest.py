@@ -1,6 +1,6 @@
 """What the tests of planning share: instances for the solvers, and traces of small models with large bytes.
 
-Instances are small random ones, random chains, and the decoder family of planning handbook 3.7.
+Instances are small random ones, random chains, and a family of decoders with one link.
 """
 
 import itertools
@@ -90,7 +90,7 @@ def _random_chain(rng: random.Random, num_blocks: int) -> tuple[Chain, int]:
 
 
 def _decoder(num_blocks: int, *, is_varied: bool, budget_share: float, link_mib_per_ms: float) -> Instance:
-    """Handbook 3.7 with one link, to the host; the last block stays on the device."""
+    """A decoder with one link, to the host; the last block stays on the device."""
     uniform = np.random.default_rng(1).random(num_blocks)
     scales = [0.6 + 0.8 * float(u) if is_varied else 1.0 for u in uniform]
     # name, resident share, moved share of the saved bytes, recomputed share of the forward
@@ -166,7 +166,7 @@ def random_chain() -> Callable[[random.Random, int], tuple[Chain, int]]:
 
 @pytest.fixture(scope="session")
 def decoder() -> Callable[..., Instance]:
-    """The family of handbook 3.7: num_blocks, is_varied, budget_share, link_mib_per_ms."""
+    """The family of decoders: num_blocks, is_varied, budget_share, link_mib_per_ms."""
     return _decoder
 
 

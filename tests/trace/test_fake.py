@@ -20,7 +20,7 @@ from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload
 
-# The issue's bound is 1 %; found is 0.0 % but for scalars of the optimizer's first step, which count twice while made.
+# Found is 0.0 % but for scalars of the optimizer's first step, which count twice while made.
 TOLERANCE = 0.0003
 # Two of four experts take each token: a quarter of the choices goes to each.
 EXPERT_SHARE = 0.25
@@ -198,7 +198,7 @@ def optimizer_temporaries(optimizer: Callable[[Any], torch.optim.Optimizer]) -> 
 def test_on_cuda_optimizers_take_the_implementation_that_torch_picks_there(
     optimizer: Callable[[Any], torch.optim.Optimizer], copies: float
 ) -> None:
-    """The table of handbook/prediction.md, section 4: transients of the optimizer step in copies of the weights."""
+    """Transients of the optimizer step, in copies of the weights."""
     assert optimizer_temporaries(optimizer) == pytest.approx(copies, abs=0.01)
 
 

@@ -80,7 +80,7 @@ def test_a_value_that_was_overwritten_with_an_unknown_one_is_unknown(workload_of
 
 
 def test_numbers_made_while_the_model_is_built_are_known(sgd: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Stochastic depth: rates from a linspace become Python numbers (timm, handbook section 4)."""
+    """Stochastic depth: rates from a linspace become Python numbers (timm)."""
     seen: list[float] = []
 
     def model() -> nn.Module:
