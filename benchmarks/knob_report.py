@@ -112,11 +112,12 @@ def _cell(
         return cell
     # The budget binds the whole run, its recorded first step too; the forecast is of the steps under the plan.
     peak_bytes, predicted_bytes = memwall["planned_peak_bytes"], memwall["predicted_peak_bytes"]
-    limit = MAX_TIME_RATIO_WHEN_FITTING if share_percent > 100 else MAX_TIME_RATIO
     ratio = memwall["step_seconds_median"] / best["step_seconds_median"] if best else None
+    ratio_to_plain = memwall["step_seconds_median"] / plain["step_seconds_median"]
     failures = {
         "over budget": memwall["peak_bytes"] > budget_bytes,
-        "slower than allowed": ratio is not None and ratio > limit,
+        "slower than a knob": ratio is not None and ratio > MAX_TIME_RATIO,
+        "slower than plain": share_percent > 100 and ratio_to_plain > MAX_TIME_RATIO_WHEN_FITTING,
         "prediction off": abs(predicted_bytes - peak_bytes) > MAX_PREDICTION_ERROR * peak_bytes,
         # A plan made again holds what was measured: its own forecast proves nothing.
         "predicted too low": predicted_bytes + memwall["margin_bytes"] < peak_bytes or memwall["num_replans"] > 0,

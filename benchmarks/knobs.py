@@ -7,14 +7,16 @@
 Every arm is a fresh process that builds the same seeded workload. First each knob runs alone for a few steps: its peak
 gives `keep_all` (plain PyTorch) and `floor` (the leanest of full checkpointing and memwall's tightest plan), and with
 them the budgets `floor + share x (keep_all - floor)` of process bytes. Then all arms race: the coordinator hands out
-single steps in turn, A B C A B C, so that drift of the machine hits all alike. Two plain arms give the noise floor.
-A knob fits a budget that it never exceeded, in no race and no probe. Knobs with memwall's heap for tensors, and nothing
-else of it, race too: no gate counts them; they tell the planner's share of a gain from the allocator's.
+single steps in turn, each round in another random order, so that drift of the machine hits all alike and nobody always
+follows the same arm. Two plain arms give the noise floor. A knob fits a budget that it never exceeded, in no race and
+no probe. Knobs with memwall's heap for tensors, and nothing else of it, race plain PyTorch: no gate counts them; they
+tell the planner's share of a gain from the allocator's.
 """
 
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -94,9 +96,10 @@ def race(workload: str, arms: Sequence[tuple[str, int | None]], num_rounds: int)
         for arm, budget_bytes in arms:
             progress(f"{workload}: starting {arm}" + (f" with {budget_bytes / 2**20:.0f} MiB" if budget_bytes else ""))
             workers.append(Worker(workload, arm, budget_bytes))
-        for number in range(num_rounds):
-            # Each round begins elsewhere, so that no arm always follows the same one.
-            for worker in workers[number % len(workers) :] + workers[: number % len(workers)]:
+        order = random.Random(0)
+        for _ in range(num_rounds):
+            # No arm always follows the same one, whose caches and dirty pages it finds.
+            for worker in order.sample(workers, len(workers)):
                 worker.step()
                 if worker.arm == "save-to-disk":
                     os.sync()  # its gigabytes of dirty pages are its own cost, not the next arm's
@@ -132,13 +135,13 @@ def measure(workload: str, shares_percent: Sequence[int], num_rounds: int, has_m
         progress(
             f"{workload}: {arm} peaks at {probe['peak_bytes'] / 2**20:.0f} MiB, {min(probe['step_seconds']):.2f} s"
         )
-    others: list[tuple[str, int | None]] = []
+    knob_racers: list[tuple[str, int | None]] = [(arm, None) for arm in knobs]
+    plans = [(f"memwall-{share}", size) for share, size in budgets_bytes.items()] if has_memwall else []
+    groups = grouped(plans, keep_all_bytes * len(knobs))  # none holds more than keeping everything
+    raced = [race(workload, [*knob_racers, *group], num_rounds) for group in groups]
     if has_memwall:
-        others = [(f"memwall-{share}", size) for share, size in budgets_bytes.items()]
-        others += [(arm, None) for arm in heap_arms(knobs)]
-    raced = []
-    for group in grouped(others, keep_all_bytes, len(knobs)):  # none holds more than keeping everything
-        raced.append(race(workload, [*((arm, None) for arm in knobs), *group], num_rounds))
+        heap_racers = [(arm, None) for arm in heap_arms(knobs)]
+        raced.append(race(workload, [*knob_racers[: len(plain_arms)], *heap_racers], num_rounds))
     races = score(raced, list(probes.values()), budgets_bytes)
     return {
         "workload": workload,
@@ -151,30 +154,21 @@ def measure(workload: str, shares_percent: Sequence[int], num_rounds: int, has_m
     }
 
 
-def grouped(
-    others: Sequence[tuple[str, int | None]], keep_all_bytes: int, num_knobs: int
-) -> list[list[tuple[str, int | None]]]:
-    """Splits the other arms so that each group fits in memory together with all knobs, with which it races.
-
-    Args:
-        others: arms with their budgets; one without holds no more than keeping everything does.
-    """
-    room_bytes = int(MEMORY_SHARE * psutil.virtual_memory().available) - num_knobs * keep_all_bytes
-    sizes = [budget_bytes or keep_all_bytes for _, budget_bytes in others]
-    if max(sizes, default=0) > room_bytes:
+def grouped(plans: Sequence[tuple[str, int]], knob_bytes: int) -> list[list[tuple[str, int]]]:
+    """Splits memwall's arms so that each group fits in memory together with all knobs, with which it races."""
+    room_bytes = int(MEMORY_SHARE * psutil.virtual_memory().available) - knob_bytes
+    most_bytes = max((budget_bytes for _, budget_bytes in plans), default=0)
+    if most_bytes > room_bytes:
         raise SystemExit(
-            f"the knobs hold {num_knobs * keep_all_bytes / 2**30:.1f} GiB at once, which leaves "
-            f"{room_bytes / 2**30:.1f} GiB of {MEMORY_SHARE:.0%} of the available memory, and another arm needs "
-            f"{max(sizes) / 2**30:.1f} GiB: free some memory"
+            f"the knobs hold {knob_bytes / 2**30:.1f} GiB at once, which leaves {room_bytes / 2**30:.1f} GiB of "
+            f"{MEMORY_SHARE:.0%} of the available memory, and a plan needs {most_bytes / 2**30:.1f} GiB: "
+            "free some memory"
         )
-    groups: list[list[tuple[str, int | None]]] = [[]]
-    left_bytes = room_bytes
-    for other, size in zip(others, sizes, strict=True):
-        if size > left_bytes:
+    groups: list[list[tuple[str, int]]] = [[]]
+    for plan in plans:
+        if sum(budget_bytes for _, budget_bytes in [*groups[-1], plan]) > room_bytes:
             groups.append([])
-            left_bytes = room_bytes
-        groups[-1].append(other)
-        left_bytes -= size
+        groups[-1].append(plan)
     return groups
 
 
