@@ -25,7 +25,7 @@ from zoo import MODELS, optimizers, trained_parameters
 
 from memwall.trace.record import TraceBuilder
 
-NUM_ROUNDS = 5
+NUM_ROUNDS, NUM_FIRST_ROUNDS = 5, 3
 BOUND = 1.5
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "recording_cost.json"
 
@@ -67,7 +67,7 @@ def steady_ratios(name: str) -> tuple[float, list[float]]:
 def first_ratios(name: str) -> tuple[float, list[float]]:
     """The same of first steps, each in a fresh process; each round has the other order."""
     rounds = []
-    for number in range(NUM_ROUNDS):
+    for number in range(NUM_FIRST_ROUNDS):
         order = ("plain", "recorded") if number % 2 == 0 else ("recorded", "plain")
         seconds = {}
         for arm in order:
