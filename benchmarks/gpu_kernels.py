@@ -1,13 +1,13 @@
 """The fused kernels against what a user would otherwise run, on this machine's GPU; without one it refuses.
 
-    python benchmarks/gpu_kernels.py [--shape M,H,V ...] [--repetitions N] [--output FILE]
+    python benchmarks/gpu_kernels.py [--list] [--op NAME ...] [--shape N,N,... ...] [--repetitions N] [--output FILE]
 
-Providers take turns in one process on the same tensors, with the L2 cache flushed before each launch. Prints a table
-and writes JSON. A provider that is missing is recorded as absent, with the reason.
+Providers take turns in one process on the same tensors, with the L2 cache flushed and work queued before each launch.
+Before anything is timed each one must agree with fp32. Prints a table and writes JSON. A provider that is missing is
+recorded as absent, with the reason. `--list` shows operations, shapes and providers, and needs no GPU.
 """
 
 import argparse
-import importlib
 import importlib.metadata
 import json
 import statistics
@@ -19,71 +19,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from gpu_kernels_cases import CASES, Case, Run
 from torch import Tensor
 
-from memwall.triton_kernels import linear_cross_entropy
+from memwall.triton_kernels import recompute_handles
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-CHUNKS = (256, 1024, 2048, 4096)
-# Llama 3 8B; two shapes of small models with wide vocabularies.
-SHAPES = ((8192, 4096, 128_256), (16_384, 2048, 248_320), (16_384, 1024, 151_936))
 _RESULTS = Path(__file__).parent / "results"
 _FLUSH_BYTES = 256 << 20
+_QUEUED_CYCLES = 1_000_000  # about half a millisecond, in which the host gets ahead
+_MAX_ERROR_RATIO = 2.0
 _MIB = 1 << 20
 
 
-def eager(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, w).float(), target)
+class _Consumer(torch.autograd.Function):
+    """A layer that saves its input, as a linear one does, and costs nothing."""
 
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return value.view_as(value)
 
-def _compiled() -> Loss:
-    return torch.compile(eager)
-
-
-def _core() -> Loss:
-    core = getattr(F, "linear_cross_entropy", None)
-    if core is None:
-        raise ImportError(f"torch {torch.__version__} has no F.linear_cross_entropy")
-    options = torch.nn.LinearCrossEntropyOptions()
-    return lambda x, w, target: core(x, w, target, options=options)
-
-
-def _liger() -> Loss:
-    function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    return lambda x, w, target: function(x, w, target)
-
-
-def _cut(implementation: str) -> Callable[[], Loss]:
-    def make() -> Loss:
-        function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-        return lambda x, w, target: function(x, w, target, impl=implementation)
-
-    return make
-
-
-def _quack() -> Loss:
-    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    return lambda x, w, target: function(x, w, target)
-
-
-def _memwall(chunk_rows: int, accum_dtype: torch.dtype) -> Callable[[], Loss]:
-    return lambda: (
-        lambda x, w, target: linear_cross_entropy(x, w, target, chunk_rows=chunk_rows, accum_dtype=accum_dtype)
-    )
-
-
-PROVIDERS: dict[str, Callable[[], Loss]] = {
-    **{f"memwall-{rows}": _memwall(rows, torch.float32) for rows in CHUNKS},
-    **{f"memwall-{rows}-bf16-sum": _memwall(rows, torch.bfloat16) for rows in CHUNKS},
-    "eager": lambda: eager,
-    "torch.compile": _compiled,
-    "F.linear_cross_entropy": _core,
-    "liger": _liger,
-    "cut-cross-entropy": _cut("cce"),
-    "cut-cross-entropy-exact": _cut("cce_exact"),
-    "quack": _quack,
-}
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert ctx.saved_tensors
+        return grad
 
 
 def measured_peaks() -> tuple[float, float]:
@@ -98,6 +57,7 @@ def measured_peaks() -> tuple[float, float]:
 
 def _seconds(run: Callable[[], Any]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_QUEUED_CYCLES)
     begin.record()
     run()
     end.record()
@@ -105,59 +65,115 @@ def _seconds(run: Callable[[], Any]) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def measure(shape: tuple[int, int, int], num_repetitions: int, matmul_rate: float) -> list[dict[str, Any]]:
-    """One row for each provider: seconds of forward with backward, memory, and the loss it found."""
-    rows, hidden, vocabulary = shape
+def _forward(name: str, run: Run, tensors: tuple[Tensor, ...]) -> Tensor:
+    if not name.endswith("-rebuilt"):
+        return _Consumer.apply(run(*tensors))
+    with recompute_handles():
+        return _Consumer.apply(run(*tensors))
+
+
+def _leaves(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def measure(
+    case: Case, shape: tuple[int, ...], num_repetitions: int, rates: tuple[float, float]
+) -> list[dict[str, Any]]:
+    """One row for each provider: seconds of forward and backward, memory, and how exact it is."""
     torch.manual_seed(0)
-    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    w = (torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5).requires_grad_()
-    target = torch.randint(0, vocabulary, (rows,), device="cuda")
+    tensors = case.make(*shape)
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     results: dict[str, dict[str, Any]] = {}
-    ready: dict[str, Loss] = {}
-    for name, make in PROVIDERS.items():
+    ready: dict[str, Run] = {}
+    wide = tuple(t.detach().float().requires_grad_() if t.requires_grad else t for t in tensors)
+    truth = _outcome("eager", case.eager, wide)
+    allowed = _error(_outcome("eager", case.eager, tensors), truth)
+    for name, make in case.providers.items():
         results[name] = {"provider": name, "shape": list(shape)}
         try:
-            ready[name] = make()
-            results[name] |= _memory(ready[name], x, w, target)
+            run = make()
+            results[name]["error_ratio"] = _error(_outcome(name, run, tensors), truth) / allowed
+            results[name] |= _memory(case, name, run, tensors)
+            ready[name] = run
         except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-            ready.pop(name, None)
             results[name]["absent"] = str(error).splitlines()[0] if str(error) else type(error).__name__
-    seconds: dict[str, list[float]] = {name: [] for name in ready}
+    del truth, wide
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ready}
     stop = time.monotonic() + 2.0
     while time.monotonic() < stop:
-        for loss in ready.values():
-            _step(loss, x, w, target)
+        for name, run in ready.items():
+            _step(name, run, tensors, flush)
         torch.cuda.synchronize()
     for _ in range(num_repetitions):
-        for name, loss in ready.items():
-            flush.zero_()
-            seconds[name].append(_seconds(lambda loss=loss: _step(loss, x, w, target)))
-    floor_seconds = 6 * rows * hidden * vocabulary / matmul_rate
-    for name, taken in seconds.items():
-        low, median, high = (statistics.quantiles(taken, n=10)[i] for i in (1, 4, 7))
-        results[name] |= {"seconds_p20": low, "seconds_median": median, "seconds_p80": high}
-        results[name]["share_of_floor"] = floor_seconds / median
+        for name, run in ready.items():
+            taken[name].append(_step(name, run, tensors, flush))
+    for name, seconds in taken.items():
+        results[name] |= _times(case, shape, seconds, rates)
     return list(results.values())
 
 
-def _step(loss: Loss, x: Tensor, w: Tensor, target: Tensor) -> None:
-    torch.autograd.grad(loss(x, w, target), (x, w))
+def _step(name: str, run: Run, tensors: tuple[Tensor, ...], flush: Tensor) -> tuple[float, float]:
+    """Seconds of forward and of backward."""
+    values: list[Tensor] = []
+    flush.zero_()
+    forward = _seconds(lambda: values.append(_forward(name, run, tensors)))
+    upstream = torch.ones_like(values[0])
+    flush.zero_()
+    return forward, _seconds(lambda: torch.autograd.grad(values[0], _leaves(tensors), upstream))
 
 
-def _memory(loss: Loss, x: Tensor, w: Tensor, target: Tensor) -> dict[str, Any]:
-    _step(loss, x, w, target)
+def _times(
+    case: Case, shape: tuple[int, ...], seconds: list[tuple[float, float]], rates: tuple[float, float]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    parts = {
+        "forward": [f for f, _ in seconds],
+        "backward": [b for _, b in seconds],
+        "step": [f + b for f, b in seconds],
+    }
+    for name, values in parts.items():
+        low, median, high = (statistics.quantiles(values, n=10)[i] for i in (1, 4, 7))
+        found |= {f"{name}_seconds_p20": low, f"{name}_seconds_median": median, f"{name}_seconds_p80": high}
+    if case.elements_moved is None:
+        rows, hidden, vocabulary = shape
+        floors = {"step": 6 * rows * hidden * vocabulary / rates[1]}
+    else:
+        forward, backward = (2 * shape[0] * shape[1] * count / rates[0] for count in case.elements_moved)
+        floors = {"forward": forward, "backward": backward, "step": forward + backward}
+    return found | {f"{name}_share_of_floor": floor / found[f"{name}_seconds_median"] for name, floor in floors.items()}
+
+
+def _outcome(name: str, run: Run, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    value = _forward(name, run, tensors)
+    upstream = torch.linspace(0.5, 1.5, value.numel(), device=value.device).reshape(value.shape).to(value.dtype)
+    return [value.detach(), *torch.autograd.grad(value, _leaves(tensors), upstream)]
+
+
+def _error(found: list[Tensor], truth: list[Tensor]) -> float:
+    """The largest relative error of result and gradients, root mean square."""
+    return max(
+        float((ours.float() - true.float()).norm() / true.float().norm())
+        for ours, true in zip(found, truth, strict=True)
+    )
+
+
+def _memory(case: Case, name: str, run: Run, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Bytes held from forward to backward, and at the peak; activations count where something keeps them."""
+    _outcome(name, run, tensors)
     torch.cuda.synchronize()
     base_bytes = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    value = loss(x, w, target)
+    inside = tensors
+    if case.elements_moved is not None:
+        inside = tuple(tensor * 1.0 if tensor.dim() > 1 else tensor for tensor in tensors)
+    value = _forward(name, run, inside)
+    del inside
+    # The result itself lives on only where something kept it.
+    total = value.sum()
+    del value
     saved_bytes = torch.cuda.memory_allocated() - base_bytes
-    torch.autograd.grad(value, (x, w))
-    return {
-        "loss": float(value),
-        "saved_bytes": saved_bytes,
-        "peak_bytes": torch.cuda.max_memory_allocated() - base_bytes,
-    }
+    torch.autograd.grad(total, _leaves(tensors))
+    return {"saved_bytes": saved_bytes, "peak_bytes": torch.cuda.max_memory_allocated() - base_bytes}
 
 
 def provenance() -> dict[str, Any]:
@@ -176,10 +192,20 @@ def provenance() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="operations, shapes and providers")
+    parser.add_argument("--op", action="append", choices=tuple(CASES), help="default: all")
     parser.add_argument("--shape", action="append", type=lambda text: tuple(int(n) for n in text.split(",")))
     parser.add_argument("--repetitions", type=int, default=50)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    names = options.op or list(CASES)
+    if options.shape and any(len(shape) != len(CASES[name].shapes[0]) for shape in options.shape for name in names):
+        parser.error(f"--shape has as many numbers as the operation's own: see --list; asked for {', '.join(names)}")
+    if options.list:
+        for name in names:
+            shapes = ", ".join("x".join(map(str, shape)) for shape in CASES[name].shapes)
+            print(f"{name}: {shapes}\n    {', '.join(CASES[name].providers)}")
+        return 0
     if not torch.cuda.is_available():
         print(
             f"gpu_kernels: needs a CUDA device, and torch {torch.__version__} finds none here; nothing was measured, "
@@ -187,15 +213,20 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    copy_rate, matmul_rate = measured_peaks()
-    rows = [row for shape in options.shape or SHAPES for row in measure(shape, options.repetitions, matmul_rate)]
+    rates = measured_peaks()
+    rows = [
+        {"op": name, **row}
+        for name in names
+        for shape in options.shape or CASES[name].shapes
+        for row in measure(CASES[name], shape, options.repetitions, rates)
+    ]
     for row in rows:
         print(_line(row))
     document = {
-        "schema": "memwall.gpu-kernels/1",
+        "schema": "memwall.gpu-kernels/2",
         **provenance(),
-        "copy_bytes_per_second": copy_rate,
-        "matmul_flops_per_second": matmul_rate,
+        "copy_bytes_per_second": rates[0],
+        "matmul_flops_per_second": rates[1],
         "rows": rows,
     }
     slug = torch.cuda.get_device_name().lower().replace(" ", "-")
@@ -203,16 +234,20 @@ def main() -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(document, indent=1) + "\n")
     print(f"wrote {output}")
-    return 0
+    inexact = [
+        row for row in rows if row["provider"].startswith("memwall") and row.get("error_ratio", 0) > _MAX_ERROR_RATIO
+    ]
+    return 1 if inexact else 0
 
 
 def _line(row: dict[str, Any]) -> str:
-    name = f"{'x'.join(map(str, row['shape'])):>20} {row['provider']:<24}"
+    name = f"{row['op']:>20} {'x'.join(map(str, row['shape'])):>20} {row['provider']:<24}"
     if "absent" in row:
         return f"{name} absent: {row['absent']}"
     return (
-        f"{name} {row['seconds_median'] * 1e3:9.2f} ms {row['share_of_floor']:7.1%} of the matmul floor, "
-        f"peak +{row['peak_bytes'] / _MIB:,.0f} MiB, saved {row['saved_bytes'] / _MIB:,.0f} MiB"
+        f"{name} {row['forward_seconds_median'] * 1e3:8.3f} + {row['backward_seconds_median'] * 1e3:8.3f} ms, "
+        f"{row['step_share_of_floor']:6.1%} of the floor, peak +{row['peak_bytes'] / _MIB:,.0f} MiB, "
+        f"saved {row['saved_bytes'] / _MIB:,.0f} MiB, error {row['error_ratio']:.2f}x eager's"
     )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 __all__ = [
     "Launch",
     "glu_launch",
+    "norm_backward_launch",
     "norm_launch",
     "num_row_chunks",
     "row_loss_launch",
@@ -42,15 +43,30 @@ def glu_launch(warp_lanes: int) -> Launch:
 
 
 def norm_launch(num_columns: int, warp_lanes: int) -> Launch:
-    """Of a norm, forward and backward: a row at once up to 8,192 columns, 16 elements per lane."""
-    block = min(_NORM_COLUMNS, _power_of_two_from(max(num_columns, 256)))
-    return Launch(block, max(1, block // 512 * 32 // warp_lanes))
+    """Of a norm's forward: a row at once up to 8,192 columns, 16 elements per lane."""
+    return _norm_launch(num_columns, _NORM_COLUMNS, warp_lanes)
+
+
+def norm_backward_launch(num_columns: int, warp_lanes: int) -> Launch:
+    """Of a norm's backward: as forward where rows start aligned.
+
+    Elsewhere every element has an address of its own: 8 elements per lane, 4,096 columns, or registers would spill.
+    """
+    if num_columns % 16 == 0:
+        return norm_launch(num_columns, warp_lanes)
+    launch = _norm_launch(num_columns, _NORM_COLUMNS // 2, warp_lanes)
+    return launch._replace(num_warps=2 * launch.num_warps)
 
 
 def num_row_chunks(num_rows: int, num_tiles: int, num_multiprocessors: int) -> int:
     """Chunks of rows that backward works on at a time: two programs per multiprocessor, no chunk without rows."""
     wanted = max(1, min(num_rows, 2 * num_multiprocessors // num_tiles))
     return -(-num_rows // -(-num_rows // wanted))
+
+
+def _norm_launch(num_columns: int, most: int, warp_lanes: int) -> Launch:
+    block = min(most, _power_of_two_from(max(num_columns, 256)))
+    return Launch(block, max(1, block // 512 * 32 // warp_lanes))
 
 
 def _launch(block: int, warp_lanes: int) -> Launch:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._configs import norm_launch, num_row_chunks
+from ._configs import norm_backward_launch, num_row_chunks
 from ._launch import is_interpreting, num_multiprocessors, on_device, warp_size
 from ._norm_terms import NormTerms
 from ._store import rounded, store_rounded
@@ -70,7 +70,7 @@ def norm_sums_kernel(
     along = tl.zeros([BLOCK], tl.float32)
     common = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
-        columns = start + lanes
+        columns = tl.cast(start, tl.int64) + lanes
         mask = columns < num_columns
         weight = _effective_weight(weight_ptr, columns, mask, weight_offset, HAS_WEIGHT, BLOCK)
         grad = tl.load(grad_ptr + columns * grad_column_stride, mask=mask, other=0.0).to(tl.float32) * weight
@@ -126,7 +126,8 @@ def norm_backward_kernel(
     bias_sum = tl.zeros([BLOCK], tl.float32)
     begin = chunk * rows_per_program
     end = tl.minimum(begin + rows_per_program, num_rows)
-    for row in range(begin, end):
+    for index in range(begin, end):
+        row = tl.cast(index, tl.int64)
         mean = 0.0
         if IS_CENTERED:
             mean = tl.load(mean_ptr + row).to(tl.float32)
@@ -174,7 +175,7 @@ def launch_norm_backward(
 ) -> None:
     """`reference_norm_backward` in Triton: the same arguments, results contiguous."""
     num_rows, num_columns = x.shape
-    launch = norm_launch(num_columns, warp_size(x))
+    launch = norm_backward_launch(num_columns, warp_size(x))
     num_tiles = triton.cdiv(num_columns, launch.block)
     num_chunks = num_row_chunks(num_rows, num_tiles, num_multiprocessors(x))
     partial = {

@@ -8,7 +8,7 @@ from msgspec import Struct
 from memwall.errors import UsageError
 from memwall.predict.hardware import Hardware
 
-from ._configs import norm_launch, num_row_chunks
+from ._configs import norm_backward_launch, num_row_chunks
 from .cost import Calibration, KernelCost, Work, seconds_of
 
 __all__ = ["NormShape", "cost"]
@@ -53,7 +53,7 @@ def cost(
     added = 2 if shape.adds_residual else 0
     forward = Work(bytes_moved=(2 + added) * tensor_bytes + row_bytes)
     backward = [Work(bytes_moved=(3 + added // 2) * tensor_bytes + row_bytes + partial_bytes)]
-    if shape.num_columns > norm_launch(shape.num_columns, 32).block:
+    if shape.num_columns > norm_backward_launch(shape.num_columns, 32).block:
         # A row that no program can hold is read twice.
         backward.append(Work(bytes_moved=2 * tensor_bytes + row_bytes))
     if partial_bytes:
@@ -75,7 +75,7 @@ def cost(
 def _partial_bytes(shape: NormShape) -> int:
     if not shape.wants_weight_gradient or shape.num_rows == 0:
         return 0
-    block = norm_launch(shape.num_columns, 32).block
+    block = norm_backward_launch(shape.num_columns, 32).block
     num_chunks = num_row_chunks(shape.num_rows, max(1, -(-shape.num_columns // block)), _NUM_MULTIPROCESSORS)
     return num_chunks * shape.num_columns * 4 * (2 if shape.is_layer_norm else 1)
 

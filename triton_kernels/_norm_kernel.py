@@ -130,7 +130,7 @@ def norm_kernel(
         total = tl.full((), 0.0, tl.float32)
         seen_mean = tl.full((), 0.0, tl.float32)
         for start in range(0, num_columns, BLOCK):
-            columns = start + lanes
+            columns = tl.cast(start, tl.int64) + lanes
             mask = columns < num_columns
             x_ptrs = x_ptr + columns * x_column_stride
             residual_ptrs = residual_ptr + columns * residual_column_stride
@@ -152,7 +152,7 @@ def norm_kernel(
         mean = seen_mean
         rstd = tl.rsqrt(total / size + eps)
         for start in range(0, num_columns, BLOCK):
-            columns = start + lanes
+            columns = tl.cast(start, tl.int64) + lanes
             mask = columns < num_columns
             x_ptrs = x_ptr + columns * x_column_stride
             residual_ptrs = residual_ptr + columns * residual_column_stride

@@ -30,6 +30,6 @@ class NormTerms(NamedTuple):
         """What is added to the weight."""
         return 1.0 if self.casting == "gemma" else 0.0
 
-    def result_dtype(self, x: Tensor, weight: Tensor | None) -> torch.dtype:
-        """Of the result, where nobody asks for another, as eager code has it."""
-        return x.dtype if weight is None or not self.rounds else torch.promote_types(x.dtype, weight.dtype)
+    def result_dtype(self, dtype: torch.dtype, weight: Tensor | None) -> torch.dtype:
+        """Of the result, where nobody asks for another, as eager code has it; `dtype` is that of what is normalised."""
+        return dtype if weight is None or not self.rounds else torch.promote_types(dtype, weight.dtype)

@@ -97,7 +97,7 @@ def add_rms_norm(
     terms = NormTerms(eps, casting, is_centered=False)
     sum_dtype = residual_dtype or torch.promote_types(x.dtype, residual.dtype)
     _check("add_rms_norm", x, weight, None, terms, [residual.dtype, sum_dtype, out_dtype or sum_dtype])
-    dtype = out_dtype or terms.result_dtype(torch.empty(0, dtype=sum_dtype), weight)
+    dtype = out_dtype or terms.result_dtype(sum_dtype, weight)
     result, total, mean, rstd = add_norm_op(x, residual, weight, None, *terms, dtype, sum_dtype)
     publish(result, norm_apply_op, total, mean, rstd, weight, None, *terms, dtype)
     return result, total
@@ -107,7 +107,7 @@ def _norm(
     name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, terms: NormTerms, out_dtype: torch.dtype | None
 ) -> Tensor:
     _check(name, x, weight, bias, terms, [out_dtype or x.dtype])
-    dtype = out_dtype or terms.result_dtype(x, weight)
+    dtype = out_dtype or terms.result_dtype(x.dtype, weight)
     if out_dtype is None and terms.casting == "plain" and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         dtype = torch.promote_types(dtype, torch.float32)
     result: Tensor

@@ -208,9 +208,7 @@ class Operation:
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         values = function(*leaves)
         values = values if isinstance(values, tuple) else (values,)
-        upstream = [
-            torch.linspace(0.5, 1.5, v.numel(), dtype=torch.float64).reshape(v.shape).to(v.dtype) for v in values
-        ]
+        upstream = [torch.linspace(0.5, 1.5, v.numel(), dtype=torch.float64).reshape(v.shape).to(v) for v in values]
         gradients = torch.autograd.grad(values, leaves, upstream)
         return [*(value.detach() for value in values), *gradients]
 

@@ -53,9 +53,9 @@ class Configuration(NamedTuple):
 
 
 def configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """All that _configs.py can give, over the dtypes."""
-    yield from loss_configurations(warp_lanes)
-    yield from glu_configurations(warp_lanes)
+    """All that _configs.py can give, over the dtypes, each once."""
+    parts = (loss_configurations(warp_lanes), glu_configurations(warp_lanes), norm_configurations(warp_lanes))
+    yield from {configuration.name: configuration for part in parts for configuration in part}.values()
 
 
 def glu_configurations(warp_lanes: int) -> Iterator[Configuration]:
@@ -88,6 +88,58 @@ def glu_configurations(warp_lanes: int) -> Iterator[Configuration]:
                         aligned=(*pointers, *row_strides, *(("num_columns",) if kind == "even" else ())),
                         num_warps=launch.num_warps,
                     )
+
+
+NORMS: dict[str, dict[str, bool]] = {
+    "llama": {"ADDS": False, "IS_CENTERED": False, "HAS_BIAS": False, "ROUNDS": True, "WANTS_BIAS": False},
+    "llama-add": {"ADDS": True, "IS_CENTERED": False, "HAS_BIAS": False, "ROUNDS": True, "WANTS_BIAS": False},
+    "layer": {"ADDS": False, "IS_CENTERED": True, "HAS_BIAS": True, "ROUNDS": False, "WANTS_BIAS": True},
+}
+NORM_COLUMNS = (64, 512, 1024, 2048, 4096, 8192, 65_536)
+
+
+def norm_configurations(warp_lanes: int) -> Iterator[Configuration]:
+    """Of the norms: all launches in bf16, and those that hold most in the other dtypes."""
+    from memwall.triton_kernels._configs import norm_backward_launch, norm_launch
+
+    wanted = [("bf16", name, columns) for name in NORMS for columns in NORM_COLUMNS]
+    wanted += [("fp32", name, columns) for name in NORMS for columns in (4096, 8192, 65_536)]
+    wanted += [("fp16", "llama", 4096), ("bf16", "llama", 4097), ("bf16", "llama", 70_001)]
+    for dtype, name, columns in wanted:
+        backward = norm_backward_launch(columns, warp_lanes)
+        kernels = {"norm": norm_launch(columns, warp_lanes), "norm_backward": backward}
+        if name != "llama-add":
+            kernels |= {"norm_sums": backward} if columns > backward.block else {}
+            kernels |= {"norm_apply": norm_launch(columns, warp_lanes)} if columns in (4096, 4097) else {}
+        pointers = [f"{role}_ptr" for role in ("x", "residual", "weight", "bias", "result", "sum", "grad", "grad_sum")]
+        pointers += ["grad_x_ptr"]
+        wide = [f"{role}_ptr" for role in ("mean", "rstd", "sums", "partial_weight", "partial_bias")]
+        strides = [f"{role}_row_stride" for role in ("x", "residual", "grad", "grad_sum")]
+        sizes = ["num_rows", "num_columns", "num_tiles", "rows_per_program"]
+        kind = "even" if columns % 16 == 0 else "odd"
+        for kernel, launch in kernels.items():
+            tiles = "row" if columns <= launch.block else "tiles"
+            yield Configuration(
+                name=f"{kernel}-{name}-{dtype}-{launch.block}-{tiles}-{kind}",
+                kernel=f"{kernel}_kernel",
+                signature={
+                    **dict.fromkeys(pointers, f"*{dtype}"),
+                    **dict.fromkeys(wide, "*fp32"),
+                    **dict.fromkeys((*sizes, *strides), "i32"),
+                    **dict.fromkeys(("eps", "weight_offset"), "fp32"),
+                },
+                constants={
+                    **NORMS[name],
+                    **{f"{role}_column_stride": 1 for role in ("x", "residual", "grad", "grad_sum")},
+                    "HAS_WEIGHT": True,
+                    "WANTS_WEIGHT": True,
+                    "ONE_TILE": tiles == "row",
+                    "INTERPRETED": False,
+                    "BLOCK": launch.block,
+                },
+                aligned=(*pointers, *wide, *((*strides, "num_columns") if kind == "even" else ())),
+                num_warps=launch.num_warps,
+            )
 
 
 def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
@@ -157,7 +209,9 @@ def compile_for(target_name: str, configuration: Configuration) -> Usage:
     backend, arch, warp_lanes, _ = TARGETS[target_name]
     kernel = kernel_named(configuration.kernel)
     names = kernel.arg_names
-    signature = {name: configuration.signature.get(name, "constexpr") for name in names}
+    signature = {
+        name: "constexpr" if name in configuration.constants else configuration.signature[name] for name in names
+    }
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in configuration.aligned if name in names}
     constants = {name: value for name, value in configuration.constants.items() if name in names}
     source = ASTSource(kernel, signature, constants, attributes)

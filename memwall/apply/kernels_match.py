@@ -1,0 +1,182 @@
+"""Which fused kernel a module's forward is, found by structure and proven on a small input.
+
+A norm has a weight over one dimension and an epsilon; a gated MLP has gate, up and down layers with an activation
+between. Names only propose: a candidate must give the module's own results and gradients, in its dtype and on its
+device, or the module is left alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memwall.triton_kernels import geglu, layer_norm, rms_norm, swiglu
+
+__all__ = ["Candidate", "candidates", "disagreement", "obstacle"]
+
+_ROWS = 6
+# Root mean square of the difference over that of the module's own result: what rounding at other points may cost.
+_MAX_DIFFERENCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+# Gate, up and down layers, and what may stand before the last; as models call them.
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
+_PACKED = (("gate_up_proj", "down_proj"),)
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "swiglu": (F.silu, ""),
+    "geglu": (F.gelu, "none"),
+    "geglu (tanh)": (partial(F.gelu, approximate="tanh"), "tanh"),
+}
+
+
+class Candidate(NamedTuple):
+    """A forward that may stand in for a module's own."""
+
+    kernel: str
+    forward: Callable[..., Tensor]
+    """To be called with the module's input; a partial of a function, so that models stay picklable."""
+    num_features: int
+    """Of the input."""
+    checked: tuple[str, ...]
+    """Parameters whose gradients are compared, besides the input's."""
+
+
+def candidates(module: nn.Module) -> Iterator[Candidate]:
+    """Forwards that may be the module's, most likely first; none for a module that looks like nothing known."""
+    if isinstance(module, nn.LayerNorm):
+        if len(module.normalized_shape) == 1:
+            checked = tuple(name for name, _ in module.named_parameters(recurse=False))
+            yield Candidate("layer_norm", partial(_layer_norm, module), module.normalized_shape[0], checked)
+    elif not list(module.children()):
+        yield from _rms_norms(module)
+    else:
+        yield from _gated(module)
+
+
+def _rms_norms(module: nn.Module) -> Iterator[Candidate]:
+    parameters = dict(module.named_parameters(recurse=False))
+    epsilon = next((name for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
+    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or epsilon is None:
+        return
+    num_features = parameters["weight"].numel()
+    # In fp32 the first and the last are the same.
+    for casting in ("plain",) if isinstance(module, nn.RMSNorm) else ("llama", "gemma", "plain"):
+        yield Candidate(
+            f"rms_norm ({casting})", partial(_rms_norm, module, epsilon, casting), num_features, ("weight",)
+        )
+
+
+def _gated(module: nn.Module) -> Iterator[Candidate]:
+    names = next((names for names in (*_GATED, *_PACKED) if all(_child(module, name) for name in names)), None)
+    if names is None:
+        return
+    activation = _activation(module)
+    num_features = getattr(_child(module, names[0]), "in_features", None)
+    if activation is None or not isinstance(num_features, int):
+        return
+    others = [child for name, child in module.named_children() if name not in names]
+    dropout = next((name for name, child in module.named_children() if isinstance(child, nn.Dropout)), "")
+    if len(others) > 1 + bool(dropout):
+        return
+    forward = partial(_gated_mlp, module, names, activation, dropout)
+    yield Candidate(activation.partition(" ")[0], forward, num_features, ())
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    child = getattr(module, name, None)
+    return child if isinstance(child, nn.Module) else None
+
+
+def _activation(module: nn.Module) -> str | None:
+    """Which activation stands in the module, told by its values."""
+    x = torch.linspace(-4.0, 4.0, 65)
+    for child in module.children():
+        if list(child.parameters()) or isinstance(child, nn.Dropout):
+            continue
+        with torch.no_grad():
+            try:
+                found = child(x)
+            except Exception:
+                continue
+        for name, (function, _) in _ACTIVATIONS.items():
+            if isinstance(found, Tensor) and found.shape == x.shape and (found - function(x)).abs().max() < 2e-6:
+                return name
+    return None
+
+
+def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
+    return layer_norm(x, module.weight, module.bias, eps=module.eps)
+
+
+def _rms_norm(module: nn.Module, epsilon: str, casting: Any, x: Tensor) -> Tensor:
+    weight: Any = module.weight
+    return rms_norm(x, weight, eps=getattr(module, epsilon), casting=casting)
+
+
+def _gated_mlp(module: nn.Module, names: Sequence[str], activation: str, dropout: str, x: Tensor) -> Tensor:
+    *first, down = (getattr(module, name) for name in names)
+    branches = [layer(x) for layer in first]
+    approximate: Any = _ACTIVATIONS[activation][1]
+    product = geglu(*branches, approximate=approximate) if approximate else swiglu(*branches)
+    if dropout:
+        product = getattr(module, dropout)(product)
+    result: Tensor = down(product)
+    return result
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why a module's forward is not to be touched; None where it may be."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced already"
+    source = type(module).__module__.partition(".")[0]
+    if source in ("liger_kernel", "unsloth", "apex", "transformer_engine"):
+        return f"it is a kernel of {source}"
+    for name, parameter in module.named_parameters():
+        if type(parameter) is not nn.Parameter or parameter.numel() == 0:
+            return f"its parameter {name} is sharded or of a kind of its own ({type(parameter).__name__})"
+        if parameter.is_meta:
+            return f"its parameter {name} has no values to check against"
+    return None
+
+
+def disagreement(module: nn.Module, candidate: Candidate) -> str | None:
+    """How a candidate differs from the module's own forward on a small input; None where it does not."""
+    parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    if not parameters:
+        return "it has no parameter that would tell its dtype"
+    dtype, device = parameters[0].dtype, parameters[0].device
+    if dtype not in _MAX_DIFFERENCE:
+        return f"its dtype is {dtype}"
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_ROWS, candidate.num_features, generator=generator).to(device, dtype)
+    devices = [device] if device.type == "cuda" else []
+    outcomes = []
+    for forward in (module.forward, candidate.forward):
+        # The same masks for both, where there is a dropout.
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            torch.manual_seed(0)
+            try:
+                outcomes.append(_outcome(forward, module, candidate.checked, x))
+            except Exception as error:
+                return f"a small input raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    for number, (own, ours) in enumerate(zip(*outcomes, strict=True)):
+        what = "result" if number == 0 else "gradient"
+        if own.shape != ours.shape or own.dtype != ours.dtype:
+            return f"its {what} is {own.dtype} {list(own.shape)}, the kernel's {ours.dtype} {list(ours.shape)}"
+        size = own.double().square().mean().sqrt()
+        difference = (own.double() - ours.double()).square().mean().sqrt()
+        if not difference <= _MAX_DIFFERENCE[dtype] * size:
+            return f"its {what} differs by {float(difference / size):.1e} of its size"
+    return None
+
+
+def _outcome(forward: Callable[[Tensor], Any], module: nn.Module, checked: tuple[str, ...], x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    wanted = [x, *(p for name in checked if (p := module.get_parameter(name)).requires_grad)]
+    result = forward(x)
+    if not isinstance(result, Tensor):
+        raise TypeError(f"it returns {type(result).__name__}, not a tensor")
+    upstream = torch.linspace(0.5, 1.5, result.numel(), device=x.device).reshape(result.shape).to(result.dtype)
+    return [result.detach(), *torch.autograd.grad(result, wanted, upstream)]

@@ -1,0 +1,244 @@
+"""Fused kernels in models as they are: found by structure, checked, reported, undone."""
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.kernels import PatchedKernels, patch_kernels
+from memwall.errors import ApplyError
+from memwall.triton_kernels import recompute_handles
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+KEYS = {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def tokens_model(name: str, **options: Any) -> Callable[[], tuple[nn.Module, dict[str, Tensor]]]:
+    def make() -> tuple[nn.Module, dict[str, Tensor]]:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(**options)
+        kind = {"Bert": "BertForMaskedLM", "T5": "T5ForConditionalGeneration", "GPT2": "GPT2LMHeadModel"}
+        model = getattr(transformers, kind.get(name, f"{name}ForCausalLM"))(config)
+        ids = torch.randint(3, 60, (2, 7))
+        return model, {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+def vit() -> tuple[nn.Module, dict[str, Tensor]]:
+    import transformers
+
+    config = transformers.ViTConfig(**(SMALL | {"image_size": 16, "patch_size": 8}))
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": torch.randn(2, 3, 16, 16),
+        "labels": torch.tensor([0, 1]),
+    }
+
+
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 64,
+    "decoder_start_token_id": 0,
+}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 64,
+    "n_positions": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Each model, and how many modules run which kernel afterwards.
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Tensor]]], dict[str, int]]] = {
+    "llama": (tokens_model("Llama", **SMALL, **KEYS), {"rms_norm (llama)": 5, "swiglu": 2}),
+    "qwen3": (tokens_model("Qwen3", **SMALL, **KEYS), {"rms_norm (llama)": 9, "swiglu": 2}),
+    "mistral": (tokens_model("Mistral", **SMALL, **KEYS), {"rms_norm (llama)": 5, "swiglu": 2}),
+    "gemma": (tokens_model("Gemma", **SMALL, **KEYS), {"rms_norm (gemma)": 5, "geglu": 2}),
+    "phi": (tokens_model("Phi", **SMALL, pad_token_id=0), {"layer_norm": 3}),
+    "phi3": (tokens_model("Phi3", **SMALL, pad_token_id=0), {"rms_norm (llama)": 5, "swiglu": 2}),
+    "gpt2": (tokens_model("GPT2", **GPT2), {"layer_norm": 5}),
+    "bert": (tokens_model("Bert", **SMALL), {"layer_norm": 6}),
+    "vit": (vit, {"layer_norm": 5}),
+    "t5": (tokens_model("T5", **T5, feed_forward_proj="gated-gelu"), {"rms_norm (llama)": 12, "geglu": 4}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request: pytest.FixtureRequest) -> Any:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    make, kernels = MODELS[request.param]
+    model, batch = make()
+    with torch.no_grad():
+        # Fresh norms multiply by one: a kernel without the weight would pass.
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model, batch, kernels
+
+
+def step(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
+    """Loss and gradients, with the same dropout masks each time."""
+    torch.manual_seed(1)
+    loss = model(**batch).loss
+    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    return [loss.detach(), *(g for g in gradients if g is not None)]
+
+
+def counted(patched: PatchedKernels) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for row in patched.rows:
+        if row.is_replaced:
+            found[row.kernel] = found.get(row.kernel, 0) + 1
+    return found
+
+
+@pytest.mark.requires("transformers")
+def test_a_model_trains_as_before_and_is_itself_again_afterwards(case: Any) -> None:
+    model, batch, kernels = case
+    keys, before = list(model.state_dict()), step(model, batch)
+    patched = patch_kernels(model)
+    assert counted(patched) == kernels, patched.table()
+    found = step(model, batch)
+    assert list(model.state_dict()) == keys
+    for ours, own in zip(found, before, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-3, atol=1e-5)
+    patched.undo()
+    assert not [module for module in model.modules() if "forward" in module.__dict__]
+    assert all(torch.equal(a, b) for a, b in zip(step(model, batch), before, strict=True))
+
+
+@pytest.mark.requires("transformers")
+def test_recompute_handles_change_no_bit_of_it(case: Any) -> None:
+    model, batch, kernels = case
+    with patch_kernels(model):
+        expected = step(model, batch)
+        torch.manual_seed(1)
+        with recompute_handles() as handles:
+            loss = model(**batch).loss
+        found = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    assert handles.num_replaced > 0
+    # As many as there are kernels at the most: once for all layers that saved a result.
+    assert 0 < handles.num_rebuilt <= sum(kernels.values())
+    assert all(torch.equal(a, b) for a, b in zip([g for g in found if g is not None], expected[1:], strict=True))
+
+
+class Rms(nn.Module):
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Mean(Rms):
+    """Looks like an RMSNorm and is none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x - x.mean(-1, keepdim=True))
+
+
+class Mlp(nn.Module):
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.act_fn = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_other_peoples_modules_are_found_by_what_they_do(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Rms(), Mlp(nn.SiLU()), nn.LayerNorm(8), Mlp(nn.GELU("tanh")), nn.RMSNorm(8, eps=1e-6)).to(
+        dtype
+    )
+    patched = patch_kernels(model)
+    kernels = [row.kernel for row in patched.rows]
+    assert kernels == ["rms_norm (llama)", "swiglu", "layer_norm", "geglu", "rms_norm (plain)"]
+    assert patched.num_replaced == 5
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Mean(), r"its result differs by"),
+        (Mlp(nn.SiLU()).to("meta"), r"has no values to check against"),
+    ],
+)
+def test_what_a_kernel_does_not_reproduce_is_left_alone_and_said(
+    module: nn.Module, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        patched = patch_kernels(nn.Sequential(module))
+    (row,) = patched.rows
+    assert not row.is_replaced
+    assert reason in row.reason
+    assert "forward" not in module.__dict__
+    assert "no module of Sequential runs a fused kernel" in caplog.text
+    assert f"left alone: {row.reason}" in patched.table()
+
+
+@pytest.mark.parametrize("module", [nn.Linear(8, 8), Mlp(nn.ReLU()), nn.LayerNorm((2, 8)), nn.BatchNorm1d(8)])
+def test_what_looks_like_no_kernel_has_no_row(module: nn.Module) -> None:
+    assert patch_kernels(nn.Sequential(module)).rows == ()
+
+
+def test_no_module_is_patched_twice() -> None:
+    model = nn.Sequential(Rms())
+    first = patch_kernels(model)
+    second = patch_kernels(model)
+    assert second.num_replaced == 0
+    assert second.rows[0].reason == "its forward was replaced already"
+    second.undo()
+    assert "forward" in model[0].__dict__
+    first.undo()
+    assert "forward" not in model[0].__dict__
+
+
+def test_undo_after_somebody_elses_patch_names_it() -> None:
+    model = nn.Sequential(Rms(), nn.LayerNorm(8))
+    patched = patch_kernels(model)
+    model[0].forward = lambda x: x
+    with pytest.raises(ApplyError, match=r"1 forwards \(Rms\) were replaced by others"):
+        patched.undo()
+    assert "forward" not in model[1].__dict__
+
+
+def test_copies_and_pickles_run_their_own_weights() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8)), torch.randn(3, 8)
+    patch_kernels(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x))
+        with torch.no_grad():
+            other[0].weight.zero_()
+        assert not torch.equal(other(x), model(x))
+
+
+def test_weights_are_read_inside_the_modules_own_call() -> None:
+    """FSDP and ZeRO-3 gather them in a hook before forward, and free them after it."""
+    model = nn.Sequential(nn.LayerNorm(8))
+    patch_kernels(model)
+    x, order = torch.randn(3, 8), []
+    model[0].register_forward_pre_hook(lambda module, args: order.append(module.weight.fill_(2.0)))
+    with torch.no_grad():
+        found = model(x)
+    assert len(order) == 1
+    torch.testing.assert_close(found, 2.0 * nn.functional.layer_norm(x, (8,)))

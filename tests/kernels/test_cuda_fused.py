@@ -1,0 +1,120 @@
+"""Gated activations and norms on a GPU: what neither the reference nor the interpreter can show."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memwall.triton_kernels import add_rms_norm, geglu, layer_norm, recompute_handles, rms_norm, swiglu
+from memwall.triton_kernels._norm_ops import add_norm_op, norm_apply_op, norm_op
+
+pytestmark = [pytest.mark.gpu, pytest.mark.requires("triton")]
+
+
+def plain_rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    return w * F.rms_norm(x.float() if x.dtype != torch.float64 else x, x.shape[-1:], None, 1e-6).to(x.dtype)
+
+
+# Ours, plain torch, and how many matrices and vectors it takes.
+OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, int]] = {
+    "swiglu": (swiglu, lambda gate, up: F.silu(gate) * up, 2, 0),
+    "geglu": (geglu, lambda gate, up: F.gelu(gate) * up, 2, 0),
+    "rms_norm": (rms_norm, plain_rms_norm, 1, 1),
+    "add_rms_norm": (add_rms_norm, lambda x, r, w: (plain_rms_norm(x + r, w), x + r), 2, 1),
+    "layer_norm": (layer_norm, lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 1, 2),
+}
+
+
+@pytest.fixture(params=OPERATIONS)
+def case(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return OPERATIONS[request.param]
+
+
+def inputs(case: Any, dtype: torch.dtype, columns: int = 1000, device: str = "cuda") -> list[Tensor]:
+    _, _, num_matrices, num_vectors = case
+    shapes = [(257, columns)] * num_matrices + [(columns,)] * num_vectors
+    return [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def step(run: Callable[..., Any], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    results = run(*tensors)
+    results = results if isinstance(results, tuple) else (results,)
+    return torch.autograd.grad([result.sum() for result in results], tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [1, 123, 4096, 4097, 8192, 9001, 65_536])
+def test_is_as_exact_as_torch(operation: Any, case: Any, dtype: torch.dtype, columns: int) -> None:
+    ours, plain, *_ = case
+    operation(ours, plain).check(*(tensor.detach() for tensor in inputs(case, dtype, columns)))
+
+
+def test_the_host_never_waits(case: Any) -> None:
+    tensors = inputs(case, torch.bfloat16)
+    step(case[0], tensors)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(case[0], tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_graph_captures_it(case: Any) -> None:
+    tensors = inputs(case, torch.bfloat16)
+    expected = step(case[0], tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(case[0], tensors)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_two_runs_are_bitwise_equal(case: Any) -> None:
+    tensors = inputs(case, torch.bfloat16, 8192)
+    assert all(torch.equal(a, b) for a, b in zip(step(case[0], tensors), step(case[0], tensors), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [123, 4096, 9001, 65_536])
+@pytest.mark.parametrize("terms", [(1e-6, "llama", False), (1e-6, "gemma", False), (1e-5, "plain", True)], ids=str)
+def test_the_rebuilt_result_has_the_same_bits(dtype: torch.dtype, columns: int, terms: Any) -> None:
+    """Also where the sum is kept in fp32, so that tensors of two dtypes are laid out over the threads."""
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 257, columns, device="cuda")
+    w, b = torch.randn(2, columns, device="cuda").to(dtype)
+    bias = b if terms[2] else None
+    y, mean, rstd = norm_op(x.to(dtype), w, bias, *terms, dtype)
+    assert torch.equal(norm_apply_op(x.to(dtype), mean, rstd, w, bias, *terms, dtype), y)
+    y, total, mean, rstd = add_norm_op(x.to(dtype), residual, w, bias, *terms, dtype, torch.float32)
+    assert torch.equal(norm_apply_op(total, mean, rstd, w, bias, *terms, dtype), y)
+
+
+def test_recompute_handles_change_no_bit_and_free_the_result(case: Any) -> None:
+    tensors, layer = inputs(case, torch.bfloat16, 1024), nn.Linear(1024, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run(*tensors: Tensor) -> Tensor:
+        results = case[0](*tensors)
+        return layer(results[0] if isinstance(results, tuple) else results)
+
+    expected = step(run, tensors)
+    with recompute_handles() as handles:
+        results = run(*tensors)
+    found = torch.autograd.grad(results.sum(), tensors)
+    assert handles.num_rebuilt == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_launches_on_the_tensors_device(case: Any) -> None:
+    """Liger #401; triton #5205, #2441."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    tensors = inputs(case, torch.bfloat16, device="cuda:0")
+    moved = [tensor.detach().to("cuda:1").requires_grad_() for tensor in tensors]
+    with torch.cuda.device(0):
+        for a, b in zip(step(case[0], tensors), step(case[0], moved), strict=True):
+            assert torch.equal(a.cpu(), b.cpu())
