@@ -97,10 +97,17 @@ class TransferPool:
         self._state.add_shares(transfer, 1)
         self._state.queue([Block(transfer, slot_offset, data, False, keep, after)], is_urgent=False)
 
-    def write(self, slot: Slot, data: memoryview, *, label: str = "a buffer") -> Transfer:
-        """Write aligned `data` (at most the slot's size) into `slot`. It must not change until the transfer is done."""
+    def write(self, slot: Slot, data: memoryview, *, label: str = "a buffer", keep: object = None) -> Transfer:
+        """Write aligned `data` (at most the slot's size) into `slot`. It must not change until the transfer is done.
+
+        Args:
+            slot: where to.
+            data: as many bytes as are to be written.
+            label: names the bytes in an error.
+            keep: the owner of the memory behind `data`.
+        """
         transfer = self.open_write(slot, label)
-        self._state.queue(self._cut(transfer, data, is_read=False, keep=data), is_urgent=False)
+        self._state.queue(self._cut(transfer, data, is_read=False, keep=(data, keep)), is_urgent=False)
         transfer.seal()
         return transfer
 

@@ -1,0 +1,139 @@
+"""An optimizer's own step on some of its parameters: which optimizers allow it, and how it is done.
+
+It changes nothing where each parameter is updated from its own gradient, state and group alone. That is a property of
+the optimizer's class, so the classes are named (`STEPPED_ALONE`) and no others are taken.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memwall.errors import ApplyError
+
+__all__ = [
+    "STEPPED_ALONE",
+    "Arguments",
+    "Part",
+    "inner_step_of",
+    "step_some",
+    "with_closure_called",
+    "without_closure",
+]
+
+STEPPED_ALONE = frozenset(
+    (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+        *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+)
+"""Optimizers of torch.optim that update each parameter from its own gradient, state and group alone.
+
+LBFGS mixes all of them. Others mix some, as by a norm over all gradients, or count their steps in a group; whoever adds
+a class here has read its step.
+"""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a step is called with, by position and by name."""
+Part = Sequence[tuple[int, list[Tensor]]]
+"""Parameters by the number of the group they are in."""
+
+
+def inner_step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The step below the hooks, of an optimizer that may be stepped a few parameters at a time.
+
+    Raises:
+        ApplyError: it may not, or is not known to.
+    """
+    kind: Any = type(optimizer)
+    if not _is_known(kind):
+        raise ApplyError(
+            f"the state of {kind.__module__}.{kind.__qualname__} cannot be kept on disk: memwall steps a few "
+            "parameters at a time, which is known to change nothing for torch.optim's "
+            f"{', '.join(sorted(STEPPED_ALONE))} alone; use one of these, or plan without moving optimizer state"
+        )
+    inner = _below_hooks(kind.step)
+    if getattr(inner, "hooked", False):
+        raise ApplyError(
+            f"{kind.__qualname__}.step was replaced by a wrapper around it, which would run once for every bucket of "
+            "state; wrap the step of the optimizer object in place of its class, or register a step hook"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ApplyError(
+                f"a differentiable {kind.__qualname__} keeps its state in the graph, so it cannot be on disk; "
+                "pass differentiable=False"
+            )
+        for parameter in group["params"]:
+            if parameter.device.type != "cpu":
+                raise ApplyError(
+                    f"{kind.__qualname__} trains parameters on {parameter.device}; its state goes to disk from "
+                    "CPU memory only; plan for this device without moving optimizer state"
+                )
+    return inner
+
+
+def step_some(
+    optimizer: torch.optim.Optimizer, inner: Callable[..., Any], part: Part | None, arguments: Arguments
+) -> None:
+    """Steps these parameters only, without hooks. The optimizer sees its own group dictionaries, with fewer members."""
+    if not part:
+        return
+    whole = optimizer.param_groups
+    chosen = [whole[number] for number, _ in part]
+    members = [group["params"] for group in chosen]
+    try:
+        for group, (_, some) in zip(chosen, part, strict=True):
+            group["params"] = some
+        optimizer.param_groups = chosen
+        inner(optimizer, *arguments[0], **arguments[1])
+    finally:
+        optimizer.param_groups = whole
+        for group, every in zip(chosen, members, strict=True):
+            group["params"] = every
+
+
+def with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a step, as its hooks get them, with a closure that returns the loss it has just computed.
+
+    The first of `args` is the optimizer (torch.optim.Optimizer.profile_hook_step).
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+
+    def computed() -> Any:
+        return loss
+
+    if len(args) > 1:
+        return (args[0], computed, *args[2:]), kwargs
+    return args, {**kwargs, "closure": computed}
+
+
+def without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a step, as its hooks get them, without the optimizer and the closure, which has been called."""
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    return ((None, *args[2:]) if len(args) > 1 else ()), rest
+
+
+def _is_known(kind: Any) -> bool:
+    """Whether it is one of the classes named, or inherits its step from one."""
+    known = next((c for c in kind.__mro__ if c.__name__ in STEPPED_ALONE and c is _torchs_own(c.__name__)), None)
+    return (
+        known is not None
+        and _below_hooks(kind.step) is _below_hooks(known.step)
+        and getattr(kind, "_init_group", None) is getattr(known, "_init_group", None)
+    )
+
+
+def _torchs_own(name: str) -> Any:
+    return getattr(torch.optim, name, None)
+
+
+def _below_hooks(step: Any) -> Callable[..., Any]:
+    """What torch wrapped in the code that calls step hooks (`Optimizer.profile_hook_step`)."""
+    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inner

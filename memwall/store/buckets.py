@@ -1,0 +1,220 @@
+"""Tensors that live on disk while nobody uses them: a bucket is a few of them, read and written as one.
+
+The owner of the tensors is a dictionary (an optimizer keeps one per parameter). While a bucket is away, the dictionary
+holds a tensor of the same shape on the meta device in each one's place: reading numbers out of it raises.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memwall.store.backend import ALIGNMENT_BYTES, round_up
+from memwall.store.scratch import Slot
+from memwall.store.transfer import Transfer, TransferPool, memory_at
+
+__all__ = ["Bucket", "BucketBuffer", "Entry", "can_move", "padded_bytes"]
+
+# Kernels load whole vectors; torch's own allocations begin at such a boundary as well.
+_TENSOR_ALIGNMENT_BYTES = 64
+
+Entry = tuple[dict[Any, Any], Any]
+"""A dictionary and the key under which it holds a tensor."""
+
+
+def can_move(value: object, min_bytes: int) -> bool:
+    """Whether a value is a plain tensor in memory whose elements can be written out and read back as they lie."""
+    return (
+        type(value) is Tensor
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
+        and value.numel() * value.element_size() >= max(1, min_bytes)
+        and _is_dense(value)
+    )
+
+
+def padded_bytes(sizes: Iterable[int]) -> int:
+    """What tensors of these sizes take in a bucket's memory."""
+    return round_up(sum(round_up(size, _TENSOR_ALIGNMENT_BYTES) for size in sizes))
+
+
+class BucketBuffer:
+    """Memory for a bucket in use, page-aligned; torch allocates it, so that it lies where other tensors lie."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = round_up(num_bytes)
+        self.memory = torch.empty(self.num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
+        address = self.memory.data_ptr()
+        self._skipped_bytes = round_up(address) - address
+        self._address = address + self._skipped_bytes
+
+    def view(self, num_bytes: int) -> memoryview:
+        """The first bytes; whoever uses them keeps `memory`."""
+        return memory_at(self._address, num_bytes)
+
+    def tensor(self, offset: int, like: Tensor) -> Tensor:
+        """The tensor with the dtype, shape and strides of `like` that lies at `offset`."""
+        start = (self._skipped_bytes + offset) // like.element_size()
+        empty = torch.empty(0, dtype=like.dtype, device="cpu")
+        return empty.set_(self.memory.untyped_storage(), start, like.size(), like.stride())
+
+    def holds(self, tensor: Tensor, offset: int) -> bool:
+        """Whether a tensor lies at `offset`."""
+        return tensor.data_ptr() == self._address + offset
+
+
+class _Piece(NamedTuple):
+    """One tensor of a bucket. `away` stands in its place while it is on disk."""
+
+    holder: dict[Any, Any]
+    key: Any
+    away: Tensor
+    offset: int
+
+
+class Bucket:
+    """Tensors of some dictionaries, in a slot of their own that is reused at every write.
+
+    Args:
+        pool: the threads and the file.
+        label: names the bucket in an error.
+    """
+
+    def __init__(self, pool: TransferPool, label: str) -> None:
+        self._pool, self._label = pool, label
+        self._pieces: tuple[_Piece, ...] = ()
+        self._slot: Slot | None = None
+        self._read: Transfer | None = None
+        self.write: Transfer | None = None
+        """The last one begun."""
+        self.num_bytes = 0
+        """What is on disk, padding included: the buffer that a read needs."""
+
+    def begin_read(self, buffer: BucketBuffer, after: Transfer | None = None) -> None:
+        """Begin to fill `buffer`, once the write `after` no longer needs it."""
+        if self._slot is not None and self.num_bytes:
+            self._read = self._pool.read(
+                self._slot, buffer.view(self.num_bytes), label=self._label, keep=buffer.memory, after=after
+            )
+
+    def finish_read(self, buffer: BucketBuffer | None) -> None:
+        """Put the tensors, which then lie in `buffer`, back into their dictionaries.
+
+        What an owner has put in a tensor's place meanwhile stays there.
+
+        Raises:
+            StoreError: the bytes cannot be had, or came back different.
+        """
+        if self._read is None or buffer is None:
+            return
+        self._read.wait()
+        self._read = None
+        for piece in self._pieces:
+            if piece.holder.get(piece.key) is piece.away:
+                piece.holder[piece.key] = buffer.tensor(piece.offset, piece.away)
+
+    def put_away(self, entries: Sequence[Entry], buffer: BucketBuffer | None) -> None:
+        """Begin to write the tensors at `entries`; from now on they are away.
+
+        Tensors that lie in `buffer` where they were read are written from there; it must not change until `write` is
+        done. Others are copied, and are written on return.
+
+        Raises:
+            StoreError: no room on disk, or a transfer failed.
+        """
+        pieces, num_bytes = self._laid_out(entries)
+        if pieces:
+            is_in_place = buffer is not None and all(buffer.holds(p.holder[p.key], p.offset) for p in pieces)
+            source = buffer if buffer is not None and is_in_place else BucketBuffer(num_bytes)
+            if not is_in_place:
+                for piece in pieces:
+                    source.tensor(piece.offset, piece.away).copy_(piece.holder[piece.key])
+            slot = self._slot_for(num_bytes)
+            self.write = self._pool.write(slot, source.view(num_bytes), label=self._label, keep=source.memory)
+            if not is_in_place:
+                self.write.wait()
+        self._pieces, self.num_bytes = pieces, num_bytes
+        for piece in pieces:
+            piece.holder[piece.key] = piece.away
+
+    def wait_for_write(self) -> None:
+        """Return once the last write is on disk.
+
+        Raises:
+            StoreError: it failed.
+        """
+        if self.write is not None:
+            self.write.wait()
+            self.write = None
+
+    def copies(self) -> dict[int, Tensor]:
+        """Tensors of their own with what is on disk, by the id of what stands in their place.
+
+        Raises:
+            StoreError: the bytes cannot be had, or came back different.
+        """
+        if not self.num_bytes:
+            return {}
+        buffer = BucketBuffer(self.num_bytes)
+        self.begin_read(buffer)
+        assert self._read is not None
+        self._read.wait()
+        self._read = None
+        return {id(piece.away): buffer.tensor(piece.offset, piece.away).clone() for piece in self._pieces}
+
+    def bring_back(self) -> None:
+        """Put the tensors back into their dictionaries for good, each in memory of its own.
+
+        Raises:
+            StoreError: the bytes cannot be had, or came back different; then they stay away.
+        """
+        copies = self.copies()
+        for piece in self._pieces:
+            if piece.holder.get(piece.key) is piece.away:
+                piece.holder[piece.key] = copies[id(piece.away)]
+        self.forget()
+
+    def forget(self) -> None:
+        """Give up what is on disk; the slot stays."""
+        self._pieces, self.num_bytes = (), 0
+
+    def _laid_out(self, entries: Sequence[Entry]) -> tuple[tuple[_Piece, ...], int]:
+        """Where each tensor goes: where it was before, if these are the same as before."""
+        if len(entries) == len(self._pieces) and all(
+            holder is piece.holder and key == piece.key and _are_alike(holder[key], piece.away)
+            for (holder, key), piece in zip(entries, self._pieces, strict=True)
+        ):
+            return self._pieces, self.num_bytes
+        pieces, offset = [], 0
+        for holder, key in entries:
+            tensor: Tensor = holder[key]
+            away = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            pieces.append(_Piece(holder, key, away, offset))
+            offset += round_up(tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT_BYTES)
+        return tuple(pieces), round_up(offset)
+
+    def _slot_for(self, num_bytes: int) -> Slot:
+        scratch = self._pool.scratch
+        if self._slot is not None and self._slot.num_bytes < num_bytes:
+            scratch.free(self._slot)
+            self._slot = None
+        if self._slot is None:
+            self._slot = scratch.allocate(num_bytes)
+        return self._slot
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of dimensions, so that they fill a range of bytes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _are_alike(tensor: Tensor, away: Tensor) -> bool:
+    return tensor.dtype == away.dtype and tensor.size() == away.size() and tensor.stride() == away.stride()

@@ -1,0 +1,248 @@
+"""Optimizer state on disk: the same bits as in memory, and every loop, scheduler and checkpoint works as before."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizer_runs import OPTIMIZERS, Net, are_equal, in_groups, resident_state_bytes, same, train, train_step
+from torch import Tensor, nn
+
+from memwall.apply.optimizer_state import OptimizerState
+from memwall.errors import ApplyError
+from memwall.store.transfer import TransferPool
+
+KIB = 1 << 10
+pytestmark = pytest.mark.timeout(60)
+
+
+# The same bits.
+
+
+@pytest.mark.parametrize("begin", [0, 2], ids=["from the first step", "from the third step"])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_training_is_bitwise_equal(
+    name: str, begin: int, keep: Callable[..., OptimizerState], state_pool: TransferPool
+) -> None:
+    plain, kept = train(OPTIMIZERS[name]), train(OPTIMIZERS[name], keep, begin=begin)
+    assert are_equal(plain, kept)
+    has_state = any(isinstance(v, Tensor) and v.numel() > 1 for s in plain[1]["state"].values() for v in s.values())
+    assert (state_pool.bytes_written > 100 * KIB) == (has_state and name != "Adafactor")
+
+
+def test_training_with_muon_is_bitwise_equal(keep: Callable[..., OptimizerState], state_pool: TransferPool) -> None:
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(groups[0]["params"], lr=1e-2)
+
+    assert are_equal(train(make), train(make, keep))
+    assert state_pool.bytes_written > 100 * KIB
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 40 * KIB, 1 << 20], ids=["one parameter", "a few", "all"])
+@pytest.mark.parametrize("resident_bytes", [0, 50 * KIB, 1 << 20], ids=["none", "some", "all"])
+def test_sizes_change_nothing_but_the_bytes_moved(
+    bucket_bytes: int, resident_bytes: int, keep: Callable[..., OptimizerState], state_pool: TransferPool
+) -> None:
+    make = OPTIMIZERS["adamw for-loop"]
+    settled = partial(keep, bucket_bytes=bucket_bytes, resident_bytes=resident_bytes)
+    assert are_equal(train(make), train(make, settled, begin=1))
+    assert (state_pool.bytes_written == 0) == (resident_bytes == 1 << 20)
+
+
+def test_a_scheduler_made_afterwards_and_one_made_before_both_work(
+    keep: Callable[..., OptimizerState], recwarn: pytest.WarningsRecorder
+) -> None:
+    found = []
+    for is_kept in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        if is_kept:
+            keep(optimizer)
+        after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(3):
+            train_step(model, optimizer, step)
+            before.step()
+            after.step()
+        found.append((model, optimizer.state_dict()))
+    assert are_equal(*found)
+    assert not [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", ["adamw for-loop", "adamw fused"])
+def test_a_gradient_scaler_skips_the_steps_it_would_skip(name: str, keep: Callable[..., OptimizerState]) -> None:
+    found = []
+    for is_kept in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = OPTIMIZERS[name](in_groups(model))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        if is_kept:
+            keep(optimizer)
+        for step in range(4):
+            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(step))
+            loss = model(x, step).square().mean() * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append((model, optimizer.state_dict()))
+    assert are_equal(*found)
+
+
+def test_a_closure_runs_once_and_its_loss_is_returned(keep: Callable[..., OptimizerState]) -> None:
+    found = []
+    for is_kept in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if is_kept:
+            keep(optimizer)
+        calls: list[int] = []
+
+        def closure(
+            model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, calls: list[int] = calls
+        ) -> float:
+            calls.append(1)
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 32), 0).square().mean()
+            loss.backward()
+            return float(loss)
+
+        with torch.no_grad():
+            losses = [optimizer.step(closure), optimizer.step(closure=closure)]
+        assert len(calls) == 2
+        found.append((losses, dict(model.named_parameters()), optimizer.state_dict()))
+    assert same(*found)
+
+
+# What surrounds the step.
+
+
+def test_step_hooks_run_once_and_see_all_groups(keep: Callable[..., OptimizerState]) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(in_groups(model))
+    groups = list(optimizer.param_groups)
+    seen: list[tuple[str, list[int]]] = []
+
+    def note(name: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append((name, [len(group["params"]) for group in optimizer.param_groups]))
+
+    optimizer.register_step_pre_hook(partial(note, "before"))
+    keep(optimizer)
+    optimizer.register_step_post_hook(partial(note, "after"))
+    for step in range(2):
+        train_step(model, optimizer, step)
+    sizes = [6, 7]
+    assert seen == [("before", sizes), ("after", sizes)] * 2
+    assert all(one is other for one, other in zip(optimizer.param_groups, groups, strict=True))
+
+
+def test_a_pre_hook_that_would_run_after_the_update_is_refused(keep: Callable[..., OptimizerState]) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    keep(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ApplyError, match=r"a step pre-hook was registered on the AdamW after .* before the session"):
+        train_step(model, optimizer, 0)
+    handle.remove()
+    train_step(model, optimizer, 0)
+    optimizer.register_step_pre_hook(lambda *_: None)
+
+
+def test_a_parameter_group_may_join_later(keep: Callable[..., OptimizerState]) -> None:
+    found = []
+    for is_kept in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        groups = in_groups(model)
+        optimizer = torch.optim.AdamW(groups[:1])
+        if is_kept:
+            keep(optimizer)
+        train_step(model, optimizer, 0)
+        optimizer.add_param_group(groups[1])
+        optimizer.param_groups[0]["lr"] = 0.5
+        for step in range(1, 4):
+            train_step(model, optimizer, step)
+        found.append((model, optimizer.state_dict()))
+    assert are_equal(*found)
+
+
+def test_an_error_in_the_step_leaves_groups_and_state_as_they_were(keep: Callable[..., OptimizerState]) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(in_groups(model))
+    keep(optimizer)
+    train_step(model, optimizer, 0)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    before = optimizer.state_dict()
+    for group in optimizer.param_groups:
+        group["betas"] = "none"
+    with pytest.raises(ValueError, match="unpack"):
+        train_step(model, optimizer, 1)
+    assert [len(group["params"]) for group in optimizer.param_groups] == sizes
+    assert same(before["state"], optimizer.state_dict()["state"])
+
+
+# Saving and loading.
+
+
+def test_a_state_dict_is_whole_and_does_not_change_later(keep: Callable[..., OptimizerState], tmp_path: Path) -> None:
+    plain_model, _ = train(OPTIMIZERS["adamw foreach"], num_steps=0)
+    model = Net()
+    model.load_state_dict(plain_model.state_dict())
+    optimizer = OPTIMIZERS["adamw foreach"](in_groups(model))
+    keep(optimizer)
+    train_step(model, optimizer, 0)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    taken = optimizer.state_dict()
+    saved = torch.load(tmp_path / "optimizer.pt")
+    assert same(taken, saved)
+    train_step(model, optimizer, 1)
+    assert same(taken, saved)
+    assert not same(taken["state"], optimizer.state_dict()["state"])
+    assert (tmp_path / "optimizer.pt").stat().st_size < 2.5 * sum(p.nbytes for p in model.parameters())
+
+
+def test_what_is_loaded_takes_the_place_of_what_was_on_disk(keep: Callable[..., OptimizerState]) -> None:
+    make = OPTIMIZERS["adamw for-loop"]
+    model, state_dict = train(make, num_steps=2)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    found = []
+    for is_kept in (False, True):
+        model = Net()
+        model.load_state_dict(weights)
+        optimizer = make(in_groups(model))
+        if is_kept:
+            keep(optimizer)
+            train_step(model, optimizer, 9)  # other state, which must not survive
+            model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(state_dict))  # torch steps what it was given in place
+        assert resident_state_bytes(optimizer) == 0 or not is_kept
+        for step in range(2, 4):
+            train_step(model, optimizer, step)
+        found.append((model, optimizer.state_dict()))
+    assert are_equal(*found)
+
+
+def test_undo_brings_the_state_back_and_training_goes_on(keep: Callable[..., OptimizerState]) -> None:
+    make = OPTIMIZERS["adamw for-loop"]
+    plain = train(make, num_steps=4)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make(in_groups(model))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    keeper = keep(optimizer)
+    for step in range(4):
+        if step == 2:
+            keeper.undo()
+            assert not any(v.is_meta for state in optimizer.state.values() for v in state.values())
+            assert keeper.away_bytes == 0
+            assert not optimizer._optimizer_step_pre_hooks
+            assert not optimizer._optimizer_step_post_hooks
+        train_step(model, optimizer, step)
+        scheduler.step()
+    assert are_equal(plain, (model, optimizer.state_dict()))
