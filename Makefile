@@ -13,7 +13,7 @@ STAMP := .venv/.installed
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test unit lint types layers wheel demo bench-knobs bench-cap bench-heap bench-recording bench-planner allocator-oracle gpu-kernels clean
+.PHONY: venv test unit lint types layers wheel demo bench-knobs bench-cap bench-heap bench-recording bench-planner bench-prediction allocator-oracle gpu-kernels gpu-truth clean
 
 venv: $(STAMP)
 
@@ -64,13 +64,19 @@ bench-recording: $(STAMP)
 bench-planner: $(STAMP)
 	$(BIN)/python benchmarks/planner.py
 
+bench-prediction: $(STAMP)
+	$(BIN)/python benchmarks/prediction.py --part cpu
+
 # torch's own CUDA allocator over a stub of the runtime, against the simulator; needs g++ and, once, the package index.
 allocator-oracle: $(STAMP)
 	$(BIN)/python -m benchmarks.allocator_oracle --torch 2.13.0 --check
 
-# Needs a CUDA device; elsewhere it says so and writes nothing.
+# These need a CUDA device; elsewhere they say so and write nothing.
 gpu-kernels: $(STAMP)
 	$(BIN)/python benchmarks/gpu_kernels.py
+
+gpu-truth: $(STAMP)
+	$(BIN)/python benchmarks/gpu_truth.py
 
 clean:
 	rm -f memwall/native/*.so

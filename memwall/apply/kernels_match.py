@@ -107,12 +107,14 @@ def _activation(module: nn.Module) -> str | None:
 
 
 def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
-    return layer_norm(x, module.weight, module.bias, eps=module.eps)
+    out: Tensor = layer_norm(x, module.weight, module.bias, eps=module.eps)
+    return out
 
 
 def _rms_norm(module: nn.Module, epsilon: str, casting: Any, x: Tensor) -> Tensor:
     weight: Any = module.weight
-    return rms_norm(x, weight, eps=getattr(module, epsilon), casting=casting)
+    out: Tensor = rms_norm(x, weight, eps=getattr(module, epsilon), casting=casting)
+    return out
 
 
 def _gated_mlp(module: nn.Module, names: Sequence[str], activation: str, dropout: str, x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""`memwall estimate`: what a training step needs on a device that is not here, without weights."""
+"""`memwall estimate`: what a training run needs on a device that is not here, without weights."""
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memwall.cli.options import JsonOption, parse_budget
+from memwall.cli.options import DataOption, JsonOption, WorstBatchOption, parse_budget, parse_worst_batch
 
 if TYPE_CHECKING:
     from memwall.plan.estimate import Estimate
@@ -20,7 +20,18 @@ def estimate(
     ],
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="Device to estimate for, as h100-80gb.")],
     batch: Annotated[int | None, typer.Option("--batch", min=1, metavar="N", help="Samples per forward.")] = None,
-    seq: Annotated[int | None, typer.Option("--seq", min=1, metavar="N", help="Tokens per sample.")] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", min=1, metavar="N", help="Tokens per sample; longer ones of --data are cut.")
+    ] = None,
+    worst_batch: WorstBatchOption = None,
+    data: DataOption = None,
+    accumulate: Annotated[
+        int, typer.Option("--accumulate", min=1, metavar="N", help="Forwards per optimizer step, as the Trainer's.")
+    ] = 1,
+    eval_batch: Annotated[
+        int | None,
+        typer.Option("--eval-batch", min=1, metavar="N", help="Samples evaluated at once; by default --batch."),
+    ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option("--optimizer", metavar="O", help="adamw, adamw-fused, adamw-foreach, adam, sgd, adafactor."),
@@ -36,21 +47,42 @@ def estimate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the peak of one training step and say what it is made of; nothing is allocated or downloaded."""
+    """Predict the peak of each phase of a run and say what it is made of; nothing is allocated or downloaded."""
     from memwall.predict.hardware import hardware_named
 
     hardware = hardware_named(device)
     budget_bytes = None if budget is None else parse_budget(budget, whole_bytes=hardware.usable_bytes)
+    rule = parse_worst_batch(worst_batch, data)
     from memwall.cli.output import show
-    from memwall.integrations.spec_trace import device_trace_of_spec
+    from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec
     from memwall.plan.estimate import estimate as predict
     from memwall.report.text import estimate_report
 
-    trace = device_trace_of_spec(
-        spec, hardware, batch=batch, sequence=seq, dtype=dtype, optimizer=optimizer, mask_share=mask_share
+    choice = None
+    if rule is not None:
+        choice = batch_of_spec(spec, rule, data=data, batch=batch, sequence=seq, num_micro_batches=accumulate)
+    run = device_run_of_spec(
+        spec,
+        hardware,
+        batch=batch,
+        sequence=seq if choice is None else choice.padded_length,
+        dtype=dtype,
+        optimizer=optimizer,
+        mask_share=mask_share,
+        is_padded=choice is not None and choice.is_padded,
+        eval_batch=eval_batch,
+        num_micro_batches=accumulate,
     )
-    found = predict(trace, hardware, budget_bytes=budget_bytes)
-    show(estimate_report(trace, found), found, as_json=as_json)
+    found = predict(
+        run.training,
+        hardware,
+        budget_bytes=budget_bytes,
+        evaluation=run.evaluation,
+        eval_failure=run.failure,
+        num_micro_batches=accumulate,
+        worst_batch=choice,
+    )
+    show(estimate_report(run.training, found), found, as_json=as_json)
     raise typer.Exit(_status(found))
 
 

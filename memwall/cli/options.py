@@ -12,6 +12,7 @@ import typer
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.trace.lengths import BATCH_RULES, DATA_FORMATS, BatchRule
 from memwall.units import parse_size
 
 __all__ = [
@@ -19,16 +20,19 @@ __all__ = [
     "PASS_ARGUMENTS",
     "AllowOption",
     "CommandArgument",
+    "DataOption",
     "DiskOption",
     "DiskTier",
     "HostOption",
     "JsonOption",
     "Script",
+    "WorstBatchOption",
     "parse_allow",
     "parse_budget",
     "parse_command",
     "parse_disk",
     "parse_host",
+    "parse_worst_batch",
     "require_disk",
     "require_file",
     "require_writable",
@@ -37,6 +41,7 @@ __all__ = [
 
 Allowable = Literal["precision", "low-bit-optimizer"]
 ALLOWABLE: tuple[Allowable, ...] = ("precision", "low-bit-optimizer")
+_RULES_TEXT = ", ".join(BATCH_RULES)
 
 PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """Context settings of commands that end in SCRIPT [ARGS...]: what follows SCRIPT belongs to the script."""
@@ -52,6 +57,16 @@ DiskOption = Annotated[
 AllowOption = Annotated[
     str | None,
     typer.Option("--allow", metavar="KIND,...", help=f"Allow actions that change numerics: {', '.join(ALLOWABLE)}."),
+]
+WorstBatchOption = Annotated[
+    str | None,
+    typer.Option("--worst-batch", metavar="RULE", help=f"Batch to forecast: {_RULES_TEXT}."),
+]
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--data", metavar="FILE", help="Samples of --worst-batch: .jsonl with input_ids or length, or a count per line."
+    ),
 ]
 CommandArgument = Annotated[
     list[str],
@@ -155,6 +170,22 @@ def parse_allow(text: str | None) -> tuple[Allowable, ...]:
         if kind not in ALLOWABLE:
             raise UsageError(f"--allow: '{kind}' is not known; expected one or more of {', '.join(ALLOWABLE)}")
     return tuple(kind for kind in ALLOWABLE if kind in kinds)
+
+
+def parse_worst_batch(rule: str | None, data: Path | None) -> BatchRule | None:
+    """The rule of `--worst-batch`, checked to go together with `--data`.
+
+    Raises:
+        UsageError: the rule is unknown, or there are data without a rule that reads them, or the other way round.
+    """
+    found = next((known for known in BATCH_RULES if known == rule), None)
+    if rule is not None and found is None:
+        raise UsageError(f"--worst-batch: '{rule}' is not known; expected one of {_RULES_TEXT}")
+    if found in ("dataset", "p99") and data is None:
+        raise UsageError(f"--worst-batch {rule} needs --data FILE: {DATA_FORMATS}")
+    if data is not None and found not in ("dataset", "p99"):
+        raise UsageError(f"--data {data}: say which batch of it to forecast: --worst-batch dataset, or p99")
+    return found
 
 
 def parse_command(command: Sequence[str], ctx: typer.Context) -> Script:

@@ -8,13 +8,16 @@ import typer
 
 from memwall.cli.options import (
     AllowOption,
+    DataOption,
     DiskOption,
     HostOption,
     JsonOption,
+    WorstBatchOption,
     parse_allow,
     parse_budget,
     parse_disk,
     parse_host,
+    parse_worst_batch,
     require_file,
     require_writable,
     write_json,
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from memwall.cli.options import DiskTier
     from memwall.plan.forecast import Forecast
     from memwall.predict.hardware import Hardware
+    from memwall.trace.lengths import BatchChoice
     from memwall.trace.records import Trace
 
 
@@ -56,6 +60,8 @@ def plan(
     seq: Annotated[
         int | None, typer.Option("--seq", min=1, metavar="N", help="With a config.json: tokens per sample.")
     ] = None,
+    worst_batch: WorstBatchOption = None,
+    data: DataOption = None,
     optimizer: Annotated[
         str | None, typer.Option("--optimizer", metavar="O", help="With a config.json: adamw, adamw-fused, sgd, ...")
     ] = None,
@@ -73,8 +79,11 @@ def plan(
     disk_tier, allowed, host_bytes = parse_disk(disk), parse_allow(allow), parse_host(host)
     if output is not None:
         require_writable(output, option="--output")
-    given = {"--batch": batch, "--seq": seq, "--optimizer": optimizer, "--dtype": dtype}
+    given: dict[str, object] = {"--batch": batch, "--seq": seq, "--optimizer": optimizer, "--dtype": dtype}
+    rule = parse_worst_batch(worst_batch, data)
+    choice: BatchChoice | None = None
     if hardware is None:
+        given["--worst-batch"] = rule
         unused = [option for option, value in given.items() if value is not None]
         if unused:
             raise UsageError(f"{', '.join(unused)}: only for a config.json together with --device NAME")
@@ -84,9 +93,20 @@ def plan(
             raise UsageError(f"--disk {disk}: with --device NAME tensors move to host memory only; use --host SIZE")
         if batch is None and config_path(source) is not None:
             batch = global_batch
-        trace = _device_trace(source, hardware, host_bytes or 0, batch, seq, dtype, optimizer)
+        if rule is not None:
+            from memwall.integrations.spec_trace import batch_of_spec
+
+            choice = batch_of_spec(source, rule, data=data, batch=batch, sequence=seq)
+            seq = choice.padded_length
+        is_padded = choice is not None and choice.is_padded
+        trace = _device_trace(source, hardware, host_bytes or 0, batch, seq, dtype, optimizer, is_padded)
+    from msgspec.structs import replace
+    from rich.console import Group
+    from rich.text import Text
+
     from memwall.cli.output import show
     from memwall.plan.search import plan as search
+    from memwall.report.estimate_grids import batch_text
     from memwall.report.text import plan_report
 
     if hardware is None and device not in (None, trace.device):
@@ -109,11 +129,16 @@ def plan(
         )
     except InfeasibleError as error:
         if as_json:
-            write_json(forecast_without_plan(trace, error))
+            write_json(replace(forecast_without_plan(trace, error), worst_batch=choice))
         raise
+    if choice is not None:
+        found = replace(found, forecast=replace(found.forecast, worst_batch=choice))
     if output is not None:
         found.save(output)
-    show(plan_report(found), found.forecast, as_json=as_json)
+    shown = plan_report(found)
+    if choice is not None:
+        shown = Group(shown, Text(f"\nWorst batch: {batch_text(choice)}."))
+    show(shown, found.forecast, as_json=as_json)
     if not found.forecast.fits:
         raise typer.Exit(4)
 
@@ -135,6 +160,7 @@ def _device_trace(
     seq: int | None,
     dtype: str | None,
     optimizer: str | None,
+    is_padded: bool,
 ) -> "Trace":
     """The step as the device would run it: of a trace file, or of a SPEC on fake tensors."""
     from memwall.integrations.spec_trace import device_trace_of_spec
@@ -143,7 +169,14 @@ def _device_trace(
     is_spec = config_path(source) is not None or (":" in source and not Path(source).exists())
     if is_spec:
         return device_trace_of_spec(
-            source, hardware, batch=batch, sequence=seq, dtype=dtype, optimizer=optimizer, host_bytes=host_bytes
+            source,
+            hardware,
+            batch=batch,
+            sequence=seq,
+            dtype=dtype,
+            optimizer=optimizer,
+            is_padded=is_padded,
+            host_bytes=host_bytes,
         )
     return translated(load_source(source), hardware, host_bytes=host_bytes)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-__all__ = ["DTYPES", "OPTIMIZERS", "hugging_face_workload"]
+__all__ = ["DTYPES", "OPTIMIZERS", "hugging_face_workload", "positions_of"]
 
 Batch = dict[str, "Tensor"]
 
@@ -48,7 +48,13 @@ class _Head(Struct, frozen=True):
 
 
 def hugging_face_workload(
-    source: str, *, batch: int = 1, sequence: int | None = None, dtype: str = "float32", optimizer: str = "adamw"
+    source: str,
+    *,
+    batch: int = 1,
+    sequence: int | None = None,
+    dtype: str = "float32",
+    optimizer: str = "adamw",
+    is_padded: bool = False,
 ) -> Workload:
     """The training step of a model that a configuration describes.
 
@@ -59,6 +65,7 @@ def hugging_face_workload(
             that is less. Image models take the size in their configuration, or 224 pixels.
         dtype: of weights and activations, one of `DTYPES`.
         optimizer: one of `OPTIMIZERS`; "adamw", "adam" and "sgd" leave the implementation to torch.
+        is_padded: all texts but the first are padded to `sequence`, so that the batch needs its mask.
 
     Raises:
         UsageError: the configuration or one of the other arguments can't be used; the message says why.
@@ -72,13 +79,9 @@ def hugging_face_workload(
             f"batch {batch} x sequence {sequence or 'default'} is no batch; expected positive numbers of at most "
             f"{_MOST_TOKENS} tokens"
         )
-    path = config_path(source)
-    if path is None:
-        raise UsageError(f"'{source}' is neither a folder with a config.json nor a .json file")
-    config = read_config(path)
-    head = _head_of(str(path), config)
+    path, config, head = _read(source)
     if head.name in _TEXT_HEADS:
-        sequence = _sequence(str(path), config, sequence)
+        sequence = _sequence(path, config, sequence)
     config.use_cache = False  # as transformers' Trainer sets it
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, None):
@@ -87,12 +90,37 @@ def hugging_face_workload(
         config.pad_token_id = 0
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # files of transformers 5 lack it
+    make_batch = partial(head.batch, config, batch, sequence)
+    if is_padded:
+        make_batch = partial(_padded, make_batch)
     return Workload(
-        model=partial(_model, str(path), config, head, dtype),
-        batch=partial(_in_dtype, partial(head.batch, config, batch, sequence), dtype),
+        model=partial(_model, path, config, head, dtype),
+        batch=partial(_in_dtype, make_batch, dtype),
         loss=_loss,
         optimizer=partial(_optimizer, optimizer),
     )
+
+
+def positions_of(source: str) -> int | None:
+    """Tokens for which a model of text has positions; None where they are relative, so that nothing limits them.
+
+    Raises:
+        UsageError: the configuration can't be used, or samples of its kind are not padded to a number of tokens.
+    """
+    path, config, head = _read(source)
+    if head.name not in _TEXT_HEADS:
+        kinds = ", ".join(_TEXT_HEADS)
+        raise UsageError(f"{path}: batches for {head.name} are not padded to a number of tokens; those for {kinds} are")
+    return _positions(config)
+
+
+def _read(source: str) -> tuple[str, Any, _Head]:
+    """Path, configuration and head."""
+    path = config_path(source)
+    if path is None:
+        raise UsageError(f"'{source}' is neither a folder with a config.json nor a .json file")
+    config = read_config(path)
+    return str(path), config, _head_of(str(path), config)
 
 
 def _loss(model: Any, batch: Batch) -> "Tensor":
@@ -173,16 +201,21 @@ def _offline() -> Iterator[None]:
 
 def _sequence(path: str, config: Any, asked: int | None) -> int:
     """Tokens per sample, within what the model's positions allow."""
-    most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int) and config.model_type in _OFFSET_POSITIONS:
-        most -= (config.pad_token_id or 0) + 1
-    if not isinstance(most, int):  # positions are relative, as in T5, which was trained with so many
+    most = _positions(config)
+    if most is None:  # positions are relative, as in T5, which was trained with so many
         return asked or min(getattr(config, "n_positions", None) or _DEFAULT_SEQUENCE, _DEFAULT_SEQUENCE)
     if asked is not None and asked > most:
         raise UsageError(
             f"sequence {asked} is more than the {most} positions of {path}; lower it, or raise max_position_embeddings"
         )
     return asked or min(most, _DEFAULT_SEQUENCE)
+
+
+def _positions(config: Any) -> int | None:
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    return most - (config.pad_token_id or 0) - 1 if config.model_type in _OFFSET_POSITIONS else most
 
 
 # They number positions from pad_token_id + 1 on, as fairseq's RoBERTa did.
@@ -203,6 +236,16 @@ def _in_dtype(make: Callable[[], Batch], dtype: str) -> Batch:
     return {
         name: value.to(getattr(torch, dtype)) if value.is_floating_point() else value for name, value in make().items()
     }
+
+
+def _padded(make: Callable[[], Batch]) -> Batch:
+    """The batch with the last token of all texts but the first left out, as data collators mark it."""
+    made = make()
+    mask, labels = made["attention_mask"], made["labels"]
+    mask[1:, -1] = 0
+    if labels.shape == mask.shape:
+        labels[1:, -1] = -100
+    return made
 
 
 def _tokens(config: Any, batch: int, sequence: int | None) -> "Tensor":

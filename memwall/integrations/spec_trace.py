@@ -1,20 +1,23 @@
 """From a SPEC to a trace without a device: a Workload's factory or a Hugging Face configuration."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from memwall.errors import MemwallError, TraceError, UsageError
 from memwall.integrations.hf_config import config_path
-from memwall.integrations.hf_spec import hugging_face_workload
+from memwall.integrations.hf_spec import hugging_face_workload, positions_of
 from memwall.predict.hardware import Hardware
 from memwall.predict.roofline import Roofline
 from memwall.predict.translate import recording_for, translated
+from memwall.trace.evaluation import RecordedRun, record_fake_run
 from memwall.trace.fake import record_fake
+from memwall.trace.lengths import DATA_FORMATS, BatchChoice, BatchRule, chosen_batch, read_lengths
 from memwall.trace.records import Trace
 from memwall.trace.spec import describe_error, load_workload
 from memwall.trace.workload import Workload
 
-__all__ = ["device_trace_of_spec", "workload_of_spec"]
+__all__ = ["batch_of_spec", "device_run_of_spec", "device_trace_of_spec", "workload_of_spec"]
 
 
 def workload_of_spec(
@@ -24,6 +27,7 @@ def workload_of_spec(
     sequence: int | None = None,
     dtype: str | None = None,
     optimizer: str | None = None,
+    is_padded: bool = False,
 ) -> Workload:
     """The workload that a SPEC names.
 
@@ -31,6 +35,7 @@ def workload_of_spec(
         spec: `package.module:factory`, `path/file.py:factory`, a Hugging Face model folder, or its config.json.
         batch: samples, with a configuration; None is 1. sequence: tokens per sample, with a configuration.
         dtype, optimizer: see `hugging_face_workload`; None is float32 and adamw.
+        is_padded: see there; a factory decides it.
 
     Raises:
         UsageError: the spec can't be used, or a factory is given together with what only a configuration leaves open.
@@ -42,6 +47,7 @@ def workload_of_spec(
             sequence=sequence,
             dtype=dtype or "float32",
             optimizer=optimizer or "adamw",
+            is_padded=is_padded,
         )
     if ":" not in spec and not Path(spec).suffix == ".py":
         raise UsageError(
@@ -58,6 +64,56 @@ def workload_of_spec(
     return load_workload(spec)
 
 
+def batch_of_spec(
+    spec: str,
+    rule: BatchRule,
+    *,
+    data: Path | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    num_micro_batches: int = 1,
+) -> BatchChoice:
+    """The batch of a configuration's model that a forecast is to be for.
+
+    Args:
+        rule: "max-length" for samples as long as the model has positions, or `sequence`; see `chosen_batch` for the
+            others, which read `data`.
+        batch: samples per forward; None is 1. sequence: what longer samples are cut to; None cuts none.
+        num_micro_batches: forwards in one optimizer step.
+
+    Raises:
+        UsageError: the spec is no configuration of a model of text, the data can't be read, or a sample is longer than
+            the model has positions.
+    """
+    if config_path(spec) is None:
+        raise UsageError(
+            f"--worst-batch {rule}: only with a Hugging Face config.json; '{spec}' decides itself what its batch is"
+        )
+    positions = positions_of(spec)
+    num_samples = 1 if batch is None else batch
+    if rule == "max-length":
+        padded_length = sequence or positions
+        if padded_length is None:
+            raise UsageError(f"--worst-batch max-length: nothing limits the positions of {spec}; give --seq N")
+        return BatchChoice(rule=rule, num_samples=num_samples, padded_length=padded_length)
+    if data is None:
+        raise UsageError(f"--worst-batch {rule} needs --data FILE: {DATA_FORMATS}")
+    choice = chosen_batch(
+        rule,
+        read_lengths(data),
+        data=str(data),
+        num_samples=num_samples,
+        most_tokens=sequence,
+        num_micro_batches=num_micro_batches,
+    )
+    if positions is not None and (choice.longest_length or 0) > positions:
+        raise UsageError(
+            f"{data}: sample {choice.longest_sample} has {choice.longest_length} tokens, but {spec} has {positions} "
+            f"positions; if longer samples are cut, say so with --seq {positions}"
+        )
+    return choice
+
+
 def device_trace_of_spec(
     spec: str,
     hardware: Hardware,
@@ -67,12 +123,14 @@ def device_trace_of_spec(
     dtype: str | None = None,
     optimizer: str | None = None,
     mask_share: float | None = None,
+    is_padded: bool = False,
     host_bytes: int = 0,
     without: Collection[str] = (),
 ) -> Trace:
     """Two steps of a SPEC as a device would run them, with the least seconds that they can take there.
 
     Args:
+        is_padded: see `hugging_face_workload`.
         host_bytes: host memory that saved tensors may move to; 0 for none.
         without: names of rules of `memwall.predict.translate` to leave out.
 
@@ -80,9 +138,11 @@ def device_trace_of_spec(
         UsageError: the spec, an option or a rule can't be used.
         TraceError: the step can't be recorded without data.
     """
-    workload = workload_of_spec(spec, batch=batch, sequence=sequence, dtype=dtype, optimizer=optimizer)
+    workload = workload_of_spec(
+        spec, batch=batch, sequence=sequence, dtype=dtype, optimizer=optimizer, is_padded=is_padded
+    )
     recording = recording_for(hardware, without=without)
-    try:
+    with _failing_as_trace_error(spec):
         trace = record_fake(
             workload,
             target="cpu" if "foreach-optimizer" in without else "cuda",
@@ -91,8 +151,67 @@ def device_trace_of_spec(
             workspaces=recording.workspaces,
             choices=recording.choices(),
         )
+    return translated(trace, hardware, autocast=recording.autocast, host_bytes=host_bytes, without=without)
+
+
+def device_run_of_spec(
+    spec: str,
+    hardware: Hardware,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    optimizer: str | None = None,
+    mask_share: float | None = None,
+    is_padded: bool = False,
+    eval_batch: int | None = None,
+    num_micro_batches: int = 1,
+) -> RecordedRun:
+    """Two steps of a SPEC and an evaluation after them, as a device would run them.
+
+    Args:
+        is_padded: see `hugging_face_workload`.
+        eval_batch: samples that are evaluated at once, with a configuration; None takes the batch of training.
+        num_micro_batches: forwards and backwards in each step.
+
+    Raises:
+        UsageError: the spec or an option can't be used.
+        TraceError: the step can't be recorded without data.
+    """
+    workload = workload_of_spec(
+        spec, batch=batch, sequence=sequence, dtype=dtype, optimizer=optimizer, is_padded=is_padded
+    )
+    evaluated = workload
+    if eval_batch is not None:
+        if config_path(spec) is None:
+            raise UsageError(f"--eval-batch: '{spec}' is a factory, which decides that itself; leave it out")
+        evaluated = workload_of_spec(
+            spec, batch=eval_batch, sequence=sequence, dtype=dtype, optimizer=optimizer, is_padded=is_padded
+        )
+    recording = recording_for(hardware)
+    with _failing_as_trace_error(spec):
+        run = record_fake_run(
+            workload,
+            evaluated.make_batch,
+            num_micro_batches=num_micro_batches,
+            seconds_of=Roofline(hardware),
+            mask_share=mask_share,
+            workspaces=recording.workspaces,
+            choices=recording.choices(),
+        )
+    evaluation = run.evaluation
+    if evaluation is not None:
+        evaluation = translated(evaluation, hardware, autocast=recording.autocast)
+    training = translated(run.training, hardware, autocast=recording.autocast)
+    return RecordedRun(training=training, evaluation=evaluation, failure=run.failure)
+
+
+@contextmanager
+def _failing_as_trace_error(spec: str) -> Iterator[None]:
+    """Whatever a model's own code raises, as one error that names the spec."""
+    try:
+        yield
     except MemwallError:
         raise
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:
         raise TraceError(f"'{spec}': a step on fake tensors failed: {describe_error(error)}") from error
-    return translated(trace, hardware, autocast=recording.autocast, host_bytes=host_bytes, without=without)

@@ -1,14 +1,17 @@
-"""The forecast of an untreated step on a device that is not here: what `memwall estimate` answers."""
+"""The forecast of an untreated run on a device that is not here: what `memwall estimate` answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.predict.cuda_allocator.settings import AllocatorSettings
 from memwall.predict.curve import step_seconds
-from memwall.predict.device import MARGIN_BASIS, DeviceModel, StepPeak, margin_bytes, step_peaks
+from memwall.predict.device import MARGIN_BASIS, DeviceModel, margin_bytes
 from memwall.predict.hardware import Hardware
+from memwall.predict.host import HostBytes, host_bytes_of
+from memwall.predict.phases import PhasePeak, phase_peaks, returned_bytes, waiting_bytes
 from memwall.trace.build import steady_step
+from memwall.trace.lengths import BatchChoice
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
@@ -16,6 +19,8 @@ __all__ = ["Estimate", "estimate"]
 
 # Below this an allocator setting is not worth mentioning.
 _NOTABLE_SHARE = 0.01
+# How a line of what plans leave out begins; an estimate has these phases, and says itself what it leaves out of them.
+_ONLY_OF_PLANS = "evaluation, saving and resuming"
 
 
 class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +32,14 @@ class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
     torch_version: str
     """Release whose allocator is simulated."""
     micro_batch: int
+    num_micro_batches: int
+    """Forwards and backwards in a step."""
+    waiting_batch_bytes: int
+    """Batches of later micro-batches that are on the device already, as with transformers' Trainer."""
+    peak_phase: str
+    """The first phase in which the process reaches its peak."""
+    host: HostBytes
+    """What the peaks in host memory are made of."""
     margin_basis: str
     context_bytes: tuple[int, int]
     """Published range of what a process holds besides the allocator; the forecast counts the low end."""
@@ -37,7 +50,15 @@ class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def estimate(
-    trace: Trace, hardware: Hardware, *, budget_bytes: int | None = None, torch_version: str | None = None
+    trace: Trace,
+    hardware: Hardware,
+    *,
+    budget_bytes: int | None = None,
+    torch_version: str | None = None,
+    evaluation: Trace | None = None,
+    eval_failure: str = "",
+    num_micro_batches: int | None = None,
+    worst_batch: BatchChoice | None = None,
 ) -> Estimate:
     """The forecast of a translated trace as it is, nothing treated.
 
@@ -47,32 +68,50 @@ def estimate(
     Args:
         budget_bytes: what the process may use; None for all that the device has.
         torch_version: release to simulate the allocator of; None for the one installed.
+        evaluation: one evaluation, translated; None leaves it out, and `eval_failure` says why.
+        num_micro_batches: forwards and backwards in a step; of many, two are recorded. None: as recorded.
+        worst_batch: how the batch was chosen, where it was.
 
     Raises:
         TraceError: the trace has no storage on a CUDA device.
     """
     budget_bytes = hardware.usable_bytes if budget_bytes is None else budget_bytes
+    num_micro_batches = num_micro_batches or trace.num_micro_batches
     context_bytes = hardware.context_bytes[0]
     model = DeviceModel(trace, hardware, torch_version)
     steps = (trace.steps[0], steady_step(trace))
-    peaks = step_peaks(steps, model.profile) or ()
+    evaluated = None if evaluation is None else evaluation.steps[0]
+
+    def simulated(
+        capacity_bytes: int | None = None, settings: AllocatorSettings | None = None
+    ) -> dict[str, PhasePeak] | None:
+        return phase_peaks(
+            steps,
+            evaluated,
+            model.profile,
+            num_batches=num_micro_batches,
+            settings=settings,
+            capacity_bytes=capacity_bytes,
+        )
+
+    peaks = simulated() or {}
     binding: tuple[str, ...] = ()
     if context_bytes + _reserved(peaks) > budget_bytes:
-        pressed = step_peaks(steps, model.profile, capacity_bytes=max(0, budget_bytes - context_bytes))
+        pressed = simulated(max(0, budget_bytes - context_bytes))
         if pressed is not None:
             binding = (
                 f"the allocator has to give back cached memory to stay within the budget: it would reserve "
                 f"{format_bytes(_reserved(peaks))}, which costs time in every step",
             )
             peaks = pressed
-    phases = {"first_step": _phase(peaks[:1], context_bytes), "steady_step": _phase(peaks[1:], context_bytes)}
+    phases = {name: _phase(peak, context_bytes) for name, peak in peaks.items()}
     reserved_bytes = _reserved(peaks)
     process_bytes = context_bytes + reserved_bytes
     margin = margin_bytes(hardware, reserved_bytes)
-    expandable_bytes = _reserved(
-        step_peaks(steps, model.profile, settings=AllocatorSettings(expandable_segments=True)) or ()
-    )
+    expandable_bytes = _reserved(simulated(settings=AllocatorSettings(expandable_segments=True)) or {})
+    peak_phase = max(peaks, key=lambda name: peaks[name].reserved_bytes)
     fits = process_bytes + margin <= budget_bytes
+    host = host_bytes_of(steps[1])
     return Estimate(
         device=hardware.name,
         source=trace.source,
@@ -80,40 +119,89 @@ def estimate(
         budget_bytes=budget_bytes,
         margin_bytes=margin,
         peak=PeakBytes(
-            allocated_bytes=max(phase.allocated_bytes for phase in phases.values()),
+            allocated_bytes=max(peak.live_bytes for peak in peaks.values()),
             reserved_bytes=reserved_bytes,
             process_bytes=process_bytes,
+            host_bytes=max(peak.host_bytes for peak in peaks.values()),
+            disk_bytes=max(peak.disk_bytes or 0 for peak in peaks.values()),
         ),
         phases=phases,
-        step_seconds=step_seconds(steps[1]) or None,
-        not_modelled=model.not_modelled(),
+        step_seconds=_seconds(steps[1], num_micro_batches) or None,
+        not_modelled=(
+            *(line for line in model.not_modelled() if not line.startswith(_ONLY_OF_PLANS)),
+            *_left_out(evaluated, eval_failure, host, worst_batch),
+        ),
         binding=binding,
-        relaxations=() if fits else _relaxations(trace, reserved_bytes, expandable_bytes),
+        relaxations=() if fits else _relaxations(trace, peak_phase, reserved_bytes, expandable_bytes),
+        worst_batch=worst_batch,
         product=hardware.product,
         torch_version=model.profile.version,
         micro_batch=trace.micro_batch,
+        num_micro_batches=num_micro_batches,
+        waiting_batch_bytes=waiting_bytes(steps[1], num_micro_batches),
+        peak_phase=peak_phase,
+        host=host,
         margin_basis=MARGIN_BASIS,
         context_bytes=hardware.context_bytes,
-        attention_kernels=_attention_kernels(trace, steps[1]),
+        attention_kernels=_attention_kernels(trace, steps[1], num_micro_batches),
         expandable_reserved_bytes=expandable_bytes,
     )
 
 
-def _reserved(peaks: Sequence[StepPeak]) -> int:
-    return max((peak.reserved_bytes for peak in peaks), default=0)
+def _reserved(peaks: Mapping[str, PhasePeak]) -> int:
+    return max((peak.reserved_bytes for peak in peaks.values()), default=0)
 
 
-def _phase(peaks: Sequence[StepPeak], context_bytes: int) -> PeakBytes:
+def _phase(peak: PhasePeak, context_bytes: int) -> PeakBytes:
     return PeakBytes(
-        allocated_bytes=max(peak.live_bytes for peak in peaks),
-        reserved_bytes=_reserved(peaks),
-        process_bytes=context_bytes + _reserved(peaks),
+        allocated_bytes=peak.live_bytes,
+        reserved_bytes=peak.reserved_bytes,
+        process_bytes=context_bytes + peak.reserved_bytes,
+        host_bytes=peak.host_bytes,
+        disk_bytes=peak.disk_bytes,
     )
 
 
-def _relaxations(trace: Trace, reserved_bytes: int, expandable_bytes: int) -> tuple[str, ...]:
+def _seconds(step: Step, num_micro_batches: int) -> float:
+    """Of a step with so many micro-batches: those beyond the recorded ones take as long as the last recorded one."""
+    boundaries = [operation for name, operation in step.marks if name == "accumulation"]
+    if not boundaries:
+        return step_seconds(step)
+    end = next(operation for name, operation in step.marks if name == "optimizer" and operation >= boundaries[-1])
+    num_more = num_micro_batches - 1 - len(boundaries)
+    return step_seconds(step) + num_more * sum(op.seconds for op in step.ops[boundaries[-1] : end])
+
+
+def _left_out(
+    evaluation: Step | None, eval_failure: str, host: HostBytes, worst_batch: BatchChoice | None
+) -> tuple[str, ...]:
+    """What the forecast does not count in the phases around the training steps, and beside them."""
+    found = []
+    if evaluation is None:
+        found.append(f"evaluation: {eval_failure}" if eval_failure else "evaluation")
+    else:
+        found.append(
+            "evaluation with metrics: the Trainer keeps what each batch returns "
+            f"({format_bytes(returned_bytes(evaluation))}) on the device until the last, and twice while it adds one, "
+            "unless eval_accumulation_steps is set"
+        )
+    found.append(f"a checkpoint read straight to the device, which takes {format_bytes(host.weights_bytes)} more there")
+    if worst_batch is None:
+        found.append("batches larger than this one")
+    elif worst_batch.num_longer_batches:
+        found.append(
+            f"{worst_batch.num_longer_batches} of {worst_batch.num_batches} batches, which are longer than this one, "
+            f"up to {worst_batch.longest_length} tokens"
+        )
+    found.append("data loader workers, and the data set in host memory; other processes on the device")
+    return tuple(found)
+
+
+def _relaxations(trace: Trace, peak_phase: str, reserved_bytes: int, expandable_bytes: int) -> tuple[str, ...]:
     """What would make it fit, cheapest first."""
     found = []
+    if peak_phase == "eval":
+        found.append("a smaller batch in evaluation: --eval-batch N")
     if reserved_bytes - expandable_bytes > _NOTABLE_SHARE * reserved_bytes:
         found.append(
             f"set PYTORCH_ALLOC_CONF=expandable_segments:True: {format_bytes(expandable_bytes)} reserved in place of "
@@ -133,11 +221,11 @@ _KERNEL_NAMES = {
 }
 
 
-def _attention_kernels(trace: Trace, step: Step) -> dict[str, int]:
+def _attention_kernels(trace: Trace, step: Step, num_micro_batches: int) -> dict[str, int]:
     """Attention written out in products and softmax has no kernel of its own."""
     found: dict[str, int] = {}
     for op in step.ops:
         kernel = _KERNEL_NAMES.get(trace.names[op.name])
         if kernel is not None:
             found[kernel] = found.get(kernel, 0) + 1
-    return dict(sorted(found.items()))
+    return {kernel: calls * num_micro_batches // trace.num_micro_batches for kernel, calls in sorted(found.items())}

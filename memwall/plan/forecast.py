@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import Struct
 
 from memwall.plan.actions import Action
+from memwall.trace.lengths import BatchChoice
 
 __all__ = ["Forecast", "PeakBytes"]
 
@@ -46,3 +47,5 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes written to the next tier in one optimizer step; the same number comes back."""
     lower_bound_seconds: float | None = None
     """No plan of these options can make the step shorter than this."""
+    worst_batch: BatchChoice | None = None
+    """The batch that all of this is for, where one was looked for; else the one that was given or recorded."""

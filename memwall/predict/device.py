@@ -26,9 +26,9 @@ from memwall.trace.records import Step, Trace
 __all__ = ["MARGIN_BASIS", "MARGIN_SHARE", "DeviceModel", "StepPeak", "as_first", "margin_bytes", "step_peaks"]
 
 # No run on a device has been compared with a forecast yet, so this share is chosen, not measured. The public runs of
-# 231 timm models on an A100 (GPUMemNet, doi 10.1145/3805621.3807621) say what it should cover: a fit with three constants on their own
-# device exceeds 10 % under-prediction in one row of seven, mostly convolutions, whose workspaces are not modelled here
-# either. To be replaced by a quantile of errors on families left out, as soon as there are any.
+# 231 timm models on an A100 (GPUMemNet, doi 10.1145/3805621.3807621) say what it should cover: a fit with three
+# constants on their own device exceeds 10 % under-prediction in one row of seven, mostly convolutions, whose workspaces
+# are not modelled here either. To be replaced by a quantile of errors on families left out, as soon as there are any.
 MARGIN_SHARE = 0.10
 MARGIN_BASIS = (
     "not yet measured on a GPU: the published range of the CUDA context, plus 10 % of reserved bytes as a chosen share"

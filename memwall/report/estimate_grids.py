@@ -7,8 +7,9 @@ from memwall.units import format_bytes
 
 if TYPE_CHECKING:
     from memwall.plan.estimate import Estimate
+    from memwall.trace.lengths import BatchChoice
 
-__all__ = ["estimate_facts"]
+__all__ = ["batch_text", "estimate_facts"]
 
 
 def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
@@ -17,19 +18,58 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
     low, high = (format_bytes(size) for size in estimate.context_bytes)
     kernels = ", ".join(f"{kernel} ({calls} calls)" for kernel, calls in estimate.attention_kernels.items())
     seconds = estimate.step_seconds
+    share = share_percent(peak.process_bytes, budget_bytes)
     facts = [
         ("device", f"{estimate.device} ({estimate.product})"),
         ("budget", format_bytes(budget_bytes)),
-        ("process peak", f"{format_bytes(peak.process_bytes)} ({share_percent(peak.process_bytes, budget_bytes)})"),
+        (
+            "process peak",
+            f"{format_bytes(peak.process_bytes)} ({share}), first in {estimate.peak_phase.replace('_', ' ')}",
+        ),
         ("of that reserved", f"{format_bytes(peak.reserved_bytes or 0)}, allocator of torch {estimate.torch_version}"),
         ("of that tensors", format_bytes(peak.allocated_bytes)),
         ("CUDA context", f"{low}, published up to {high}"),
         ("margin", f"{format_bytes(estimate.margin_bytes)} ({estimate.margin_basis})"),
         ("with expandable segments", f"{format_bytes(estimate.expandable_reserved_bytes)} reserved"),
+        ("host memory", _host_text(estimate)),
         ("attention kernels", kernels or DASH),
         ("step", f"at least {seconds_or_dash(seconds)} at data-sheet peaks" if seconds is not None else DASH),
-        ("micro-batch", str(estimate.micro_batch) if estimate.micro_batch else DASH),
+        ("micro-batch", _micro_batch_text(estimate)),
     ]
+    if estimate.worst_batch is not None:
+        facts.append(("worst batch", batch_text(estimate.worst_batch)))
     if estimate.binding:
         facts.append(("what binds", "; ".join(estimate.binding)))
     return tuple(facts)
+
+
+def batch_text(choice: "BatchChoice") -> str:
+    """Which batch a forecast is for, and how much of the data is longer."""
+    text = f"{choice.num_samples} x {choice.padded_length} tokens"
+    if choice.rule == "max-length":
+        return f"{text}: every sample as long as allowed"
+    longest = f"sample {choice.longest_sample}, {choice.longest_length} tokens, in step {choice.longest_step} as read"
+    if choice.rule == "dataset":
+        text += f": the longest of {choice.num_batches} batches of {choice.data}; {longest}"
+    else:
+        share = share_percent(choice.num_longer_batches, choice.num_batches)
+        text += f": 99th percentile of {choice.num_batches} batches of {choice.data}; {share} are longer"
+        text += f", the longest by {longest}" if choice.num_longer_batches else ""
+    cut = choice.num_cut_samples
+    return f"{text}; {cut} longer {'sample' if cut == 1 else 'samples'} taken as cut" if cut else text
+
+
+def _host_text(estimate: "Estimate") -> str:
+    host = estimate.host
+    low, high = (format_bytes(size) for size in host.process_bytes)
+    return (
+        f"{format_bytes(estimate.peak.host_bytes or 0)}: the process {low}, published up to {high}; "
+        f"{format_bytes(host.weights_bytes)} of weights while building; {format_bytes(host.pinned_bytes)} pinned"
+    )
+
+
+def _micro_batch_text(estimate: "Estimate") -> str:
+    if estimate.num_micro_batches == 1:
+        return str(estimate.micro_batch) if estimate.micro_batch else DASH
+    waiting = format_bytes(estimate.waiting_batch_bytes)
+    return f"{estimate.num_micro_batches} x {estimate.micro_batch or DASH}, {waiting} of batches wait on the device"

@@ -8,9 +8,9 @@ view); what a CUDA device does differently is put in afterwards.
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
 from memwall.trace.workspace import Workspaces
 
-__all__ = ["record_fake"]
+__all__ = ["FakeRun", "fake_run", "record_fake"]
 
 
 def record_fake(
@@ -54,11 +54,52 @@ def record_fake(
         TraceError: the workload does not run a whole training step, or needs values that fake tensors don't have.
         UsageError: `mask_share` is no share.
     """
+    if workspaces is None and has_cpu_workspaces:
+        workspaces = ScratchWorkspaces()
+    with fake_run(
+        workload,
+        [workload.make_batch],
+        seconds_of=seconds_of,
+        target=target,
+        mask_share=mask_share,
+        workspaces=workspaces,
+        choices=choices,
+    ) as run:
+        (batch,) = run.batches
+        return run_recorded(run.builder, workload, run.model, run.optimizer, batch, num_steps=num_steps)
+
+
+class FakeRun(NamedTuple):
+    """A workload on fake tensors, ready to be recorded."""
+
+    builder: TraceBuilder
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: tuple[Any, ...]
+
+
+@contextmanager
+def fake_run(
+    workload: Workload,
+    batches: Sequence[Callable[[], Any]],
+    *,
+    seconds_of: Callable[[OpWork], float] | None = None,
+    target: Literal["cpu", "cuda"] = "cpu",
+    mask_share: float | None = None,
+    workspaces: Workspaces | None = None,
+    choices: AbstractContextManager[object] | None = None,
+) -> Iterator[FakeRun]:
+    """What `record_fake` records, with its arguments: within, nothing that torch makes has bytes.
+
+    Args:
+        batches: what makes each of the batches that the run is fed with.
+
+    Raises:
+        UsageError: `mask_share` is no share.
+    """
     if mask_share is not None and not 0 <= mask_share <= 1:
         raise UsageError(f"mask_share is {mask_share}; expected a share between 0 and 1")
     place = _Place()
-    if workspaces is None and has_cpu_workspaces:
-        workspaces = ScratchWorkspaces()
     with ExitStack() as contexts:
         contexts.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)
@@ -78,10 +119,10 @@ def record_fake(
         if target == "cuda":
             _choose_foreach(optimizer)
         place.outside = "making the batch"
-        batch = tree_map(lambda value: _with_values(value, fake_mode, values), workload.make_batch())
+        made = [tree_map(lambda value: _with_values(value, fake_mode, values), make()) for make in batches]
         if choices is not None:
             contexts.enter_context(choices)
-        return run_recorded(builder, workload, model, optimizer, batch, num_steps=num_steps)
+        yield FakeRun(builder, model, optimizer, tuple(made))
 
 
 class _Place:
@@ -157,8 +198,9 @@ def _copied_as_fake() -> Iterator[None]:
         if id(tensor) not in memo:
             with torch.no_grad():
                 memo[id(tensor)] = clone = tensor.clone().requires_grad_(tensor.requires_grad)
-            if isinstance(tensor, nn.Parameter):
-                clone._is_param = True
+            for name, value in vars(tensor).items():  # what a user, or nn.Parameter, has noted on it
+                if name not in vars(clone):
+                    setattr(clone, name, copy.deepcopy(value, memo))
         found: Tensor = memo[id(tensor)]
         return found
 

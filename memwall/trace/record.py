@@ -20,6 +20,13 @@ from memwall.trace.workspace import Workspaces
 
 __all__ = ["TraceBuilder", "record", "run_recorded"]
 
+_TRAINING = (
+    ("forward", "the model was not called with gradients on"),
+    ("backward", "loss.backward() was not called"),
+    ("optimizer", "optimizer.step() was not called"),
+)
+_EVALUATION = (("eval", "the model was not called with gradients off"),)
+
 
 class TraceBuilder:
     """Records the steps of one training run, one after the other, and puts them into a trace.
@@ -67,8 +74,9 @@ class TraceBuilder:
         recorder = StepRecorder(self.roots, self._parking, self._workspaces, self._seconds_of)
         is_first = not self._steps and not self._is_fake
         resident_bytes = 0
-        if is_first:  # once: it takes 0.2 s, and the pages returned cost the step that needs them again
-            return_free_memory()
+        if is_first:  # once: the pages returned cost the step that needs them again
+            # Cycles that have grown old before the run are part of what it begins with.
+            return_free_memory(generation=1)
             resident_bytes = process_bytes()
         if not self._is_fake:
             reset_process_peak()
@@ -94,11 +102,14 @@ class TraceBuilder:
             self._recorder.stop()
             self._recorder = None
 
-    def finish_step(self, optimizer: torch.optim.Optimizer | None) -> Step:
+    def finish_step(self, optimizer: torch.optim.Optimizer | None, *, is_evaluation: bool = False) -> Step:
         """Ends the recording of a step and returns it.
 
+        Args:
+            is_evaluation: the step evaluated a batch and trained nothing.
+
         Raises:
-            TraceError: the step had no forward, backward or optimizer step.
+            TraceError: the step had no forward, backward or optimizer step, or no evaluation if it was to be one.
         """
         if self._recorder is None:
             raise TraceError("no step is being recorded")
@@ -106,13 +117,10 @@ class TraceBuilder:
         peak_bytes = 0 if self._is_fake else process_peak_bytes()
         recorder, self._recorder = self._recorder, None
         log = recorder.finish(optimizer)
-        for phase, hint in (
-            ("forward", "the model was not called with gradients on"),
-            ("backward", "loss.backward() was not called"),
-            ("optimizer", "optimizer.step() was not called"),
-        ):
+        for phase, hint in _EVALUATION if is_evaluation else _TRAINING:
             if not log.has_mark(phase):
-                raise TraceError(f"the recorded step has no {phase} phase: {hint}; record one whole training step")
+                whole = "evaluation" if is_evaluation else "training step"
+                raise TraceError(f"the recorded step has no {phase} phase: {hint}; record one whole {whole}")
         if not self._steps and not self._is_fake:
             # Inputs show themselves only when they are read; they were resident before the step all the same.
             self._base_bytes -= sum(
@@ -212,8 +220,12 @@ def run_recorded(
     batch: Any,
     *,
     num_steps: int,
+    num_micro_batches: int = 1,
 ) -> Trace:
     """The trace of so many training steps, run with what a workload's factories made.
+
+    Args:
+        num_micro_batches: forwards and backwards in each step, whose gradients accumulate; all of the same batch.
 
     Raises:
         TraceError: the workload does not run a whole training step.
@@ -221,7 +233,8 @@ def run_recorded(
     for _ in range(num_steps):
         builder.start_step(optimizer)
         try:
-            workload.loss(model, batch).backward()
+            for _ in range(num_micro_batches):
+                workload.loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             builder.finish_step(optimizer)

@@ -43,9 +43,7 @@ def with_real_workspace(args: tuple[Any, ...]) -> tuple[Any, ...]:
         args[13:22],
     )
     with torch.enable_grad():  # otherwise there is none
-        out = LAYER(
-            *tensors, reverse, batch_sizes, mode, hidden, layers, has_biases, bidirectional, batch_first, train
-        )
+        out = LAYER(*tensors, reverse, batch_sizes, mode, hidden, layers, has_biases, bidirectional, batch_first, train)
     return (*args[:22], out[3])
 
 

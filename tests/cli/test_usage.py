@@ -18,9 +18,10 @@ OPTIONS = {
     "demo": {"--budget", "--out", "--json"},
     "doctor": {"--disk", "--json"},
     "explain": {"--json"},
-    "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"},
+    "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}
+    | {"--worst-batch", "--data", "--accumulate", "--eval-batch"},
     "plan": {"--budget", "--device", "--host", "--disk", "--allow", "--global-batch", "--output", "--json"}
-    | {"--batch", "--seq", "--optimizer", "--dtype"},
+    | {"--batch", "--seq", "--optimizer", "--dtype", "--worst-batch", "--data"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
     "run": {"--budget", "--plan", "--host", "--disk", "--allow", "--report", "--json"},

@@ -15,7 +15,7 @@ from memwall.triton_kernels.cost import Calibration
 from memwall.triton_kernels.norms import NormShape, cost
 
 H200 = hardware_named("h200")
-# What the tables of the handbook were computed with: 4.3 TB/s.
+# A copy bandwidth of 4.3 TB/s.
 CALIBRATION = Calibration(copy_efficiency=4.3e12 / H200.memory_bytes_per_second)
 MIB = 1 << 20
 

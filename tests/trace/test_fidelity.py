@@ -8,7 +8,7 @@ from zoo import MODELS, optimizers, trained_parameters
 from memwall.predict.curve import live_curve
 from memwall.trace.record import TraceBuilder
 
-# What a forecast may be off by; found are differences of 0.0 % nearly everywhere, since operators' workspaces are measured too.
+# Found are differences of 0.0 % nearly everywhere, since operators' workspaces are measured too.
 TOLERANCE = 0.01
 
 

@@ -1,0 +1,178 @@
+"""Peaks of a run on a device, its phases outside the training steps among them: build, evaluate, save, resume.
+
+Read in transformers 5.23 (trainer.py), accelerate 1.15 (data_loader.py) and torch 2.13; a loop of one's own that does
+the same needs the same. All of it is simulated.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from memwall.predict.cuda_allocator.settings import AllocatorSettings
+from memwall.predict.cuda_allocator.versions import VersionProfile
+from memwall.predict.device import StepPeak, step_peaks
+from memwall.predict.host import batch_storages, host_bytes_of
+from memwall.trace.records import Step, Storage
+
+__all__ = ["PhasePeak", "phase_peaks", "returned_bytes", "waiting_bytes", "with_waiting_batches"]
+
+
+class PhasePeak(Struct, frozen=True, kw_only=True):
+    """Peaks of one phase. All simulated."""
+
+    live_bytes: int
+    """Sum of the tensors alive at once on the device."""
+    reserved_bytes: int
+    """Segments that the caching allocator holds, those of earlier phases among them."""
+    host_bytes: int
+    """Host memory of the process."""
+    disk_bytes: int | None = None
+    """What the phase writes to files."""
+
+
+def with_waiting_batches(step: Step, num_batches: int) -> Step:
+    """The step of a Trainer that accumulates: the batches of all its micro-batches are on the device throughout.
+
+    Source: transformers/trainer.py, `_run_epoch` and `get_batch_samples`: before a step, `gradient_accumulation_steps`
+    batches are fetched into a list that is kept until the next step's are there; accelerate/data_loader.py,
+    `DataLoaderShard.__iter__`, has moved each to the device.
+    """
+    waiting = [
+        msgspec.structs.replace(storage, birth=-1, dropped=len(step.ops), death=len(step.ops))
+        for storage in batch_storages(step)
+    ]
+    return msgspec.structs.replace(step, storages=(*step.storages, *(waiting * (num_batches - 1))))
+
+
+def waiting_bytes(step: Step, num_batches: int) -> int:
+    """What `with_waiting_batches` adds to a step."""
+    return (num_batches - 1) * sum(storage.nbytes for storage in batch_storages(step))
+
+
+def returned_bytes(evaluation: Step) -> int:
+    """Bytes of what the model returns when it evaluates a batch: the logits, mostly."""
+    root = next((call for call in evaluation.calls if call.module == 0), None)
+    outputs = () if root is None else root.outputs
+    return sum(evaluation.storages[index].nbytes for index in outputs)
+
+
+def phase_peaks(
+    steps: tuple[Step, Step],
+    evaluation: Step | None,
+    profile: VersionProfile,
+    *,
+    num_batches: int = 1,
+    settings: AllocatorSettings | None = None,
+    capacity_bytes: int | None = None,
+) -> dict[str, PhasePeak] | None:
+    """Peaks of each phase of a run, in the order in which they come.
+
+    - build: the model alone.
+    - first_step, steady_step: training, without anything in between.
+    - eval: an evaluation between steady steps, and the one after it, which finds what it left cached.
+    - save: what stands between steps; the state dicts refer to it (`torch.nn.Module.state_dict`,
+      `torch.optim.Optimizer.state_dict`), copies are made on the host.
+    - resume: model and optimizer state, before the first step. The weights are copied in place (`load_state_dict` of
+      torch/nn/modules/module.py); the state comes to the device tensor by tensor, all of it before the first step
+      (`_process_value_according_to_param_policy` of torch/optim/optimizer.py).
+
+    Args:
+        steps: a first and a steady one, translated.
+        evaluation: translated; None leaves the phase out.
+        num_batches: micro-batches of a step, see `with_waiting_batches`.
+        profile: release whose allocator is simulated.
+        settings: of the allocator; None for torch's defaults.
+        capacity_bytes: what the device can give to the allocator; None: without end.
+
+    Returns:
+        None if a request is out of memory even after the cache has been given back.
+    """
+
+    def simulated(*sequence: Step) -> tuple[StepPeak, ...] | None:
+        return step_peaks(sequence, profile, settings=settings, capacity_bytes=capacity_bytes)
+
+    host = host_bytes_of(steps[1])
+    first, steady = (with_waiting_batches(step, num_batches) for step in steps)
+    built = simulated(_standing_alone(steady, "parameter", "buffer"))
+    trained = simulated(first, steady)
+    resumed = simulated(_standing_alone(steady, "parameter", "buffer", "optimizer_state"))
+    if built is None or trained is None or resumed is None:
+        return None
+    found = {
+        "build": _peak(built, host.build_peak_bytes),
+        "first_step": _peak(trained[:1], host.step_peak_bytes),
+        "steady_step": _peak(trained[1:], host.step_peak_bytes),
+    }
+    if evaluation is not None:
+        later = simulated(first, steady, _between_steps(evaluation, steady), steady)
+        if later is None:
+            return None
+        trained = later
+        found["eval"] = PhasePeak(
+            live_bytes=trained[2].live_bytes,
+            reserved_bytes=max(peak.reserved_bytes for peak in trained[2:]),
+            host_bytes=max(host.step_peak_bytes, host_bytes_of(evaluation).step_peak_bytes),
+        )
+    found["save"] = PhasePeak(
+        live_bytes=sum(storage.nbytes for storage in _outliving(steady)),
+        reserved_bytes=trained[-1].reserved_bytes,
+        host_bytes=host.save_peak_bytes,
+        disk_bytes=host.weights_bytes + host.state_bytes,
+    )
+    found["resume"] = _peak(resumed, host.resume_peak_bytes)
+    return found
+
+
+def _peak(peaks: Sequence[StepPeak], host_bytes: int) -> PhasePeak:
+    return PhasePeak(
+        live_bytes=max(peak.live_bytes for peak in peaks),
+        reserved_bytes=max(peak.reserved_bytes for peak in peaks),
+        host_bytes=host_bytes,
+    )
+
+
+def _standing_alone(steady: Step, *categories: str) -> Step:
+    """A step in which nothing happens, with what stands of these categories."""
+    storages = tuple(
+        msgspec.structs.replace(storage, birth=-1, dropped=1, death=1)
+        for storage in _outliving(steady)
+        if storage.category in categories
+    )
+    return msgspec.structs.replace(steady, ops=steady.ops[:1], storages=storages, saved=(), calls=(), marks=())
+
+
+def _between_steps(evaluation: Step, steady: Step) -> Step:
+    """The evaluation with what training leaves standing beside the model: workspaces, and the last step's batches."""
+    num_ops = len(evaluation.ops)
+    own = tuple(storage for storage in evaluation.storages if not (storage.death >= num_ops and _is_workspace(storage)))
+    left = tuple(
+        msgspec.structs.replace(storage, birth=-1, dropped=num_ops, death=num_ops)
+        for storage in _outliving(steady)
+        if storage.category == "input" or _is_workspace(storage)
+    )
+    return msgspec.structs.replace(evaluation, storages=(*own, *left))
+
+
+def _is_workspace(storage: Storage) -> bool:
+    """Whether it is a library's own, as those of cuBLAS, when it outlives a step: no operation made it."""
+    return storage.category == "temporary" and storage.module < 0 and storage.phase == "other"
+
+
+def _outliving(step: Step) -> list[Storage]:
+    """What stands on the device after a steady step: what stood before it, or has taken the place of such.
+
+    What dies after the last operation, as gradients do, dies at the same number as what lives on.
+    """
+    num_ops = len(step.ops)
+    return [
+        storage
+        for storage in step.storages
+        if storage.death >= num_ops
+        and (storage.birth < 0 or storage.category == "optimizer_state")
+        and _is_on_device(storage)
+    ]
+
+
+def _is_on_device(storage: Storage) -> bool:
+    return storage.device.partition(":")[0] == "cuda"

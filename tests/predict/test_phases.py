@@ -1,0 +1,148 @@
+"""The phases of a run on a device, held against sums that can be done by hand."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
+from memwall.predict.device import step_peaks
+from memwall.predict.hardware import hardware_named
+from memwall.predict.phases import PhasePeak, phase_peaks, returned_bytes, waiting_bytes, with_waiting_batches
+from memwall.predict.translate import recording_for, translated
+from memwall.trace.evaluation import record_fake_run
+from memwall.trace.records import Step
+from memwall.trace.workload import Workload
+
+MIB = 1 << 20
+WIDTH, NUM_LAYERS, ROWS = 512, 4, 1_024
+WEIGHTS = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+BATCH = ROWS * WIDTH * 4
+# A100: 8,320 KiB for each thread that multiplies (test_translate.py); the backward thread's stands too.
+WORKSPACES = 2 * (4096 * 1024 * 2 + 16 * 1024 * 8)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Steps = tuple[Step, Step, Step]
+
+
+@pytest.fixture(scope="module")
+def profile() -> VersionProfile:
+    return profile_for("2.13.0")[0]
+
+
+@pytest.fixture(scope="module")
+def run_of(workload_of: Callable[..., Workload]) -> Callable[..., Steps]:
+    """(rows evaluated) -> a first step, a steady one and an evaluation of four linear layers with AdamW, translated."""
+
+    def of(rows: int = ROWS) -> Steps:
+        workload = workload_of(
+            lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))),
+            lambda: torch.ones(ROWS, WIDTH),
+            optimizer=torch.optim.AdamW,
+        )
+        hardware = hardware_named("a100-80gb")
+        recording = recording_for(hardware)
+        run = record_fake_run(
+            workload, lambda: torch.ones(rows, WIDTH), workspaces=recording.workspaces, choices=recording.choices()
+        )
+        assert run.evaluation is not None
+        training, evaluation = (translated(trace, hardware) for trace in (run.training, run.evaluation))
+        return *training.steps, *evaluation.steps  # type: ignore[return-value]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def steps(run_of: Callable[..., Steps]) -> Steps:
+    return run_of()
+
+
+def peaks_of(steps: Steps, profile: VersionProfile, num_batches: int = 1) -> dict[str, PhasePeak]:
+    found = phase_peaks(steps[:2], steps[2], profile, num_batches=num_batches)
+    assert found is not None
+    return found
+
+
+def test_each_phase_holds_what_it_must(steps: Steps, profile: VersionProfile) -> None:
+    """Weights; beside them two moments; between steps also workspaces and the batch; in evaluation two activations."""
+    found = peaks_of(steps, profile)
+    assert list(found) == ["build", "first_step", "steady_step", "eval", "save", "resume"]
+    assert found["build"].live_bytes == WEIGHTS
+    assert found["resume"].live_bytes == 3 * WEIGHTS
+    assert found["save"].live_bytes == 3 * WEIGHTS + BATCH + WORKSPACES
+    # The training batch, the one evaluated, and a layer's input and output: nothing is saved for backward.
+    assert found["eval"].live_bytes == 3 * WEIGHTS + WORKSPACES + 2 * BATCH + 2 * BATCH
+    assert found["steady_step"].live_bytes > found["eval"].live_bytes
+
+
+def test_reserved_is_never_less_than_live_and_stays_until_the_end(steps: Steps, profile: VersionProfile) -> None:
+    found = peaks_of(steps, profile)
+    assert all(peak.reserved_bytes >= peak.live_bytes for peak in found.values())
+    assert found["save"].reserved_bytes >= found["steady_step"].reserved_bytes
+    assert found["save"].reserved_bytes >= found["eval"].reserved_bytes
+    # A process that resumes has not trained yet.
+    assert found["resume"].reserved_bytes < found["steady_step"].reserved_bytes
+
+
+def test_training_is_forecast_as_without_the_other_phases(steps: Steps, profile: VersionProfile) -> None:
+    alone = step_peaks(steps[:2], profile) or ()
+    for found in (peaks_of(steps, profile), phase_peaks(steps[:2], None, profile) or {}):
+        assert found["first_step"].reserved_bytes == alone[0].reserved_bytes
+        assert found["steady_step"].reserved_bytes == max(peak.reserved_bytes for peak in alone[1:])
+    assert "eval" not in found
+
+
+def test_a_larger_batch_in_evaluation_can_be_the_peak_of_the_run(
+    run_of: Callable[..., Steps], profile: VersionProfile
+) -> None:
+    larger = peaks_of(run_of(16 * ROWS), profile)
+    assert larger["eval"].live_bytes == 3 * WEIGHTS + WORKSPACES + BATCH + 3 * 16 * BATCH
+    assert larger["eval"].reserved_bytes > larger["steady_step"].reserved_bytes
+    assert larger["eval"].host_bytes > larger["steady_step"].host_bytes
+
+
+def test_batches_that_wait_are_there_in_every_phase_that_trains_or_follows(
+    steps: Steps, profile: VersionProfile
+) -> None:
+    one, eight = peaks_of(steps, profile), peaks_of(steps, profile, num_batches=8)
+    assert waiting_bytes(steps[1], 8) == 7 * BATCH
+    for phase in ("first_step", "steady_step", "eval", "save"):
+        assert eight[phase].live_bytes - one[phase].live_bytes == 7 * BATCH
+        assert eight[phase].reserved_bytes > one[phase].reserved_bytes
+    for phase in ("build", "resume"):
+        assert eight[phase] == one[phase]
+    assert eight["steady_step"].host_bytes == one["steady_step"].host_bytes
+    assert with_waiting_batches(steps[1], 1) == steps[1]
+
+
+def test_what_the_loss_makes_beside_the_model_counts_in_evaluation(
+    workload_of: Callable[..., Workload], profile: VersionProfile
+) -> None:
+    """A copy of what a bfloat16 model returns, in float32, lives until the evaluation's last operation."""
+    workload = workload_of(lambda: nn.Linear(16, WIDTH), lambda: torch.ones(ROWS, 16), torch.bfloat16)
+    run = record_fake_run(workload, workload.make_batch)
+    assert run.evaluation is not None
+    training, evaluation = (translated(trace, hardware_named("a100-80gb")) for trace in (run.training, run.evaluation))
+    found = peaks_of((*training.steps, *evaluation.steps), profile)
+    assert found["eval"].live_bytes >= found["save"].live_bytes + BATCH // 2 + BATCH
+
+
+def test_a_checkpoint_holds_weights_and_state(steps: Steps, profile: VersionProfile) -> None:
+    found = peaks_of(steps, profile)
+    assert found["save"].disk_bytes == 3 * WEIGHTS
+    assert {name for name, peak in found.items() if peak.disk_bytes is not None} == {"save"}
+
+
+def test_what_a_model_returns_is_told(steps: Steps) -> None:
+    assert returned_bytes(steps[2]) == BATCH
+
+
+def test_a_device_that_is_too_small_runs_out_of_memory(run_of: Callable[..., Steps], profile: VersionProfile) -> None:
+    """Also where only the evaluation needs more than there is."""
+    larger = run_of(16 * ROWS)
+    found = peaks_of(larger, profile)
+    for capacity in (found["build"].live_bytes // 2, found["steady_step"].reserved_bytes + MIB):
+        assert phase_peaks(larger[:2], larger[2], profile, capacity_bytes=capacity) is None
+    assert phase_peaks(larger[:2], None, profile, capacity_bytes=found["steady_step"].reserved_bytes) is not None
