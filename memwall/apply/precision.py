@@ -3,12 +3,13 @@
 bfloat16 has float32's range. float16's smallest positive number is 6e-8 (IEEE 754 binary16), which gradients fall
 below: the backward pass runs on gradients multiplied by a power of two, each parameter's gradient is divided by it
 before it is added to `.grad`, and a step whose gradients overflowed is left out (Micikevicius et al. 2018, section 3.2,
-arXiv:1710.03740). `.grad` therefore always holds the true gradient, so that clipping, accumulation and logging in an
-unmodified loop mean what they meant.
+arXiv:1710.03740). A parameter's `.grad` therefore holds the true gradient, so that clipping, accumulation and logging
+in an unmodified loop mean what they meant. Hooks that see gradients on their way, and `retain_grad`, see scaled ones.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 # As torch.amp.GradScaler begins and goes on by default.
 INITIAL_SCALE = 2.0**16
 GROWTH_STEPS = 2000
+_LEAST_SCALE = 1.0
+"""Below it gradients are not finite for another reason."""
 
 Dtype = Literal["bfloat16", "float16"]
 
@@ -101,7 +104,12 @@ class GradientScaling:
         self._model = model
         self._steps_at_scale = 0
         self._is_inside = False
-        self._handles: dict[int, Any] = {}
+        self._scale_inside = self.scale
+        """A step inside backward changes the next pass's."""
+        self._hooked: dict[int, tuple[nn.Parameter, Any]] = {}
+        """By id; with the parameter, so that no other takes its id."""
+        self._largest: dict[int, Tensor] = {}
+        """Of each parameter's scaled gradients since its last step, the largest magnitude: later ones are clipped."""
         self._undo: list[Callable[[], None]] = []
 
     def apply(self) -> None:
@@ -111,7 +119,7 @@ class GradientScaling:
             ApplyError: a trainable parameter is not in float32; its own gradient would vanish.
         """
         self._hook_parameters()
-        original = torch.autograd.backward
+        original, original_grad = torch.autograd.backward, torch.autograd.grad
 
         def backward(
             tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, **rest: Any
@@ -122,6 +130,7 @@ class GradientScaling:
             roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
             given = (grad_tensors,) * len(roots) if not isinstance(grad_tensors, Sequence) else tuple(grad_tensors)
             self._check(roots, create_graph=create_graph)
+            self._scale_inside = self.scale
             scaled = tuple(self._first_gradient(root, gradient) for root, gradient in zip(roots, given, strict=True))
             self._is_inside = True
             try:
@@ -129,40 +138,65 @@ class GradientScaling:
             finally:
                 self._is_inside = False
 
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            # Called by a node of the backward pass, what it returns goes on as a scaled gradient.
+            was_inside, self._is_inside = self._is_inside, False
+            try:
+                return original_grad(*args, **kwargs)
+            finally:
+                self._is_inside = was_inside
+
         setattr(torch.autograd, "backward", backward)  # noqa: B010  (an assignment has another type)
+        setattr(torch.autograd, "grad", grad)  # noqa: B010
         self._undo.append(lambda: setattr(torch.autograd, "backward", original))
+        self._undo.append(lambda: setattr(torch.autograd, "grad", original_grad))
         self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
 
     def undo(self) -> None:
         """Backward passes are as before."""
         while self._undo:
             self._undo.pop()()
-        for handle in self._handles.values():
+        for _, handle in self._hooked.values():
             handle.remove()
-        self._handles = {}
+        self._hooked, self._largest = {}, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A model that is saved whole takes this along, without what is in force in this process."""
+        return {**vars(self), "_undo": [], "_hooked": {}, "_largest": {}}
 
     def _hook_parameters(self) -> None:
         """Also those that a loop unfreezes later."""
-        for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad or id(parameter) in self._handles:
-                continue
+        new = [
+            (name, parameter)
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in self._hooked
+        ]
+        for name, parameter in new:
             if parameter.dtype != torch.float32:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 raise ApplyError(
                     f"float16 autocast keeps weights in float32, and '{name}' is in {dtype}; load the model in "
                     "float32, or leave precision alone"
                 )
-            self._handles[id(parameter)] = parameter.register_hook(self._unscale)
+        for _, parameter in new:
+            handle = parameter.register_hook(partial(self._unscale, id(parameter)))
+            self._hooked[id(parameter)] = parameter, handle
 
-    def _unscale(self, gradient: Tensor) -> Tensor:
+    def _unscale(self, key: int, gradient: Tensor) -> Tensor:
+        if not self._is_inside:
+            return gradient
+        values = gradient._values() if gradient.is_sparse else gradient
+        if values.numel():
+            largest, before = torch.linalg.vector_norm(values.detach(), float("inf")), self._largest.get(key)
+            self._largest[key] = largest if before is None else torch.maximum(before, largest)
         # Not in place: autograd may hand one tensor to several parameters.
-        return gradient / self.scale if self._is_inside else gradient
+        return gradient / self._scale_inside
 
     def _first_gradient(self, root: Tensor | GradientEdge, gradient: Tensor | None) -> Tensor | None:
         if gradient is not None:
-            return gradient * self.scale
+            return gradient * self._scale_inside
         if isinstance(root, Tensor) and root.numel() == 1:
-            return torch.full_like(root, self.scale)
+            return torch.full_like(root, self._scale_inside)
         return None  # autograd's own error says that a gradient must be given
 
     def _check(self, roots: tuple[Tensor | GradientEdge, ...], *, create_graph: bool) -> None:
@@ -173,7 +207,7 @@ class GradientScaling:
             )
         self._hook_parameters()
         for leaf in _leaves(roots):
-            if id(leaf) not in self._handles:
+            if id(leaf) not in self._hooked:
                 raise ApplyError(
                     f"float16: backward reaches a tensor of shape {tuple(leaf.shape)} that is no parameter of "
                     f"{type(self._model).__name__}, so its gradient would stay multiplied by {self.scale:g}; detach "
@@ -181,17 +215,22 @@ class GradientScaling:
                 )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._handles]
-        gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
-        if not gradients:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._hooked]
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args begin with the optimizer
+        if parameters and closure is not None:
+            raise ApplyError(
+                f"float16: {type(optimizer).__name__}.step was given a closure, whose gradients come too late to leave "
+                "the step out; call the closure before step(), or leave precision alone: without --allow precision"
+            )
+        largest = [self._largest.pop(id(p)) for p in parameters if id(p) in self._largest]
+        if not largest:
             return
-        largest = torch.nn.utils.get_total_norm(gradients, float("inf"))
-        if torch.isfinite(largest):
+        if torch.isfinite(torch.stack([value.to(largest[0].device) for value in largest]).max()):
             self._steps_at_scale += 1
             if self._steps_at_scale == GROWTH_STEPS:
                 self.scale, self._steps_at_scale = self.scale * 2, 0
             return
-        self.scale, self._steps_at_scale = self.scale / 2, 0
+        self.scale, self._steps_at_scale = max(self.scale / 2, _LEAST_SCALE), 0
         self.num_skipped_steps += 1
         _log.warning("float16: a gradient overflowed; this step changes nothing, scale now %g", self.scale)
         for parameter in parameters:  # an optimizer passes over parameters without a gradient

@@ -1,6 +1,7 @@
 """Under float16 gradients neither vanish nor stay scaled, whatever the loop does; what cannot be right raises."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,11 +154,11 @@ def test_the_scale_grows_again_after_many_good_steps(lower: Lower):
     scaling = lower(model).scaling
     assert scaling is not None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for _ in range(GROWTH_STEPS - 1):
-        optimizer.step()
+    scaling._steps_at_scale = GROWTH_STEPS - 2
+    mean_square(model, torch.ones(1, 8)).backward()
+    optimizer.step()
     assert scaling.scale == INITIAL_SCALE
+    mean_square(model, torch.ones(1, 8)).backward()
     optimizer.step()
     assert scaling.scale == 2 * INITIAL_SCALE
 
@@ -196,3 +197,72 @@ def test_autograds_own_error_stands_for_a_loss_of_many_numbers(lower: Lower):
     lower(model)
     with pytest.raises(RuntimeError, match="scalar outputs"):
         model(torch.ones(2, 8)).backward()
+
+
+def test_clipping_by_value_does_not_hide_an_overflow(lower: Lower):
+    model = Net()
+    scaling = lower(model).scaling
+    assert scaling is not None
+    (mean_square(model, torch.ones(1, 8)) * 1e38).backward()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert scaling.num_skipped_steps == 1
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_step_with_a_closure_is_refused(lower: Lower):
+    model = Net()
+    lower(model)
+    with pytest.raises(ApplyError, match="closure"):
+        torch.optim.SGD(model.parameters(), lr=1.0).step(lambda: 0.0)
+
+
+def test_gradients_that_a_node_of_the_backward_pass_computes_are_unscaled_once(lower: Lower):
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, layer, *parameters):
+            ctx.layer, ctx.x, ctx.parameters = layer, x.detach(), parameters
+            with torch.no_grad():
+                return layer(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad(), torch.autocast("cpu", dtype=torch.float16):
+                x = ctx.x.requires_grad_()
+                out = ctx.layer(x)
+            found = torch.autograd.grad(out, (x, *ctx.parameters), gradient.to(out.dtype))
+            return found[0], None, *found[1:]
+
+    class WithNode(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Recomputed.apply(self.first(x).relu(), self.middle, *self.middle.parameters()))
+
+    def make() -> WithNode:
+        model = WithNode()
+        model.middle = nn.Linear(8, 8)
+        return model
+
+    expected = gradients(make(), mean_square)
+    model = make()
+    lower(model)
+    assert_close(gradients(model, mean_square), expected)
+
+
+def test_nan_for_many_steps_leaves_a_scale_that_works(lower: Lower):
+    model = Net()
+    scaling = lower(model).scaling
+    assert scaling is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(40):
+        (mean_square(model, torch.ones(1, 8)) * float("nan")).backward()
+        optimizer.step()
+    assert scaling.scale == 1.0
+
+
+def test_a_model_under_float16_can_be_saved_whole(lower: Lower, tmp_path: Path):
+    model = Net()
+    lower(model)
+    torch.save(model, tmp_path / "model.pt")
+    found = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), model.parameters(), strict=True))
