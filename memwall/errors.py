@@ -26,6 +26,10 @@ class TraceError(MemwallError):
     """A trace could not be recorded, or a trace file could not be read."""
 
 
+class NeedsValuesError(TraceError):
+    """A step on fake tensors asked for values that only a real one has."""
+
+
 class PlanError(MemwallError):
     """A plan file could not be read, or does not belong to the model at hand."""
 
@@ -55,8 +59,44 @@ class InfeasibleError(PlanError):
         self.relaxations = relaxations
 
 
+class OutOfMemoryError(MemwallError):
+    """Memory ran out, and the run cannot go on from there by itself.
+
+    Attributes:
+        phase: what ran: "forward", "backward", "optimizer step", "evaluation", "saving", "between steps".
+        asked_bytes: what could not be had; 0 where the failure did not say.
+        held_bytes: what the process held at most in that phase.
+        next_budget_bytes: the budget to run again with; 0 where training needs no less.
+    """
+
+    exit_status = 3
+
+    def __init__(
+        self, message: str, *, phase: str, asked_bytes: int, held_bytes: int, next_budget_bytes: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.asked_bytes = asked_bytes
+        self.held_bytes = held_bytes
+        self.next_budget_bytes = next_budget_bytes
+
+
 class ApplyError(MemwallError):
     """An action of a plan cannot be applied here; nothing was changed."""
+
+
+class NoEffectError(ApplyError):
+    """An action was applied, and the steps after it show that it does nothing.
+
+    Attributes:
+        action: which one, and where it acts.
+        expected: what it should do.
+        found: what was seen instead.
+    """
+
+    def __init__(self, *, action: str, expected: str, found: str) -> None:
+        super().__init__(f"{action} has no effect: expected that {expected}; found that {found}")
+        self.action, self.expected, self.found = action, expected, found
 
 
 class StoreError(MemwallError):

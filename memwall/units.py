@@ -65,6 +65,8 @@ def format_bytes(num_bytes: float) -> str:
     ('1.50 GiB', '-2.0 KiB', '17 B')
     """
     sign, size = ("-" if num_bytes < 0 else ""), abs(num_bytes)
+    if size >= 1 << 40:
+        return f"{sign}{size / (1 << 40):.2f} TiB"
     if size >= 1 << 30:
         return f"{sign}{size / (1 << 30):.2f} GiB"
     if size >= 1 << 20:

@@ -40,7 +40,7 @@ def round_up(num_bytes: int, unit_bytes: int = ALIGNMENT_BYTES) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OpenScratch:
-    """An open file without a name."""
+    """An open file: one without a name, or one that outlives the process."""
 
     fd: int
     is_direct: bool
@@ -52,6 +52,18 @@ class IOBackend(Protocol):
 
     def open_scratch(self, directory: str) -> OpenScratch:
         """Open an empty file in `directory` that vanishes with the process, however that ends."""
+
+    def open_file(self, path: str) -> OpenScratch:
+        """Open a file that outlives the process, created empty where there is none."""
+
+    def size_bytes(self, fd: int) -> int:
+        """The length of the file."""
+
+    def sync(self, fd: int) -> None:
+        """Return once everything written to the file, and its length, survives a loss of power."""
+
+    def sync_directory(self, path: str) -> None:
+        """Return once the names of the files in a directory survive a loss of power."""
 
     def reserve(self, fd: int, offset: int, num_bytes: int) -> None:
         """Make [offset, offset + num_bytes) at the end of the file really exist on disk, or leave no trace."""
@@ -86,6 +98,32 @@ class SystemBackend:
         if not is_direct:
             _logger.warning("%s refuses O_DIRECT: offloaded bytes pass through the page cache (slower)", directory)
         return OpenScratch(fd=fd, is_direct=is_direct)
+
+    def open_file(self, path: str) -> OpenScratch:
+        """See `IOBackend`. O_DIRECT is tried with a real read."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            is_direct = _switch_to_direct_reading(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        return OpenScratch(fd=fd, is_direct=is_direct)
+
+    def size_bytes(self, fd: int) -> int:
+        """See `IOBackend`."""
+        return os.fstat(fd).st_size
+
+    def sync(self, fd: int) -> None:
+        """See `IOBackend`."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: str) -> None:
+        """See `IOBackend`."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def reserve(self, fd: int, offset: int, num_bytes: int) -> None:
         """See `IOBackend`. Where the filesystem cannot reserve, zeros are written: never a sparse file."""
@@ -161,8 +199,30 @@ def _switch_to_direct(fd: int) -> bool:
     return True
 
 
-def write_fully(backend: IOBackend, fd: int, data: memoryview, offset: int, *, path: str, label: str) -> None:
+def _switch_to_direct_reading(fd: int) -> bool:
+    """Set O_DIRECT on `fd` if the filesystem takes it; the file may have contents, which stay."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
+            os.preadv(fd, [page], 0)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False
+    return True
+
+
+def write_fully(
+    backend: IOBackend, fd: int, data: memoryview, offset: int, *, path: str, label: str, is_kept: bool = False
+) -> None:
     """Write all of `data` at `offset`.
+
+    Args:
+        path: of the file, or of the directory that a file without a name is in.
+        label: names the bytes in an error.
+        is_kept: whether the file is one of a checkpoint.
 
     Raises:
         OffloadIOError: the system refused, or a write made no progress.
@@ -172,14 +232,16 @@ def write_fully(backend: IOBackend, fd: int, data: memoryview, offset: int, *, p
         try:
             count = backend.pwrite(fd, data[done:], offset + done)
         except OSError as error:
-            raise _failure("writing", path, label, offset, total, done, error.errno or 0) from error
+            raise _failure("writing", path, label, offset, total, done, error.errno or 0, is_kept) from error
         if not 0 < count <= total - done:
-            raise _failure("writing", path, label, offset, total, done, 0)
+            raise _failure("writing", path, label, offset, total, done, 0, is_kept)
         done += count
 
 
-def read_fully(backend: IOBackend, fd: int, buffer: memoryview, offset: int, *, path: str, label: str) -> None:
-    """Fill all of `buffer` from `offset`.
+def read_fully(
+    backend: IOBackend, fd: int, buffer: memoryview, offset: int, *, path: str, label: str, is_kept: bool = False
+) -> None:
+    """Fill all of `buffer` from `offset`; the arguments are those of `write_fully`.
 
     Raises:
         OffloadIOError: the system refused, or the file ended early.
@@ -189,28 +251,29 @@ def read_fully(backend: IOBackend, fd: int, buffer: memoryview, offset: int, *, 
         try:
             count = backend.pread(fd, buffer[done:], offset + done)
         except OSError as error:
-            raise _failure("reading", path, label, offset, total, done, error.errno or 0) from error
+            raise _failure("reading", path, label, offset, total, done, error.errno or 0, is_kept) from error
         if not 0 < count <= total - done:
-            raise _failure("reading", path, label, offset, total, done, 0)
+            raise _failure("reading", path, label, offset, total, done, 0, is_kept)
         done += count
 
 
 _ADVICE = {
-    errno.ENOSPC: "the disk is full: free space there or give another directory with --disk DIR",
-    errno.EDQUOT: "the user's disk quota is used up: free space there or give another directory with --disk DIR",
+    errno.ENOSPC: "the disk is full: free space there or give another directory with {option} DIR",
+    errno.EDQUOT: "the user's disk quota is used up: free space there or give another directory with {option} DIR",
     errno.EFBIG: "the file may not grow further: raise the file size limit (ulimit -f)",
-    errno.EIO: "the disk or its driver reports an error: look at the kernel log (dmesg) and give another --disk DIR",
+    errno.EIO: "the disk or its driver reports an error: look at the kernel log (dmesg) and give another {option} DIR",
 }
 
 
 def _failure(
-    verb: str, path: str, label: str, offset: int, wanted_bytes: int, got_bytes: int, number: int
+    verb: str, path: str, label: str, offset: int, wanted_bytes: int, got_bytes: int, number: int, is_kept: bool
 ) -> OffloadIOError:
     reason = f"{os.strerror(number)} (errno {number})" if number else "the transfer stopped making progress"
-    advice = _ADVICE.get(number, "the file was cut short or the disk is failing: give another --disk DIR")
+    advice = _ADVICE.get(number, "the file was cut short or the disk is failing: give another {option} DIR")
+    place, option = (path, "--checkpoint") if is_kept else (f"the scratch file in {path}", "--disk")
     return OffloadIOError(
-        f"{verb} {label} in the scratch file in {path} failed at byte {offset}: {format_bytes(got_bytes)} of "
-        f"{format_bytes(wanted_bytes)} were transferred; {reason}; {advice}",
+        f"{verb} {label} in {place} failed at byte {offset}: {format_bytes(got_bytes)} of "
+        f"{format_bytes(wanted_bytes)} were transferred; {reason}; {advice.format(option=option)}",
         path=path,
         offset=offset,
         wanted_bytes=wanted_bytes,

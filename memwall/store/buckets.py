@@ -14,7 +14,7 @@ from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 
-__all__ = ["Bucket", "BucketBuffer", "Entry", "can_move", "padded_bytes"]
+__all__ = ["Bucket", "BucketBuffer", "Entry", "can_move", "is_dense", "padded_bytes"]
 
 # Kernels load whole vectors; torch's own allocations begin at such a boundary as well.
 _TENSOR_ALIGNMENT_BYTES = 64
@@ -31,7 +31,7 @@ def can_move(value: object, min_bytes: int) -> bool:
         and value.layout is torch.strided
         and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
         and value.numel() * value.element_size() >= max(1, min_bytes)
-        and _is_dense(value)
+        and is_dense(value)
     )
 
 
@@ -176,6 +176,30 @@ class Bucket:
                 piece.holder[piece.key] = copies[id(piece.away)]
         self.forget()
 
+    @property
+    def slot(self) -> Slot | None:
+        """Where the tensors are on disk; None while none are."""
+        return self._slot if self.num_bytes else None
+
+    def pieces_away(self) -> list[tuple[Entry, Tensor, int]]:
+        """Of each tensor that is away, where it belongs, what stands in its place, and its offset in the bucket."""
+        return [
+            ((piece.holder, piece.key), piece.away, piece.offset)
+            for piece in self._pieces
+            if piece.holder.get(piece.key) is piece.away
+        ]
+
+    def entries_away(self) -> list[tuple[Entry, Tensor]]:
+        """Where each tensor belongs, and what stands in its place while it is away."""
+        return [((piece.holder, piece.key), piece.away) for piece in self._pieces]
+
+    def release(self) -> None:
+        """Give up what is on disk, and the slot."""
+        self.forget()
+        if self._slot is not None:
+            self._pool.scratch.free(self._slot)
+            self._slot = None
+
     def forget(self) -> None:
         """Give up what is on disk; the slot stays."""
         self._pieces, self.num_bytes = (), 0
@@ -196,16 +220,11 @@ class Bucket:
         return tuple(pieces), round_up(offset)
 
     def _slot_for(self, num_bytes: int) -> Slot:
-        scratch = self._pool.scratch
-        if self._slot is not None and self._slot.num_bytes < num_bytes:
-            scratch.free(self._slot)
-            self._slot = None
-        if self._slot is None:
-            self._slot = scratch.allocate(num_bytes)
+        self._slot = self._pool.scratch.successor(self._slot, num_bytes)
         return self._slot
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether its elements lie side by side, in whatever order of dimensions, so that they fill a range of bytes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from memwall.errors import StoreError
-from memwall.store.backend import IOBackend, SystemBackend, read_fully, round_up, write_fully
+from memwall.store.backend import IOBackend, OpenScratch, SystemBackend, read_fully, round_up, write_fully
 from memwall.store.extents import FreeExtents
 from memwall.units import format_bytes
 
@@ -64,15 +64,31 @@ class ScratchFile:
         self._reserved_bytes = 0
         self._used_bytes = 0
         self._is_closed = False
+        opened = self._open()
+        self._fd = opened.fd
+        self.is_direct = opened.is_direct
+
+    is_kept = False
+    """Whether the file outlives the process: a checkpoint's."""
+
+    def _open(self) -> OpenScratch:
         try:
-            opened = self._backend.open_scratch(self.path)
+            return self._backend.open_scratch(self.path)
         except OSError as error:
             raise StoreError(
                 f"no scratch file can be created in {self.path}: {os.strerror(error.errno or 0)} "
                 f"(errno {error.errno}); give a writable directory on a local disk with --disk DIR"
             ) from error
-        self._fd = opened.fd
-        self.is_direct = opened.is_direct
+
+    @property
+    def place(self) -> str:
+        """What the file is called in an error."""
+        return self.path if self.is_kept else f"the scratch file in {self.path}"
+
+    @property
+    def option(self) -> str:
+        """The option of the command line that another directory is given with."""
+        return "--checkpoint" if self.is_kept else "--disk"
 
     @property
     def used_bytes(self) -> int:
@@ -112,6 +128,17 @@ class ScratchFile:
             self._used_bytes += size
         return Slot(offset, size)
 
+    def successor(self, slot: Slot | None, num_bytes: int) -> Slot:
+        """The slot for what takes the place of `slot`'s contents: the same one where it is large enough.
+
+        Raises:
+            StoreError: the disk or the limit has no room.
+        """
+        if slot is not None and slot.num_bytes < num_bytes:
+            self.free(slot)
+            slot = None
+        return slot if slot is not None else self.allocate(num_bytes)
+
     def free(self, slot: Slot) -> None:
         """Give a slot back; its bytes may be overwritten at once."""
         with self._lock:
@@ -122,7 +149,7 @@ class ScratchFile:
         """Write `data` into the slot; see `write_fully`."""
         self._check_range(slot, slot_offset, len(data))
         offset = slot.offset + slot_offset
-        write_fully(self._backend, self._fd, data, offset, path=self.path, label=label)
+        write_fully(self._backend, self._fd, data, offset, path=self.path, label=label, is_kept=self.is_kept)
         if not self.is_direct:
             self._backend.forget(self._fd, offset, len(data))
 
@@ -130,7 +157,7 @@ class ScratchFile:
         """Fill `buffer` from the slot; see `read_fully`."""
         self._check_range(slot, slot_offset, len(buffer))
         offset = slot.offset + slot_offset
-        read_fully(self._backend, self._fd, buffer, offset, path=self.path, label=label)
+        read_fully(self._backend, self._fd, buffer, offset, path=self.path, label=label, is_kept=self.is_kept)
         if not self.is_direct:
             self._backend.forget(self._fd, offset, len(buffer))
 
@@ -151,7 +178,7 @@ class ScratchFile:
 
     def _check_range(self, slot: Slot, slot_offset: int, num_bytes: int) -> None:
         if self._is_closed:
-            raise StoreError(f"the scratch file in {self.path} is closed")
+            raise StoreError(f"{self.place} is closed")
         if slot_offset < 0 or slot_offset + num_bytes > slot.num_bytes:
             raise StoreError(f"bytes [{slot_offset}, {slot_offset + num_bytes}) lie outside a slot of {slot.num_bytes}")
 
@@ -159,7 +186,7 @@ class ScratchFile:
         """Reserve `wanted_bytes` more, or only `at_least_bytes` where the disk or the limit has no more."""
         needed_bytes = wanted_bytes if at_least_bytes is None else at_least_bytes
         if self._is_closed:
-            raise StoreError(f"the scratch file in {self.path} is closed")
+            raise StoreError(f"{self.place} is closed")
         if self._capacity_bytes is not None:
             room_bytes = (self._capacity_bytes - self._reserved_bytes) // round_up(1) * round_up(1)
             if needed_bytes > room_bytes:
@@ -186,13 +213,13 @@ class ScratchFile:
     def _space_error(self, needed_bytes: int, error: OSError) -> StoreError:
         if error.errno == errno.EFBIG:
             return StoreError(
-                f"the scratch file in {self.path} cannot grow from {format_bytes(self._reserved_bytes)} by "
+                f"{self.place} cannot grow from {format_bytes(self._reserved_bytes)} by "
                 f"{format_bytes(needed_bytes)}: a file size limit is in force; raise it (ulimit -f unlimited)"
             )
         if error.errno not in _OUT_OF_SPACE:
             return StoreError(
                 f"{format_bytes(needed_bytes)} could not be reserved in {self.path}: "
-                f"{os.strerror(error.errno or 0)} (errno {error.errno}); give another directory with --disk DIR"
+                f"{os.strerror(error.errno or 0)} (errno {error.errno}); give another directory with {self.option} DIR"
             )
         try:
             free_text = format_bytes(self._backend.free_bytes(self.path))
@@ -202,5 +229,5 @@ class ScratchFile:
         return StoreError(
             f"{format_bytes(needed_bytes)} more of disk are needed in {self.path}, but {cause} "
             f"({format_bytes(self._reserved_bytes)} are held by this run already); free space there or give another "
-            "directory with --disk DIR"
+            f"directory with {self.option} DIR"
         )

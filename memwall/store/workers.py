@@ -159,7 +159,7 @@ class WorkState:
                     self.failure = StoreError(
                         f"the disk behind {self.scratch.path} has finished nothing for {self.stall_seconds:.0f} s "
                         f"with {len(self.blocks) + 1} blocks waiting; look at the kernel "
-                        "log (dmesg) and give another --disk DIR"
+                        f"log (dmesg) and give another {self.scratch.option} DIR"
                     )
             self.raise_failure()
         return time.perf_counter() - started
@@ -201,9 +201,9 @@ class WorkState:
         if self.has_checksums and transfer.slot.checksums.get(block.slot_offset) != zlib.crc32(block.view):
             offset = transfer.slot.offset + block.slot_offset
             raise OffloadIOError(
-                f"{transfer.label} came back different from the scratch file in {self.scratch.path}: the checksum of "
+                f"{transfer.label} came back different from {self.scratch.place}: the checksum of "
                 f"{format_bytes(size)} at byte {offset} does not match what was written; the disk or its cable, or the "
-                "machine's memory, loses data: check them, and give another --disk DIR",
+                f"machine's memory, loses data: check them, and give another {self.scratch.option} DIR",
                 path=self.scratch.path,
                 offset=offset,
                 wanted_bytes=size,

@@ -1,0 +1,193 @@
+"""What the files of a checkpoint hold, byte by byte; see `memwall.store.journal` for when each is written.
+
+`memwall.commit`, three blocks of 4096 bytes, each with its checksum (blake2b) right behind its fields, so that a block
+fits one sector of 512 bytes and is on disk as a whole or not at all:
+
+    0     superblock: format, identity of the run, fingerprint of the model, bytes per data checksum
+    4096  record of the last committed generation that is even
+    8192  record of the last committed generation that is odd
+
+`memwall.data`: extents of buckets, and of the meta that a record points to: where the buckets of its generation are, a
+crc32 of each of their blocks, and the content that the training run gave. All integers are little-endian.
+"""
+
+import hashlib
+import struct
+
+import msgspec
+from msgspec import Struct
+
+from memwall.errors import StoreError
+from memwall.store.backend import ALIGNMENT_BYTES
+
+__all__ = [
+    "COMMIT_BYTES",
+    "DATA_NAME",
+    "FORMAT_VERSION",
+    "COMMIT_NAME",
+    "Extent",
+    "Meta",
+    "Record",
+    "Superblock",
+    "decode_meta",
+    "decode_record",
+    "decode_superblock",
+    "digest_of",
+    "encode_meta",
+    "encode_record",
+    "encode_superblock",
+    "is_blank",
+    "record_offset",
+]
+
+FORMAT_VERSION = 1
+COMMIT_NAME, DATA_NAME = "memwall.commit", "memwall.data"
+COMMIT_BYTES = 3 * ALIGNMENT_BYTES
+_SUPERBLOCK_MAGIC, _RECORD_MAGIC = b"MEMWALLS", b"MEMWALLR"
+_SUPERBLOCK = struct.Struct("<8sII16s16s")
+_RECORD = struct.Struct("<8sI4x16sQQQQ32s")
+_DIGEST_BYTES = 32
+
+
+class Superblock(Struct, frozen=True, kw_only=True):
+    """Written once, before anything else."""
+
+    run_id: bytes
+    """16 random bytes: records of another run are not taken for this one's."""
+    fingerprint: bytes
+    """16 bytes that two models share only if their tensors have the same names, shapes and types."""
+    block_bytes: int
+    """How much data each crc32 covers."""
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """A committed generation; its predecessor's stays in the other block."""
+
+    run_id: bytes
+    generation: int
+    step: int
+    meta_offset: int
+    meta_bytes: int
+    """Without padding."""
+    meta_digest: bytes
+
+
+class Extent(Struct, frozen=True, kw_only=True):
+    """A bucket in the data file."""
+
+    offset: int
+    num_bytes: int
+    """Written, a multiple of 4096."""
+    slot_bytes: int
+    """Taken from the file."""
+    checksums: tuple[int, ...]
+    """crc32 of each block of `Superblock.block_bytes`, the last one shorter."""
+
+
+class Meta(Struct, frozen=True, kw_only=True):
+    """What a record points to."""
+
+    generation: int
+    step: int
+    buckets: tuple[Extent, ...]
+    content: bytes
+
+
+def digest_of(data: bytes | memoryview) -> bytes:
+    """32 bytes of blake2b (RFC 7693)."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def record_offset(generation: int) -> int:
+    """Where in the commit file a generation's record is."""
+    return ALIGNMENT_BYTES * (1 + generation % 2)
+
+
+def encode_superblock(value: Superblock) -> bytes:
+    """One block."""
+    fields = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, FORMAT_VERSION, value.block_bytes, value.run_id, value.fingerprint)
+    return _block(fields)
+
+
+def decode_superblock(block: bytes, path: str) -> Superblock:
+    """The superblock in a block.
+
+    Raises:
+        StoreError: it is damaged, or of a newer format.
+    """
+    fields = _checked(block, _SUPERBLOCK.size)
+    magic, version, block_bytes, run_id, fingerprint = _SUPERBLOCK.unpack(block[: _SUPERBLOCK.size])
+    if fields is None or magic != _SUPERBLOCK_MAGIC:
+        raise StoreError(
+            f"{path} is damaged: its first block is not what memwall wrote; restore it from a copy, or begin anew "
+            "with another --checkpoint DIR"
+        )
+    if version != FORMAT_VERSION:
+        raise StoreError(
+            f"{path} has checkpoint format {version}, and this memwall reads format {FORMAT_VERSION}: resume with the "
+            "memwall that wrote it, or a newer one"
+        )
+    return Superblock(run_id=run_id, fingerprint=fingerprint, block_bytes=block_bytes)
+
+
+def encode_record(value: Record) -> bytes:
+    """One block."""
+    fields = _RECORD.pack(
+        _RECORD_MAGIC,
+        FORMAT_VERSION,
+        value.run_id,
+        value.generation,
+        value.step,
+        value.meta_offset,
+        value.meta_bytes,
+        value.meta_digest,
+    )
+    return _block(fields)
+
+
+def decode_record(block: bytes) -> Record | None:
+    """The record in a block; None where it is damaged or was never written."""
+    if _checked(block, _RECORD.size) is None:
+        return None
+    magic, version, run_id, generation, step, offset, num_bytes, digest = _RECORD.unpack(block[: _RECORD.size])
+    if magic != _RECORD_MAGIC or version != FORMAT_VERSION:
+        return None
+    return Record(
+        run_id=run_id,
+        generation=generation,
+        step=step,
+        meta_offset=offset,
+        meta_bytes=num_bytes,
+        meta_digest=digest,
+    )
+
+
+def encode_meta(value: Meta) -> bytes:
+    """The bytes that a record's digest is of."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode_meta(data: bytes) -> Meta:
+    """What `encode_meta` was given.
+
+    Raises:
+        StoreError: the bytes are no meta.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=Meta)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise StoreError(f"a checkpoint's table of contents cannot be read: {error}") from error
+
+
+def is_blank(block: bytes) -> bool:
+    """Whether a block was reserved and never written."""
+    return not any(block)
+
+
+def _block(fields: bytes) -> bytes:
+    return (fields + digest_of(fields)).ljust(ALIGNMENT_BYTES, b"\0")
+
+
+def _checked(block: bytes, num_bytes: int) -> bytes | None:
+    fields = block[:num_bytes]
+    return fields if block[num_bytes : num_bytes + _DIGEST_BYTES] == digest_of(fields) else None

@@ -1,0 +1,101 @@
+"""The data of a checkpoint: extents in one file, of which those of the last committed step are never written to.
+
+A bucket that changes is written elsewhere, so it has two extents at most: the committed one and the next one. When the
+next step is committed, the space of what it replaced is free.
+"""
+
+import os
+from collections.abc import Sequence
+
+from memwall.errors import StoreError
+from memwall.store.backend import ALIGNMENT_BYTES, IOBackend, OpenScratch, SystemBackend
+from memwall.store.scratch import ScratchFile, Slot
+
+__all__ = ["DataFile", "open_kept"]
+
+
+def open_kept(backend: IOBackend, path: str) -> OpenScratch:
+    """Open a file of a checkpoint, created where there is none.
+
+    Raises:
+        StoreError: the system refuses.
+    """
+    try:
+        return backend.open_file(path)
+    except OSError as error:
+        raise StoreError(
+            f"the checkpoint's file {path} cannot be opened: {os.strerror(error.errno or 0)} (errno {error.errno}); "
+            "give a directory that you may write to with --checkpoint DIR"
+        ) from error
+
+
+class DataFile(ScratchFile):
+    """A named `ScratchFile` that keeps the slots of the last committed step.
+
+    Args:
+        path: the file, created where there is none.
+        backend: the operating system, or a test's substitute for it.
+
+    Raises:
+        StoreError: the file cannot be opened.
+    """
+
+    is_kept = True
+
+    def __init__(self, path: str, *, backend: IOBackend | None = None) -> None:
+        backend = backend if backend is not None else SystemBackend()
+        # Growing by a little: the space is reserved for the whole run before its first commit.
+        super().__init__(path, backend=backend, step_bytes=ALIGNMENT_BYTES)
+        self._committed: set[int] = set()
+        self._retired: dict[int, Slot] = {}
+        self._reserved_bytes = backend.size_bytes(self._fd) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+    def _open(self) -> OpenScratch:
+        return open_kept(self._backend, self.path)
+
+    def adopt(self, slots: Sequence[Slot]) -> None:
+        """Say what is in the file: the committed slots; everything else is free. To be called once, at the start."""
+        end = 0
+        for slot in sorted(slots, key=lambda slot: slot.offset):
+            if slot.offset > end:
+                self._free.give(end, slot.offset - end)
+            end = slot.offset + slot.num_bytes
+            self._used_bytes += slot.num_bytes
+        if self._reserved_bytes > end:
+            self._free.give(end, self._reserved_bytes - end)
+        self._committed = {slot.offset for slot in slots}
+
+    def successor(self, slot: Slot | None, num_bytes: int) -> Slot:
+        """See `ScratchFile`; a committed slot is left as it is."""
+        if slot is None or slot.offset not in self._committed:
+            return super().successor(slot, num_bytes)
+        self.free(slot)
+        return self.allocate(num_bytes)
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back: now, or once another step than the one that it belongs to is committed."""
+        if slot.offset in self._committed:
+            self._retired[slot.offset] = slot
+        else:
+            super().free(slot)
+
+    def publish(self, slots: Sequence[Slot]) -> None:
+        """Say that a step with these slots is committed, and the one before it no longer needed."""
+        self._committed = {slot.offset for slot in slots}
+        for offset, slot in list(self._retired.items()):
+            if offset not in self._committed:
+                del self._retired[offset]
+                super().free(slot)
+
+    def sync(self) -> None:
+        """Return once everything written survives a loss of power.
+
+        Raises:
+            OSError: the system says that it may not.
+        """
+        self._backend.sync(self._fd)
+
+    @property
+    def length_bytes(self) -> int:
+        """The length that the file has on disk."""
+        return self._backend.size_bytes(self._fd)

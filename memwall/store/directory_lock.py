@@ -1,0 +1,75 @@
+"""One run per checkpoint directory: a lock that the system takes back when the process ends, however that happens.
+
+It is a record lock (fcntl(2), F_SETLK), which belongs to the process alone. A lock of flock(2) would live on in the
+workers that a data loader has forked, and keep a run that was killed from being resumed while they wind down.
+"""
+
+import fcntl
+import os
+import socket
+import threading
+
+from memwall.errors import StoreError
+
+__all__ = ["DirectoryLock"]
+
+_NAME = "memwall.lock"
+_MAX_OWNER_BYTES = 200
+_held: set[str] = set()  # a record lock does not keep its own process out
+_guard = threading.Lock()
+
+
+class DirectoryLock:
+    """Held from the beginning until `release`.
+
+    Raises:
+        StoreError: another run holds it, or the directory cannot be written to.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._key = os.path.join(os.path.realpath(directory), _NAME)
+        self._process_id = os.getpid()
+        with _guard:
+            if self._key in _held:
+                raise self._refusal("this process")
+            try:
+                self._fd = os.open(self._key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise StoreError(
+                    f"--checkpoint {directory}: {_NAME} cannot be opened there: {os.strerror(error.errno or 0)} "
+                    f"(errno {error.errno}); give a directory that you may write to"
+                ) from error
+            try:
+                self._take()
+            except BaseException:
+                os.close(self._fd)
+                raise
+            _held.add(self._key)
+
+    def _take(self) -> None:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise self._refusal(os.pread(self._fd, _MAX_OWNER_BYTES, 0).decode(errors="replace").strip()) from error
+        except OSError as error:
+            raise StoreError(
+                f"--checkpoint {self.directory}: its filesystem cannot lock files ({os.strerror(error.errno or 0)}), "
+                "so two runs could overwrite each other there; give a directory on a local disk"
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"process {self._process_id} on {socket.gethostname()}\n".encode(), 0)
+
+    def _refusal(self, owner: str) -> StoreError:
+        return StoreError(
+            f"--checkpoint {self.directory} is in use by {owner or 'another process'}; wait until that run has ended, "
+            "or give this one a directory of its own"
+        )
+
+    def release(self) -> None:
+        """Let the next run in."""
+        if self._process_id == os.getpid():
+            with _guard:
+                if self._key in _held:
+                    _held.remove(self._key)
+                    os.close(self._fd)

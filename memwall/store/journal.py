@@ -1,0 +1,373 @@
+"""A checkpoint directory: one generation after the other, each of which is there as a whole or not at all.
+
+    1  buckets are written to extents that the last generation does not use      (`pool`, `data`)
+    2  the meta is written to such an extent as well
+    3  the data file is synced
+    4  the record is written over that of the generation before the last one
+    5  the commit file is synced: the new generation is the checkpoint, the last one's extents are free
+
+A crash during 1 to 3 leaves the last generation untouched; during 4 the new record is torn, which its checksum shows,
+or complete, and then so is what it points to; after 5 the new generation is the one that is found.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import zlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from memwall.errors import OffloadIOError, StoreError
+from memwall.store.backend import ALIGNMENT_BYTES, IOBackend, SystemBackend, read_fully, round_up, write_fully
+from memwall.store.commit_format import (
+    COMMIT_BYTES,
+    COMMIT_NAME,
+    DATA_NAME,
+    Extent,
+    Meta,
+    Record,
+    Superblock,
+    decode_meta,
+    decode_record,
+    decode_superblock,
+    digest_of,
+    encode_meta,
+    encode_record,
+    encode_superblock,
+    is_blank,
+    record_offset,
+)
+from memwall.store.data_file import DataFile, open_kept
+from memwall.store.directory_lock import DirectoryLock
+from memwall.store.scratch import Slot
+from memwall.store.transfer import DEFAULT_BLOCK_BYTES, TransferPool
+from memwall.units import format_bytes
+
+__all__ = ["Generation", "Journal", "Stored"]
+
+_log = logging.getLogger(__name__)
+
+
+class Stored(NamedTuple):
+    """A bucket on disk: what was written, with its checksums, in blocks of the pool's size."""
+
+    slot: Slot
+    num_bytes: int
+    """Written, a multiple of 4096."""
+
+
+class Generation(NamedTuple):
+    """A committed step as it was found, every byte of it verified."""
+
+    number: int
+    step: int
+    buckets: tuple[Stored, ...]
+    content: bytes
+    meta: Slot
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All that must not be written to while this is the last one."""
+        return (*(stored.slot for stored in self.buckets), self.meta)
+
+
+class Journal:
+    """Opens a directory for one run, makes it where there is none, and recovers what is in it.
+
+    Args:
+        directory: of this run alone.
+        backend: the operating system, or a test's substitute for it.
+        num_workers: transfer threads.
+        block_bytes: the size of one write, and what each checksum covers; of a directory that has a run in it already
+            only to be what it was before.
+
+    Attributes:
+        last: the newest generation that can be continued from; None before the first commit.
+        data: where buckets get their slots from; `pool` writes them.
+
+    Raises:
+        StoreError: another run is using the directory, it cannot be written to, or it holds damaged files from which
+            no step can be recovered.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        backend: IOBackend | None = None,
+        num_workers: int = 2,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+    ) -> None:
+        self.directory = os.fspath(directory)
+        self._backend = backend if backend is not None else SystemBackend()
+        self._commit_path = os.path.join(self.directory, COMMIT_NAME)
+        self._block_bytes = block_bytes
+        self._superblock: Superblock | None = None
+        self._failure: StoreError | None = None
+        self.last: Generation | None = None
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"--checkpoint {self.directory}: this directory cannot be made: {os.strerror(error.errno or 0)}; give "
+                "another one"
+            ) from error
+        self._lock = DirectoryLock(self.directory)
+        try:
+            self._fd = open_kept(self._backend, self._commit_path).fd
+            try:
+                self.data = DataFile(os.path.join(self.directory, DATA_NAME), backend=self._backend)
+            except BaseException:
+                self._backend.close(self._fd)
+                raise
+        except BaseException:
+            self._lock.release()
+            raise
+        try:
+            self.last = self._recover()
+            self.data.adopt(() if self.last is None else self.last.slots)
+            if self.last is not None:
+                # Found, it may still be in the page cache alone; what is written next takes its predecessor's place.
+                self._sync_data()
+                self._sync_commit()
+        except BaseException:
+            self.data.close()
+            self._backend.close(self._fd)
+            self._lock.release()
+            raise
+        self.pool = TransferPool(self.data, num_workers=num_workers, block_bytes=self._block_bytes)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> bytes | None:
+        """What `begin` was given by the run that made the directory; None where nothing is committed yet."""
+        return None if self._superblock is None or self.last is None else self._superblock.fingerprint
+
+    def begin(self, fingerprint: bytes) -> None:
+        """Make an empty directory that of a model. To be called before the first commit, unless there is a `last`.
+
+        Raises:
+            OffloadIOError: the files cannot be written.
+        """
+        found = self._superblock
+        if found is not None and (found.fingerprint, found.block_bytes) == (fingerprint, self._block_bytes):
+            return  # of a run that ended before its first commit
+        superblock = Superblock(run_id=os.urandom(16), fingerprint=fingerprint, block_bytes=self._block_bytes)
+        try:
+            length_bytes = self._backend.size_bytes(self._fd)
+            if length_bytes < COMMIT_BYTES:
+                self._backend.reserve(self._fd, length_bytes, COMMIT_BYTES - length_bytes)
+        except OSError as error:
+            raise self._failed("reserving", self._commit_path, error) from error
+        self._write_block(encode_superblock(superblock), 0)
+        self._sync_commit()
+        try:
+            self._backend.sync_directory(self.directory)
+            self._backend.sync_directory(os.path.dirname(os.path.abspath(self.directory)))
+        except OSError as error:
+            raise self._failed("syncing", self.directory, error) from error
+        self._superblock = superblock
+
+    def commit(self, step: int, buckets: Sequence[Stored], content: bytes) -> None:
+        """Make a step the one that is found from now on. All its buckets have been written, without failure.
+
+        Slots of the generation before it that are not among its own are free then.
+
+        Raises:
+            OffloadIOError: it is not committed; the last one still is. No further commit is possible.
+        """
+        if self._failure is not None:
+            raise StoreError(str(self._failure)) from self._failure
+        if self._superblock is None:
+            raise StoreError(f"the checkpoint in {self.directory} was not begun")
+        try:
+            found = self._committed(self._superblock, step, tuple(buckets), content)
+        except StoreError as error:
+            # After a sync that failed nobody knows what is on disk, and a second one may report success for nothing.
+            self._failure = error
+            raise
+        for slot in () if self.last is None else self.last.slots:
+            self.data.free(slot)
+        self.data.publish(found.slots)
+        self.last = found
+
+    def _committed(self, superblock: Superblock, step: int, buckets: tuple[Stored, ...], content: bytes) -> Generation:
+        number = 1 if self.last is None else self.last.number + 1
+        extents = tuple(self._extent(stored) for stored in buckets)
+        meta = encode_meta(Meta(generation=number, step=step, buckets=extents, content=content))
+        slot = self.data.allocate(len(meta))
+        pages = _pages(slot.num_bytes)
+        pages[: len(meta)] = meta
+        self.data.write(slot, 0, pages, "the table of contents")
+        self._sync_data()
+        record = Record(
+            run_id=superblock.run_id,
+            generation=number,
+            step=step,
+            meta_offset=slot.offset,
+            meta_bytes=len(meta),
+            meta_digest=digest_of(meta),
+        )
+        self._write_block(encode_record(record), record_offset(number))
+        self._sync_commit()
+        return Generation(number, step, buckets, content, slot)
+
+    def _extent(self, stored: Stored) -> Extent:
+        slot, offsets = stored.slot, range(0, stored.num_bytes, self._block_bytes)
+        return Extent(
+            offset=slot.offset,
+            num_bytes=stored.num_bytes,
+            slot_bytes=slot.num_bytes,
+            checksums=tuple(slot.checksums[offset] for offset in offsets),
+        )
+
+    def _write_block(self, block: bytes, offset: int) -> None:
+        page = _pages(ALIGNMENT_BYTES)
+        page[:] = block
+        write_fully(
+            self._backend, self._fd, page, offset, path=self._commit_path, label="a commit record", is_kept=True
+        )
+
+    def _sync_data(self) -> None:
+        try:
+            self.data.sync()
+        except OSError as error:
+            raise self._failed("syncing", self.data.path, error) from error
+
+    def _sync_commit(self) -> None:
+        try:
+            self._backend.sync(self._fd)
+        except OSError as error:
+            raise self._failed("syncing", self._commit_path, error) from error
+
+    def _failed(self, verb: str, path: str, error: OSError) -> OffloadIOError:
+        reason = os.strerror(error.errno or 0)
+        advice = "free space there" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "look at the kernel log (dmesg)"
+        return OffloadIOError(
+            f"{verb} the checkpoint's file {path} failed: {reason} (errno {error.errno}); {advice}, and continue from "
+            "the last committed step with --resume",
+            path=path,
+            offset=0,
+            wanted_bytes=0,
+            got_bytes=0,
+            errno=error.errno or 0,
+        )
+
+    # -- recovery --------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> Generation | None:
+        """The newest generation of which every byte is as it was written."""
+        length_bytes, has_data = self._backend.size_bytes(self._fd), self.data.length_bytes > 0
+        if length_bytes < COMMIT_BYTES:
+            if has_data:
+                raise StoreError(
+                    f"{self._commit_path} was cut short: it has {length_bytes} of {COMMIT_BYTES} bytes; restore it "
+                    "from a copy, or begin anew with another --checkpoint DIR"
+                )
+            return None
+        pages = _pages(COMMIT_BYTES)
+        read_fully(self._backend, self._fd, pages, 0, path=self._commit_path, label="the commit records", is_kept=True)
+        blocks = [bytes(pages[start : start + ALIGNMENT_BYTES]) for start in range(0, COMMIT_BYTES, ALIGNMENT_BYTES)]
+        records = [decode_record(block) for block in blocks[1:]]
+        if all(map(is_blank, blocks[1:])) and not has_data:
+            return None  # killed while the directory was made: the data file grows after that only
+        self._superblock = superblock = decode_superblock(blocks[0], self._commit_path)
+        problems = [
+            f"the commit record at byte {ALIGNMENT_BYTES * (number + 1)} of {self._commit_path} is damaged"
+            for number, (record, block) in enumerate(zip(records, blocks[1:], strict=True))
+            if (record is None or record.run_id != superblock.run_id) and not is_blank(block)
+        ]
+        self._block_bytes = superblock.block_bytes
+        good = [record for record in records if record is not None and record.run_id == superblock.run_id]
+        for record in sorted(good, key=lambda record: record.generation, reverse=True):
+            try:
+                found = self._verified(record)
+            except StoreError as error:
+                problems.append(f"step {record.step}: {error}")
+                continue
+            for problem in problems:
+                _log.warning("%s; continuing from step %d, which is whole", problem, found.step)
+            return found
+        if problems:
+            raise StoreError(
+                f"no step can be recovered from {self.directory}: {'; '.join(problems)}; restore its files from a "
+                "copy, or begin anew with another --checkpoint DIR"
+            )
+        return None
+
+    def _verified(self, record: Record) -> Generation:
+        padded_bytes = round_up(record.meta_bytes)
+        meta_slot = Slot(record.meta_offset, padded_bytes)
+        self._check_inside(meta_slot.offset, padded_bytes, "the table of contents")
+        pages = _pages(padded_bytes)
+        self.data.read(meta_slot, 0, pages, "the table of contents")
+        data = bytes(pages[: record.meta_bytes])
+        if digest_of(data) != record.meta_digest:
+            raise self._damaged("the table of contents", record.meta_offset, padded_bytes)
+        meta = decode_meta(data)
+        buckets = tuple(self._stored(extent) for extent in meta.buckets)
+        pages = _pages(self._block_bytes)
+        for number, stored in enumerate(buckets):
+            self._check_inside(stored.slot.offset, stored.num_bytes, f"bucket {number}")
+            for offset, checksum in stored.slot.checksums.items():
+                block = pages[: min(self._block_bytes, stored.num_bytes - offset)]
+                self.data.read(stored.slot, offset, block, f"bucket {number}")
+                if zlib.crc32(block) != checksum:
+                    raise self._damaged(f"bucket {number}", stored.slot.offset + offset, len(block))
+        return Generation(meta.generation, meta.step, buckets, meta.content, meta_slot)
+
+    def _stored(self, extent: Extent) -> Stored:
+        slot = Slot(extent.offset, extent.slot_bytes)
+        offsets = range(0, extent.num_bytes, self._block_bytes)
+        slot.checksums = dict(zip(offsets, extent.checksums, strict=True))
+        return Stored(slot, extent.num_bytes)
+
+    def _check_inside(self, offset: int, num_bytes: int, label: str) -> None:
+        length_bytes = self.data.length_bytes
+        if offset + num_bytes > length_bytes:
+            raise OffloadIOError(
+                f"{self.data.path} was cut short: {label} ends at byte {offset + num_bytes}, and the file has "
+                f"{length_bytes}",
+                path=self.data.path,
+                offset=offset,
+                wanted_bytes=num_bytes,
+                got_bytes=max(0, length_bytes - offset),
+                errno=0,
+            )
+
+    def _damaged(self, label: str, offset: int, num_bytes: int) -> OffloadIOError:
+        return OffloadIOError(
+            f"{label} in {self.data.path} is damaged: the checksum of {format_bytes(num_bytes)} at byte {offset} does "
+            "not match what was written",
+            path=self.data.path,
+            offset=offset,
+            wanted_bytes=num_bytes,
+            got_bytes=num_bytes,
+            errno=0,
+        )
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the threads, close the files, and let the next run in."""
+        self.pool.close()
+        if self._fd >= 0:
+            self._backend.close(self._fd)
+            self._fd = -1
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _pages(num_bytes: int) -> memoryview:
+    """Page-aligned memory, of zeros, that lives as long as its views: those in an error's traceback too."""
+    return memoryview(mmap.mmap(-1, num_bytes))

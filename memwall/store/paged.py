@@ -1,0 +1,235 @@
+"""A tensor at a fixed address whose memory can be given up and filled again, while everything that points there stays.
+
+Views of it, autograd's saved tensors among them, share its storage: they are valid whenever it `is_here`.
+"""
+
+import mmap
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from memwall.errors import StoreError
+from memwall.store.backend import round_up
+from memwall.store.pages import address_of, has_pages, move_pages, new_map
+from memwall.store.scratch import Slot
+from memwall.store.transfer import Transfer, TransferPool, memory_at
+
+__all__ = ["PagedTensor", "WriteBehind"]
+
+
+class PagedTensor:
+    """A CPU tensor in an anonymous map of its own, with a slot on disk.
+
+    Args:
+        pool: the threads and the file.
+        like: dtype, shape and strides; its elements fill a range of memory.
+        label: names it in an error.
+    """
+
+    def __init__(self, pool: TransferPool, like: Tensor, label: str) -> None:
+        num_bytes = like.numel() * like.element_size()
+        self._pool, self._label = pool, label
+        self.num_bytes = round_up(num_bytes)
+        """Pages included; also what it takes on disk."""
+        self._map = new_map(self.num_bytes)
+        self._arrivals: mmap.mmap | None = None
+        self._address = address_of(self._map)
+        flat = torch.frombuffer(self._map, dtype=like.dtype, count=like.numel())
+        self.tensor = flat.as_strided(like.size(), like.stride())
+        self.is_here = True
+        """Whether the memory holds the newest bytes."""
+        self._is_stored = False
+        self._is_wanted = True
+        self._slot: Slot | None = None
+        self._read: Transfer | None = None
+        self._write: Transfer | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it takes memory: it is here, or on its way."""
+        return self.is_here or self._read is not None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the newest bytes are on disk, or on their way there."""
+        return self._is_stored
+
+    @property
+    def is_written(self) -> bool:
+        """Whether no write of it is under way."""
+        return self._write is None or self._write.is_done
+
+    def begin_read(self) -> None:
+        """Begin to bring it back, if it is away; it arrives beside its place, and takes it in `want`.
+
+        Raises:
+            StoreError: an earlier transfer failed.
+        """
+        if not self.is_here and self._read is None:
+            assert self._slot is not None
+            if self._arrivals is None:
+                self._arrivals = new_map(self.num_bytes)
+            view = memory_at(address_of(self._arrivals), self.num_bytes)
+            self._read = self._pool.read(self._slot, view, label=self._label, keep=self._arrivals)
+
+    def want(self) -> None:
+        """Return once it is here, to stay until `let_go`.
+
+        Raises:
+            StoreError: the bytes cannot be had, or came back different; or somebody has used its memory meanwhile.
+        """
+        self._is_wanted = True
+        self.begin_read()
+        if self._read is not None and self._arrivals is not None:
+            self._read.wait()
+            self._read = None
+            if has_pages(self._address, self.num_bytes):
+                raise StoreError(
+                    f"{self._label} was read or written while it was on disk, through something else that shares its "
+                    "memory, so what came of that is wrong; use it itself in place of what refers to its memory"
+                )
+            move_pages(self._arrivals, self._address, self.num_bytes)
+            self.is_here = True
+
+    def changed(self) -> None:
+        """Say that its elements are about to be written: what is on disk is old. Waits for a write under way.
+
+        Raises:
+            StoreError: that write failed.
+        """
+        self._settle()
+        self._is_stored = False
+
+    def overwrite(self) -> None:
+        """Like `want` and `changed` for a caller who writes every element: nothing is read.
+
+        Raises:
+            StoreError: a transfer under way failed.
+        """
+        if self._read is not None:
+            self.want()
+        self.changed()
+        self._is_wanted = self.is_here = True
+
+    def begin_write(self) -> None:
+        """Begin to write it out; its elements must not change until `changed` says they will.
+
+        Raises:
+            StoreError: no room on disk, or an earlier transfer failed.
+        """
+        self._settle()
+        if self._slot is None:
+            self._slot = self._pool.scratch.allocate(self.num_bytes)
+        self._write = self._pool.write(self._slot, self._view(), label=self._label, keep=self._map)
+        self._is_stored = True
+
+    def let_go(self) -> None:
+        """Give up the memory: now, or once the write under way is done and `sweep` is called again.
+
+        Raises:
+            StoreError: a transfer failed.
+        """
+        self._is_wanted = False
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Give up the memory if nobody wants it and no write needs it."""
+        if self._is_wanted or not self._is_stored:
+            return
+        if self._write is not None:
+            if not self._write.is_done:
+                return
+            self._settle()
+        self._drop_pages()
+
+    def finish_write(self) -> None:
+        """Return once the write under way is done, and give up the memory if nobody wants it.
+
+        Raises:
+            StoreError: it failed.
+        """
+        self._settle()
+        self.sweep()
+
+    def stay(self) -> None:
+        """Be in memory for good: the place on disk is given back.
+
+        Raises:
+            StoreError: the bytes cannot be had, or came back different; or somebody has used its memory meanwhile.
+        """
+        self.want()
+        self.changed()
+        self._give_slot_back()
+
+    def forget(self) -> None:
+        """Give up memory and disk space; the elements are lost. It can be used again through `overwrite`."""
+        self._settle()
+        self._is_wanted = self._is_stored = False
+        self._drop_pages()
+        self._give_slot_back()
+
+    def _give_slot_back(self) -> None:
+        if self._slot is not None:
+            self._pool.scratch.free(self._slot)
+            self._slot = None
+
+    def _drop_pages(self) -> None:
+        if self._read is not None and self._arrivals is not None:
+            self._read.wait()
+            self._read = None
+            self._arrivals.madvise(mmap.MADV_DONTNEED)
+        if self.is_here:
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self.is_here = False
+
+    def _settle(self) -> None:
+        if self._write is not None:
+            self._write.wait()
+            self._write = None
+
+    def _view(self) -> memoryview:
+        return memory_at(self._address, self.num_bytes)
+
+
+class WriteBehind:
+    """Writes of paged tensors that go on beside the computation, within a bounded amount of memory.
+
+    Args:
+        window_bytes: memory that may wait to be written; one tensor may always.
+    """
+
+    def __init__(self, window_bytes: int) -> None:
+        self._window_bytes = window_bytes
+        self._queue: deque[PagedTensor] = deque()
+        self._queued_bytes = 0
+
+    def put_away(self, paged: PagedTensor) -> None:
+        """Let go of a tensor, after writing it if its newest bytes are not on disk.
+
+        Raises:
+            StoreError: a transfer failed.
+        """
+        while self._queue and self._queue[0].is_written:
+            self._finish_oldest()
+        if not paged.is_stored:
+            while self._queue and self._queued_bytes + paged.num_bytes > self._window_bytes:
+                self._finish_oldest()
+            paged.begin_write()
+            self._queue.append(paged)
+            self._queued_bytes += paged.num_bytes
+        paged.let_go()
+
+    def drain(self) -> None:
+        """Return once everything is written.
+
+        Raises:
+            StoreError: a transfer failed.
+        """
+        while self._queue:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        paged = self._queue.popleft()
+        self._queued_bytes -= paged.num_bytes
+        paged.finish_write()
