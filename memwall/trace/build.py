@@ -52,6 +52,7 @@ def build_step(
             module=_module(log, call_of_op[log.storage_birth[i]] if log.storage_birth[i] >= 0 else -1),
             phase=log.op_phase[log.storage_birth[i]] if 0 <= log.storage_birth[i] < num_ops else "other",
             batched=batched[i],
+            line=log.storage_line[i],
         )
         for i in range(len(log.storage_bytes))
     )

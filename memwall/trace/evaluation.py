@@ -18,10 +18,10 @@ from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
 from memwall.trace.workspace import Workspaces
 
-__all__ = ["RecordedRun", "record_fake_run", "run_evaluated"]
+__all__ = ["MOST_MICRO_BATCHES", "RecordedRun", "record_fake_run", "run_evaluated"]
 
 # The second micro-batch finds the first one's gradients; all further ones are like it.
-_MOST_MICRO_BATCHES = 2
+MOST_MICRO_BATCHES = 2
 _NUM_STEPS = 2
 
 
@@ -73,7 +73,7 @@ def record_fake_run(
             run.optimizer,
             batch,
             num_steps=_NUM_STEPS,
-            num_micro_batches=min(num_micro_batches, _MOST_MICRO_BATCHES),
+            num_micro_batches=min(num_micro_batches, MOST_MICRO_BATCHES),
         )
         try:
             evaluation = run_evaluated(run.builder, workload, run.model, run.optimizer, evaluated)

@@ -21,6 +21,7 @@ class EventLog:
         self.op_name: list[str] = []
         self.op_phase: list[Phase] = []
         self.op_call: list[int] = []
+        self.op_line: list[int] = []
         self.op_sequence: list[int] = []
         self.op_seconds: list[float] = []
         self.op_flops: list[int] = []
@@ -34,6 +35,7 @@ class EventLog:
         self.storage_birth: list[int] = []
         self.storage_died: list[int] = []
         self.storage_shape: list[tuple[int, ...]] = []
+        self.storage_line: list[int] = []
         self.saved_storage: list[int] = []
         self.saved_bytes: list[int] = []
         self.saved_call: list[int] = []
@@ -108,6 +110,7 @@ class EventLog:
         self.storage_birth.append(birth)
         self.storage_died.append(-1)
         self.storage_shape.append(tuple(tensor.shape))
+        self.storage_line.append(self.op_line[birth] if 0 <= birth < len(self.op_line) else -1)
         self._live[key] = index
 
         def died(_: Any) -> None:
@@ -119,13 +122,14 @@ class EventLog:
 
     # -- operations ------------------------------------------------------------------------------------------------
 
-    def begin_op(self, name: str, phase: Phase, sequence: int, inputs: list[Tensor]) -> int:
+    def begin_op(self, name: str, phase: Phase, sequence: int, line: int, inputs: list[Tensor]) -> int:
         """Opens an operation; storages never seen before that it reads were there before the step: inputs."""
         index = len(self.op_name)
         read = tuple(dict.fromkeys(i for t in inputs if (i := self._index(t, -1)) >= 0))
         self.op_name.append(name)
         self.op_phase.append(phase)
         self.op_call.append(self.call_stack[-1] if self.call_stack else -1)
+        self.op_line.append(line)
         self.op_sequence.append(sequence)
         self.op_seconds.append(0.0)
         self.op_flops.append(0)
@@ -157,6 +161,7 @@ class EventLog:
         self.storage_birth.append(index)
         self.storage_died.append(index + 1)
         self.storage_shape.append(self.storage_shape[result] if result >= 0 else ())
+        self.storage_line.append(self.op_line[index])
         self.op_workspace[index] = len(self.storage_bytes) - 1
 
     # -- saved tensors ---------------------------------------------------------------------------------------------

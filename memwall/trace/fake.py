@@ -108,6 +108,7 @@ def fake_run(
         fake_mode = contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False))
         values = contexts.enter_context(KnownValues(place.now, mask_share))
         contexts.enter_context(_copied_as_fake())
+        contexts.enter_context(_converted_in_place())
         with _without_sampling():
             model = _made_fake(workload.make_model(), fake_mode)
         contexts.enter_context(_seen_as_eager())  # now that the model has imported its libraries
@@ -210,6 +211,29 @@ def _copied_as_fake() -> Iterator[None]:
         yield
     finally:
         del fake_class.__deepcopy__
+
+
+@contextmanager
+def _converted_in_place() -> Iterator[None]:
+    """`model.to(dtype)` gives fake parameters other memory, as it does real ones; torch would swap them, and cannot.
+
+    Source: torch/nn/modules/module.py, `Module._apply` (2.13): fake parameters go through `torch.utils.swap_tensors`,
+    which refuses those that anything refers to weakly, as the fake mode itself does.
+    """
+    utils: Any = torch.utils
+    swap = utils.swap_tensors
+
+    def swapped(tensor: Tensor, other: Tensor) -> None:
+        if isinstance(tensor, FakeTensor) and isinstance(other, FakeTensor):
+            tensor.data = other.detach()
+        else:
+            swap(tensor, other)
+
+    utils.swap_tensors = swapped
+    try:
+        yield
+    finally:
+        utils.swap_tensors = swap
 
 
 @contextmanager

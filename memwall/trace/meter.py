@@ -1,13 +1,25 @@
-"""What the operating system says this process holds. Linux's /proc where there is one, psutil elsewhere."""
+"""What a process holds: of the machine, as the operating system says, or of a CUDA device, as its meter shows."""
 
 import ctypes
 import gc
 import mmap
 from pathlib import Path
+from typing import Protocol
 
 import psutil
+import torch
+from torch import nn
 
-__all__ = ["process_bytes", "process_peak_bytes", "reset_process_peak", "return_free_memory"]
+__all__ = [
+    "CudaMeter",
+    "HostMeter",
+    "Meter",
+    "meter_of",
+    "process_bytes",
+    "process_peak_bytes",
+    "reset_process_peak",
+    "return_free_memory",
+]
 
 _STATUS = Path("/proc/self/status")
 _STATM = Path("/proc/self/statm")
@@ -58,3 +70,83 @@ def return_free_memory(*, generation: int = 2) -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class Meter(Protocol):
+    """What this process holds where its model is. All in bytes."""
+
+    device: str
+    """The kind of device: of tensors on others nothing is known here."""
+
+    def now_bytes(self) -> int:
+        """Held now."""
+
+    def peak_bytes(self) -> int:
+        """Held at most since the last reset."""
+
+    def reset_peak(self) -> bool:
+        """Begins a new peak; False where that is not possible."""
+
+    def base_bytes(self, tensor_bytes: int) -> int:
+        """Held now beside tensors, of which so many bytes are alive on the device."""
+
+
+class HostMeter:
+    """Resident bytes of the process."""
+
+    device = "cpu"
+
+    def now_bytes(self) -> int:
+        """See `Meter`."""
+        return process_bytes()
+
+    def peak_bytes(self) -> int:
+        """See `Meter`."""
+        return process_peak_bytes()
+
+    def reset_peak(self) -> bool:
+        """See `Meter`."""
+        return reset_process_peak()
+
+    def base_bytes(self, tensor_bytes: int) -> int:
+        """See `Meter`. What malloc keeps free counts: it should be returned before."""
+        return process_bytes() - tensor_bytes
+
+
+class CudaMeter:
+    """What is in use on a CUDA device: torch's segments, and beside them context, kernels and libraries.
+
+    The device does not tell apart what other processes hold there; it counts as in use.
+    """
+
+    device = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now_bytes(self) -> int:
+        """See `Meter`."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return total_bytes - free_bytes
+
+    def peak_bytes(self) -> int:
+        """See `Meter`. What is beside the segments only grows, so its present size was never exceeded."""
+        return self._beside_bytes() + torch.cuda.max_memory_reserved(self._device)
+
+    def reset_peak(self) -> bool:
+        """See `Meter`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return True
+
+    def base_bytes(self, tensor_bytes: int) -> int:
+        """See `Meter`. Segments hold all tensors, and what they keep free is no part of it."""
+        return self._beside_bytes()
+
+    def _beside_bytes(self) -> int:
+        return max(0, self.now_bytes() - torch.cuda.memory_reserved(self._device))
+
+
+def meter_of(*models: nn.Module) -> Meter:
+    """The meter of the device that the models' first parameter is on."""
+    device = next((parameter.device for model in models for parameter in model.parameters()), torch.device("cpu"))
+    return CudaMeter(device) if device.type == "cuda" else HostMeter()

@@ -10,7 +10,8 @@ from torch import nn
 from memwall.errors import TraceError
 from memwall.trace.build import build_step
 from memwall.trace.events import EventLog
-from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
+from memwall.trace.lines import SourceLines
+from memwall.trace.meter import meter_of, return_free_memory
 from memwall.trace.modules import ModuleTable, fingerprint
 from memwall.trace.recorder import Parking, StepRecorder
 from memwall.trace.records import Machine, Step, Trace
@@ -50,7 +51,9 @@ class TraceBuilder:
         self._parking = parking
         self._seconds_of = seconds_of
         self._is_fake = seconds_of is not None
+        self._meter = meter_of(*self.roots)
         self._names: dict[str, int] = {}
+        self._lines = SourceLines()
         self._steps: list[Step] = []
         self._recorder: StepRecorder | None = None
         self._base_bytes = 0
@@ -71,18 +74,17 @@ class TraceBuilder:
         """Begins to record a step; `running_root` is the root whose forward is about to begin, if one is."""
         self._had_state = optimizer is not None and bool(optimizer.state)
         self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
-        recorder = StepRecorder(self.roots, self._parking, self._workspaces, self._seconds_of)
+        recorder = StepRecorder(self.roots, self._parking, self._workspaces, self._seconds_of, self._lines)
         is_first = not self._steps and not self._is_fake
-        resident_bytes = 0
         if is_first:  # once: the pages returned cost the step that needs them again
             # Cycles that have grown old before the run are part of what it begins with.
             return_free_memory(generation=1)
-            resident_bytes = process_bytes()
+            self._base_bytes = self._meter.base_bytes(0)  # on a CPU with tensors, which are known only then
         if not self._is_fake:
-            reset_process_peak()
+            self._meter.reset_peak()
         recorder.start(optimizer, running_root)
-        if is_first:
-            self._base_bytes = resident_bytes - _existing_bytes(recorder.log)
+        if is_first and self._meter.device == "cpu":
+            self._base_bytes -= _existing_bytes(recorder.log)
         self._recorder = recorder
         self._begin = time.perf_counter()
 
@@ -114,14 +116,14 @@ class TraceBuilder:
         if self._recorder is None:
             raise TraceError("no step is being recorded")
         wall_seconds = 0.0 if self._is_fake else time.perf_counter() - self._begin
-        peak_bytes = 0 if self._is_fake else process_peak_bytes()
+        peak_bytes = 0 if self._is_fake else self._meter.peak_bytes()
         recorder, self._recorder = self._recorder, None
         log = recorder.finish(optimizer)
         for phase, hint in _EVALUATION if is_evaluation else _TRAINING:
             if not log.has_mark(phase):
                 whole = "evaluation" if is_evaluation else "training step"
                 raise TraceError(f"the recorded step has no {phase} phase: {hint}; record one whole {whole}")
-        if not self._steps and not self._is_fake:
+        if not self._steps and not self._is_fake and self._meter.device == "cpu":
             # Inputs show themselves only when they are read; they were resident before the step all the same.
             self._base_bytes -= sum(
                 size
@@ -177,6 +179,7 @@ class TraceBuilder:
             names=tuple(self._names),
             modules=self._modules,
             steps=tuple(self._steps),
+            lines=tuple(self._lines.texts),
         )
 
 
@@ -188,8 +191,11 @@ def _existing_bytes(log: EventLog) -> int:
     )
 
 
-def record(workload: Workload, *, num_steps: int = 2) -> Trace:
+def record(workload: Workload, *, num_steps: int = 2, num_micro_batches: int = 1) -> Trace:
     """Runs and records the first steps of a workload: the first one, and steady ones after it.
+
+    Args:
+        num_micro_batches: forwards and backwards in each step, all of the same batch.
 
     Example:
         >>> import torch
@@ -209,7 +215,15 @@ def record(workload: Workload, *, num_steps: int = 2) -> Trace:
     model = workload.make_model()
     optimizer = workload.make_optimizer(model)
     batch = workload.make_batch()
-    return run_recorded(TraceBuilder([model]), workload, model, optimizer, batch, num_steps=num_steps)
+    return run_recorded(
+        TraceBuilder([model]),
+        workload,
+        model,
+        optimizer,
+        batch,
+        num_steps=num_steps,
+        num_micro_batches=num_micro_batches,
+    )
 
 
 def run_recorded(

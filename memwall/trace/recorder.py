@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memwall.errors import TraceError
 from memwall.trace.events import EventLog
+from memwall.trace.lines import SourceLines, StepLines
 from memwall.trace.modules import ModuleTable
 from memwall.trace.records import Phase
 from memwall.trace.work import OpWork, work_of
@@ -69,6 +70,7 @@ class StepRecorder(TorchDispatchMode):
         parking: where saved tensors go while recording; None keeps them, as a plain step does.
         workspaces: what operators were seen to allocate for themselves, to be shared between steps.
         seconds_of: what an operation takes, where nothing is computed; None measures it.
+        lines: the user's lines met so far, to be shared between steps.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class StepRecorder(TorchDispatchMode):
         parking: Parking | None = None,
         workspaces: Workspaces | None = None,
         seconds_of: Callable[[OpWork], float] | None = None,
+        lines: SourceLines | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seconds_of = seconds_of
         self.workspaces = workspaces or Workspaces()
         self.table = ModuleTable(roots)
         self.log = EventLog(is_parked=parking is not None)
+        self._lines = StepLines(lines or SourceLines())
         self._parking = parking
         self._phase: Phase = "other"
         self._in_optimizer = False
@@ -259,7 +263,7 @@ class StepRecorder(TorchDispatchMode):
         inputs = _tensors(args, [])
         if kwargs:
             _tensors(kwargs.values(), inputs)
-        index = log.begin_op(str(func), self._phase, sequence, inputs)
+        index = log.begin_op(str(func), self._phase, sequence, self._lines.of_op(func, node), inputs)
         device_timer = self._begin_device_timer(inputs)
         begin = time.perf_counter()
         with self.workspaces.measuring(func, inputs, args, kwargs) as workspace:

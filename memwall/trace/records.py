@@ -60,6 +60,8 @@ class Storage(Struct, frozen=True, array_like=True):
     phase: Phase
     batched: bool
     """Whether its bytes grow with the micro-batch (estimated from shapes and data flow)."""
+    line: int = -1
+    """The user's line that made it, an index into `Trace.lines`; -1 if it existed before the step or is not known."""
 
 
 class SavedTensor(Struct, frozen=True, array_like=True):
@@ -168,3 +170,5 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     names: tuple[str, ...]
     modules: tuple[Module, ...]
     steps: tuple[Step, ...]
+    lines: tuple[str, ...] = ()
+    """Lines of the user's code, e.g. `models/gpt.py:42 forward`; none in files written before they were recorded."""

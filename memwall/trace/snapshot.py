@@ -3,14 +3,20 @@
 Fields that this version does not know are passed over, because torch adds some with almost every release; those it
 needs are checked, and an error names the place inside the file. Versions differ in what they write: `time_us`,
 `pool_id`, `frames` and `requested_size` may be missing.
+
+Snapshots of a gigabyte exist, so an event becomes a record as soon as its dict has been read, and its stack a number:
+what is in memory is what is kept. A dict that is not valid stays one until all is read, when its place can be named.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from msgspec import Struct
+
 from memwall.errors import TraceError
-from memwall.trace.snapshot_pickle import DEFAULT_MEMORY_LIMIT_BYTES, read_plain_pickle
+from memwall.trace.snapshot_pickle import DEFAULT_MEMORY_LIMIT_BYTES, Compacted, read_plain_pickle
 from memwall.trace.snapshot_records import Action, Annotation, Block, BlockState, Event, Frame, Segment, Snapshot
 
 __all__ = ["load_snapshot"]
@@ -23,6 +29,7 @@ _STATES: dict[object, BlockState] = {
     "active_awaiting_free": "active_pending_free",
     "inactive": "inactive",
 }
+_DEFAULT_POOL = (0, 0)
 _LARGEST_ADDRESS = 1 << 64
 _LARGEST_BYTES = 1 << 60
 
@@ -37,16 +44,27 @@ def load_snapshot(path: Path, *, memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_
     Raises:
         TraceError: no such file, cut short, no snapshot, hostile, or too large; the message says which and where.
     """
-    plain = read_plain_pickle(path, memory_limit_bytes=memory_limit_bytes)
-    return _Importer(path, plain.num_opcodes).snapshot(plain.value)
+    importer = _Importer(path)
+    plain = read_plain_pickle(path, memory_limit_bytes=memory_limit_bytes, compact=importer.compact)
+    return importer.snapshot(plain.value, plain.num_opcodes)
+
+
+class _Stack(Struct, frozen=True):
+    """A list of frames that has become a number."""
+
+    number: int
+
+
+_LEFT_OUT = _Stack(-1)
+"""In the place of an event that this version does not know."""
 
 
 class _Importer:
     """Turns plain values into records, each stack and frame once."""
 
-    def __init__(self, path: Path, most_values: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._values_left = most_values
+        self._values_left = 0
         self._frames: dict[Frame, Frame] = {}
         self._stacks: dict[tuple[Frame, ...], int] = {(): 0}
         # By identity: torch writes equal stacks as one list, equal frames as one dict. Both are kept, so that their
@@ -55,7 +73,36 @@ class _Importer:
         self._frame_of_dict: dict[int, tuple[object, Frame]] = {}
         self._unknown_actions: set[str] = set()
 
-    def snapshot(self, root: object) -> Snapshot:
+    def compact(self, fields: dict[object, object]) -> Compacted | None:
+        """Turns a frame or an event into its record while the file is being read; None for what has to stay."""
+        try:
+            if "action" in fields or "state" in fields:
+                return self._compact_stack(fields)
+            if "filename" in fields and "name" in fields:
+                self._values_left = 1
+                return Compacted(self._new_frame(fields, ""))
+        except TraceError:
+            pass  # met again, with its place, once all is read
+        return None
+
+    def _compact_stack(self, fields: dict[object, object]) -> Compacted | None:
+        """Its frames become a number: torch writes one list for everything that was allocated at one place."""
+        frames = fields.get("frames")
+        stack = None
+        if isinstance(frames, list):
+            self._values_left = len(frames)
+            stack = fields["frames"] = _Stack(self._number_of(frames, ""))
+        elif not isinstance(frames, _Stack | None):
+            return None
+        record: object = fields
+        if "action" in fields:
+            self._values_left = 1
+            with suppress(TraceError):
+                record = self._event(fields, "") or _LEFT_OUT
+        return Compacted(record, frames if isinstance(frames, list) else None, stack)
+
+    def snapshot(self, root: object, most_values: int) -> Snapshot:
+        self._values_left = most_values
         # `torch.cuda.memory_snapshot()` is the list of segments alone.
         fields = {"segments": root} if isinstance(root, list) else self._fields(root, "$")
         if "segments" not in fields:
@@ -119,6 +166,9 @@ class _Importer:
                 yield event
 
     def _event(self, value: object, at: str) -> Event | None:
+        if isinstance(value, Event) or value is _LEFT_OUT:
+            self._count(at)
+            return value if isinstance(value, Event) else None
         fields = self._fields(value, at)
         action = fields.get("action")
         if not isinstance(action, str):
@@ -145,21 +195,35 @@ class _Importer:
     def _stack(self, value: object, at: str) -> int:
         if value is None:
             return 0
+        if isinstance(value, _Stack) and value is not _LEFT_OUT:
+            return value.number
         known = self._stack_of_list.get(id(value))
         if known is not None:
             return known[1]
+        stack = self._number_of(value, at)
+        self._stack_of_list[id(value)] = (value, stack)
+        return stack
+
+    def _number_of(self, value: object, at: str) -> int:
         if not isinstance(value, list | tuple):
             raise self._error(at, "a list", _shown(value))
+        if set(map(type, value)) == {Frame}:
+            return self._stacks.setdefault(tuple(cast(list[Frame], value)), len(self._stacks))
         seen = self._frame_of_dict
         frames = tuple(
             seen[id(item)][1] if id(item) in seen else self._frame(item, f"{at}[{index}]")
             for index, item in enumerate(value)
         )
-        stack = self._stacks.setdefault(frames, len(self._stacks))
-        self._stack_of_list[id(value)] = (value, stack)
-        return stack
+        return self._stacks.setdefault(frames, len(self._stacks))
 
     def _frame(self, value: object, at: str) -> Frame:
+        if isinstance(value, Frame):
+            return value
+        frame = self._new_frame(value, at)
+        self._frame_of_dict[id(value)] = (value, frame)
+        return frame
+
+    def _new_frame(self, value: object, at: str) -> Frame:
         fields = self._fields(value, at)
         texts = [fields.get(key, "") for key in ("filename", "name")]
         for key, text in zip(("filename", "name"), texts, strict=True):
@@ -167,9 +231,7 @@ class _Importer:
                 raise self._error(f"{at}.{key}", "a text", _shown(text))
         line = self._integer(fields, "line", at, missing=0, least=-_LARGEST_BYTES)
         frame = Frame(_printable(cast(str, texts[0])), line, _printable(cast(str, texts[1])))
-        frame = self._frames.setdefault(frame, frame)
-        self._frame_of_dict[id(value)] = (value, frame)
-        return frame
+        return self._frames.setdefault(frame, frame)
 
     def _annotation(self, value: object, at: str) -> Annotation:
         fields = self._fields(value, at)
@@ -192,13 +254,16 @@ class _Importer:
     # -- plain values --------------------------------------------------------------------------------------------------
 
     def _fields(self, value: object, at: str) -> dict[Any, Any]:
+        self._count(at)
+        if not isinstance(value, dict):
+            raise self._error(at, "a dict", _shown(value))
+        return value
+
+    def _count(self, at: str) -> None:
         # A list of a million references to one dict takes a few bytes of a file and hours of a reader.
         self._values_left -= 1
         if self._values_left < 0:
             raise self._error(at, "values of their own", "the same ones used again and again")
-        if not isinstance(value, dict):
-            raise self._error(at, "a dict", _shown(value))
-        return value
 
     def _items(self, value: object, at: str) -> Iterator[tuple[object, str]]:
         if not isinstance(value, list | tuple):
@@ -225,7 +290,8 @@ class _Importer:
     def _pool(self, fields: dict[Any, Any], key: str, at: str) -> tuple[int, int]:
         value = fields.get(key, (0, 0))
         if isinstance(value, list | tuple) and len(value) == 2 and all(type(part) is int for part in value):
-            return int(value[0]), int(value[1])
+            # One tuple for most events instead of one each.
+            return _DEFAULT_POOL if tuple(value) == _DEFAULT_POOL else (int(value[0]), int(value[1]))
         raise self._error(f"{at}.{key}", "two integers", _shown(value))
 
     def _error(self, at: str, expected: str, found: str) -> TraceError:

@@ -8,6 +8,7 @@ Opcodes: CPython's Lib/pickletools.py, protocols 2 to 5.
 """
 
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from msgspec import Struct
 
 from memwall.errors import TraceError
 
-__all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "PlainPickle", "is_pickle", "read_plain_pickle"]
+__all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "Compacted", "PlainPickle", "is_pickle", "read_plain_pickle"]
 
 DEFAULT_MEMORY_LIMIT_BYTES = 8 << 30
 _WINDOW_BYTES = 4 << 20
@@ -26,7 +27,12 @@ _MOST_MARKS = 100
 # Pickle adds elements by the thousand, so honest files keep far fewer.
 _MOST_WAITING = 1 << 22
 _LONGEST_INTEGER_BYTES = 16
+# Containers whose place in the memo is known; those being filled are few, a thousand per level.
+_MOST_SLOTS = 1 << 16
 _PROTO = 0x80
+# Stacks are lists of references to frames, so most of a large file are these.
+_LONG_GETS = re.compile(rb"(?:j.{4})+", re.DOTALL)
+_LONG_GET = struct.Struct("<xI")
 
 # What CPython takes for a value, about; only the order of magnitude matters.
 _BYTES_PER_CONTAINER = 64
@@ -44,24 +50,42 @@ class PlainPickle(Struct, frozen=True):
     """Instructions the file consists of: no honest file holds more values than that."""
 
 
+class Compacted(Struct, frozen=True):
+    """What takes the place of a dict as soon as it is complete, and of a list in it."""
+
+    record: object
+    """Instead of the dict; the dict itself if it stays."""
+    items: list[object] | None = None
+    """A list in it that is needed no more."""
+    items_record: object = None
+    """What further references to that list find."""
+
+
+Compact = Callable[[dict[object, object]], Compacted | None]
+
+
 def is_pickle(head: bytes) -> bool:
     """Whether a file that begins so is a pickle of protocol 2 to 5; every `_dump_snapshot` writes one."""
     return len(head) >= 2 and head[0] == _PROTO and 2 <= head[1] <= 5
 
 
-def read_plain_pickle(path: Path, *, memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES) -> PlainPickle:
+def read_plain_pickle(
+    path: Path, *, memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES, compact: Compact | None = None
+) -> PlainPickle:
     """Builds the value of a pickle that holds plain values only.
 
     Args:
         path: the file; it is read a few MiB at a time.
         memory_limit_bytes: an estimate of what the values take may not exceed this.
+        compact: called with each dict that was filled; what it returns stands for that dict from then on, which is
+            emptied. So a file of millions of dicts takes the memory of what is made of them.
 
     Raises:
         TraceError: the file cannot be read, is cut short, holds anything but plain values, or is too large.
     """
     try:
         with path.open("rb") as file:
-            return _Interpreter(file, path, memory_limit_bytes).run()
+            return _Interpreter(file, path, memory_limit_bytes, compact).run()
     except OSError as error:
         raise TraceError(f"cannot read the snapshot {path}: {error.strerror or error}") from error
 
@@ -69,7 +93,7 @@ def read_plain_pickle(path: Path, *, memory_limit_bytes: int = DEFAULT_MEMORY_LI
 class _Interpreter:
     """The stack machine of one file; `_HANDLERS` lists what it can do."""
 
-    def __init__(self, file: BinaryIO, path: Path, memory_limit_bytes: int) -> None:
+    def __init__(self, file: BinaryIO, path: Path, memory_limit_bytes: int, compact: Compact | None) -> None:
         self._file = file
         self._path = path
         self._file_bytes = os.fstat(file.fileno()).st_size
@@ -81,24 +105,27 @@ class _Interpreter:
         self._stack: list[object] = []
         self._outer: list[list[object]] = []
         self._memo: list[object] = []
+        self._compact = compact
+        self._slot_of: dict[int, int] = {}
+        """Where in the memo a container is, by its identity."""
+        self._num_opcodes = 0
         self._is_done = False
 
     def run(self) -> PlainPickle:
         handlers = [_HANDLERS.get(code) for code in range(256)]
-        num_opcodes = 0
         try:
             while not self._is_done:
                 code = self._byte()
                 handler = handlers[code]
                 if handler is None:
                     raise self._refusal(code)
-                num_opcodes += 1
+                self._num_opcodes += 1
                 handler(self)
         except IndexError as error:
             raise self._damage("an instruction finds nothing to work on") from error
         if len(self._stack) != 1 or self._outer:
             raise self._damage("it ends in the middle of a value")
-        return PlainPickle(self._stack[0], num_opcodes)
+        return PlainPickle(self._stack[0], self._num_opcodes)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -176,7 +203,6 @@ class _Interpreter:
         """Everything since the last mark, which is taken away."""
         items = self._stack
         self._stack = self._outer.pop()
-        self._spend(_BYTES_PER_REFERENCE * len(items))
         return items
 
     def _mark(self) -> None:
@@ -186,12 +212,15 @@ class _Interpreter:
         self._stack = []
 
     def _marked_tuple(self) -> None:
-        self._container(tuple(self._marked()))
+        items = self._marked()
+        self._spend(_BYTES_PER_REFERENCE * len(items))
+        self._container(tuple(items))
 
     def _append(self, items: list[object]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
             raise self._damage(f"an element is added to a {type(target).__name__}")
+        self._spend(_BYTES_PER_REFERENCE * len(items))
         target.extend(items)
 
     def _set(self, items: list[object]) -> None:
@@ -205,6 +234,29 @@ class _Interpreter:
             if type(key) is not str and type(key) is not int:
                 raise self._damage(f"a key that is a {type(key).__name__}")
             target[key] = items[index + 1]
+        if self._compact is not None:
+            self._compact_top(target, self._compact)
+
+    def _compact_top(self, target: dict[object, object], compact: Compact) -> None:
+        """Puts something smaller in the place of the dict on top of the stack."""
+        found = compact(target)
+        if found is None:
+            self._slot_of.pop(id(target), None)
+            return
+        if found.items is not None:
+            self._replace(found.items, _BYTES_PER_REFERENCE, found.items_record)
+        if found.record is not target:
+            self._stack[-1] = found.record
+            self._replace(target, _BYTES_PER_PAIR, found.record)
+
+    def _replace(self, value: dict[object, object] | list[object], bytes_each: int, record: object) -> None:
+        """Empties a container, whoever else holds it; later references find the record."""
+        slot = self._slot_of.pop(id(value), -1)
+        # Another container may have had this identity before.
+        if slot >= 0 and self._memo[slot] is value:
+            self._memo[slot] = record
+        self._spent_bytes -= bytes_each * len(value)
+        value.clear()
 
     def _append_one(self) -> None:
         self._append([self._stack.pop()])
@@ -222,9 +274,25 @@ class _Interpreter:
             self._memo.append(value)
         else:
             self._memo[index] = value
+        if self._compact is not None and isinstance(value, dict | list):
+            if len(self._slot_of) >= _MOST_SLOTS:
+                self._slot_of.clear()
+            self._slot_of[id(value)] = index
 
     def _get(self, index: int) -> None:
         self._stack.append(self._memo[index])
+
+    def _long_gets(self) -> None:
+        """A reference and those that follow it."""
+        found = _LONG_GETS.match(self._window, self._position - 1)
+        if found is None:  # the window ends within it
+            self._get(self._integer(4))
+            return
+        self._position = found.end()
+        indices = [index for (index,) in _LONG_GET.iter_unpack(found.group())]
+        self._num_opcodes += len(indices) - 1
+        memo = self._memo
+        self._stack += [memo[index] for index in indices]
 
     # -- the file itself -----------------------------------------------------------------------------------------------
 
@@ -296,7 +364,7 @@ _HANDLERS: dict[int, Callable[[_Interpreter], None]] = {
     ord("q"): lambda machine: machine._put(machine._byte()),
     ord("r"): lambda machine: machine._put(machine._integer(4)),
     ord("h"): lambda machine: machine._get(machine._byte()),
-    ord("j"): lambda machine: machine._get(machine._integer(4)),
+    ord("j"): _Interpreter._long_gets,
     _PROTO: _Interpreter._proto,
     0x95: _Interpreter._frame,
     ord("."): _Interpreter._stop,

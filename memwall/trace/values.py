@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from memwall.errors import TraceError
+from memwall.errors import NeedsValuesError, TraceError
 from memwall.trace.results import as_real, run_fake
 
 __all__ = ["KnownValues"]
@@ -101,10 +101,13 @@ class KnownValues(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._by_value(func, args, kwargs) if is_known else self._assumed(func, args)
         except UnsupportedOperatorException as error:
-            raise self._failure(
-                f"{func} has no fake version",
-                "register one (torch.library.register_fake), or record this workload live",
-            ) from error
+            if func._schema.returns or not func._schema.is_mutable:
+                raise self._failure(
+                    f"{func} has no fake version",
+                    "register one (torch.library.register_fake), or record this workload live",
+                    NeedsValuesError,
+                ) from error
+            out = None  # it makes nothing, as fused optimizers' kernels: torch 2.13 has those of SGD and Adagrad so
         written = _written(func, args, kwargs)
         if is_known:
             self._follow(func, args, kwargs, out, written)
@@ -169,6 +172,7 @@ class KnownValues(TorchDispatchMode):
         raise self._failure(
             f"{kind} computed from weights or data becomes a Python value (.item(), int(), bool(), if, while)",
             "make the branch or size independent of tensor values, or record this workload live",
+            NeedsValuesError,
         )
 
     def _positions(self, func: Any, indices: Any) -> list[Any]:
@@ -189,6 +193,7 @@ class KnownValues(TorchDispatchMode):
             raise self._failure(
                 f"the result of {func} has a size that hangs on values computed from weights or data",
                 "replace the operation by one with a fixed size, or record this workload live",
+                NeedsValuesError,
             )
         if func is _aten.masked_select.default:
             return args[0].new_empty((self._selected(func, args[1]).shape[0],))
@@ -207,8 +212,8 @@ class KnownValues(TorchDispatchMode):
         rows = round(mask.numel() * self._mask_share)
         return torch.empty((rows, mask.dim()), dtype=torch.int64, device=mask.device)
 
-    def _failure(self, found: str, advice: str) -> TraceError:
-        return TraceError(f"{self._place()}: {found}{_user_line()}; {advice}")
+    def _failure(self, found: str, advice: str, kind: type[TraceError] = TraceError) -> TraceError:
+        return kind(f"{self._place()}: {found}{_user_line()}; {advice}")
 
 
 def _key(tensor: Tensor) -> int:

@@ -36,10 +36,14 @@ def varying_requests(num_steps: int = 6) -> list[Event]:
 
 
 def simulated_snapshot(
-    requests: Sequence[Event], settings: str = "", *, capacity_bytes: int | None = None
+    requests: Sequence[Event],
+    settings: str = "",
+    *,
+    capacity_bytes: int | None = None,
+    torch_version: str = "2.13.0",
 ) -> tuple[dict[str, Any], CudaAllocator]:
-    """What torch 2.13 would dump after these requests and an emptied cache, and the allocator that served them."""
-    profile = profile_for("2.13.0")[0]
+    """What torch would dump after these requests and an emptied cache, and the allocator that served them."""
+    profile = profile_for(torch_version)[0]
     device = CudaAllocator(
         parse_settings(settings, profile), profile, capacity_bytes=capacity_bytes, statistics=PoolStatistics()
     )

@@ -127,6 +127,38 @@ def test_precision_that_autocast_lowers_is_lowered(
     assert ("aten._to_copy.default" in fake.names) == (dtype is torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.half().bfloat16(),
+        lambda model: model.to("cpu", torch.bfloat16),
+        lambda model: nn.ModuleList([model, model[0]]).bfloat16()[0],
+    ],
+)
+def test_a_model_may_be_converted_after_it_was_made(
+    convert: Callable[[nn.Module], nn.Module],
+    names_of: Callable[[Trace, Step], list[str]],
+    sgd: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+        made[2].weight = made[0].weight
+        made[0].weight.grad = torch.ones(64, 64)
+        return convert(made)
+
+    workload = Workload(
+        model=model,
+        batch=lambda: torch.ones(32, 64, dtype=torch.bfloat16),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=sgd,
+    )
+    live, fake = record(workload), record_fake(workload, has_cpu_workspaces=True)
+    assert [names_of(fake, step) for step in fake.steps] == [names_of(live, step) for step in live.steps]
+    assert live_peak_bytes(fake.steps[1], "cpu") == live_peak_bytes(live.steps[1], "cpu")
+    assert fake.model_fingerprint == live.model_fingerprint
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_model_that_recomputes_recomputes_on_fake_tensors_too(
     use_reentrant: bool, names_of: Callable[[Trace, Step], list[str]], sgd: Callable[[Any], torch.optim.Optimizer]

@@ -12,6 +12,7 @@ import zstandard
 from torch import nn
 
 from memwall.errors import TraceError
+from memwall.predict.curve import peak_of
 from memwall.trace.file import MAGIC, load_trace, save_trace
 from memwall.trace.record import record
 from memwall.trace.records import Trace
@@ -132,6 +133,18 @@ def test_a_newer_version(trace: Trace, tmp_path: Path) -> None:
     assert refusal(target) == (
         f"{target} is a trace of version 2, this memwall reads up to 1; upgrade torch-memwall or record it again"
     )
+
+
+def test_a_file_from_before_lines_were_recorded_has_none(trace: Trace, tmp_path: Path) -> None:
+    fields = fields_of(trace)
+    del fields["lines"]
+    for step in fields["steps"]:
+        step["storages"] = [storage[:-1] for storage in step["storages"]]
+    older = load_trace(written(tmp_path / "older", msgspec.msgpack.encode(fields)))
+    assert older.lines == ()
+    assert {storage.line for step in older.steps for storage in step.storages} == {-1}
+    assert peak_of(older, older.steps[1]).by_line == ()
+    assert peak_of(older, older.steps[1]).by_module == peak_of(trace, trace.steps[1]).by_module
 
 
 def test_a_misspelt_field_is_named(trace: Trace, tmp_path: Path) -> None:

@@ -1,0 +1,20 @@
+"""How figures were obtained: every record of them that is printed or stored says so."""
+
+from typing import Literal
+
+from memwall.trace.records import Trace
+
+__all__ = ["Tag", "measured_tag", "trace_tag"]
+
+Tag = Literal["simulated", "cpu-measured", "gpu-measured", "external"]
+"""`external`: somebody else's measurement, as a snapshot that was handed in. A record in another has that one's tag."""
+
+
+def measured_tag(device: str) -> Tag:
+    """The tag of what a run on a device has shown."""
+    return "cpu-measured" if device == "cpu" else "gpu-measured"
+
+
+def trace_tag(trace: Trace) -> Tag:
+    """How the bytes of a trace were obtained."""
+    return measured_tag(trace.device) if trace.source == "recorded" else "simulated"
