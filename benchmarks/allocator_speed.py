@@ -1,23 +1,39 @@
 """How many events per second the simulated CUDA allocator takes, and how long a search over 64 settings.
 
-    python benchmarks/allocator_speed.py [--events 100000] [--processes 2]
+    python benchmarks/allocator_speed.py [--events 100000] [--processes 2] [--output FILE]
 
-Prints one JSON object. The first trace is a transformer's step with sequence lengths that vary. The figures
-depend on the machine and on what else runs there. The second trace is the hard case: blocks of random size and life,
-so that thousands of free ones lie between them.
+The first trace is a transformer's step with sequence lengths that vary. The second is the hard case: blocks of random
+size and life, so that thousands of free ones lie between them. Rates are of processor time, which other work on the
+machine hardly changes; so is what the search needs, and beside it stands the time by the clock with the load it met.
+Without --output the result goes to `results/cpu/allocator_speed.json` and its table into the README.
 """
 
 import argparse
 import json
 import multiprocessing
-import platform
+import os
 import random
+import re
+import resource
+import sys
 import time
+from pathlib import Path
+from typing import Any
+
+from knob_report import provenance
 
 from memwall.predict.cuda_allocator.events import ALLOC, FREE, Event, EventTrace
 from memwall.predict.cuda_allocator.replay import replay
 from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.versions import profile_for
+
+FOLDER = Path(__file__).parent
+RESULT = FOLDER / "results" / "cpu" / "allocator_speed.json"
+README = FOLDER / "README.md"
+BEGIN, END = "<!-- allocator-speed: begin -->", "<!-- allocator-speed: end -->"
+
+LEAST_EVENTS_PER_SECOND = 300_000
+MOST_SEARCH_SECONDS = 30.0
 
 _PROFILE = profile_for("2.13.0")[0]
 _KINDS = {
@@ -96,9 +112,9 @@ def settings_to_try(count: int) -> list[AllocatorSettings]:
 def _events_per_second(trace: EventTrace, settings: AllocatorSettings) -> dict[str, int]:
     rates = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         replay(trace, settings, _PROFILE)
-        rates.append(len(trace.events) / (time.perf_counter() - start))
+        rates.append(len(trace.events) / (time.process_time() - start))
     rates.sort()
     return {"lower_quartile": int(rates[1]), "median": int(rates[2]), "upper_quartile": int(rates[3])}
 
@@ -115,38 +131,104 @@ def _peak_bytes(settings: AllocatorSettings) -> int:
     return figures.reserved_peak_bytes if figures is not None else 0
 
 
-def main() -> None:
+def _child_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _search(trace: EventTrace, num_settings: int, num_processes: int) -> dict[str, float]:
+    """Seconds by the clock, starting the processes included, and of all processes together."""
+    begin, used = time.perf_counter(), _child_seconds()
+    with multiprocessing.get_context("spawn").Pool(num_processes, initializer=_share, initargs=(trace,)) as pool:
+        pool.map(_peak_bytes, settings_to_try(num_settings), chunksize=4)
+        pool.close()
+        pool.join()
+    return {
+        "seconds": round(time.perf_counter() - begin, 2),
+        "processor_seconds": round(_child_seconds() - used, 2),
+    }
+
+
+def measure(num_events: int, num_settings: int, num_processes: int) -> dict[str, Any]:
+    load_before = os.getloadavg()[0]
+    rows = []
+    for name, events_of in (("transformer", transformer_events), ("scattered", scattered_events)):
+        trace = events_of(num_events)
+        rows.append(
+            {
+                "trace": name,
+                "num_events": len(trace.events),
+                "events_per_second": {kind: _events_per_second(trace, kept) for kind, kept in _KINDS.items()},
+                "search": _search(trace, num_settings, num_processes),
+            }
+        )
+    return {
+        **provenance(),
+        "schema": "memwall.benchmarks.allocator-speed/1",
+        "num_settings": num_settings,
+        "num_processes": num_processes,
+        "load_average": {"before": round(load_before, 2), "after": round(os.getloadavg()[0], 2)},
+        "rows": rows,
+    }
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """What misses the required speed; none for a pass."""
+    found = []
+    for row in result["rows"]:
+        for kind, rate in row["events_per_second"].items():
+            if rate["median"] < LEAST_EVENTS_PER_SECOND:
+                found.append(f"{row['trace']}, {kind}: {rate['median']:,} events/s, {LEAST_EVENTS_PER_SECOND:,} wanted")
+        seconds = row["search"]["processor_seconds"] / result["num_processes"]
+        if seconds > MOST_SEARCH_SECONDS:
+            found.append(f"{row['trace']}: the search needs {seconds:.1f} s, {MOST_SEARCH_SECONDS:.0f} wanted")
+    return found
+
+
+def section(result: dict[str, Any]) -> str:
+    """The README's table of a result."""
+    load, num_processes = result["load_average"], result["num_processes"]
+    lines = [
+        f"Required: {LEAST_EVENTS_PER_SECOND:,} events/s, and {result['num_settings']} settings in "
+        f"{MOST_SEARCH_SECONDS:.0f} s on {num_processes} cores. Missed: {'; '.join(failures(result)) or 'nothing'}. "
+        f"{result['cpu']}, Python {result['python']}; load average {load['before']} before and {load['after']} after, "
+        f"of which the search is {num_processes}.",
+        "",
+        "| trace | events | default, events/s (quartiles) | expandable | max_split "
+        f"| search, on {num_processes} free cores | by the clock under that load |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        rates = [
+            f"{rate['median']:,} ({rate['lower_quartile']:,}-{rate['upper_quartile']:,})"
+            for rate in row["events_per_second"].values()
+        ]
+        search = row["search"]
+        free = f"{search['processor_seconds'] / num_processes:.1f} s"
+        cells = (row["trace"], f"{row['num_events']:,}", *rates, free, f"{search['seconds']} s")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_section(readme: str, text: str) -> str:
+    """The README with its table replaced."""
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{text}\n{END}", readme, flags=re.DOTALL)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=100_000)
     parser.add_argument("--settings", type=int, default=64)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    traces = {"transformer": transformer_events(arguments.events), "scattered": scattered_events(arguments.events)}
-    speeds: dict[str, dict[str, dict[str, int]]] = {}
-    search_seconds: dict[str, float] = {}
-    for trace_name, trace in traces.items():
-        speeds[trace_name] = {name: _events_per_second(trace, settings) for name, settings in _KINDS.items()}
-        context = multiprocessing.get_context("spawn")
-        start = time.perf_counter()
-        with context.Pool(arguments.processes, initializer=_share, initargs=(trace,)) as pool:
-            pool.map(_peak_bytes, settings_to_try(arguments.settings), chunksize=4)
-        search_seconds[trace_name] = round(time.perf_counter() - start, 2)
-    print(
-        json.dumps(
-            {
-                "provenance": "cpu-measured",
-                "python": platform.python_version(),
-                "machine": platform.machine(),
-                "num_events": {name: len(trace.events) for name, trace in traces.items()},
-                "events_per_second": speeds,
-                "num_settings": arguments.settings,
-                "num_processes": arguments.processes,
-                "search_seconds": search_seconds,
-            },
-            indent=2,
-        )
-    )
+    result = measure(arguments.events, arguments.settings, arguments.processes)
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.output == RESULT:
+        README.write_text(with_section(README.read_text(), section(result)))
+    print(section(result))
+    return 1 if failures(result) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,8 @@
 Takes `libc10_cuda.so` out of torch's CUDA wheel, loads it over a stub of the CUDA runtime (runtime.cpp, driver.cpp),
 has it allocate and free at random (cases.py), and feeds the same calls to the simulator, which must give every address
 and every statistic. `--check` also asks whether torch still answers as in the recording that the tests keep; `--write`
-replaces that recording. Prints one JSON object; the exit status is 1 if anything differs. Needs Linux on x86_64, g++,
+replaces that recording. `--golden` has it do what `allocator_programs.py` does on a GPU, and keeps the histories under
+tests/golden. Prints one JSON object; the exit status is 1 if anything differs. Needs Linux on x86_64, g++,
 pip and, for the first run of a release, the package index: wheels of several hundred MB, of which 10 MB stay in the
 cache.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from benchmarks.allocator_oracle.cases import record
+from benchmarks.allocator_oracle.golden import stub_records
 from benchmarks.allocator_oracle.libraries import Oracle, prepare
 from benchmarks.allocator_oracle.recording import (
     Recording,
@@ -28,6 +30,8 @@ from benchmarks.allocator_oracle.recording import (
     recording_path,
     save_recording,
 )
+from benchmarks.allocator_record import first_difference as history_difference
+from benchmarks.allocator_record import save_record
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
 
@@ -36,6 +40,7 @@ _PLAIN_SEEDS = range(220, 226)
 _POOL_SEEDS = range(226, 232)
 _NUM_RECORDED_CALLS = 220
 _NUM_CALLS = 400
+_GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 
 
 def _recorded(version: str, oracle: Oracle, profile: VersionProfile) -> Recording:
@@ -56,6 +61,7 @@ def main() -> int:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="also compare torch with the recording of the tests")
     action.add_argument("--write", action="store_true", help="replace the recording of the tests")
+    parser.add_argument("--golden", action="store_true", help="write histories of whole programs to tests/golden")
     arguments = parser.parse_args()
     version = arguments.torch
     try:
@@ -83,6 +89,11 @@ def main() -> int:
                 difference = first_difference(run, profile)
                 if difference is not None:
                     differences[f"recorded run {number}"] = difference
+        for history in stub_records(oracle, version) if arguments.golden else ():
+            save_record(history, _GOLDEN / f"stub-torch-{version}")
+            difference = history_difference(history)
+            if difference is not None:
+                differences[history.name] = difference
     result = {
         "torch": version,
         "provenance": "cpu-measured",

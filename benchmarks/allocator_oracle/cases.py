@@ -1,5 +1,6 @@
 """Random calls on torch's own allocator: each is chosen by what it answered before, so no simulator takes part."""
 
+import json
 import os
 import random
 import signal
@@ -8,14 +9,14 @@ import sys
 import tempfile
 from contextlib import suppress
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from benchmarks.allocator_oracle.libraries import Oracle
 from benchmarks.allocator_oracle.recording import RecordedRun
 from memwall.predict.cuda_allocator.settings import MIB, NUM_DIVISIONS, AllocatorSettings, format_settings
 from memwall.predict.cuda_allocator.versions import VersionProfile
 
-__all__ = ["record"]
+__all__ = ["TorchAllocator", "record"]
 
 _SIZES = (1, 600, 70_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 33 * MIB, 70 * MIB)
 _TOTAL_BYTES = 1024 * MIB
@@ -27,7 +28,7 @@ _NUM_STATISTICS = 22
 """Words of an answer before the places of new segments."""
 
 
-class _Torch:
+class TorchAllocator:
     """A process with the allocator, and what it has answered so far."""
 
     def __init__(self, oracle: Oracle, variables: dict[str, str]) -> None:
@@ -62,7 +63,19 @@ class _Torch:
         self.results.append(int(words[0]) if words[0].isdecimal() else words[0])
         return self.results[-1]
 
-    def __enter__(self) -> "_Torch":
+    def history(self) -> dict[str, Any]:
+        """What it did since the history was begun, and its statistics: see the comment at the top of driver.cpp."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("S\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail("S")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def __enter__(self) -> "TorchAllocator":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -103,7 +116,7 @@ def record(oracle: Oracle, profile: VersionProfile, seed: int, *, num_calls: int
         "STUB_CAPACITY_BYTES": str(capacity_bytes or _ENDLESS_BYTES),
         "STUB_IS_DESCENDING": str(int(is_descending)),
     }
-    with _Torch(oracle, variables) as torch:
+    with TorchAllocator(oracle, variables) as torch:
         if fraction is not None:
             torch.call(f"m {fraction}")
         try:
@@ -122,7 +135,7 @@ def record(oracle: Oracle, profile: VersionProfile, seed: int, *, num_calls: int
 
 
 def _call_at_random(
-    torch: _Torch, profile: VersionProfile, draw: random.Random, *, num_calls: int, has_pools: bool
+    torch: TorchAllocator, profile: VersionProfile, draw: random.Random, *, num_calls: int, has_pools: bool
 ) -> None:
     pools = _Pools(torch, profile, draw)
     live: list[int] = []
@@ -179,7 +192,7 @@ def _settings(draw: random.Random) -> AllocatorSettings:
 class _Pools:
     """Private pools, at most three at once; allocations are routed into at most two of them."""
 
-    def __init__(self, torch: _Torch, profile: VersionProfile, draw: random.Random) -> None:
+    def __init__(self, torch: TorchAllocator, profile: VersionProfile, draw: random.Random) -> None:
         self._torch = torch
         self._draw = draw
         self._routing_defers_frees = profile.routing_defers_frees

@@ -2,7 +2,8 @@
 
 Calls: a(lloc) block bytes stream, f(ree) block, r(ecord_stream) block stream, d(one) stream, e(mpty_cache), m(emory
 fraction) share, P(ool) key with flags 1 used when memory is out and 2 never split, B(egin) and E(nd) of routing into a
-pool (1: capturing a graph), R(elease) of a pool.
+pool (1: capturing a graph), R(elease) of a pool. Of a history only (golden.py): H begins one, N leaves a mark in it, S
+asks for it.
 """
 
 from pathlib import Path

@@ -12,6 +12,7 @@ from memwall.trace.records import Step
 __all__ = [
     "ALLOC",
     "BEGIN_POOL",
+    "COMPLETE",
     "EMPTY_CACHE",
     "END_POOL",
     "FINISH",
@@ -19,15 +20,49 @@ __all__ = [
     "RECORD_STREAM",
     "Event",
     "EventTrace",
+    "HeldBlock",
+    "HeldMemory",
+    "HeldRange",
     "events_of_steps",
     "live_peak_bytes",
 ]
 
-ALLOC, FREE, RECORD_STREAM, FINISH, EMPTY_CACHE, BEGIN_POOL, END_POOL = range(7)
+ALLOC, FREE, RECORD_STREAM, FINISH, EMPTY_CACHE, BEGIN_POOL, END_POOL, COMPLETE = range(8)
 
 Event = tuple[int, int, int, int]
 """Action, block, bytes, stream. A block's number is used once. FINISH: the other streams are done with the freed block.
-BEGIN_POOL has the number of the private pool in place of the block."""
+COMPLETE: they are, and the allocator takes the block back at once. BEGIN_POOL has the number of the private pool in
+place of the block."""
+
+
+class HeldRange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Device memory in one piece: a segment, or a mapped stretch of an expandable one."""
+
+    address: int
+    nbytes: int
+    stream: int
+    is_small: bool
+    is_expandable: bool
+
+
+class HeldBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A block in use, or waiting for another stream."""
+
+    number: int
+    """By which events call it."""
+    address: int
+    nbytes: int
+    requested_bytes: int
+    is_pending: bool
+
+
+class HeldMemory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the allocator holds at one moment, in order of address."""
+
+    ranges: tuple[HeldRange, ...]
+    blocks: tuple[HeldBlock, ...]
+    granule_bytes: int
+    """Unit of mapping of expandable segments in the large pool."""
 
 
 class EventTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +73,8 @@ class EventTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where each step begins; what stands before the first is allocated ahead of it."""
     boundaries: tuple[tuple[str, int], ...] = ()
     """Places between phases, named, where the cache could be emptied; the same name may occur often."""
+    held: HeldMemory | None = None
+    """What is there before the first event; None for nothing."""
 
     @property
     def steady_from(self) -> int:
@@ -88,8 +125,9 @@ def events_of_steps(
 
 def live_peak_bytes(trace: EventTrace) -> int:
     """The most bytes that live blocks take at once, each rounded to 512: no allocator can reserve less."""
-    live = peak = 0
-    size_of: dict[int, int] = {}
+    held = () if trace.held is None else trace.held.blocks
+    size_of = {block.number: round_up(block.requested_bytes, MIN_BLOCK_BYTES) for block in held}
+    live = peak = sum(size_of.values())
     for action, block, nbytes, _ in trace.events:
         if action == ALLOC:
             size_of[block] = size = round_up(nbytes, MIN_BLOCK_BYTES)
@@ -97,6 +135,9 @@ def live_peak_bytes(trace: EventTrace) -> int:
             peak = max(peak, live)
         elif action == FREE:
             live -= size_of.pop(block)
+        elif action == COMPLETE:
+            # Nothing, but for blocks that waited before the first event.
+            live -= size_of.pop(block, 0)
     return peak
 
 

@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterable, Iterator
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.blocks import Block
+from memwall.predict.cuda_allocator.blocks import PENDING, Block
 from memwall.predict.cuda_allocator.events import (
     ALLOC,
     BEGIN_POOL,
+    COMPLETE,
     EMPTY_CACHE,
     END_POOL,
     FINISH,
@@ -21,7 +22,9 @@ from memwall.predict.cuda_allocator.events import (
     RECORD_STREAM,
     Event,
     EventTrace,
+    HeldMemory,
 )
+from memwall.predict.cuda_allocator.loaded import load
 from memwall.predict.cuda_allocator.settings import AllocatorSettings
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.state import PeakExceeded
@@ -103,7 +106,7 @@ def replay(
     device.abort_above_bytes = abort_above_bytes
     emptied = {position for name, position in trace.boundaries if name in empty_cache_at}
     stops = sorted(emptied | {0, trace.steady_from, len(trace.events)})
-    playback = Playback(device)
+    playback = Playback(device, trace.held)
     warm_retries = warm_calls = 0
     is_complete = True
     try:
@@ -135,12 +138,22 @@ def replay(
 
 
 class Playback:
-    """An allocator and the blocks that events call by number."""
+    """An allocator and the blocks that events call by number.
 
-    def __init__(self, device: CudaAllocator) -> None:
+    Args:
+        device: one that holds nothing yet.
+        held: what it holds before the first event; None for nothing.
+
+    Raises:
+        UsageError: what is held contradicts itself.
+    """
+
+    def __init__(self, device: CudaAllocator, held: HeldMemory | None = None) -> None:
         self.device = device
         self.live: dict[int, Block] = {}
         self._awaited: dict[int, Block] = {}
+        for number, block in ({} if held is None else load(device, held)).items():
+            (self._awaited if block.state == PENDING else self.live)[number] = block
 
     def run(self, events: Iterable[Event]) -> bool:
         """Feeds events to the allocator.
@@ -169,6 +182,9 @@ class Playback:
                     device.record_stream(live[number], stream)
                 elif action == FINISH:
                     device.finish(self._awaited.pop(number))
+                elif action == COMPLETE:
+                    device.finish(self._awaited.pop(number))
+                    device.process_uses()
                 elif action == EMPTY_CACHE:
                     device.empty_cache()
                 elif action == BEGIN_POOL:

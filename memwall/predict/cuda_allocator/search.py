@@ -162,7 +162,12 @@ def search_settings(
         notes.append(f"expandable segments were not tried: {no_expandable_because}")
     else:
         best = search.best(best, _expandable_settings(profile))
-    best = search.best(best, _split_settings(trace, profile))
+    if trace.held is None:
+        best = search.best(best, _split_settings(trace, profile))
+    else:
+        notes.append(
+            "max_split_size_mb was not tried: what it would have done to the memory held at the beginning is not known"
+        )
     if _sizes_vary(trace) and not best.settings.expandable_segments:
         best = _descend_divisions(search, best)
     best = _empty_cache(search, best)
@@ -224,11 +229,13 @@ def _split_settings(trace: EventTrace, profile: VersionProfile) -> list[Allocato
 
 
 def _sizes_vary(trace: EventTrace) -> bool:
-    """Whether the steps ask for different sizes; the first one is left out if there are others to compare."""
+    """Whether the training steps ask for different sizes; the first is left out if there are others to compare."""
     starts = [*trace.steps[1:], len(trace.events)] if len(trace.steps) > 2 else [*trace.steps, len(trace.events)]
+    evaluations = [position for name, position in trace.boundaries if name == "before eval"]
     seen = {
         tuple(sorted(nbytes for action, _, nbytes, _ in trace.events[start:end] if action == ALLOC))
         for start, end in pairwise(starts)
+        if not any(start <= position < end for position in evaluations)
     }
     return len(seen) > 1
 

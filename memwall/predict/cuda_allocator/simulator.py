@@ -168,7 +168,11 @@ class CudaAllocator(FreeingAllocator):
             raise UsageError(f"a request of {request_bytes} bytes never reaches the allocator")
         if request_bytes >= MAX_REQUEST_BYTES:
             return request_bytes
-        size = self.rounded[request_bytes] = rounded_bytes(request_bytes, self.settings)
+        if self.has_divisions:
+            size = rounded_bytes(request_bytes, self.settings)
+        else:
+            size = -(-request_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        self.rounded[request_bytes] = size
         return size
 
     def _choose(self, home: FreeSet, index: int, size: int, is_expanding: bool) -> int:
@@ -179,14 +183,9 @@ class CudaAllocator(FreeingAllocator):
         end = len(blocks)
         if index < end and blocks[index].segment.is_expandable:
             if is_expanding:
-                # A closed hole is taken before the block that can still grow.
-                room = _room(blocks[index])
-                while (
-                    blocks[index].segment.is_expandable
-                    and index + 1 < end
-                    and (next_room := _room(blocks[index + 1])) < room
-                ):
-                    index, room = index + 1, next_room
+                following = blocks[index].next
+                if following is not None and following.state == UNMAPPED:
+                    index = _closed_hole(blocks, index)
             else:
                 index += 1
                 while index < end and blocks[index].segment.is_expandable:
@@ -273,6 +272,18 @@ class CudaAllocator(FreeingAllocator):
         statistics.change("requested_bytes", is_small, block.requested)
         self.record_splits(is_small, split_count, split_bytes)
         statistics.log("alloc", block.address, block.requested, block.home.stream)
+
+
+def _closed_hole(blocks: list[Block], index: int) -> int:
+    """Where a search that began at `index` ends: it moves on while the next block, with room to grow, is smaller."""
+    room = _room(blocks[index])
+    while (
+        blocks[index].segment.is_expandable
+        and index + 1 < len(blocks)
+        and (next_room := _room(blocks[index + 1])) < room
+    ):
+        index, room = index + 1, next_room
+    return index
 
 
 def _room(block: Block) -> int:

@@ -93,6 +93,7 @@ class AllocatorState:
         """Changes settings between two calls, as the setter of a running process does."""
         self.settings = settings
         self.rounded.clear()
+        self.has_divisions = any(settings.roundup_power2_divisions)
         self.max_split_bytes = MAX_REQUEST_BYTES if settings.max_split_bytes is None else settings.max_split_bytes
         self._update_search()
 
@@ -116,9 +117,12 @@ class AllocatorState:
 
     def new_segment(self, nbytes: int, granule_bytes: int) -> Segment:
         """A device malloc, or a reservation if it has a granule."""
+        return self.place_segment(nbytes, granule_bytes, next(self.addresses))
+
+    def place_segment(self, nbytes: int, granule_bytes: int, address: int) -> Segment:
+        """The same at a known address."""
         self.num_segments_created += 1
         number = self.num_segments_created
-        address = next(self.addresses)
         start = number << _SEGMENT_BITS if self.profile.tie == "segment" else address
         return Segment(number, nbytes, address, start, granule_bytes)
 

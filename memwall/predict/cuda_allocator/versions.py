@@ -7,6 +7,7 @@ a stub of the CUDA runtime (benchmarks/allocator_oracle).
 """
 
 import re
+from collections.abc import Set
 from typing import Literal
 
 import msgspec
@@ -14,7 +15,7 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 
-__all__ = ["GrowStep", "TieRule", "VersionProfile", "profile_for"]
+__all__ = ["GrowStep", "TieRule", "VersionProfile", "covered_releases", "profile_for", "releases_reading"]
 
 TieRule = Literal["address", "block", "segment"]
 """What decides between free blocks of one size: the lower address, the block created earlier, or the segment created
@@ -135,6 +136,26 @@ def profile_for(torch_version: str) -> tuple[VersionProfile, str]:
     if version[:2] > _NEWEST_KNOWN:
         note = f"the allocator of torch {torch_version} is not known here; modelled as that of {known[-1].version}"
     return known[-1], note
+
+
+def covered_releases(profile: VersionProfile) -> str:
+    """The releases that behave as one profile says.
+
+    >>> covered_releases(profile_for("2.13.0")[0])
+    '2.13 and later, before 2.15'
+    """
+    following = _PROFILES[_PROFILES.index(profile) + 1 :]
+    return f"{profile.version} and later" + (f", before {following[0].version}" if following else "")
+
+
+def releases_reading(keys: Set[str]) -> str:
+    """The releases that know all of these options.
+
+    >>> releases_reading({"expandable_segments", "large_segment_size_mb"})
+    '2.11 and later'
+    """
+    oldest = next(profile for profile in _PROFILES if keys <= profile.keys)
+    return f"{oldest.version} and later"
 
 
 def _numbers(text: str) -> tuple[int, int, int]:

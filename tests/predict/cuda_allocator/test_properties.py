@@ -22,8 +22,16 @@ SIZES = (1, 600, 70_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 33 
 class World:
     """A device under drawn settings, what runs on it, and what is known of it from outside."""
 
-    def __init__(self, draw: random.Random, *, is_bounded: bool = True, addresses: Iterator[int] | None = None) -> None:
+    def __init__(
+        self,
+        draw: random.Random,
+        *,
+        is_bounded: bool = True,
+        addresses: Iterator[int] | None = None,
+        streams: tuple[int, int, int] = (0, 1, 2),
+    ) -> None:
         self.draw = draw
+        self.streams = streams
         profile = msgspec.structs.replace(profile_for("2.13.0")[0], tie=draw.choice(("address", "block", "segment")))
         large = draw.choice((20, 12, 48))
         split = draw.choice((None, 64, 48))
@@ -51,12 +59,12 @@ class World:
         draw = self.draw.random()
         if draw < 0.55:
             block = self.device.malloc(
-                self.draw.choice(SIZES) + self.draw.randrange(5000), stream=self.draw.randrange(2)
+                self.draw.choice(SIZES) + self.draw.randrange(5000), stream=self.streams[self.draw.randrange(2)]
             )
             if block is not None:
                 self.live.append(block)
                 if self.draw.random() < 0.05:
-                    self.device.record_stream(block, 2)
+                    self.device.record_stream(block, self.streams[2])
         elif draw < 0.95 and self.live:
             block = self.live.pop(self.draw.randrange(len(self.live)))
             self.device.free(block)
@@ -227,6 +235,19 @@ def test_moving_all_segments_alike_changes_nothing(seed: int) -> None:
         entry if entry[0] == "oom" else (entry[0], entry[1] + shift, *entry[2:]) for entry in near.statistics.trace
     ]
     assert far.statistics.trace == moved
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_streams_count_by_their_order_alone(seed: int) -> None:
+    few, many = (0, 1, 2), (7, 4_000, 94_000_000_000_000)
+    small = World(random.Random(seed), streams=few)
+    large = World(random.Random(seed), streams=many)
+    for _ in range(250):
+        small.step()
+        large.step()
+    renamed = dict(zip(few, many, strict=True))
+    assert large.statistics.trace == [(*entry[:3], renamed[entry[3]]) for entry in small.statistics.trace]
 
 
 @settings(max_examples=60, deadline=None)

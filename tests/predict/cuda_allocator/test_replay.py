@@ -1,10 +1,12 @@
 """Recorded steps as allocator events, their replay, and the search for settings."""
 
 import random
+from typing import Any
 
 import pytest
 
 from memwall.errors import TraceError, UsageError
+from memwall.predict.cuda_allocator import search
 from memwall.predict.cuda_allocator.events import (
     ALLOC,
     BEGIN_POOL,
@@ -18,7 +20,7 @@ from memwall.predict.cuda_allocator.events import (
     events_of_steps,
     live_peak_bytes,
 )
-from memwall.predict.cuda_allocator.replay import Playback, replay
+from memwall.predict.cuda_allocator.replay import Figures, Playback, replay
 from memwall.predict.cuda_allocator.search import search_settings
 from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings, parse_settings
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
@@ -266,6 +268,28 @@ def test_nothing_is_changed_where_the_default_is_as_good() -> None:
     choice = search_settings(trace, "2.13.0")
     assert (choice.settings, choice.empty_cache_at) == (DEFAULT, ())
     assert choice.figures == choice.default_figures
+
+
+def test_a_candidate_is_broken_off_once_it_is_worse_than_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is never above the peak of what was found before; it saves replays, and changes nothing."""
+    bounds: list[int | None] = []
+    broken_off: list[int] = []
+
+    def watched(*args: Any, abort_above_bytes: int | None = None, **options: Any) -> Figures | None:
+        figures = replay(*args, abort_above_bytes=abort_above_bytes, **options)
+        bounds.append(abort_above_bytes)
+        if figures is None:
+            assert abort_above_bytes is not None
+            broken_off.append(abort_above_bytes)
+        return figures
+
+    untouched = search_settings(varying_steps(), "2.13.0")
+    monkeypatch.setattr(search, "replay", watched)
+    assert search_settings(varying_steps(), "2.13.0") == untouched
+    tried = [bound for bound in bounds if bound is not None]
+    assert tried == sorted(tried, reverse=True)
+    assert len(broken_off) >= 5
+    assert broken_off[-1] == untouched.figures.reserved_peak_bytes
 
 
 def test_the_dangerous_pair_is_never_chosen() -> None:
