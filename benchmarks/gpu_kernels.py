@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_kernels_adamw import OPTIMIZER_CASES, line_of, measure_steps
 from gpu_kernels_cases import CASES, Case, Run
 from torch import Tensor
 
 from memwall.triton_kernels import recompute_handles
 
 _RESULTS = Path(__file__).parent / "results"
+_EVERYTHING = {**CASES, **OPTIMIZER_CASES}
 _FLUSH_BYTES = 256 << 20
 _QUEUED_CYCLES = 1_000_000  # about half a millisecond, in which the host gets ahead
 _MAX_ERROR_RATIO = 2.0
@@ -112,6 +114,14 @@ def measure(
     return list(results.values())
 
 
+def _measured(
+    name: str, shape: tuple[int, ...], num_repetitions: int, rates: tuple[float, float]
+) -> list[dict[str, Any]]:
+    if name in CASES:
+        return measure(CASES[name], shape, num_repetitions, rates)
+    return measure_steps(OPTIMIZER_CASES[name], shape, num_repetitions, _seconds, rates[0])
+
+
 def _step(name: str, run: Run, tensors: tuple[Tensor, ...], flush: Tensor) -> tuple[float, float]:
     """Seconds of forward and of backward."""
     values: list[Tensor] = []
@@ -178,6 +188,7 @@ def _memory(case: Case, name: str, run: Run, tensors: tuple[Tensor, ...]) -> dic
 
 def provenance() -> dict[str, Any]:
     packages = ("torch", "triton", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+    packages += ("torchao", "flashoptim", "bitsandbytes")
     versions = {}
     for name in packages:
         try:
@@ -193,18 +204,20 @@ def provenance() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="operations, shapes and providers")
-    parser.add_argument("--op", action="append", choices=tuple(CASES), help="default: all")
+    parser.add_argument("--op", action="append", choices=tuple(_EVERYTHING), help="default: all")
     parser.add_argument("--shape", action="append", type=lambda text: tuple(int(n) for n in text.split(",")))
     parser.add_argument("--repetitions", type=int, default=50)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    names = options.op or list(CASES)
-    if options.shape and any(len(shape) != len(CASES[name].shapes[0]) for shape in options.shape for name in names):
+    names = options.op or list(_EVERYTHING)
+    if options.shape and any(
+        len(shape) != len(_EVERYTHING[name].shapes[0]) for shape in options.shape for name in names
+    ):
         parser.error(f"--shape has as many numbers as the operation's own: see --list; asked for {', '.join(names)}")
     if options.list:
         for name in names:
-            shapes = ", ".join("x".join(map(str, shape)) for shape in CASES[name].shapes)
-            print(f"{name}: {shapes}\n    {', '.join(CASES[name].providers)}")
+            shapes = ", ".join("x".join(map(str, shape)) for shape in _EVERYTHING[name].shapes)
+            print(f"{name}: {shapes}\n    {', '.join(_EVERYTHING[name].providers)}")
         return 0
     if not torch.cuda.is_available():
         print(
@@ -217,11 +230,11 @@ def main() -> int:
     rows = [
         {"op": name, **row}
         for name in names
-        for shape in options.shape or CASES[name].shapes
-        for row in measure(CASES[name], shape, options.repetitions, rates)
+        for shape in options.shape or _EVERYTHING[name].shapes
+        for row in _measured(name, shape, options.repetitions, rates)
     ]
     for row in rows:
-        print(_line(row))
+        print(line_of(row) if row["op"] in OPTIMIZER_CASES else _line(row))
     document = {
         "schema": "memwall.gpu-kernels/2",
         **provenance(),

@@ -1,4 +1,4 @@
-"""What `swiglu` and `geglu` cost, beside eager `activation(gate) * up`: pure arithmetic, for the planner."""
+"""What `swiglu` and `geglu` cost, beside eager `activation(gate) * up`: pure arithmetic."""
 
 import torch
 from msgspec import Struct
@@ -6,11 +6,9 @@ from msgspec import Struct
 from memwall.errors import UsageError
 from memwall.predict.hardware import Hardware
 
-from .cost import Calibration, KernelCost, Work, seconds_of
+from .cost import UNCALIBRATED, Calibration, KernelCost, Work, seconds_of
 
 __all__ = ["GluShape", "cost"]
-
-_UNCALIBRATED = Calibration()
 
 
 class GluShape(Struct, frozen=True, kw_only=True):
@@ -25,7 +23,7 @@ class GluShape(Struct, frozen=True, kw_only=True):
 
 
 def cost(
-    shape: GluShape, dtype: torch.dtype, device: Hardware, *, calibration: Calibration = _UNCALIBRATED
+    shape: GluShape, dtype: torch.dtype, device: Hardware, *, calibration: Calibration = UNCALIBRATED
 ) -> KernelCost:
     """Forward and backward, and the rebuild where there is one.
 

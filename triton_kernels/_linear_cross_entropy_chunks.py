@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ._launch import on_device, runs_triton
-from ._linear_cross_entropy_reference import LossTerms, Rows, reference_row_loss
+from ._linear_cross_entropy_reference import Rows, reference_row_loss
+from ._loss_terms import LossTerms
 from ._rows import compute_dtype
 
 __all__ = ["ROW_ALIGNMENT", "Gradients", "Loss", "LossCall", "chunked_loss", "empty_gradients"]

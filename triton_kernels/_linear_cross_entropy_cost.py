@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` costs, and the chunk that a headroom allows: pure arithmetic, for the planner.
+"""What `linear_cross_entropy` costs, and the chunk that a headroom allows: pure arithmetic.
 
 With b bytes per element of the buffer that collects the head's gradient, a chunk of C rows reads the head twice and
 that buffer once, and writes the buffer: V H (4 + 2 b) bytes in 16-bit dtypes, whatever C is. That is why small chunks
@@ -13,12 +13,11 @@ from memwall.predict.hardware import Hardware
 
 from ._linear_cross_entropy_chunks import ROW_ALIGNMENT
 from ._linear_cross_entropy_ops import weight_gradient_dtype
-from .cost import Calibration, KernelCost, Work, seconds_of
+from .cost import UNCALIBRATED, Calibration, KernelCost, Work, seconds_of
 
 __all__ = ["LossShape", "chunk_rows_for", "cost"]
 
 _MIN_CHUNK_ROWS, _MAX_CHUNK_ROWS, _CHUNK_STEP = 256, 4096, 128
-_UNCALIBRATED = Calibration()
 
 
 class LossShape(Struct, frozen=True, kw_only=True):
@@ -48,7 +47,7 @@ def chunk_rows_for(headroom_bytes: int, vocabulary_size: int, dtype: torch.dtype
 
 
 def cost(
-    shape: LossShape, dtype: torch.dtype, device: Hardware, *, calibration: Calibration = _UNCALIBRATED
+    shape: LossShape, dtype: torch.dtype, device: Hardware, *, calibration: Calibration = UNCALIBRATED
 ) -> KernelCost:
     """Forward and backward of the loss, beside eager `F.cross_entropy(F.linear(x, w).float(), target)`.
 

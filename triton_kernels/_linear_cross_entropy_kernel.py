@@ -9,33 +9,12 @@ import triton.language as tl
 
 from ._configs import row_loss_launch
 from ._launch import is_interpreting, on_device, warp_size
-from ._linear_cross_entropy_reference import LossTerms, Rows
+from ._linear_cross_entropy_reference import Rows
+from ._loss_terms import LossTerms
+from ._row_softmax import row_sums, scaled_logits
 from ._store import store_rounded
 
 __all__ = ["launch_row_loss", "row_loss_kernel"]
-
-
-@triton.jit
-def _tanh(x) -> tl.tensor:
-    # No libdevice: it has no interpreter. Near zero 1 - e cancels, there the series is exact to fp32.
-    square = x * x
-    series = -1382.0 / 155925.0
-    series = series * square + 62.0 / 2835.0
-    series = series * square - 17.0 / 315.0
-    series = series * square + 2.0 / 15.0
-    series = series * square - 1.0 / 3.0
-    magnitude = tl.abs(x)
-    e = tl.exp2(magnitude * -2.8853900817779268)
-    far = (1.0 - e) / (1.0 + e)
-    return tl.where(magnitude < 0.4, x + x * square * series, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def _scaled_logits(pointers, mask, inside, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr) -> tl.tensor:
-    logits = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * logit_scale
-    if HAS_SOFTCAP:
-        logits = softcap * _tanh(logits / softcap)
-    return tl.where(inside, logits, float("-inf"))
 
 
 @triton.jit
@@ -86,25 +65,12 @@ def row_loss_kernel(
     share = label_smoothing / columns.to(tl.float32)
 
     picked_ptr = logits_ptr + tl.where(is_target_valid, target, 0)
-    picked = _scaled_logits(picked_ptr, is_target_valid, is_target_valid, logit_scale, softcap, HAS_SOFTCAP)
+    picked = scaled_logits(picked_ptr, is_target_valid, is_target_valid, logit_scale, softcap, HAS_SOFTCAP)
     # Sums of logits are taken from here: what all of them have in common must not drown the differences.
     origin = tl.where(picked == float("-inf"), 0.0, picked)
-    running_max = tl.full((), float("-inf"), tl.float32)
-    running_sum = tl.full((), 0.0, tl.float32)
-    plain_sum = tl.full((), 0.0, tl.float32)
-    for start in range(0, columns, BLOCK):
-        inside = lanes < columns - start
-        pointers = logits_ptr + start + lanes
-        logits = _scaled_logits(pointers, lanes < padded - start, inside, logit_scale, softcap, HAS_SOFTCAP)
-        new_max = tl.maximum(running_max, tl.max(logits, 0))
-        # A block of nothing but -inf (a masked vocabulary) must not become NaN by -inf - -inf.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        terms = tl.exp2((logits - shift) * 1.4426950408889634)
-        running_sum = running_sum * tl.exp2((running_max - shift) * 1.4426950408889634) + tl.sum(terms, 0)
-        running_max = new_max
-        if HAS_SMOOTHING:
-            plain_sum += tl.sum(tl.where(inside, logits - origin, 0.0), 0)
-    shift = tl.where(running_max == float("-inf"), 0.0, running_max)
+    shift, running_sum, plain_sum = row_sums(
+        logits_ptr, 1, columns, padded, origin, logit_scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, BLOCK
+    )
     # Beside logits of 10,000 an lse in fp32 is exact to a thousandth only: loss and p are taken from its two parts.
     log_sum = tl.log(running_sum)
     lse = shift + log_sum
@@ -121,7 +87,7 @@ def row_loss_kernel(
             inside = lanes < columns - start
             writable = lanes < padded - start
             pointers = logits_ptr + start + lanes
-            logits = _scaled_logits(pointers, writable, inside, logit_scale, softcap, HAS_SOFTCAP)
+            logits = scaled_logits(pointers, writable, inside, logit_scale, softcap, HAS_SOFTCAP)
             gradient = tl.exp2((logits - shift) * 1.4426950408889634) * growth
             if HAS_SMOOTHING:
                 gradient -= share

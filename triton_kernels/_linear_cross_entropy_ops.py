@@ -1,7 +1,7 @@
 """`linear_cross_entropy` as three custom operators, so that torch.compile sees it whole and fake tensors can run it.
 
-`_sum` computes gradients in forward, chunk by chunk, and keeps them (gradients of the sum are known up to one factor);
-`_rows` keeps its inputs and computes logits again in backward, where each row's upstream gradient is known.
+`sum_op` computes gradients in forward, chunk by chunk, and keeps them (gradients of the sum are known up to one
+factor); `rows_op` keeps its inputs and computes logits again in backward, where each row's upstream gradient is known.
 Gradients are not scaled by 1 / num_items before backward: in fp16 they would underflow.
 """
 

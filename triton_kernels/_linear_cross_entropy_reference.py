@@ -9,23 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LossTerms", "Rows", "reference_row_loss"]
+from ._loss_terms import LossTerms
+from ._rows import row_slices
 
-# Elements of the fp32 temporaries: 4 MiB each.
-_SLICE_ELEMENTS = 1 << 20
-
-
-class LossTerms(NamedTuple):
-    """What is summed into the loss of a row; z = softcap tanh(logit_scale logits / softcap) are its logits."""
-
-    ignore_index: int
-    label_smoothing: float
-    """Share of the target that is spread over the whole vocabulary."""
-    z_loss: float
-    """Factor of lse(z) squared."""
-    softcap: float
-    """0 is none."""
-    logit_scale: float
+__all__ = ["Rows", "reference_row_loss"]
 
 
 class Rows(NamedTuple):
@@ -51,10 +38,8 @@ def reference_row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -
         terms: what the loss consists of.
         writes_gradient: for an evaluation it is not.
     """
-    num_rows, vocabulary = rows.logits.shape
-    step = max(1, _SLICE_ELEMENTS // vocabulary)
-    for begin in range(0, num_rows, step):
-        _row_loss(Rows(*(tensor[begin : begin + step] for tensor in rows)), terms, writes_gradient=writes_gradient)
+    for part in row_slices(*rows.logits.shape):
+        _row_loss(Rows(*(tensor[part] for tensor in rows)), terms, writes_gradient=writes_gradient)
 
 
 def _row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -> None:

@@ -54,7 +54,6 @@ def norm_sums_kernel(
     weight_offset,
     IS_CENTERED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Of one row: the sum of g n, and of g; g is the gradient of the normalised values n. sums: [2, rows]."""
@@ -185,7 +184,7 @@ def launch_norm_backward(
     known = x if weight is None else weight
     added = grad if grad_sum is None else grad_sum
     sums = torch.empty(2, num_rows if num_tiles > 1 else 0, dtype=torch.float32, device=x.device)
-    shared = {"IS_CENTERED": terms.is_centered, "HAS_WEIGHT": weight is not None, "INTERPRETED": is_interpreting()}
+    shared = {"IS_CENTERED": terms.is_centered, "HAS_WEIGHT": weight is not None}
     how = {"BLOCK": launch.block, "num_warps": launch.num_warps, "enable_fp_fusion": True}
     with on_device(x):
         if num_tiles > 1:
@@ -217,6 +216,7 @@ def launch_norm_backward(
             WANTS_WEIGHT=grad_weight.numel() > 0,
             WANTS_BIAS=grad_bias.numel() > 0,
             ONE_TILE=num_tiles == 1,
+            INTERPRETED=is_interpreting(),
             **shared,
             **how,
         )

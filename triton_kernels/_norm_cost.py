@@ -1,4 +1,4 @@
-"""What the norms cost, beside eager code that does the same: pure arithmetic, for the planner."""
+"""What the norms cost, beside eager code that does the same: pure arithmetic."""
 
 from typing import Literal
 
@@ -9,11 +9,10 @@ from memwall.errors import UsageError
 from memwall.predict.hardware import Hardware
 
 from ._configs import norm_backward_launch, num_row_chunks
-from .cost import Calibration, KernelCost, Work, seconds_of
+from .cost import UNCALIBRATED, Calibration, KernelCost, Work, seconds_of
 
 __all__ = ["NormShape", "cost"]
 
-_UNCALIBRATED = Calibration()
 # Of an H100 or H200: only the buffer in which weight gradients meet depends on it.
 _NUM_MULTIPROCESSORS = 132
 
@@ -35,7 +34,7 @@ class NormShape(Struct, frozen=True, kw_only=True):
 
 
 def cost(
-    shape: NormShape, dtype: torch.dtype, device: Hardware, *, calibration: Calibration = _UNCALIBRATED
+    shape: NormShape, dtype: torch.dtype, device: Hardware, *, calibration: Calibration = UNCALIBRATED
 ) -> KernelCost:
     """Forward and backward, and the rebuild where there is one, of tensors and weight in `dtype`.
 

@@ -1,11 +1,14 @@
-"""Tensors of any number of dimensions as rows, and the slices in which the CPU works on them."""
+"""Tensors of any number of dimensions as rows, the slices in which the CPU works on them, and their dtypes."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_rows", "compute_dtype", "row_slices"]
+__all__ = ["DTYPES", "as_rows", "compute_dtype", "row_slices"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What the operations take."""
 
 # Elements of the fp32 temporaries: 4 MiB each.
 _SLICE_ELEMENTS = 1 << 20

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["rounded", "store_rounded"]
+__all__ = ["rounded", "store_rounded", "store_stochastic"]
 
 
 @triton.jit
@@ -35,3 +35,13 @@ def rounded(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor
     else:
         held = values.to(dtype).to(tl.float32)
     return held
+
+
+@triton.jit
+def store_stochastic(pointers, values, bits, mask) -> None:
+    """Stores fp32 `values` as bf16, rounded up with the probability of what is cut off; `bits`: 16 random ones each."""
+    pattern = values.to(tl.int32, bitcast=True)
+    # NaN and infinity as they are: what is added would carry into them.
+    is_finite = (pattern & 0x7F800000) != 0x7F800000
+    up = tl.where(is_finite, pattern + bits, tl.where(values == values, pattern, 0x7FC00000)) >> 16
+    tl.store(pointers, up.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)

@@ -1,4 +1,4 @@
-"""What a kernel costs, as a record the planner can compare: bytes, FLOPs, seconds; no GPU and no triton needed.
+"""What a kernel costs, as a record to compare: bytes, FLOPs, seconds; no GPU and no triton needed.
 
 Seconds are those of a device that runs at its data sheet's peaks, times the efficiencies that a calibration measured
 there. Without a calibration they are a lower bound, never a measurement.
@@ -10,7 +10,7 @@ from msgspec import Struct
 from memwall.errors import UsageError
 from memwall.predict.hardware import Dtype, Hardware
 
-__all__ = ["Calibration", "KernelCost", "Work", "seconds_of"]
+__all__ = ["UNCALIBRATED", "Calibration", "KernelCost", "Work", "seconds_of"]
 
 _NAMES: dict[torch.dtype, Dtype] = {
     torch.float32: "float32",
@@ -28,6 +28,10 @@ class Calibration(Struct, frozen=True, kw_only=True):
     """Measured rate of a large matmul over the data sheet's."""
     launch_seconds: float = 0.0
     """Of one kernel that has nothing to do."""
+
+
+UNCALIBRATED = Calibration()
+"""A device that runs at its data sheet's peaks."""
 
 
 class KernelCost(Struct, frozen=True, kw_only=True):

@@ -14,12 +14,11 @@ from memwall.errors import UsageError
 
 from ._glu_cost import GluShape, cost
 from ._launch import runs_triton
-from ._rows import as_rows
+from ._rows import DTYPES, as_rows
 from .recompute import publish
 
 __all__ = ["GluShape", "cost", "geglu", "swiglu"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
@@ -67,7 +66,7 @@ def _glu(name: str, gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
             f"and {list(up.shape)} on {up.device}"
         )
     found = [gate.dtype] if up is None else [gate.dtype, up.dtype]
-    if not set(found) <= set(_DTYPES):
+    if not set(found) <= set(DTYPES):
         raise UsageError(f"{name} wants floating dtypes of 16 to 64 bits, found {', '.join(map(str, found))}")
     if up is None:
         product: Tensor = packed_glu_op(gate, kind)

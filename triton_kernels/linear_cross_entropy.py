@@ -1,9 +1,9 @@
 """`linear_cross_entropy`: the loss of a language model from hidden states and head, without ever holding its logits.
 
-Logits exist for `chunk_rows` rows at a time: memwall's planner chooses that number from the memory that is free, which
-trades the slab's bytes against reading the head once per chunk (`cost`). The reference that runs on the CPU and the
-Triton kernel share one loop, _linear_cross_entropy_chunks.py. Label of the action: *equivalent*; with `accum_dtype` of
-16 bits and more than one chunk it *changes numerics*.
+Logits exist for `chunk_rows` rows at a time: `chunk_rows_for` takes that number from the memory that is free, and
+`cost` says how the slab's bytes trade against reading the head once per chunk. The reference that runs on the CPU and
+the Triton kernel share one loop, _linear_cross_entropy_chunks.py. Label of the action: *equivalent*; with
+`accum_dtype` of 16 bits and more than one chunk it *changes numerics*.
 """
 
 from typing import Literal, TypedDict, Unpack, overload
@@ -16,14 +16,13 @@ from memwall.errors import UsageError
 from ._linear_cross_entropy_chunks import LossCall
 from ._linear_cross_entropy_cost import LossShape, chunk_rows_for, cost
 from ._linear_cross_entropy_ops import rows_op, sum_op
+from ._loss_terms import Reduction, check_loss_options, mean_divisor
+from ._rows import DTYPES
 
 __all__ = ["DEFAULT_CHUNK_ROWS", "LossOptions", "LossShape", "chunk_rows_for", "cost", "linear_cross_entropy"]
 
 DEFAULT_CHUNK_ROWS = 1024
 """Where nobody chose: a constant, since a chunk taken from free memory would change rounding from run to run."""
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-Reduction = Literal["mean", "sum", "none"]
 
 
 class LossOptions(TypedDict, total=False):
@@ -141,19 +140,8 @@ def linear_cross_entropy(
     else:
         loss, lse, *_ = sum_op(*call)
     if reduction == "mean":
-        loss = loss / _divisor(target, ignore_index, num_items, loss)
+        loss = loss / mean_divisor(target, ignore_index, num_items, loss)
     return (loss, lse.detach()) if out_lse else loss
-
-
-def _divisor(target: Tensor, ignore_index: int, num_items: Tensor | float | None, loss: Tensor) -> Tensor:
-    """What the mean divides by; 1 where all rows are ignored, so that their loss is 0 and not 0 / 0."""
-    num_valid = (target != ignore_index).sum()
-    if num_items is None:
-        return num_valid.clamp(min=1).to(loss.dtype)
-    if not isinstance(num_items, Tensor):
-        num_items = torch.full((), float(num_items), dtype=loss.dtype, device=loss.device)
-    # A tensor of one element, whatever its shape: the loss stays a scalar.
-    return torch.where(num_valid == 0, 1.0, num_items.detach().reshape(()).to(loss.dtype))
 
 
 def _check_tensors(call: LossCall) -> None:
@@ -163,7 +151,7 @@ def _check_tensors(call: LossCall) -> None:
             f"linear_cross_entropy wants x [M, H] and w [V, H] with V > 0, found {list(x.shape)} and {list(w.shape)}; "
             "flatten batch and sequence: x.reshape(-1, x.shape[-1])"
         )
-    if x.dtype not in _DTYPES or any(t is not None and t.dtype != x.dtype for t in (w, bias)):
+    if x.dtype not in DTYPES or any(t is not None and t.dtype != x.dtype for t in (w, bias)):
         found = ", ".join(str(t.dtype) for t in (x, w, bias) if t is not None)
         raise UsageError(
             f"linear_cross_entropy wants x, w and bias of one floating dtype, found {found}; cast them, or use autocast"
@@ -184,16 +172,7 @@ def _check_tensors(call: LossCall) -> None:
 
 
 def _check_options(call: LossCall, reduction: str, num_items: Tensor | float | None, *, has_softcap: bool) -> None:
-    if reduction not in ("mean", "sum", "none"):
-        raise UsageError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
-    if num_items is not None and reduction != "mean":
-        raise UsageError(f"num_items divides the mean, but reduction is {reduction!r}")
-    if isinstance(num_items, Tensor) and num_items.numel() != 1:
-        raise UsageError(f"num_items is a number or a tensor of one element, found {list(num_items.shape)}")
-    if not 0.0 <= call.label_smoothing <= 1.0:
-        raise UsageError(f"label_smoothing is a share between 0 and 1, not {call.label_smoothing}")
-    if has_softcap and call.softcap <= 0.0:
-        raise UsageError(f"softcap bounds the logits and is positive, not {call.softcap}; None is no bound")
+    check_loss_options(call.terms, reduction, num_items, has_softcap=has_softcap)
     if call.chunk_rows < 1:
         raise UsageError(f"chunk_rows is at least 1, not {call.chunk_rows}")
     if call.max_valid_rows is not None and call.max_valid_rows < 0:

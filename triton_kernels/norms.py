@@ -14,11 +14,11 @@ from memwall.errors import UsageError
 from ._norm_cost import NormShape, cost
 from ._norm_ops import add_norm_op, norm_apply_op, norm_op
 from ._norm_terms import Casting, NormTerms
+from ._rows import DTYPES
 from .recompute import publish
 
 __all__ = ["Casting", "NormShape", "add_rms_norm", "cost", "layer_norm", "rms_norm"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CASTINGS = ("llama", "gemma", "plain")
 
 
@@ -129,5 +129,5 @@ def _check(
                 f"{name} wants {role} [{x.shape[-1]}] on {x.device}, found {list(tensor.shape)} on {tensor.device}"
             )
     found = [x.dtype, *dtypes, *(tensor.dtype for tensor in (weight, bias) if tensor is not None)]
-    if not set(found) <= set(_DTYPES):
+    if not set(found) <= set(DTYPES):
         raise UsageError(f"{name} wants floating dtypes of 16 to 64 bits, found {', '.join(map(str, found))}")

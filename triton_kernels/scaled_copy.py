@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ._launch import runs_triton
+from ._rows import compute_dtype, row_slices
 
 __all__ = ["scaled_copy"]
-
-_SLICE_ELEMENTS = 1 << 20
 
 
 @torch.library.custom_op("memwall::scaled_copy", mutates_args=())
@@ -31,10 +30,9 @@ def scaled_copy(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
         launch_scaled_copy(source, factor, result)
         return result
-    wide = torch.float64 if source.dtype == torch.float64 else torch.float32
+    wide = compute_dtype(source.dtype)
     flat_source, flat_result = source.view(-1), result.view(-1)
-    for begin in range(0, source.numel(), _SLICE_ELEMENTS):
-        part = slice(begin, begin + _SLICE_ELEMENTS)
+    for part in row_slices(source.numel(), 1):
         flat_result[part] = flat_source[part].to(wide) * factor.to(wide)
     return result
 

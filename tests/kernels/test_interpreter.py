@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-# What the reference has to pass, and the kernels as well; what is for kernels alone.
-CHECKS = [FOLDER / "test_glu.py", FOLDER / "test_norms.py", *sorted(FOLDER.glob("interpreted/check_*.py"))]
+# What the reference has to pass, and the kernels as well.
+SHARED = ("dropout", "glu", "norms", "pack", "rope", "softmax_cross_entropy")
+# With what is for kernels alone, by operation: a process for each.
+CHECKS = {path.stem.removeprefix("check_"): [path] for path in sorted(FOLDER.glob("interpreted/check_*.py"))}
+for name in SHARED:
+    CHECKS[name].append(FOLDER / f"test_{name}.py")
 
 pytestmark = [pytest.mark.requires("triton"), pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("path", CHECKS, ids=lambda path: path.stem)
-def test_interpreted(path: Path) -> None:
+@pytest.mark.parametrize("operation", CHECKS)
+def test_interpreted(operation: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, CHECKS[operation])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     summary = re.search(r"(\d+) passed", done.stdout)

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ FOLDER = Path(__file__).parents[2] / "triton_kernels"
 SOURCES = sorted(FOLDER.glob("*.py"))
 # Without an interpreter, or wrong in it, or a choice that a forecast could not repeat.
 BANNED = {"libdevice", "inline_asm_elementwise", "make_block_ptr", "autotune", "atomic_add"}
-# Class indices: the only values that are loaded as integers.
-INTEGERS = {"target_ptr"}
+# Class indices, seeds, and the tables of a launch over many tensors: the only values that are loaded as integers.
+INTEGERS = {"target_ptr", "seed_ptr", "rows_ptr", "chunks_ptr"}
 
 
 def kernels(path: Path) -> list[ast.FunctionDef]:
@@ -54,7 +55,9 @@ def test_every_load_becomes_fp32_at_once(kernel: ast.FunctionDef) -> None:
     """The interpreter's arithmetic in bf16 is wrong without an error."""
     loads = {ast.unparse(call) for call in calls(kernel, "tl.load")}
     integers = {load for load in loads if any(f"load({name} " in load for name in INTEGERS)}
-    assert loads - integers <= converted(kernel, "tl.float32")
+    codes = {load for load in loads if "load(codes_ptr " in load}
+    assert loads - integers - codes <= converted(kernel, "tl.float32")
+    assert codes <= converted(kernel, "tl.int32")
     assert integers <= converted(kernel, "tl.int64")
 
 
@@ -75,6 +78,22 @@ def test_nothing_banned_and_no_import_from_outside(path: Path) -> None:
     assert "triton_kernels" not in imported
     if not kernels(path):
         assert "triton" not in imported
+
+
+def test_make_runs_every_test_that_needs_triton_but_no_gpu() -> None:
+    """`make test` is without triton, and skips them."""
+    root, mark = FOLDER.parent, 'mark.requires("triton")'
+    texts = {path.relative_to(root).as_posix(): path.read_text() for path in root.glob("tests/**/test_*.py")}
+    marks = {
+        name: re.findall(r"^pytestmark = .*$", text, re.MULTILINE)
+        for name, text in texts.items()
+        if mark in text and name != Path(__file__).relative_to(root).as_posix()
+    }
+    # A mark of another form would not be found here.
+    assert all(mark in "".join(lines) for lines in marks.values())
+    needing = {name for name, lines in marks.items() if "mark.gpu" not in "".join(lines)}
+    (listed,) = re.findall(r"^KERNEL_TESTS := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    assert needing == set(listed.split())
 
 
 def test_import_and_cost_need_no_triton(tmp_path: Path) -> None:

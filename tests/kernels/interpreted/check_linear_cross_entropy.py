@@ -13,7 +13,8 @@ import torch
 import memwall.triton_kernels._linear_cross_entropy_kernel as kernel_module
 import memwall.triton_kernels._scaled_copy_kernel as scaled_copy_module
 from memwall.triton_kernels import linear_cross_entropy
-from memwall.triton_kernels._linear_cross_entropy_reference import LossTerms, Rows, reference_row_loss
+from memwall.triton_kernels._linear_cross_entropy_reference import Rows, reference_row_loss
+from memwall.triton_kernels._loss_terms import LossTerms
 from memwall.triton_kernels.scaled_copy import scaled_copy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -179,7 +180,8 @@ FAR_ROWS = """
 import sys
 import numpy as np, torch
 sys.path.insert(0, sys.argv[2])
-from memwall.triton_kernels._linear_cross_entropy_reference import LossTerms, Rows
+from memwall.triton_kernels._linear_cross_entropy_reference import Rows
+from memwall.triton_kernels._loss_terms import LossTerms
 import importlib.util
 spec = importlib.util.spec_from_file_location("memwall.triton_kernels._far", sys.argv[1])
 module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module; spec.loader.exec_module(module)

@@ -1,0 +1,118 @@
+"""Run by test_interpreter.py, with TRITON_INTERPRET=1: elements beyond the 2^31st, in a sparse file of 6 GiB.
+
+Each kernel reaches them; its copy with 32-bit program ids dies of a bad address. One child imports torch once and forks
+for every case, since a death is what is looked for.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memwall.triton_kernels as package
+
+# Kernel module and what it is called with: `rows` are four rows of 128 fp16 elements, 2^30 apart.
+CASES: dict[str, tuple[str, str]] = {
+    "dropout": (
+        "_dropout_kernel",
+        """
+found, seed = torch.empty(4, 128), torch.tensor(5)
+module.launch_dropout(rows, rows, found, seed, 1 << 15, 2.0, 0)
+from memwall.triton_kernels._dropout_reference import reference_dropout
+expected, near = torch.empty(4, 128), rows.clone()
+reference_dropout(near, near, expected, seed, 1 << 15, 2.0, 0)
+""",
+    ),
+    "pack": (
+        "_pack_kernel",
+        """
+codes, units = torch.empty(512, dtype=torch.int8), torch.empty(4)
+module.launch_pack(rows, codes, units, "int8")
+found, expected = codes.view(4, 128) * units[:, None], rows.float()
+""",
+    ),
+    "rope": (
+        "_rope_kernel",
+        """
+wide, (cos, sin) = rows.float().clone(), torch.full((2, 1, 4, 64), 0.6)
+module.launch_rope(rows[None, None], cos, sin, rows[None, None], interleaved=False, is_inverse=False)
+found, first, second = rows.float(), *wide.chunk(2, 1)
+expected = torch.cat((0.6 * first - 0.6 * second, 0.6 * second + 0.6 * first), 1)
+""",
+    ),
+    "softmax_loss": (
+        "_softmax_loss_kernel",
+        """
+from memwall.triton_kernels._loss_terms import LossTerms
+from memwall.triton_kernels._softmax_loss_reference import RowSums
+found = torch.empty(4)
+sums = RowSums(torch.empty(4), torch.empty(4))
+module.launch_softmax_loss(rows[None], torch.arange(4), found, sums, LossTerms(-100, 0.0, 0.0, 0.0, 1.0))
+expected = torch.nn.functional.cross_entropy(rows.float(), torch.arange(4), reduction="none")
+""",
+    ),
+    "softmax_gradient": (
+        "_softmax_loss_kernel",
+        """
+from memwall.triton_kernels._loss_terms import LossTerms
+from memwall.triton_kernels._softmax_loss_reference import RowSums
+sums = RowSums(torch.zeros(4), rows.float().exp().sum(1))
+terms, wide, target = LossTerms(-100, 0.0, 0.0, 0.0, 1.0), rows.float(), torch.arange(4)
+module.launch_softmax_gradient(torch.ones(4), rows[None], target, sums, rows[None], terms)
+found, expected = rows.float(), torch.softmax(wide, 1) - torch.nn.functional.one_hot(target, 128)
+""",
+    ),
+}
+CHILD = """
+import importlib.util, json, os, sys
+import numpy as np, torch
+import memwall.triton_kernels._store  # before the forks: it takes seconds
+folder, cases = sys.argv[1], json.loads(sys.argv[2])
+def load(path, name):
+    spec = importlib.util.spec_from_file_location("memwall.triton_kernels." + name, path)
+    module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module; spec.loader.exec_module(module)
+    return module
+def run(path, code):
+    memory = np.memmap(folder + "/rows", dtype=np.float16, mode="w+", shape=(3 * (1 << 30) + 4096,))
+    rows = torch.from_numpy(memory).as_strided((4, 128), (1 << 30, 1))
+    rows.copy_(torch.arange(512.0).reshape(4, 128) % 7 - 3)
+    names = {"module": load(path, "_far"), "rows": rows, "torch": torch}
+    exec(code, names)
+    assert torch.allclose(names["found"], names["expected"], rtol=1e-3, atol=2e-2)
+statuses = {}
+for name, (path, code) in cases.items():
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            run(path, code)
+            status = 0
+        finally:
+            os._exit(status)
+    statuses[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(statuses))
+"""
+
+
+@pytest.fixture(scope="module")
+def statuses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    folder, given = tmp_path_factory.mktemp("far"), {}
+    for name, (module, code) in CASES.items():
+        source = Path(package.__file__).with_name(f"{module}.py")
+        text = source.read_text()
+        assert ".to(tl.int64)" in text
+        narrow = folder / f"{name}.py"
+        narrow.write_text(text.replace("tl.program_id(0).to(tl.int64)", "tl.program_id(0)"))
+        given |= {f"{name}-int64": (str(source), code), f"{name}-int32": (str(narrow), code)}
+    command = [sys.executable, "-c", CHILD, str(folder), json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout), errors=done.stderr)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_elements_beyond_two_to_the_31(statuses: dict[str, int], name: str) -> None:
+    assert statuses[f"{name}-int64"] == 0, statuses["errors"]
+    assert statuses[f"{name}-int32"] == -11
