@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from memwall.trace.records import Step, Storage, Trace
 
-__all__ = ["Peak", "Share", "live_curve", "live_peak_bytes", "peak_of", "step_seconds"]
+__all__ = ["LineShare", "Peak", "Share", "live_curve", "live_peak_bytes", "peak_of", "step_seconds"]
 
 
 class Share(Struct, frozen=True, kw_only=True):
@@ -16,6 +16,16 @@ class Share(Struct, frozen=True, kw_only=True):
 
     name: str
     num_bytes: int
+
+
+class LineShare(Struct, frozen=True, kw_only=True):
+    """What one line of the user's code holds at an instant."""
+
+    name: str
+    """`path:line function`; in brackets what was there before the step, or came from a line that is not known."""
+    num_bytes: int
+    categories: tuple[str, ...]
+    """What the bytes are for, the largest part first."""
 
 
 class Peak(Struct, frozen=True, kw_only=True):
@@ -28,6 +38,8 @@ class Peak(Struct, frozen=True, kw_only=True):
     """Module whose operation runs then."""
     by_category: tuple[Share, ...]
     by_module: tuple[Share, ...]
+    by_line: tuple[LineShare, ...] = ()
+    """Empty where the trace has no lines."""
 
 
 def live_curve(storages: Iterable[Storage], num_ops: int, *, device: str | None = None) -> NDArray[np.int64]:
@@ -58,11 +70,14 @@ def peak_of(trace: Trace, step: Step) -> Peak:
     op = int(np.argmax(curve))
     categories: dict[str, int] = {}
     modules: dict[str, int] = {}
+    lines: dict[str, dict[str, int]] = {}
     for storage in step.storages:
         if storage.birth <= op < storage.death and storage.device.partition(":")[0] == trace.device:
             categories[storage.category] = categories.get(storage.category, 0) + storage.nbytes
             name = module_name(trace, storage.module) if storage.birth >= 0 else f"({storage.category})"
             modules[name] = modules.get(name, 0) + storage.nbytes
+            held = lines.setdefault(_line_name(trace, storage), {})
+            held[storage.category] = held.get(storage.category, 0) + storage.nbytes
     return Peak(
         live_bytes=int(curve[op]),
         op=op,
@@ -70,6 +85,7 @@ def peak_of(trace: Trace, step: Step) -> Peak:
         module=module_name(trace, step.ops[op].module),
         by_category=_ranked(categories),
         by_module=_ranked(modules),
+        by_line=_ranked_lines(lines) if trace.lines else (),
     )
 
 
@@ -83,6 +99,26 @@ def module_name(trace: Trace, module: int) -> str:
 def step_seconds(step: Step) -> float:
     """Compute seconds of a step: the sum of its operations' measured times."""
     return sum(op.seconds for op in step.ops)
+
+
+def _line_name(trace: Trace, storage: Storage) -> str:
+    if storage.birth < 0:
+        return f"({storage.category})"
+    if 0 <= storage.line < len(trace.lines):
+        return trace.lines[storage.line]
+    return f"({storage.phase})" if storage.phase in ("backward", "optimizer") else "(unknown)"
+
+
+def _ranked_lines(lines: dict[str, dict[str, int]]) -> tuple[LineShare, ...]:
+    totals = _ranked({name: sum(held.values()) for name, held in lines.items()})
+    return tuple(
+        LineShare(
+            name=share.name,
+            num_bytes=share.num_bytes,
+            categories=tuple(part.name for part in _ranked(lines[share.name])),
+        )
+        for share in totals
+    )
 
 
 def _ranked(holders: dict[str, int]) -> tuple[Share, ...]:

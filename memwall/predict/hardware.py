@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from memwall.errors import MemwallError, UsageError
 
-__all__ = ["Dtype", "Hardware", "hardware_named", "hardware_names", "read_hardware"]
+__all__ = ["Dtype", "Hardware", "hardware_named", "hardware_names", "hardware_of_device", "read_hardware"]
 
 Dtype = Literal["float32", "tf32", "bfloat16", "float16", "float8"]
 _Bytes = Annotated[int, Meta(gt=0)]
@@ -28,6 +28,7 @@ _FIGURES = (
     "host_link_bytes_per_second",
     "peer_link_bytes_per_second",
     "context_bytes",
+    "communicator_bytes",
     "flops",
 )
 
@@ -51,6 +52,8 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All links to other devices together, in one direction; None where there is only PCIe."""
     context_bytes: tuple[_Bytes, _Bytes]
     """What a process holds beside the allocator's memory: the smallest and the largest published figure."""
+    communicator_bytes: tuple[_Bytes, _Bytes]
+    """What one communicator of NCCL or RCCL holds on each rank, beside that: smallest and largest published figure."""
     sources: dict[str, str]
     """Where each figure was read, by the name of its field."""
 
@@ -80,6 +83,19 @@ def hardware_named(name: str) -> Hardware:
     raise UsageError(f"'{name}' is no device that memwall has figures for; {meant}")
 
 
+def hardware_of_device(name: str) -> Hardware:
+    """The entry for a device as CUDA names it, "NVIDIA A100-SXM4-80GB".
+
+    Raises:
+        UsageError: there is none.
+    """
+    words = name.lower().replace("-", " ").split()
+    fitting = [known for known in _shipped() if all(part in words for part in known.split("-"))]
+    if not fitting:
+        raise UsageError(f"'{name}' is in no entry of hardware.toml; name the nearest one with --device")
+    return _shipped()[max(fitting, key=len)]
+
+
 def hardware_names() -> tuple[str, ...]:
     """Every name that `hardware_named` takes, in the order of the data file."""
     return tuple(_shipped())
@@ -103,8 +119,10 @@ def _device(name: str, fields: dict[str, object], sources: dict[str, str]) -> Ha
         device = msgspec.convert({"name": name, **fields}, Hardware)
     except msgspec.ValidationError as error:
         raise MemwallError(f"the hardware data of {name} is not valid: {error}") from error
-    if device.context_bytes[0] > device.context_bytes[1]:
-        raise MemwallError(f"the hardware data of {name} is not valid: context_bytes runs from large to small")
+    for figure in ("context_bytes", "communicator_bytes"):
+        least, most = getattr(device, figure)
+        if least > most:
+            raise MemwallError(f"the hardware data of {name} is not valid: {figure} runs from large to small")
     known = {figure for figure in _FIGURES if getattr(device, figure) is not None}
     if set(device.sources) != known:
         wrong = ", ".join(sorted(set(device.sources) ^ known))

@@ -17,6 +17,7 @@ __all__ = [
     "CgroupLimit",
     "cgroup_limit",
     "device_total_bytes",
+    "free_memory_bytes",
     "memory_limit_bytes",
 ]
 
@@ -72,6 +73,31 @@ def memory_limit_bytes(*, root: Path = _ROOT) -> int:
     total_bytes = _total_memory_bytes(root)
     limit = cgroup_limit(root=root)
     return total_bytes if limit is None else min(total_bytes, limit.limit_bytes)
+
+
+def free_memory_bytes(*, root: Path = _ROOT) -> int:
+    """What can still be taken before the kernel ends a process: of the machine, and of the tightest cgroup.
+
+    Memory that the kernel gives up by itself, files that nobody uses, counts as free. What lies in /dev/shm counts as
+    used, by the machine and by the group.
+
+    Raises:
+        UsageError: the system does not say how much memory it has.
+    """
+    text = _read(root / "proc/meminfo") or ""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    free_bytes = int(found.group(1)) * 1024 if found is not None else _total_memory_bytes(root)
+    limit = cgroup_limit(root=root)
+    if limit is None:
+        return free_bytes
+    folder = (root / limit.path.lstrip("/")).parent
+    used = _read(folder / ("memory.current" if limit.version == 2 else "memory.usage_in_bytes"))
+    if used is None:
+        return min(free_bytes, limit.limit_bytes)
+    name = "inactive_file" if limit.version == 2 else "total_inactive_file"
+    idle = re.search(rf"^{name} (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE)
+    used_bytes = int(used) - (int(idle.group(1)) if idle is not None else 0)
+    return max(0, min(free_bytes, limit.limit_bytes - used_bytes))
 
 
 def cgroup_limit(*, root: Path = _ROOT) -> CgroupLimit | None:

@@ -9,20 +9,21 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
+from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES
 from memwall.predict.cuda_allocator.settings import AllocatorSettings
 from memwall.predict.cuda_allocator.versions import VersionProfile
 from memwall.predict.device import StepPeak, step_peaks
 from memwall.predict.host import batch_storages, host_bytes_of
 from memwall.trace.records import Step, Storage
 
-__all__ = ["PhasePeak", "phase_peaks", "returned_bytes", "waiting_bytes", "with_waiting_batches"]
+__all__ = ["PhasePeak", "phase_peaks", "returned_bytes", "run_of", "waiting_bytes", "with_waiting_batches"]
 
 
 class PhasePeak(Struct, frozen=True, kw_only=True):
     """Peaks of one phase. All simulated."""
 
-    live_bytes: int
-    """Sum of the tensors alive at once on the device."""
+    allocated_bytes: int
+    """Blocks that the allocator has handed out at once."""
     reserved_bytes: int
     """Segments that the caching allocator holds, those of earlier phases among them."""
     host_bytes: int
@@ -55,6 +56,18 @@ def returned_bytes(evaluation: Step) -> int:
     root = next((call for call in evaluation.calls if call.module == 0), None)
     outputs = () if root is None else root.outputs
     return sum(evaluation.storages[index].nbytes for index in outputs)
+
+
+def run_of(steps: tuple[Step, Step], evaluation: Step | None, *, num_batches: int = 1) -> tuple[Step, ...]:
+    """The steps of a run in their order: a first and a steady one; if it evaluates, that and the steady one after it.
+
+    Args:
+        steps: a first and a steady one, translated.
+        evaluation: translated; None for a run without.
+        num_batches: micro-batches of a step, see `with_waiting_batches`.
+    """
+    first, steady = (with_waiting_batches(step, num_batches) for step in steps)
+    return (first, steady) if evaluation is None else (first, steady, _between_steps(evaluation, steady), steady)
 
 
 def phase_peaks(
@@ -93,9 +106,10 @@ def phase_peaks(
         return step_peaks(sequence, profile, settings=settings, capacity_bytes=capacity_bytes)
 
     host = host_bytes_of(steps[1])
-    first, steady = (with_waiting_batches(step, num_batches) for step in steps)
+    training, run = (run_of(steps, around, num_batches=num_batches) for around in (None, evaluation))
+    steady = training[1]
     built = simulated(_standing_alone(steady, "parameter", "buffer"))
-    trained = simulated(first, steady)
+    trained = simulated(*training)
     resumed = simulated(_standing_alone(steady, "parameter", "buffer", "optimizer_state"))
     if built is None or trained is None or resumed is None:
         return None
@@ -105,17 +119,17 @@ def phase_peaks(
         "steady_step": _peak(trained[1:], host.step_peak_bytes),
     }
     if evaluation is not None:
-        later = simulated(first, steady, _between_steps(evaluation, steady), steady)
+        later = simulated(*run)
         if later is None:
             return None
         trained = later
         found["eval"] = PhasePeak(
-            live_bytes=trained[2].live_bytes,
+            allocated_bytes=trained[2].allocated_bytes,
             reserved_bytes=max(peak.reserved_bytes for peak in trained[2:]),
             host_bytes=max(host.step_peak_bytes, host_bytes_of(evaluation).step_peak_bytes),
         )
     found["save"] = PhasePeak(
-        live_bytes=sum(storage.nbytes for storage in _outliving(steady)),
+        allocated_bytes=sum(_block_bytes(storage.nbytes) for storage in _outliving(steady)),
         reserved_bytes=trained[-1].reserved_bytes,
         host_bytes=host.save_peak_bytes,
         disk_bytes=host.weights_bytes + host.state_bytes,
@@ -126,7 +140,7 @@ def phase_peaks(
 
 def _peak(peaks: Sequence[StepPeak], host_bytes: int) -> PhasePeak:
     return PhasePeak(
-        live_bytes=max(peak.live_bytes for peak in peaks),
+        allocated_bytes=max(peak.allocated_bytes for peak in peaks),
         reserved_bytes=max(peak.reserved_bytes for peak in peaks),
         host_bytes=host_bytes,
     )
@@ -172,6 +186,10 @@ def _outliving(step: Step) -> list[Storage]:
         and (storage.birth < 0 or storage.category == "optimizer_state")
         and _is_on_device(storage)
     ]
+
+
+def _block_bytes(num_bytes: int) -> int:
+    return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def _is_on_device(storage: Storage) -> bool:

@@ -11,9 +11,11 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import Struct
 
+from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc import MallocPolicy, policy_named, replay_step, restored_policy, unavailable_reason
 from memwall.predict.malloc_events import events_of
+from memwall.predict.state_on_disk import before_optimizer
 from memwall.predict.tensor_heap import heap_unavailable_reason, replay_in_heap
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
@@ -43,6 +45,10 @@ class Resident(Struct, frozen=True, kw_only=True):
     """Time that pages becoming resident anew cost in a step."""
     outside_bytes: int = 0
     """What a step needs outside the tensor heap and gives back: workspace, and the small tensors that malloc holds."""
+    cuda_setting: str = ""
+    """Settings of the CUDA allocator that this takes; "" for those of the process."""
+    saved_bytes: int = 0
+    """What they hold less than the default ones."""
 
 
 class Process(Protocol):
@@ -54,6 +60,10 @@ class Process(Protocol):
     """What operators need for themselves, where the step's records leave it out."""
     next_tier: Literal["host", "disk"]
     """Where bytes go that leave memory."""
+
+    @property
+    def allocator_advice(self) -> AllocatorAdvice | None:
+        """What to set the CUDA allocator to for the run without any action; None where it is not simulated."""
 
     def free(self, step: Step) -> Resident:
         """The step in a process that memwall never touched."""
@@ -93,6 +103,10 @@ class ProcessModel(Process):
         self._trace = trace
         self._has_malloc = trace.device == "cpu" and not unavailable_reason()
         self._has_heap = trace.device == "cpu" and not heap_unavailable_reason()
+
+    @property
+    def allocator_advice(self) -> None:
+        """Nothing: this process runs already."""
 
     def free(self, step: Step) -> Resident:
         """The step in a process that memwall never touched."""
@@ -182,21 +196,33 @@ class ProcessModel(Process):
         return fresh_bytes * self._trace.machine.fault_seconds_per_byte
 
 
-def calibrated(trace: Trace, *, resident_bytes: int, standing_bytes: int, window_bytes: int, min_bytes: int) -> Trace:
+def calibrated(
+    trace: Trace,
+    *,
+    base_bytes: int,
+    window_bytes: int,
+    min_bytes: int,
+    away_min_bytes: int | None = None,
+    peak_before_optimizer_bytes: int = 0,
+) -> Trace:
     """The trace with base and workspace as measured after its first step, which was recorded parked.
 
     Args:
-        resident_bytes: process bytes now, between steps, free heap pages returned.
-        standing_bytes: of these, bytes of tensors the trace knows: parameters, buffers, gradients, optimizer state.
+        base_bytes: process bytes now, between steps, free heap pages returned, without the tensors that the trace
+            knows: parameters, buffers, gradients, optimizer state.
         window_bytes: staging memory of the recorded step.
         min_bytes: from which size on saved tensors were moved.
+        away_min_bytes: from which size on the optimizer's state was on disk, outside the optimizer; None if none was.
+        peak_before_optimizer_bytes: where state was on disk, what the process held at most before the optimizer ran.
     """
-    base_bytes = resident_bytes - standing_bytes
     step = trace.steps[0]
+    peak_bytes = step.process_peak_bytes
     parked = StepModel(step, trace.names, ()).parked(min_bytes)
+    if away_min_bytes is not None:
+        parked, peak_bytes = before_optimizer(parked, away_min_bytes), peak_before_optimizer_bytes
     if trace.device == "cpu" and not heap_unavailable_reason():
         tensor_bytes = replay_in_heap([events_of(parked, has_small_blocks=False)]).peak_resident_bytes
     else:
         tensor_bytes = live_peak_bytes(parked, trace.device)
-    beyond = step.process_peak_bytes - base_bytes - tensor_bytes - window_bytes
+    beyond = peak_bytes - base_bytes - tensor_bytes - window_bytes
     return msgspec.structs.replace(trace, base_bytes=base_bytes, workspace_bytes=max(0, beyond))

@@ -6,12 +6,14 @@ itself. Nothing is guessed: without a stack or a category a block says so.
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
 
+from memwall.predict.cuda_allocator.versions import TieRule
 from memwall.predict.curve import Share
+from memwall.predict.snapshot_lines import line_of
 from memwall.predict.snapshot_memory import Range, UsedBlock
 from memwall.predict.snapshot_replay import (
     BEFORE_RECORDING,
@@ -19,10 +21,11 @@ from memwall.predict.snapshot_replay import (
     Recording,
     held_after,
     recording_of,
-    releases_of,
 )
+from memwall.predict.snapshot_retries import Retry, retries_of, retry_note
 from memwall.predict.snapshot_timeline import Fragmentation, Timeline, timeline_of
-from memwall.trace.snapshot_records import Frame, Snapshot
+from memwall.trace.snapshot_records import Event, Snapshot
+from memwall.trace.tags import Tag
 
 __all__ = [
     "DeviceAnalysis",
@@ -32,26 +35,11 @@ __all__ = [
     "SettingsSearch",
     "analyse_device",
     "devices_of",
-    "line_of",
 ]
 
-NO_STACK = "(no stack recorded)"
 EARLIER = "(allocated before the recording)"
 _UNKNOWN = "unknown"
-# Frames of the machinery between a user's line and the allocator.
-_FOREIGN_PATHS = (
-    "/torch/",
-    "/site-packages/",
-    "/dist-packages/",
-    "/lib/python3",
-    "/<frozen",
-    "/<string>",
-    "/<built-in",
-    "/nn.Module:",
-    "/??",
-)
-_FOREIGN_SUFFIXES = (".cpp", ".h", ".cc", ".cu", ".cuh", ".c", ".so")
-_MOST_PINS = 10
+_MOST_PINS = _MOST_RETRIES = 10
 
 
 class Moment(Struct, frozen=True, kw_only=True):
@@ -92,8 +80,14 @@ class Pin(Struct, frozen=True, kw_only=True):
 class SettingsSearch(Struct, frozen=True, kw_only=True):
     """Most bytes held from the device, as recorded and as simulated under other allocator settings."""
 
+    tag: Tag = "simulated"
+    """Of every figure but `recorded_bytes`."""
     torch_version: str
     """Whose allocator was simulated."""
+    tie_rules: tuple[TieRule, ...]
+    """Rules for ties under which every block lands where it was recorded; several are not distinguishable."""
+    is_exact: bool
+    """Whether the simulated one is among them: the replay of the recording is an L1 re-simulation."""
     recorded_settings: str
     """The complete configuration string, as for PYTORCH_CUDA_ALLOC_CONF."""
     recorded_bytes: int
@@ -104,6 +98,8 @@ class SettingsSearch(Struct, frozen=True, kw_only=True):
     """The complete string of the best settings found; the recorded ones where none are better."""
     best_bytes: int
     """Simulated, under the best settings."""
+    default_bytes: int
+    """Simulated, under the default settings."""
     lower_bound_bytes: int
     """Most bytes live at once, which no settings can beat."""
     num_tried: int
@@ -133,6 +129,8 @@ class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     out_of_memory: tuple[OutOfMemory, ...]
     num_retries: int
     """How often segments were given back directly before a new one was taken: the device had run out."""
+    retries: tuple[Retry, ...] = ()
+    """The slowest first, where torch noted times; at most ten."""
     earlier_bytes: int
     """Of the peak: blocks that were there before the recording began."""
     settings: SettingsSearch | None = None
@@ -157,6 +155,7 @@ def analyse_device(snapshot: Snapshot, device: int) -> tuple[DeviceAnalysis, Tim
     held = held_after(recording, (peak, reserved_peak, end))
     pins = _pins(snapshot, held[reserved_peak])
     blocks = held[peak].blocks
+    retries = retries_of(snapshot, recording, timeline)
     analysis = DeviceAnalysis(
         device=device,
         num_events=len(recording.events),
@@ -168,32 +167,12 @@ def analyse_device(snapshot: Snapshot, device: int) -> tuple[DeviceAnalysis, Tim
         pins=tuple(pins[:_MOST_PINS]),
         num_pinned=len(pins),
         out_of_memory=_out_of_memory(recording, timeline),
-        num_retries=_num_retries(recording),
+        num_retries=len(retries),
+        retries=tuple(sorted(retries, key=lambda retry: -(retry.seconds or 0))[:_MOST_RETRIES]),
         earlier_bytes=sum(block.num_bytes for block in blocks if block.stack == BEFORE_RECORDING),
-        notes=_notes(snapshot, recording, timeline),
+        notes=_notes(snapshot, recording, timeline, retries),
     )
     return analysis, timeline
-
-
-def line_of(stack: Sequence[Frame]) -> str:
-    """The user's line of a stack, e.g. `models/gpt.py:42 forward`; the innermost frame where all are foreign."""
-    if not stack:
-        return NO_STACK
-    frame = next((frame for frame in stack if _is_the_users(frame)), stack[0])
-    if _is_nameless(frame):
-        return frame.name
-    path = "/".join(frame.filename.replace("\\", "/").split("/")[-2:])
-    return f"{path}:{frame.line} {frame.name}"
-
-
-def _is_nameless(frame: Frame) -> bool:
-    # Snapshots made by torch's profiler (_memory_viz._profile_to_snapshot) have everything in the name.
-    return frame.filename in ("", "none")
-
-
-def _is_the_users(frame: Frame) -> bool:
-    path = "/" + (frame.name if _is_nameless(frame) else frame.filename).replace("\\", "/")
-    return not path.endswith(_FOREIGN_SUFFIXES) and not any(part in path for part in _FOREIGN_PATHS)
 
 
 def _owner(snapshot: Snapshot, block: UsedBlock) -> str:
@@ -259,23 +238,15 @@ def _out_of_memory(recording: Recording, timeline: Timeline) -> tuple[OutOfMemor
     )
 
 
-def _num_retries(recording: Recording) -> int:
-    return sum(release.is_retry for release in releases_of(recording))
-
-
-def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline) -> tuple[str, ...]:
+def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline, retries: tuple[Retry, ...]) -> tuple[str, ...]:
     notes = []
     if not recording.events:
         notes.append(
             "no history was recorded, so the state at the end stands for the peak; call "
             "torch.cuda.memory._record_memory_history() before the model is built"
         )
-    num_retries = _num_retries(recording)
-    if num_retries:
-        notes.append(
-            f"the device ran out (retries: {num_retries}): cached segments were given back to get new ones, "
-            "which takes time"
-        )
+    if retries:
+        notes.append(retry_note(retries))
     num_earlier = sum(block.stack == BEFORE_RECORDING for block in recording.blocks)
     if num_earlier:
         notes.append(
@@ -285,8 +256,7 @@ def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline) -> tupl
         notes.append(
             f"{timeline.num_unmatched} events do not fit the state they meet; parts of the history are missing"
         )
-    if any(event.pool != (0, 0) for event in recording.events):
-        notes.append("some memory belongs to private pools (CUDA graphs, MemPool), which share nothing")
+    notes.extend(_pool_notes(recording))
     if recording.events and not timeline.time_us[-1]:
         notes.append("this version of torch noted no times; events are counted instead")
     if re.search(r":[1-9]", snapshot.settings.get("roundup_power2_divisions", "")):
@@ -294,6 +264,31 @@ def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline) -> tupl
     if snapshot.unknown_actions:
         notes.append(f"events left out because this memwall does not know them: {', '.join(snapshot.unknown_actions)}")
     return tuple(notes)
+
+
+def _pool_notes(recording: Recording) -> list[str]:
+    """What private pools change, and what is easily wrong with them."""
+    pooled = [event for event in recording.events if event.pool != (0, 0)]
+    if not pooled:
+        return []
+    notes = ["some memory belongs to private pools (CUDA graphs, MemPool), which share nothing"]
+    if any(later.action != "free_completed" or later.address != event.address for event, later in _frees(pooled)):
+        notes.append(
+            "blocks of a private pool waited for another stream (record_stream): up to torch 2.12 no such block of the "
+            "whole device is freed, and no retry made, while a pool is in use (pytorch 175015)"
+        )
+    # Pools of the user's own have 0 as first number: c10/cuda/CUDACachingAllocator.cpp, MemPool::MemPool.
+    if any(event.pool[0] == 0 and event.action == "alloc" for event in pooled):
+        notes.append(
+            "where torch.cuda.use_mem_pool filled a pool: it routes the thread that enters it only, so what backward "
+            "allocates on its own threads is not in there"
+        )
+    return notes
+
+
+def _frees(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    """Each request to free among the events, and the event after it."""
+    return ((event, later) for event, later in pairwise(events) if event.action == "free_requested")
 
 
 def _shares(held: Iterable[tuple[str, int]]) -> tuple[Share, ...]:

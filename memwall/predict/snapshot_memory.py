@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
+from memwall.predict.cuda_allocator.rounding import rounded_bytes
+from memwall.predict.cuda_allocator.settings import AllocatorSettings
 from memwall.trace.snapshot_records import Event
 
 __all__ = ["MemoryState", "Range", "UsedBlock", "range_of"]
 
 # Constants of c10/cuda/CUDACachingAllocator.cpp.
-_ROUND_BYTES = 512
 _SMALL_POOL_BYTES = 1 << 20
 _SMALL_SEGMENT_BYTES = 2 << 20
 
@@ -52,7 +53,13 @@ class UsedBlock(Struct, frozen=True, kw_only=True):
 class MemoryState:
     """Memory of one device at one moment; changes with every event applied."""
 
-    def __init__(self, ranges: Iterable[Range], blocks: Iterable[UsedBlock], max_split_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        ranges: Iterable[Range],
+        blocks: Iterable[UsedBlock],
+        max_split_bytes: int = 0,
+        divisions: tuple[int, ...] = (),
+    ) -> None:
         self.num_unmatched = 0
         self.reserved_bytes = 0
         self.allocated_bytes = 0
@@ -63,6 +70,7 @@ class MemoryState:
         self.idle_bytes = 0
         """Segments without a used block: what `empty_cache` would return."""
         self._max_split_bytes = max_split_bytes
+        self._rounding = AllocatorSettings(roundup_power2_divisions=divisions) if divisions else AllocatorSettings()
         self._ranges: dict[int, Range] = {}
         self._range_starts: list[int] = []
         self._range_used: dict[int, int] = {}
@@ -106,18 +114,18 @@ class MemoryState:
     def block_bytes(self, address: int, requested_bytes: int) -> int:
         """Size of the block that the allocator hands out at an address, in the present state.
 
-        Rounded to 512 bytes; whatever is left of the free block and may not be split off belongs to it, too
+        Rounded as requests are; whatever is left of the free block and may not be split off belongs to it, too
         (`should_split`: remainders up to 1 MiB of the large pool, everything from `max_split_size` on).
         """
-        rounded_bytes = -(-max(requested_bytes, 1) // _ROUND_BYTES) * _ROUND_BYTES
+        nbytes = rounded_bytes(requested_bytes, self._rounding)
         held = self.range_at(address)
         if held is None or held.is_expandable or held.is_small:
-            return rounded_bytes
+            return nbytes
         position = bisect_right(self._block_starts, address)
         end = self._block_starts[position] if position < len(self._block_starts) else held.end
-        rest_bytes = min(end, held.end) - address - rounded_bytes
-        is_whole = rest_bytes <= _SMALL_POOL_BYTES or 0 < self._max_split_bytes <= rounded_bytes
-        return rounded_bytes + rest_bytes if rest_bytes > 0 and is_whole else rounded_bytes
+        rest_bytes = min(end, held.end) - address - nbytes
+        is_whole = rest_bytes <= _SMALL_POOL_BYTES or 0 < self._max_split_bytes <= nbytes
+        return nbytes + rest_bytes if rest_bytes > 0 and is_whole else nbytes
 
     def range_at(self, address: int) -> Range | None:
         """The memory an address lies in."""

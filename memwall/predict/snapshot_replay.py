@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
+from memwall.errors import UsageError
+from memwall.predict.cuda_allocator.settings import AllocatorSettings, read_items, with_option
+from memwall.predict.cuda_allocator.versions import profile_for
 from memwall.predict.snapshot_memory import MemoryState, Range, UsedBlock, range_of
 from memwall.trace.snapshot_records import Event, Snapshot
 
@@ -31,6 +34,8 @@ class Held(Struct, frozen=True, kw_only=True):
 class Release(Struct, frozen=True, kw_only=True):
     """Device memory given back, one segment after the other."""
 
+    first: int
+    """Index of the event that begins it."""
     last: int
     """Index of the event that ends it."""
     is_retry: bool
@@ -50,6 +55,8 @@ class Recording(Struct, frozen=True, kw_only=True):
     """Block sizes of those allocations that the snapshot still holds, by index of the event."""
     max_split_bytes: int
     """Blocks from this size on are never split; 0 for no such limit."""
+    divisions: tuple[int, ...]
+    """Steps between powers of two that sizes are rounded to, by interval; () for none."""
     num_unmatched: int
     """Events that contradict the final state; more than a few mean that parts of the history are missing."""
 
@@ -58,7 +65,8 @@ def recording_of(snapshot: Snapshot, device: int) -> Recording:
     """The history of one device with the state it started from."""
     events = snapshot.traces[device] if device < len(snapshot.traces) else ()
     max_split_bytes = _max_split_bytes(snapshot)
-    state = MemoryState(*_final_state(snapshot, device), max_split_bytes)
+    divisions = _divisions(snapshot)
+    state = MemoryState(*_final_state(snapshot, device), max_split_bytes, divisions)
     exact_bytes: dict[int, int] = {}
     for index in range(len(events) - 1, -1, -1):
         _undo(state, events[index], index, exact_bytes)
@@ -69,6 +77,7 @@ def recording_of(snapshot: Snapshot, device: int) -> Recording:
         events=events,
         exact_bytes=exact_bytes,
         max_split_bytes=max_split_bytes,
+        divisions=divisions,
         num_unmatched=state.num_unmatched,
     )
 
@@ -76,7 +85,7 @@ def recording_of(snapshot: Snapshot, device: int) -> Recording:
 def held_after(recording: Recording, positions: Iterable[int]) -> dict[int, Held]:
     """What was held and used after so many events of a recording, for several such numbers in one replay."""
     wanted = set(positions)
-    state = MemoryState(recording.ranges, recording.blocks, recording.max_split_bytes)
+    state = MemoryState(recording.ranges, recording.blocks, recording.max_split_bytes, recording.divisions)
     found = {0: Held(ranges=state.ranges, blocks=state.blocks)} if 0 in wanted else {}
     for index, event in enumerate(recording.events[: max(wanted, default=0)]):
         state.apply(event, recording.exact_bytes.get(index))
@@ -100,14 +109,14 @@ def releases_of(recording: Recording) -> tuple[Release, ...]:
     actions = [event.action in _GIVEN for event in recording.events]
     for index, is_given in enumerate(actions):
         if is_given and (index == 0 or not actions[index - 1]):
-            held_bytes = reserved[index]
+            first, held_bytes = index, reserved[index]
         if is_given and not any(actions[index + 1 : index + 2]):
             following = recording.events[index + 1] if index + 1 < len(actions) else None
             is_retry = following is not None and (
                 following.action == "oom"
                 or (following.action in _TAKEN and held_bytes + following.num_bytes > most_bytes)
             )
-            releases.append(Release(last=index, is_retry=is_retry))
+            releases.append(Release(first=first, last=index, is_retry=is_retry))
     return tuple(releases)
 
 
@@ -170,6 +179,17 @@ def _final_state(snapshot: Snapshot, device: int) -> tuple[list[Range], list[Use
             if block.state != "inactive"
         ]
     return ranges, blocks
+
+
+def _divisions(snapshot: Snapshot) -> tuple[int, ...]:
+    """The setting `roundup_power2_divisions`; none where the string cannot be read."""
+    text = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    profile, _ = profile_for("2.13.0")
+    try:
+        given = dict(read_items(text)).get("roundup_power2_divisions", "0")
+        return with_option(AllocatorSettings(), "roundup_power2_divisions", given, profile).roundup_power2_divisions
+    except UsageError:
+        return ()
 
 
 def _max_split_bytes(snapshot: Snapshot) -> int:

@@ -7,7 +7,10 @@ from numpy.typing import NDArray
 from memwall.predict.snapshot_memory import MemoryState
 from memwall.predict.snapshot_replay import Recording
 
-__all__ = ["Fragmentation", "Timeline", "timeline_of"]
+__all__ = ["UNKNOWN", "Fragmentation", "Timeline", "category_bytes", "timeline_of"]
+
+UNKNOWN = "unknown"
+"""Category of a block of which the snapshot says none: nothing is guessed."""
 
 _MOST_BYTES = 1 << 62
 
@@ -47,6 +50,8 @@ class Timeline(Struct, frozen=True, kw_only=True):
     """Bytes after each event, [num_events + 1]; number 0 is before the first."""
 
     device: int
+    recording: Recording
+    """What was replayed."""
     time_us: NDArray[np.int64]
     """The machine's clock, never running back; all 0 where torch noted no times."""
     allocated_bytes: NDArray[np.int64]
@@ -83,7 +88,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
 def timeline_of(recording: Recording) -> Timeline:
     """Replays a recording from its start to its end."""
-    state = MemoryState(recording.ranges, recording.blocks, recording.max_split_bytes)
+    state = MemoryState(recording.ranges, recording.blocks, recording.max_split_bytes, recording.divisions)
     rows = np.zeros((len(recording.events) + 1, 6), dtype=np.int64)
     rows[0] = _row(state)
     for index, event in enumerate(recording.events):
@@ -94,6 +99,7 @@ def timeline_of(recording: Recording) -> Timeline:
     allocated, active, reserved, split_free, expandable_free, idle = rows.T
     return Timeline(
         device=recording.device,
+        recording=recording,
         time_us=np.maximum.accumulate(time_us),
         allocated_bytes=allocated,
         active_bytes=active,
@@ -103,6 +109,39 @@ def timeline_of(recording: Recording) -> Timeline:
         idle_bytes=idle,
         num_unmatched=recording.num_unmatched + state.num_unmatched,
     )
+
+
+def category_bytes(timeline: Timeline, positions: NDArray[np.intp]) -> dict[str, NDArray[np.int64]]:
+    """Bytes in use by category after so many events each [len(positions)]; together they are all that is in use.
+
+    Args:
+        positions: in ascending order.
+    """
+    recording = timeline.recording
+    held: dict[str, int] = {}
+    category_of: dict[int, str] = {}
+    for block in recording.blocks:
+        category_of[block.address] = block.category or UNKNOWN
+        held[category_of[block.address]] = held.get(category_of[block.address], 0) + block.num_bytes
+    changes = np.diff(timeline.active_bytes)
+    wanted = set(positions.tolist())
+    rows: list[dict[str, int]] = [dict(held)] if 0 in wanted else []
+    for index, event in enumerate(recording.events):
+        change = int(changes[index])
+        if change:
+            if event.action == "alloc":
+                category_of[event.address] = event.category or UNKNOWN
+            category = category_of.get(event.address, UNKNOWN)
+            held[category] = held.get(category, 0) + change
+        if index + 1 in wanted:
+            rows.append(dict(held))
+    # What the history contradicts, so that the parts stay those of the whole.
+    for row, position in zip(rows, positions, strict=True):
+        row[UNKNOWN] = row.get(UNKNOWN, 0) + int(timeline.active_bytes[position]) - sum(row.values())
+    curves = {
+        name: np.array([row.get(name, 0) for row in rows], dtype=np.int64) for name in sorted(held | {UNKNOWN: 0})
+    }
+    return {name: curve for name, curve in curves.items() if curve.any()}
 
 
 def _row(state: MemoryState) -> tuple[int, ...]:

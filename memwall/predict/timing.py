@@ -8,7 +8,7 @@ import msgspec
 from memwall.predict.treatment import BlockCalls
 from memwall.trace.records import Step
 
-__all__ = ["smoothed"]
+__all__ = ["first_touch_seconds", "smoothed"]
 
 
 def smoothed(step: Step, blocks: Sequence[BlockCalls]) -> Step:
@@ -38,3 +38,17 @@ def smoothed(step: Step, blocks: Sequence[BlockCalls]) -> Step:
         for op, new in zip(step.ops, seconds, strict=True)
     )
     return msgspec.structs.replace(step, ops=ops)
+
+
+def first_touch_seconds(step: Step, fault_seconds_per_byte: float) -> float:
+    """What pages that become resident can have cost in a recorded step, at most.
+
+    An operation touches what it allocates, so a page fault's time is part of the recorded time of such an operation.
+    """
+    born_bytes = [0] * len(step.ops)
+    for storage in step.storages:
+        if 0 <= storage.birth < len(step.ops) and storage.device == "cpu":
+            born_bytes[storage.birth] += storage.nbytes
+    return sum(
+        min(op.seconds, num_bytes * fault_seconds_per_byte) for op, num_bytes in zip(step.ops, born_bytes, strict=True)
+    )

@@ -16,6 +16,7 @@ from memwall.predict.cuda_recording import CudaRecording
 from memwall.predict.hardware import Hardware
 from memwall.predict.roofline import Roofline, with_least_seconds
 from memwall.trace.records import Machine, Step, Storage, Trace
+from memwall.units import format_bytes
 
 Autocast = Literal["none", "bfloat16", "float16"]
 
@@ -194,7 +195,7 @@ def _machine(hardware: Hardware, host_bytes: int) -> Machine:
 
 
 def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
-    """What the forecast of a translated trace leaves out, for a person: only what this trace calls for."""
+    """What the forecast of a translated step leaves out, for a person: only what this trace calls for."""
     found = ["nothing was measured on this device: the figures are predicted, and so is their margin"]
     names = frozenset(trace.names)
 
@@ -210,7 +211,7 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
     if has("cudnn_attention"):
         found.append("the workspace of cuDNN's attention beyond its front end's buffers")
     if has("convolution"):
-        found.append("workspaces of cuDNN's convolutions")
+        found.append("workspaces of cuDNN's convolutions, for which the margin has room (docs/not_modelled.md)")
     if has("batch_norm"):
         found.append("reserve space of cuDNN's batch normalisation")
     if has("sort", "topk", "cumsum", "unique", "nonzero", "embedding_dense_backward", "index_put"):
@@ -221,8 +222,11 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
         found.append("partial sums of normalisation layers' backward, where there are many more rows than columns")
     if trace.autocast != "none":
         found.append("rare operators that autocast treats differently on a CPU and on CUDA; gradient scaling")
-    found.append("torch.compile, and workspaces of libraries outside torch's allocator")
-    found.append("evaluation, saving and resuming; batches larger than this one; other processes on the device")
+    least, most = (format_bytes(size) for size in hardware.communicator_bytes)
+    found.append(
+        "torch.compile; what libraries take outside torch's allocator: with several ranks each communicator holds "
+        f"{least} to {most} more on each of them, as published"
+    )
     return tuple(found)
 
 

@@ -370,6 +370,7 @@ def _rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Seq
                 module=origin.module,
                 phase=origin.phase if life.begin[1] == LAST else "backward",
                 batched=origin.batched,
+                line=origin.line,
             )
         )
     saved = tuple(

@@ -1,14 +1,19 @@
 """Steps as a device would run them, and what one operator of such a step allocates."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_history import History
+from snapshot_runs import Explained, imported
 from torch import Tensor, nn
 
 from memwall.predict.hardware import hardware_named
+from memwall.predict.snapshot_analysis import DeviceAnalysis, analyse_device
+from memwall.predict.snapshot_timeline import Timeline
 from memwall.predict.translate import recording_for, translated
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Step, Trace
@@ -135,3 +140,11 @@ def workspace_of() -> Callable[..., int]:
 def new_bytes() -> Callable[..., list[int]]:
     """(trace, operator) -> bytes of what its one call in a steady step returns anew."""
     return _new_bytes
+
+
+@pytest.fixture
+def explained(tmp_path: Path) -> Explained:
+    def explain(history: History) -> tuple[DeviceAnalysis, Timeline]:
+        return analyse_device(imported(history.snapshot(), tmp_path), 0)
+
+    return explain

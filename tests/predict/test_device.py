@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from memwall.predict.cuda_allocator.versions import profile_for
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.device import MARGIN_SHARE, DeviceModel, as_first, margin_bytes, step_peaks
+from memwall.predict.device import DeviceModel, as_first, convolution_bytes, margin_bytes, step_peaks
 from memwall.predict.hardware import hardware_named
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
@@ -39,20 +40,47 @@ def test_the_first_step_is_the_steady_one_in_which_state_appears(trace: Trace) -
 
 
 def test_reserved_is_what_the_allocator_holds(trace: Trace) -> None:
-    """Segments of at least 2 MiB, never fewer bytes than are alive; the first step needs no more than the next."""
+    """Segments of at least 2 MiB, never fewer bytes than are handed out; the first step needs no more than the next."""
     profile, _ = profile_for("2.13.0")
     peaks = step_peaks(trace.steps, profile)
     assert peaks is not None
     assert len(peaks) == 3
     assert all(peak.reserved_bytes % (2 * MIB) == 0 for peak in peaks)
-    assert all(peak.reserved_bytes >= peak.live_bytes for peak in peaks)
-    assert [peak.live_bytes for peak in peaks] == [live_peak_bytes(trace.steps[n], "cuda") for n in (0, 1, 1)]
+    assert all(peak.reserved_bytes >= peak.allocated_bytes for peak in peaks)
     assert all(before.reserved_bytes <= after.reserved_bytes for before, after in itertools.pairwise(peaks))
+
+
+def test_allocated_is_what_torch_counts(trace: Trace) -> None:
+    """Blocks, not tensors: rounded to 512 bytes, with remainders that are too small to be of use to anybody else."""
+    profile, _ = profile_for("2.13.0")
+    for peak, number in zip(step_peaks(trace.steps, profile) or (), (0, 1, 1), strict=True):
+        live_bytes = live_peak_bytes(trace.steps[number], "cuda")
+        assert peak.allocated_bytes % 512 == 0
+        assert live_bytes <= peak.allocated_bytes < 1.05 * live_bytes
+
+
+def test_the_peak_of_what_is_allocated_is_the_simulated_allocators(trace: Trace) -> None:
+    """GIVEN one tensor of 1 MiB and a byte, which is cut from a segment of 20 MiB, and one of a byte."""
+    profile, _ = profile_for("2.13.0")
+    step = msgspec.structs.replace(
+        trace.steps[1],
+        ops=trace.steps[1].ops[:3],
+        storages=tuple(
+            msgspec.structs.replace(
+                trace.steps[1].storages[0], nbytes=nbytes, device="cuda:0", birth=0, dropped=2, death=2
+            )
+            for nbytes in (MIB + 1, 1)
+        ),
+        saved=(),
+        calls=(),
+        marks=(),
+    )
+    assert [peak.allocated_bytes for peak in step_peaks((step,), profile) or ()] == [MIB + 1024] * 2
 
 
 def test_a_device_that_is_too_small_runs_out_of_memory(trace: Trace) -> None:
     profile, _ = profile_for("2.13.0")
-    needed = max(peak.live_bytes for peak in step_peaks(trace.steps, profile) or ())
+    needed = max(peak.allocated_bytes for peak in step_peaks(trace.steps, profile) or ())
     assert step_peaks(trace.steps, profile, capacity_bytes=needed // 2) is None
 
 
@@ -64,7 +92,29 @@ def test_the_process_is_context_plus_reserved_with_a_margin_that_says_where_it_c
     reserved = max(peak.reserved_bytes for peak in peaks or ())
     low, high = hardware.context_bytes
     assert resident.process_bytes == low + reserved
-    assert margin_bytes(hardware, reserved) == high - low + int(MARGIN_SHARE * reserved)
+    assert model.margin_bytes(resident.process_bytes) == high - low + reserved // 10
     budget = model.budget_for(resident.process_bytes)
     assert resident.process_bytes + model.margin_bytes(budget) <= budget
     assert resident.process_bytes + model.margin_bytes(budget - 4) > budget - 4
+
+
+def test_the_margin_grows_with_the_largest_convolution(recorded: Callable[..., Trace]) -> None:
+    """GIVEN convolutions of 2 x 3 x 64 x 64 to 8 channels, and of those to 16: 256 and 512 KiB, 4.5 KiB of weights.
+
+    The largest reads and writes its inputs, outputs and weights, and in backward their gradients.
+    """
+    workload = Workload(
+        model=lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1)),
+        batch=lambda: torch.ones(2, 3, 64, 64),
+        loss=lambda model, batch: model(batch).square().sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace, hardware = recorded(workload, "a100-80gb"), hardware_named("a100-80gb")
+    outer, inner, weight = (size * 4 for size in (2 * 16 * 64 * 64, 2 * 8 * 64 * 64, 16 * 8 * 9))
+    assert convolution_bytes(trace) == pytest.approx(outer + 2 * inner + 2 * weight, abs=1024)
+    without = margin_bytes(hardware, 1000 * MIB, 0)
+    assert margin_bytes(hardware, 1000 * MIB, 5 * MIB) == without + 5 * MIB
+    model = DeviceModel(trace, hardware, "2.13.0")
+    assert model.margin_bytes(model.base_bytes + 1000 * MIB) == without + convolution_bytes(trace)
+    budget = model.budget_for(model.base_bytes + 1000 * MIB)
+    assert model.margin_bytes(budget) <= budget - model.base_bytes - 1000 * MIB

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from memwall.errors import MemwallError, UsageError
-from memwall.predict.hardware import Hardware, hardware_named, hardware_names, read_hardware
+from memwall.predict.hardware import Hardware, hardware_named, hardware_names, hardware_of_device, read_hardware
 
 NAMES = (
     "h100-80gb",
@@ -70,6 +70,7 @@ compute_capability = "9.0"
 pcie_generation = 4
 host_link_bytes_per_second = 32e9
 context_bytes = [1, 2]
+communicator_bytes = [1, 2]
 [devices.x1.flops]
 float32 = 1e12
 [devices.x1.sources]
@@ -78,6 +79,7 @@ memory_bytes_per_second = "sheet"
 compute_capability = "sheet"
 host_link_bytes_per_second = "sheet"
 context_bytes = "sheet"
+communicator_bytes = "sheet"
 flops = "sheet"
 """
 
@@ -93,7 +95,7 @@ def test_names_are_pinned() -> None:
 
 def test_every_figure_has_a_source_that_says_where_it_was_read(device: Hardware) -> None:
     figures = {"usable_bytes", "memory_bytes_per_second", "compute_capability", "host_link_bytes_per_second"}
-    figures |= {"context_bytes", "flops"}
+    figures |= {"context_bytes", "communicator_bytes", "flops"}
     if device.peer_link_bytes_per_second is not None:
         figures.add("peer_link_bytes_per_second")
     assert set(device.sources) == figures
@@ -181,3 +183,22 @@ def test_a_damaged_entry_is_named(old: str, new: str, message: str) -> None:
     assert old in ENTRY
     with pytest.raises(MemwallError, match=re.escape(f"the hardware data {message}")):
         read_hardware(ENTRY.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GeForce GTX 970", None),
+    ],
+)
+def test_a_device_is_found_by_the_name_that_cuda_gives_it(name: str, entry: str | None) -> None:
+    if entry is None:
+        with pytest.raises(UsageError, match="--device"):
+            hardware_of_device(name)
+    else:
+        assert hardware_of_device(name).name == entry

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from memwall.errors import UsageError
-from memwall.predict.limits import CgroupLimit, cgroup_limit, device_total_bytes, memory_limit_bytes
+from memwall.predict.limits import CgroupLimit, cgroup_limit, device_total_bytes, free_memory_bytes, memory_limit_bytes
 
 GIB = 1 << 30
 V1_NO_LIMIT = "9223372036854771712"
@@ -190,3 +190,45 @@ def test_missing_cuda_device_says_how_many_there_are() -> None:
     assert str(raised.value) == (
         f"'cuda:{count}': this machine has {count} CUDA devices; expected cpu, or cuda:N below that"
     )
+
+
+# -- what is free ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_free_is_the_cgroup_s_limit_without_what_it_uses(tree: Path) -> None:
+    """GIVEN 4 GiB of which 3 are used, half a one by files that nobody reads THEN 1.5 GiB can be had."""
+    write(tree, V2_MOUNT)
+    group = "sys/fs/cgroup/job"
+    write(
+        tree,
+        {
+            "proc/self/cgroup": "0::/job\n",
+            "proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n",
+            f"{group}/memory.max": f"{4 * GIB}\n",
+            f"{group}/memory.current": f"{3 * GIB}\n",
+            f"{group}/memory.stat": f"anon 1\ninactive_file {GIB // 2}\n",
+        },
+    )
+    assert free_memory_bytes(root=tree) == 3 * GIB // 2
+    write(tree, {f"{group}/memory.current": f"{5 * GIB}\n"})
+    assert free_memory_bytes(root=tree) == 0
+
+
+def test_what_is_free_under_v1(tree: Path) -> None:
+    write(tree, V1_MOUNT)
+    group = "sys/fs/cgroup/memory/job"
+    write(
+        tree,
+        {
+            "proc/self/cgroup": "4:memory:/job\n",
+            f"{group}/memory.limit_in_bytes": f"{2 * GIB}\n",
+            f"{group}/memory.usage_in_bytes": f"{GIB}\n",
+            f"{group}/memory.stat": f"hierarchical_memory_limit {2 * GIB}\ntotal_inactive_file {GIB // 4}\n",
+        },
+    )
+    assert free_memory_bytes(root=tree) == 5 * GIB // 4
+
+
+def test_what_is_free_without_a_cgroup_is_what_the_machine_has(tree: Path) -> None:
+    write(tree, {"proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n"})
+    assert free_memory_bytes(root=tree) == 8 * GIB

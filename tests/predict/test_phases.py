@@ -69,17 +69,17 @@ def test_each_phase_holds_what_it_must(steps: Steps, profile: VersionProfile) ->
     """Weights; beside them two moments; between steps also workspaces and the batch; in evaluation two activations."""
     found = peaks_of(steps, profile)
     assert list(found) == ["build", "first_step", "steady_step", "eval", "save", "resume"]
-    assert found["build"].live_bytes == WEIGHTS
-    assert found["resume"].live_bytes == 3 * WEIGHTS
-    assert found["save"].live_bytes == 3 * WEIGHTS + BATCH + WORKSPACES
+    assert found["build"].allocated_bytes == WEIGHTS
+    assert found["resume"].allocated_bytes == 3 * WEIGHTS
+    assert found["save"].allocated_bytes == 3 * WEIGHTS + BATCH + WORKSPACES
     # The training batch, the one evaluated, and a layer's input and output: nothing is saved for backward.
-    assert found["eval"].live_bytes == 3 * WEIGHTS + WORKSPACES + 2 * BATCH + 2 * BATCH
-    assert found["steady_step"].live_bytes > found["eval"].live_bytes
+    assert found["eval"].allocated_bytes == 3 * WEIGHTS + WORKSPACES + 2 * BATCH + 2 * BATCH
+    assert found["steady_step"].allocated_bytes > found["eval"].allocated_bytes
 
 
 def test_reserved_is_never_less_than_live_and_stays_until_the_end(steps: Steps, profile: VersionProfile) -> None:
     found = peaks_of(steps, profile)
-    assert all(peak.reserved_bytes >= peak.live_bytes for peak in found.values())
+    assert all(peak.reserved_bytes >= peak.allocated_bytes for peak in found.values())
     assert found["save"].reserved_bytes >= found["steady_step"].reserved_bytes
     assert found["save"].reserved_bytes >= found["eval"].reserved_bytes
     # A process that resumes has not trained yet.
@@ -98,7 +98,7 @@ def test_a_larger_batch_in_evaluation_can_be_the_peak_of_the_run(
     run_of: Callable[..., Steps], profile: VersionProfile
 ) -> None:
     larger = peaks_of(run_of(16 * ROWS), profile)
-    assert larger["eval"].live_bytes == 3 * WEIGHTS + WORKSPACES + BATCH + 3 * 16 * BATCH
+    assert larger["eval"].allocated_bytes == 3 * WEIGHTS + WORKSPACES + BATCH + 3 * 16 * BATCH
     assert larger["eval"].reserved_bytes > larger["steady_step"].reserved_bytes
     assert larger["eval"].host_bytes > larger["steady_step"].host_bytes
 
@@ -109,7 +109,7 @@ def test_batches_that_wait_are_there_in_every_phase_that_trains_or_follows(
     one, eight = peaks_of(steps, profile), peaks_of(steps, profile, num_batches=8)
     assert waiting_bytes(steps[1], 8) == 7 * BATCH
     for phase in ("first_step", "steady_step", "eval", "save"):
-        assert eight[phase].live_bytes - one[phase].live_bytes == 7 * BATCH
+        assert eight[phase].allocated_bytes - one[phase].allocated_bytes == 7 * BATCH
         assert eight[phase].reserved_bytes > one[phase].reserved_bytes
     for phase in ("build", "resume"):
         assert eight[phase] == one[phase]
@@ -126,7 +126,7 @@ def test_what_the_loss_makes_beside_the_model_counts_in_evaluation(
     assert run.evaluation is not None
     training, evaluation = (translated(trace, hardware_named("a100-80gb")) for trace in (run.training, run.evaluation))
     found = peaks_of((*training.steps, *evaluation.steps), profile)
-    assert found["eval"].live_bytes >= found["save"].live_bytes + BATCH // 2 + BATCH
+    assert found["eval"].allocated_bytes >= found["save"].allocated_bytes + BATCH // 2 + BATCH
 
 
 def test_a_checkpoint_holds_weights_and_state(steps: Steps, profile: VersionProfile) -> None:
@@ -143,6 +143,6 @@ def test_a_device_that_is_too_small_runs_out_of_memory(run_of: Callable[..., Ste
     """Also where only the evaluation needs more than there is."""
     larger = run_of(16 * ROWS)
     found = peaks_of(larger, profile)
-    for capacity in (found["build"].live_bytes // 2, found["steady_step"].reserved_bytes + MIB):
+    for capacity in (found["build"].allocated_bytes // 2, found["steady_step"].reserved_bytes + MIB):
         assert phase_peaks(larger[:2], larger[2], profile, capacity_bytes=capacity) is None
     assert phase_peaks(larger[:2], None, profile, capacity_bytes=found["steady_step"].reserved_bytes) is not None

@@ -114,22 +114,128 @@ def test_whose_allocator_was_simulated_is_noted(searched: Searched) -> None:
     assert "settings were compared on a simulation of the allocator of torch 2.13.0" in searched(raw).notes
 
 
-# -- no claim ----------------------------------------------------------------------------------------------------------
+# -- begun late --------------------------------------------------------------------------------------------------------
 
 
-def test_a_recording_that_began_late_or_lost_its_start_tells_nothing(searched: Searched) -> None:
-    raw, _ = simulated_snapshot(varying_requests())
-    del raw["device_traces"][0][:20]
-    assert refusal(searched(raw)).endswith(
-        " were held before the recording began, and how they came to lie there is not known; call "
-        "torch.cuda.memory._record_memory_history(max_entries=...) before the model is built, with room for all events"
+@pytest.mark.parametrize("settings", ["", EXPANDABLE])
+@pytest.mark.parametrize("num_lost", [20, 75, 300])
+def test_a_recording_that_began_late_starts_from_what_was_held(
+    num_lost: int, settings: str, searched: Searched
+) -> None:
+    """GIVEN a history without its start WHEN it is replayed THEN it holds what was recorded."""
+    raw, _ = simulated_snapshot(varying_requests(), settings)
+    del raw["device_traces"][0][:num_lost]
+    analysis = searched(raw)
+    search = found(analysis)
+    assert search.replayed_bytes == search.recorded_bytes
+    assert search.lower_bound_bytes <= search.best_bytes <= search.replayed_bytes
+    assert any(
+        "were held before the recording began; every setting is simulated from them" in n for n in analysis.notes
     )
+    assert any("max_split_size_mb was not tried" in note for note in analysis.notes)
+
+
+def test_what_was_cached_when_it_began_is_not_asked_for_again(searched: Searched) -> None:
+    """GIVEN 100 MiB that lay free at the start WHEN the program asks for 90 THEN nothing new is taken."""
+    raw, _ = simulated_snapshot([alloc(1, 100), free(1), alloc(2, 90), free(2), alloc(3, 80), free(3)])
+    events = raw["device_traces"][0]
+    del events[: next(i for i, event in enumerate(events) if event["action"] == "free_completed") + 1]
+    search = found(searched(raw))
+    assert search.replayed_bytes == search.recorded_bytes == 100 * MIB
+    assert search.lower_bound_bytes == 90 * MIB
+
+
+def test_a_block_that_waited_for_a_stream_when_it_began_is_free_when_that_was_recorded(searched: Searched) -> None:
+    requests = [alloc(1, 60), USED, free(1), alloc(2, 60), (FINISH, 1, 0, 0), alloc(3, 60), free(2), free(3)]
+    raw, _ = simulated_snapshot(requests)
+    events = raw["device_traces"][0]
+    del events[: next(i for i, event in enumerate(events) if event["action"] == "free_requested") + 1]
+    search = found(searched(raw))
+    assert search.replayed_bytes == search.recorded_bytes == 120 * MIB
+    assert search.is_exact
+
+
+# -- ties --------------------------------------------------------------------------------------------------------------
+
+# Five blocks of one segment; of the two that are free again the 5th became a block first, the 2nd lies lower (T2).
+TIES = [alloc(block, 4) for block in range(1, 6)] + [free(5), free(2), alloc(6, 4)]
+TIES += [free(block) for block in (1, 3, 4, 6)]
+
+
+def test_the_rule_for_ties_is_found_where_addresses_show_it(searched: Searched) -> None:
+    """GIVEN a history of torch 2.12 WHEN it is taken for one of 2.13 THEN its addresses tell, and 2.12 is simulated."""
+    raw, _ = simulated_snapshot(TIES, torch_version="2.12.0")
+    analysis = searched(raw)
+    search = found(analysis)
+    assert (search.tie_rules, search.is_exact, search.torch_version) == (("block",), True, "2.12.0")
+    assert (
+        "L1 re-simulation: of the rules for ties only 'block' (torch 2.12) puts all 6 blocks where they were recorded"
+    ) in analysis.notes
+
+
+def test_rules_that_give_the_same_addresses_are_not_distinguishable(searched: Searched) -> None:
+    raw, _ = simulated_snapshot(TIES)
+    analysis = searched(raw)
+    assert (found(analysis).tie_rules, found(analysis).torch_version) == (("address", "segment"), "2.13.0")
+    assert (
+        "L1 re-simulation: the rule for ties is not distinguishable in this recording; address and segment put all 6 "
+        "blocks where they were recorded"
+    ) in analysis.notes
+
+
+def test_where_no_rule_gives_the_addresses_nothing_is_called_exact(searched: Searched) -> None:
+    """GIVEN a block that lies behind others, though a hole between them fits THEN the replay is close, but no L1."""
+    requests = [alloc(block, 4) for block in (1, 2, 3)] + [free(2), alloc(4, 4), free(4), free(1), free(3)]
+    raw, _ = simulated_snapshot(requests)
+    events = raw["device_traces"][0]
+    hole = next(event["addr"] for event in events if event["action"] == "free_completed")
+    again = max(i for i, event in enumerate(events) if (event["action"], event["addr"]) == ("alloc", hole))
+    for event in events[again:]:
+        if event["addr"] == hole:
+            event["addr"] += 8 * MIB
+    analysis = searched(raw)
+    assert (found(analysis).tie_rules, found(analysis).is_exact) == ((), False)
+    assert any(note.startswith("L1 re-simulation not reached: no rule for ties") for note in analysis.notes)
+
+
+def test_expandable_segments_leave_the_rule_open(searched: Searched) -> None:
+    raw, _ = simulated_snapshot(varying_requests(), EXPANDABLE)
+    analysis = searched(raw)
+    assert found(analysis).tie_rules == ()
+    assert ("the rule for ties was not determined: where expandable segments begin is not recorded") in analysis.notes
+
+
+# -- no claim ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_gap_in_the_history_tells_nothing(searched: Searched) -> None:
     raw, _ = simulated_snapshot(varying_requests())
     raw["device_traces"][0] = [event for event in raw["device_traces"][0] if event["action"] != "free_completed"]
     assert refusal(searched(raw)) == "parts of the history are missing"
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        ("alloc", "parts of the history are missing"),
+        ("free_requested", "the history is too short, nothing was freed in it"),
+        ("free_completed", "parts of the history are missing"),
+        ("segment_free", "parts of the history are missing"),
+    ],
+)
+def test_a_history_without_one_kind_of_event_tells_nothing(action: str, reason: str, searched: Searched) -> None:
+    """As `_record_memory_history(skip_actions=...)` leaves it."""
+    raw, _ = simulated_snapshot(varying_requests())
+    raw["device_traces"][0] = [event for event in raw["device_traces"][0] if event["action"] != action]
+    assert refusal(searched(raw)).startswith(reason)
+
+
+def test_a_history_without_taking_memory_may_be_one_that_began_with_it(searched: Searched) -> None:
+    """Which of the two cannot be told: the note says so."""
+    raw, _ = simulated_snapshot(varying_requests())
+    assert not any("skip_actions" in note for note in searched(raw).notes)
+    raw["device_traces"][0] = [event for event in raw["device_traces"][0] if event["action"] != "segment_alloc"]
+    assert any("skip_actions of _record_memory_history left out" in note for note in searched(raw).notes)
 
 
 def test_a_block_freed_twice_tells_nothing(searched: Searched) -> None:

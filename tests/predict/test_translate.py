@@ -114,3 +114,20 @@ def test_a_live_trace_gets_the_rules_on_records_and_says_what_it_lacks(
     assert trace.steps[0].ops[number].seconds == product_bytes / hardware.memory_bytes_per_second
     assert any("machine that recorded the trace" in line for line in not_modelled(trace, hardware))
     assert translated(trace, hardware).steps == trace.steps
+
+
+def test_what_is_not_modelled_is_named_where_the_trace_calls_for_it(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """torch.compile and communicators always, those with their published range; convolutions where there are any."""
+    hardware = hardware_named("a100-80gb")
+    linear = workload_of(lambda: nn.Linear(8, 8), lambda: torch.ones(2, 8))
+    convolution = workload_of(lambda: nn.Conv2d(3, 8, 3), lambda: torch.ones(1, 3, 8, 8))
+    without, with_convolution = (
+        " ".join(not_modelled(recorded(workload, "a100-80gb"), hardware)) for workload in (linear, convolution)
+    )
+    for text in (without, with_convolution):
+        assert "torch.compile" in text
+        assert "each communicator holds 518.8 MiB to 1.49 GiB more" in text
+    assert "cuDNN's convolutions" not in without
+    assert "workspaces of cuDNN's convolutions" in with_convolution

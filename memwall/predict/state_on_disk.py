@@ -1,0 +1,115 @@
+"""A step whose optimizer keeps its state on disk: what of the state can leave, and what the step is then.
+
+In the optimizer the state passes through memory in buckets of whole parameters: while one is stepped, the one before is
+written and the one after is read, in `NUM_BUFFERS` buffers of a bucket each. A parameter whose state is larger than a
+bucket has a buffer of its own, before the others and alone.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from memwall.store.backend import ALIGNMENT_BYTES, round_up
+from memwall.trace.records import Step, Storage
+
+__all__ = [
+    "NUM_BUFFERS",
+    "before_optimizer",
+    "buffer_sizes",
+    "movable_state_bytes",
+    "state_sizes",
+    "with_state_on_disk",
+]
+
+NUM_BUFFERS = 3
+"""One that is stepped, one being written, one being read: with two, a read waits for the write before it."""
+# Two moments, where the recorded sizes do not tell whose tensor is whose.
+_USUAL_TENSORS = 2
+
+
+def movable_state_bytes(step: Step, min_bytes: int) -> int:
+    """Bytes of the optimizer's state that can be on disk between steps."""
+    return sum(storage.nbytes for storage in step.storages if _is_movable(storage, min_bytes))
+
+
+def state_sizes(step: Step, min_bytes: int) -> tuple[int, ...]:
+    """Bytes of movable state of each parameter that has some, smallest first.
+
+    A trace does not know whose state a tensor is. State has the size of its parameter's gradient, so of each size there
+    are so many tensors for each gradient.
+    """
+    tensors = Counter(s.nbytes for s in step.storages if _is_movable(s, min_bytes))
+    gradients = Counter(s.nbytes for s in step.storages if s.category == "gradient")
+    sizes: list[int] = []
+    for size, count in tensors.items():
+        tensors_each = -(-count // gradients[size]) if size in gradients else _USUAL_TENSORS
+        sizes.extend([size * tensors_each] * (count // tensors_each))
+        if count % tensors_each:
+            sizes.append(size * (count % tensors_each))
+    return tuple(sorted(sizes))
+
+
+def buffer_sizes(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
+    """The buffers that are in memory at once when state of these sizes passes through, at most."""
+    own = [round_up(size) for size in sizes if size > bucket_bytes]
+    shared = [size for size in sizes if size <= bucket_bytes]
+    num_shared = min(NUM_BUFFERS, _num_buckets(shared, bucket_bytes))
+    ring = (round_up(bucket_bytes if num_shared > 1 else sum(shared)),) * num_shared
+    return max((ring, (max(own, default=0),)), key=sum)
+
+
+def with_state_on_disk(step: Step, *, resident_bytes: int, bucket_bytes: int, min_bytes: int) -> Step:
+    """The step with `resident_bytes` of its movable state in memory, and while the optimizer runs its buffers."""
+    optimizer_ops = [number for number, op in enumerate(step.ops) if op.phase == "optimizer"]
+    away_bytes = movable_state_bytes(step, min_bytes) - resident_bytes
+    if not optimizer_ops or away_bytes <= 0:
+        return step
+    storages = [msgspec.structs.replace(s, nbytes=0) if _is_movable(s, min_bytes) else s for s in step.storages]
+    like = next(s for s in step.storages if _is_movable(s, min_bytes))
+    # At the end, so that the numbers operations refer to stay.
+    if resident_bytes > 0:
+        storages.append(
+            msgspec.structs.replace(
+                like, nbytes=resident_bytes, birth=-1, dropped=len(step.ops), death=len(step.ops), batched=False
+            )
+        )
+    begin, end = optimizer_ops[0], optimizer_ops[-1] + 1
+    storages.extend(
+        msgspec.structs.replace(
+            like,
+            nbytes=num_bytes + ALIGNMENT_BYTES,
+            category="temporary",
+            birth=begin,
+            dropped=end,
+            death=end,
+            phase="optimizer",
+            batched=False,
+        )
+        for num_bytes in buffer_sizes(state_sizes(step, min_bytes), bucket_bytes)
+    )
+    return msgspec.structs.replace(step, storages=tuple(storages))
+
+
+def before_optimizer(step: Step, min_bytes: int) -> Step:
+    """The step until its optimizer begins, its movable state on disk."""
+    end = next((number for number, op in enumerate(step.ops) if op.phase == "optimizer"), len(step.ops))
+    storages = tuple(
+        msgspec.structs.replace(s, nbytes=0) if s.birth >= end or _is_movable(s, min_bytes) else s
+        for s in step.storages
+    )
+    return msgspec.structs.replace(step, ops=step.ops[:end], storages=storages)
+
+
+def _num_buckets(sizes: Sequence[int], bucket_bytes: int) -> int:
+    """Buckets that whole parameters fill, one after the other."""
+    count, filled_bytes = 0, bucket_bytes
+    for size in sizes:
+        filled_bytes += size
+        if filled_bytes > bucket_bytes:
+            count, filled_bytes = count + 1, size
+    return count
+
+
+def _is_movable(storage: Storage, min_bytes: int) -> bool:
+    return storage.category == "optimizer_state" and storage.device == "cpu" and storage.nbytes >= max(1, min_bytes)
