@@ -8,7 +8,17 @@ from typing import Literal
 
 from msgspec import Struct
 
-__all__ = ["Accumulate", "Action", "AllocatorReuse", "Autocast", "Exactness", "Offload", "Recompute", "kinds"]
+__all__ = [
+    "Accumulate",
+    "Action",
+    "AllocatorReuse",
+    "Autocast",
+    "Exactness",
+    "Offload",
+    "OptimizerPlacement",
+    "Recompute",
+    "kinds",
+]
 
 Exactness = Literal["bit-exact", "equivalent", "changes-numerics"]
 
@@ -82,10 +92,27 @@ class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="a
     exactness: Exactness = "bit-exact"
 
 
-Action = Recompute | Offload | Accumulate | Autocast | AllocatorReuse
+class OptimizerPlacement(
+    Struct, frozen=True, kw_only=True, tag_field="kind", tag="optimizer-placement", forbid_unknown_fields=True
+):
+    """Keeps the optimizer's state on the next tier between steps; a step goes through it bucket by bucket."""
+
+    tier: Literal["disk"]
+    resident_bytes: int
+    """Of the state, what stays in memory all the time."""
+    bucket_bytes: int
+    """State of so many parameters is read, stepped and written as one; two buckets are in memory during a step."""
+    min_bytes: int
+    """Smaller tensors of state stay in memory besides."""
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "bit-exact"
+
+
+Action = Recompute | Offload | Accumulate | Autocast | AllocatorReuse | OptimizerPlacement
 
 
 def kinds() -> dict[str, type[Struct]]:
     """Action records by the name they have in a plan file."""
-    records: tuple[type[Struct], ...] = (Recompute, Offload, Accumulate, Autocast, AllocatorReuse)
+    records: tuple[type[Struct], ...] = (Recompute, Offload, Accumulate, Autocast, AllocatorReuse, OptimizerPlacement)
     return {str(record.__struct_config__.tag): record for record in records}

@@ -5,7 +5,8 @@ import hashlib
 import msgspec
 from msgspec import Struct
 
-from memwall.plan.actions import Action
+from memwall.plan.actions import Action, OptimizerPlacement
+from memwall.plan.explain import disk_wear
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.orders import MIN_MOVED_BYTES
 from memwall.plan.planfile import Plan
@@ -25,7 +26,9 @@ class Candidate(Struct, frozen=True, kw_only=True):
     live_bytes: int
     extra_seconds: float
     moved_bytes: int
-    """In one optimizer step."""
+    """Saved tensors, in one optimizer step."""
+    placement: OptimizerPlacement | None = None
+    """Where the optimizer's state is, if not in memory; each optimizer step reads and writes what is away."""
     num_parts: int
     """Micro-batches that the recorded one is split into."""
     lower_bound_seconds: float
@@ -50,7 +53,8 @@ def plan_of(
         smallest_budget_bytes: for which any plan exists.
     """
     plain_seconds = step_seconds(steady)
-    held_bytes = found.moved_bytes // found.num_parts
+    state_bytes = 0 if found.placement is None else found.placement.saved_bytes or 0
+    held_bytes = found.moved_bytes // found.num_parts + state_bytes
     peak = PeakBytes(
         allocated_bytes=found.live_bytes,
         reserved_bytes=process.reserved_bytes(found.process_bytes),
@@ -58,13 +62,15 @@ def plan_of(
         host_bytes=held_bytes if process.next_tier == "host" else None,
         disk_bytes=held_bytes if process.next_tier == "disk" else None,
     )
+    written_bytes = found.moved_bytes + state_bytes if process.next_tier == "disk" else 0
     phases = {"steady_step": peak}
     first = trace.steps[0]
     if trace.is_parked and first.process_peak_bytes:
         # It ran under the safest plan and has been measured already.
         parked = StepModel(first, trace.names, ()).parked(MIN_MOVED_BYTES)
         phases["first_step"] = PeakBytes(
-            allocated_bytes=live_peak_bytes(parked, trace.device),
+            # State that went to disk as it was made was never all there; the process bounds what was.
+            allocated_bytes=min(live_peak_bytes(parked, trace.device), first.process_peak_bytes - trace.base_bytes),
             process_bytes=first.process_peak_bytes,
         )
     forecast = Forecast(
@@ -75,18 +81,21 @@ def plan_of(
         margin_bytes=process.margin_bytes(found.process_bytes),
         peak=msgspec.structs.replace(peak, process_bytes=max(phase.process_bytes for phase in phases.values())),
         phases=phases,
+        measured_phases=tuple(name for name in phases if name == "first_step"),
+        peak_phase=max(sorted(phases), key=lambda name: phases[name].process_bytes),
         step_seconds=plain_seconds + found.extra_seconds,
         not_modelled=process.not_modelled(),
         actions=found.actions,
-        binding=found.binding,
+        binding=(*found.binding, *disk_wear(written_bytes, plain_seconds + found.extra_seconds)),
         smallest_feasible_budget_bytes=smallest_budget_bytes,
         plain_peak=PeakBytes(
             allocated_bytes=live_peak_bytes(steady, trace.device),
             process_bytes=process.free(steady).process_bytes,
         ),
         plain_step_seconds=plain_seconds,
-        moved_bytes_per_step=found.moved_bytes,
+        moved_bytes_per_step=found.moved_bytes + state_bytes,
         lower_bound_seconds=plain_seconds + found.lower_bound_seconds,
+        allocator=process.allocator_advice,
     )
     return Plan(
         model_fingerprint=trace.model_fingerprint,

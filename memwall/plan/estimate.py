@@ -1,15 +1,19 @@
 """The forecast of an untreated run on a device that is not here: what `memwall estimate` answers."""
 
 from collections.abc import Mapping
-from typing import Literal
+
+from msgspec.structs import replace
 
 from memwall.plan.forecast import Forecast, PeakBytes
-from memwall.predict.cuda_allocator.settings import AllocatorSettings
-from memwall.predict.curve import step_seconds
-from memwall.predict.device import MARGIN_BASIS, DeviceModel, margin_bytes
+from memwall.plan.relaxations import Run, estimate_relaxations
+from memwall.predict.cuda_allocator.advice import advise, setting_lines
+from memwall.predict.cuda_allocator.events import events_of_steps
+from memwall.predict.cuda_allocator.settings import AllocatorSettings, parse_settings
+from memwall.predict.curve import Peak, peak_of, step_seconds
+from memwall.predict.device import MARGIN_BASIS, DeviceModel
 from memwall.predict.hardware import Hardware
 from memwall.predict.host import HostBytes, host_bytes_of
-from memwall.predict.phases import PhasePeak, phase_peaks, returned_bytes, waiting_bytes
+from memwall.predict.phases import PhasePeak, phase_peaks, returned_bytes, run_of, waiting_bytes
 from memwall.trace.build import steady_step
 from memwall.trace.lengths import BatchChoice
 from memwall.trace.records import Step, Trace
@@ -17,17 +21,14 @@ from memwall.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]
 
-# Below this an allocator setting is not worth mentioning.
-_NOTABLE_SHARE = 0.01
-# How a line of what plans leave out begins; an estimate has these phases, and says itself what it leaves out of them.
-_ONLY_OF_PLANS = "evaluation, saving and resuming"
+_EXPANDABLE = AllocatorSettings(expandable_segments=True)
+_SMALLER_EVALUATION = "a smaller batch in evaluation: --eval-batch N"
+_PLAN = "recompute or offload: memwall plan SPEC --device NAME --budget SIZE"
 
 
 class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A forecast with what it rests on."""
 
-    tag: Literal["predicted"] = "predicted"
-    """Nothing in it was measured on the device."""
     product: str
     torch_version: str
     """Release whose allocator is simulated."""
@@ -37,7 +38,6 @@ class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
     waiting_batch_bytes: int
     """Batches of later micro-batches that are on the device already, as with transformers' Trainer."""
     peak_phase: str
-    """The first phase in which the process reaches its peak."""
     host: HostBytes
     """What the peaks in host memory are made of."""
     margin_basis: str
@@ -47,6 +47,8 @@ class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Attention calls of a step by the fused kernel they take."""
     expandable_reserved_bytes: int
     """What the allocator would reserve with expandable_segments:True."""
+    in_peak: Peak
+    """Who holds the tensors at the highest point of the training steps, by category and by module."""
 
 
 def estimate(
@@ -79,25 +81,24 @@ def estimate(
     num_micro_batches = num_micro_batches or trace.num_micro_batches
     context_bytes = hardware.context_bytes[0]
     model = DeviceModel(trace, hardware, torch_version)
-    steps = (trace.steps[0], steady_step(trace))
+    steady = steady_step(trace)
     evaluated = None if evaluation is None else evaluation.steps[0]
 
-    def simulated(
-        capacity_bytes: int | None = None, settings: AllocatorSettings | None = None
-    ) -> dict[str, PhasePeak] | None:
+    def simulated(run: Run, capacity_bytes: int | None = None) -> dict[str, PhasePeak] | None:
         return phase_peaks(
-            steps,
+            (run.trace.steps[0], steady_step(run.trace)),
             evaluated,
             model.profile,
-            num_batches=num_micro_batches,
-            settings=settings,
+            num_batches=run.num_micro_batches,
+            settings=run.settings,
             capacity_bytes=capacity_bytes,
         )
 
-    peaks = simulated() or {}
+    run = Run(trace=trace, num_micro_batches=num_micro_batches)
+    peaks = simulated(run) or {}
     binding: tuple[str, ...] = ()
     if context_bytes + _reserved(peaks) > budget_bytes:
-        pressed = simulated(max(0, budget_bytes - context_bytes))
+        pressed = simulated(run, max(0, budget_bytes - context_bytes))
         if pressed is not None:
             binding = (
                 f"the allocator has to give back cached memory to stay within the budget: it would reserve "
@@ -107,11 +108,30 @@ def estimate(
     phases = {name: _phase(peak, context_bytes) for name, peak in peaks.items()}
     reserved_bytes = _reserved(peaks)
     process_bytes = context_bytes + reserved_bytes
-    margin = margin_bytes(hardware, reserved_bytes)
-    expandable_bytes = _reserved(simulated(settings=AllocatorSettings(expandable_segments=True)) or {})
+    margin = model.margin_bytes(process_bytes)
+    expandable_bytes = _reserved(simulated(replace(run, settings=_EXPANDABLE)) or {})
     peak_phase = max(peaks, key=lambda name: peaks[name].reserved_bytes)
     fits = process_bytes + margin <= budget_bytes
-    host = host_bytes_of(steps[1])
+    host = host_bytes_of(steady)
+    phases_in_order = run_of((trace.steps[0], steady), evaluated, num_batches=num_micro_batches)
+    advice = advise(
+        events_of_steps(phases_in_order, num_repeats=2), model.profile.version, total_bytes=hardware.usable_bytes
+    )
+    better = (setting_lines(advice.settings), parse_settings(advice.settings, model.profile))
+
+    def relaxations() -> tuple[str, ...]:
+        def bytes_of(changed: Run) -> int:
+            return context_bytes + _reserved(simulated(changed) or {})
+
+        def has_room(process_bytes: int) -> bool:
+            return process_bytes + model.margin_bytes(process_bytes) <= budget_bytes
+
+        return (
+            *((_SMALLER_EVALUATION,) if peak_phase == "eval" else ()),
+            *estimate_relaxations(run, better, bytes_of=bytes_of, fits=has_room),
+            _PLAN,
+        )
+
     return Estimate(
         device=hardware.name,
         source=trace.source,
@@ -119,32 +139,34 @@ def estimate(
         budget_bytes=budget_bytes,
         margin_bytes=margin,
         peak=PeakBytes(
-            allocated_bytes=max(peak.live_bytes for peak in peaks.values()),
+            allocated_bytes=max(peak.allocated_bytes for peak in peaks.values()),
             reserved_bytes=reserved_bytes,
             process_bytes=process_bytes,
             host_bytes=max(peak.host_bytes for peak in peaks.values()),
             disk_bytes=max(peak.disk_bytes or 0 for peak in peaks.values()),
         ),
         phases=phases,
-        step_seconds=_seconds(steps[1], num_micro_batches) or None,
+        step_seconds=_seconds(steady, num_micro_batches) or None,
         not_modelled=(
-            *(line for line in model.not_modelled() if not line.startswith(_ONLY_OF_PLANS)),
+            *model.not_modelled_in_steps(),
             *_left_out(evaluated, eval_failure, host, worst_batch),
         ),
         binding=binding,
-        relaxations=() if fits else _relaxations(trace, peak_phase, reserved_bytes, expandable_bytes),
+        relaxations=() if fits else relaxations(),
         worst_batch=worst_batch,
+        allocator=advice,
         product=hardware.product,
         torch_version=model.profile.version,
         micro_batch=trace.micro_batch,
         num_micro_batches=num_micro_batches,
-        waiting_batch_bytes=waiting_bytes(steps[1], num_micro_batches),
+        waiting_batch_bytes=waiting_bytes(steady, num_micro_batches),
         peak_phase=peak_phase,
         host=host,
         margin_basis=MARGIN_BASIS,
         context_bytes=hardware.context_bytes,
-        attention_kernels=_attention_kernels(trace, steps[1], num_micro_batches),
+        attention_kernels=_attention_kernels(trace, steady, num_micro_batches),
         expandable_reserved_bytes=expandable_bytes,
+        in_peak=max((peak_of(trace, step) for step in (trace.steps[0], steady)), key=lambda peak: peak.live_bytes),
     )
 
 
@@ -154,7 +176,7 @@ def _reserved(peaks: Mapping[str, PhasePeak]) -> int:
 
 def _phase(peak: PhasePeak, context_bytes: int) -> PeakBytes:
     return PeakBytes(
-        allocated_bytes=peak.live_bytes,
+        allocated_bytes=peak.allocated_bytes,
         reserved_bytes=peak.reserved_bytes,
         process_bytes=context_bytes + peak.reserved_bytes,
         host_bytes=peak.host_bytes,
@@ -194,22 +216,6 @@ def _left_out(
             f"up to {worst_batch.longest_length} tokens"
         )
     found.append("data loader workers, and the data set in host memory; other processes on the device")
-    return tuple(found)
-
-
-def _relaxations(trace: Trace, peak_phase: str, reserved_bytes: int, expandable_bytes: int) -> tuple[str, ...]:
-    """What would make it fit, cheapest first."""
-    found = []
-    if peak_phase == "eval":
-        found.append("a smaller batch in evaluation: --eval-batch N")
-    if reserved_bytes - expandable_bytes > _NOTABLE_SHARE * reserved_bytes:
-        found.append(
-            f"set PYTORCH_ALLOC_CONF=expandable_segments:True: {format_bytes(expandable_bytes)} reserved in place of "
-            f"{format_bytes(reserved_bytes)}"
-        )
-    found.append("recompute, split or offload: memwall plan SPEC --device NAME --budget SIZE")
-    if trace.micro_batch > 1:
-        found.append(f"a smaller micro-batch, of {trace.micro_batch // 2}, and accumulation")
     return tuple(found)
 
 

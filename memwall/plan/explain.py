@@ -5,10 +5,12 @@ from memwall.predict.curve import peak_of
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
-__all__ = ["binding_reasons", "infeasible_message", "relaxations"]
+__all__ = ["binding_reasons", "disk_wear", "infeasible_message", "relaxations"]
+
+_SECONDS_PER_DAY = 86_400
 
 
-def binding_reasons(trace: Trace, step: Step, moved_bytes: int) -> tuple[str, ...]:
+def binding_reasons(trace: Trace, step: Step, moved_bytes: int, state_bytes: int = 0) -> tuple[str, ...]:
     """What stops the step from being faster: the instant at which the bytes are tight, and the link if one is used."""
     peak = peak_of(trace, step)
     where = f"{peak.phase} in {peak.module}"
@@ -17,7 +19,17 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int) -> tuple[str, ..
     if moved_bytes:
         tier = "disk" if trace.device == "cpu" else "host memory"
         reasons.append(f"{format_bytes(moved_bytes)} go to {tier} and come back in each step")
+    if state_bytes:
+        reasons.append(f"{format_bytes(state_bytes)} of optimizer state are read from disk and written in each step")
     return tuple(reasons)
+
+
+def disk_wear(written_bytes: int, step_seconds: float) -> tuple[str, ...]:
+    """What a step's writes wear off a disk, which is sold for so many bytes a day; nothing where it writes nothing."""
+    if written_bytes == 0 or step_seconds <= 0:
+        return ()
+    per_day = written_bytes / step_seconds * _SECONDS_PER_DAY
+    return (f"{format_bytes(per_day)} are written to the disk in a day of such steps, {step_seconds:.3g} s each",)
 
 
 def relaxations(trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import Struct
 
 from memwall.plan.actions import Action
+from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.trace.lengths import BatchChoice
 
 __all__ = ["Forecast", "PeakBytes"]
@@ -27,6 +28,8 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prediction for one plan."""
 
     schema: Literal["memwall.forecast/1"] = "memwall.forecast/1"
+    tag: Literal["simulated"] = "simulated"
+    """Of every figure but the phases that were measured already."""
     device: str
     source: Literal["fake", "recorded", "snapshot"]
     fits: bool | None
@@ -34,6 +37,10 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     margin_bytes: int
     peak: PeakBytes
     phases: dict[str, PeakBytes]
+    measured_phases: tuple[str, ...] = ()
+    """Of these, those that a run has shown: the first step, which is recorded under the safest plan."""
+    peak_phase: str | None = None
+    """The first phase in which the process reaches its peak; None where nothing is known of phases."""
     step_seconds: float | None
     not_modelled: tuple[str, ...]
     actions: tuple[Action, ...] = ()
@@ -49,3 +56,10 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """No plan of these options can make the step shorter than this."""
     worst_batch: BatchChoice | None = None
     """The batch that all of this is for, where one was looked for; else the one that was given or recorded."""
+    allocator: AllocatorAdvice | None = None
+    """What to set the CUDA allocator to for the same run without any action; None where it is not simulated."""
+
+    @property
+    def steady_process_bytes(self) -> int:
+        """What the process needs in a steady step; its overall peak where the forecast does not name that phase."""
+        return self.phases.get("steady_step", self.peak).process_bytes

@@ -1,9 +1,31 @@
 """Which actions are legal for a trace, each with the reason when it is not."""
 
+from memwall.predict.half_precision import computes_in_half
 from memwall.predict.treatment import BlockCalls, StepModel
 from memwall.trace.records import Trace
+from memwall.units import format_bytes
 
-__all__ = ["can_accumulate", "can_autocast", "can_offload", "can_recompute", "can_reuse_allocator"]
+__all__ = [
+    "STEPPED_ALONE",
+    "can_accumulate",
+    "can_autocast",
+    "can_move_optimizer_state",
+    "can_offload",
+    "can_recompute",
+    "can_reuse_allocator",
+]
+
+STEPPED_ALONE = frozenset(
+    (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+        *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+)
+"""Optimizers of torch.optim that update each parameter from its own gradient, state and group alone.
+
+LBFGS mixes all of them. Others mix some, as by a norm over all gradients, or count their steps in a group; whoever adds
+a class here has read its step.
+"""
 
 
 def can_recompute(trace: Trace, model: StepModel, block: BlockCalls) -> str | None:
@@ -52,6 +74,8 @@ def can_autocast(trace: Trace, allow: tuple[str, ...]) -> str | None:
         return "lower precision changes numerics; allow it with --allow precision"
     if trace.autocast != "none":
         return f"the run already uses autocast to {trace.autocast}"
+    if computes_in_half(trace):
+        return "the weights are in half precision already"
     return None
 
 
@@ -59,4 +83,20 @@ def can_reuse_allocator(trace: Trace) -> str | None:
     """None if memwall may set how this process's allocator reuses memory, else why not."""
     if trace.device not in ("cpu", "cuda"):
         return f"nothing is known about the allocator of device '{trace.device}'"
+    return None
+
+
+def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int) -> str | None:
+    """None if the optimizer's state can be on disk between steps, else why not."""
+    machine = trace.machine
+    if trace.device != "cpu":
+        return f"optimizer state moves to disk from CPU memory only; the trace is of device '{trace.device}'"
+    if not (machine.disk and machine.disk_write_bytes_per_second and machine.disk_read_bytes_per_second):
+        return "there is no disk to move optimizer state to; pass --disk DIR"
+    if trace.optimizer not in STEPPED_ALONE:
+        return f"{trace.optimizer or 'the optimizer'} is not known to step each parameter alone"
+    if state_bytes == 0:
+        return f"{trace.optimizer} has no state that is large enough to move"
+    if state_bytes > capacity_bytes:
+        return f"the state needs {format_bytes(state_bytes)} of disk, there are {format_bytes(capacity_bytes)}"
     return None

@@ -125,3 +125,12 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 changes["per_device_train_batch_size"] = action.micro_batch
                 changes["gradient_accumulation_steps"] = action.num_micro_batches
         return dataclasses.replace(args, **changes)
+
+    def deepspeed_config(self, **settings: Any) -> dict[str, Any]:
+        """The configuration under which DeepSpeed does its part of the plan; see `memwall.plan.deepspeed`.
+
+        What DeepSpeed has nothing for stays memwall's: `memwall.integrations.deepspeed.apply_rest` applies it.
+        """
+        from memwall.plan.deepspeed import deepspeed_config
+
+        return deepspeed_config(self, **settings)

@@ -4,29 +4,33 @@ Per candidate: solve for live bytes, replay the treated step through the allocat
 budget and solve again. The replayed peak decides; the solver only proposes.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from memwall.errors import InfeasibleError, PlanError, UsageError
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, OptimizerPlacement
 from memwall.plan.blocks import find_blocks
 from memwall.plan.candidate import Candidate, plan_of
+from memwall.plan.device_phases import with_device_phases
 from memwall.plan.explain import binding_reasons, infeasible_message, relaxations
 from memwall.plan.instance import Choice, Instance, Link
-from memwall.plan.legality import can_accumulate, can_offload, can_reuse_allocator
+from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can_reuse_allocator
 from memwall.plan.live_budgets import LiveBudgets, Shares, Tightening
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
+from memwall.plan.placement import optimizer_placements, placed
 from memwall.plan.planfile import Plan
+from memwall.plan.relaxations import plan_relaxations
 from memwall.plan.settings import Settings
 from memwall.plan.solve import smallest_feasible_bytes, solve
-from memwall.predict.curve import live_peak_bytes
+from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.device import DeviceModel
 from memwall.predict.hardware import Hardware
 from memwall.predict.process import Process, ProcessModel, Resident
-from memwall.predict.timing import smoothed
+from memwall.predict.timing import first_touch_seconds, smoothed
 from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
@@ -36,6 +40,9 @@ __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "
 
 # What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
 _SECONDS_PER_OP = 8e-6
+# Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk were a quarter
+# off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
+_CLEARLY_SHORTER = 1.3
 
 
 def plan(
@@ -47,6 +54,7 @@ def plan(
     allow: Sequence[str] = (),
     global_batch: int | None = None,
     hardware: Hardware | None = None,
+    under_autocast: Callable[[], Trace] | None = None,
 ) -> Plan:
     """The cheapest plan under which the traced run fits `budget`.
 
@@ -60,6 +68,7 @@ def plan(
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.translate), where it is not here.
+        under_autocast: records the same step in the device's lower precision, for when nothing else fits.
 
     Raises:
         InfeasibleError: nothing fits; says how much would, and what to allow.
@@ -83,6 +92,7 @@ def plan(
         allow=tuple(allow),
         allow_accumulation=global_batch is not None,
         hardware=hardware,
+        under_autocast=under_autocast,
     )
     return make_plan(trace, settings)
 
@@ -94,13 +104,15 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
         InfeasibleError: nothing fits.
     """
     search = _Search(trace, settings)
-    found = search.best()
-    if found is None:
-        search.has_margin = False
+    for search.has_margin in (True, False):
         found = search.best()
-    if found is None:
-        raise search.infeasible()
-    return search.as_plan(found)
+        if found is not None:
+            return search.as_plan(found)
+        if settings.under_autocast is not None and can_autocast(trace, settings.allow) is None:
+            lower = settings.under_autocast()
+            dtype = None if lower.autocast == "none" else lower.autocast
+            return make_plan(lower, msgspec.structs.replace(settings, autocast=dtype, under_autocast=None))
+    raise search.infeasible()
 
 
 class _Search:
@@ -118,12 +130,36 @@ class _Search:
         blocks = find_blocks(trace, self.steady)
         self.steady = smoothed(self.steady, blocks)
         self.plain = self.process.untreated(self.steady)
+        self.plain_fault_seconds = min(
+            self.plain.fault_seconds, first_touch_seconds(self.steady, trace.machine.fault_seconds_per_byte)
+        )
+        """Of the recorded times, what another way of reusing memory can save."""
+        self.placements: tuple[OptimizerPlacement, ...] = ()
+        """Ways to have the optimizer's state on disk, the one that frees most first."""
+        if settings.can_move_state:
+            self.placements = optimizer_placements(trace, self.steady, capacity_bytes=self._capacity_bytes)
+        self.placement: OptimizerPlacement | None = None
+        """Where the optimizer's state is, in the candidates that are tried now; None for memory."""
         self._smallest_bytes: int | None = None
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
     def best(self) -> Candidate | None:
         """The cheapest candidate that fits; the user's own micro-batch first, so that equal costs leave it alone."""
+        best = in_memory = self._best_at(None)
+        for placement in self.placements:
+            at_most = math.inf if best is None else best.extra_seconds
+            if in_memory is not None:
+                plain_seconds = step_seconds(self.steady)
+                at_most = min(at_most, (plain_seconds + in_memory.extra_seconds) / _CLEARLY_SHORTER - plain_seconds)
+            if (placement.cost_seconds or 0.0) < at_most:
+                found = self._best_at(placement)
+                if found is not None and found.extra_seconds < at_most:
+                    best = found
+        return best
+
+    def _best_at(self, placement: OptimizerPlacement | None) -> Candidate | None:
+        self.placement = placement
         best: Candidate | None = None
         for model, num_parts in self._models():
             found = self._best_for(model, num_parts)
@@ -135,10 +171,11 @@ class _Search:
 
     def _models(self) -> Iterator[tuple[StepModel, int]]:
         """The step of each micro-batch there is, and how many of them the recorded one is split into."""
+        steady = self.steady if self.placement is None else placed(self.steady, self.placement)
         whole = self.trace.micro_batch
         can_split = can_accumulate(self.trace, is_cooperative=self.settings.allow_accumulation) is None
         for micro_batch in candidate_micro_batches(self.trace) if can_split else (whole,):
-            step = with_micro_batch(self.trace, self.steady, micro_batch)
+            step = with_micro_batch(self.trace, steady, micro_batch)
             blocks = find_blocks(self.trace, step)
             yield StepModel(step, self.trace.names, blocks), whole // micro_batch if micro_batch else 1
 
@@ -156,7 +193,7 @@ class _Search:
         return min((f for f in found if f is not None), key=lambda f: f.extra_seconds, default=None)
 
     def _fixed_actions(self, num_parts: int) -> list[Action]:
-        actions: list[Action] = []
+        actions: list[Action] = [] if self.placement is None else [self.placement]
         if self.settings.autocast is not None:
             actions.append(Autocast(dtype=self.settings.autocast))
         if num_parts > 1:
@@ -176,9 +213,9 @@ class _Search:
         budgets = self.live_budgets(room_bytes, lambda: smallest_feasible_bytes(instance))
         for live_bytes in budgets:
             choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
-            if best is not None and (choice is None or choice.extra_seconds >= best.extra_seconds):
-                break  # fewer live bytes cost more still
-            if choice is None or choice.options in tried:
+            if choice is None or (best is not None and choice.extra_seconds >= best.extra_seconds):
+                break  # fewer live bytes are harder still, and cost more
+            if choice.options in tried:
                 continue
             tried.add(choice.options)
             treatments, window_bytes = treatments_of_choice(menus, choice), window_bytes_of(menus, choice)
@@ -191,6 +228,14 @@ class _Search:
             if best is None or found.extra_seconds < best.extra_seconds:
                 best = found
         return best
+
+    @property
+    def _capacity_bytes(self) -> int:
+        return self.settings.disk_capacity_bytes or self.trace.machine.disk_free_bytes
+
+    @property
+    def _state_bytes(self) -> int:
+        return 0 if self.placement is None else self.placement.saved_bytes or 0
 
     def _resident(self, step: Step, limit_bytes: int) -> Resident:
         if can_reuse_allocator(self.trace) is not None:
@@ -218,7 +263,7 @@ class _Search:
                 write_bytes_per_second=machine.disk_write_bytes_per_second / num_parts,
                 read_bytes_per_second=machine.disk_read_bytes_per_second / num_parts,
                 window_bytes=WINDOW_BYTES,
-                capacity_bytes=self.settings.disk_capacity_bytes or machine.disk_free_bytes,
+                capacity_bytes=self._capacity_bytes - self._state_bytes,
             )
         return menus, build_instance(model, menus, budget_bytes=0, device=self.trace.device, link=link)
 
@@ -242,35 +287,39 @@ class _Search:
             bound = choice.lower_bound_seconds + split_seconds
             moved_bytes = num_parts * sum(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
         process_bytes = resident.process_bytes + window_bytes
-        fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self.plain.fault_seconds
+        fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self.plain_fault_seconds
         if not resident.is_default:
             actions.append(
                 AllocatorReuse(
                     policy=resident.policy,
                     # What else grows in the process is made up for by free pages of the heap.
-                    limit_bytes=min(
-                        process_bytes + self.process.margin_bytes(process_bytes) // 2, self.settings.budget_bytes
-                    ),
+                    limit_bytes=0
+                    if resident.cuda_setting
+                    else min(process_bytes + self.process.margin_bytes(process_bytes) // 2, self.settings.budget_bytes),
                     outside_bytes=resident.outside_bytes + window_bytes,
+                    cuda_setting=resident.cuda_setting,
+                    saved_bytes=resident.saved_bytes or None,
                     cost_seconds=fault_seconds,
                 )
             )
+        state_seconds = 0.0 if self.placement is None else self.placement.cost_seconds or 0.0
         return Candidate(
             actions=tuple(actions),
             process_bytes=process_bytes,
             live_bytes=live_peak_bytes(step, self.trace.device),
-            extra_seconds=extra_seconds + fault_seconds,
+            extra_seconds=extra_seconds + fault_seconds + state_seconds,
             moved_bytes=moved_bytes,
+            placement=self.placement,
             num_parts=num_parts,
-            lower_bound_seconds=bound,
-            binding=binding_reasons(self.trace, step, moved_bytes),
+            lower_bound_seconds=bound + state_seconds,
+            binding=binding_reasons(self.trace, step, moved_bytes, self._state_bytes),
         )
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def as_plan(self, found: Candidate) -> Plan:
-        """The plan file's record of a candidate."""
-        return plan_of(
+        """The plan file's record of a candidate, with what would leave room for the margin where it has none."""
+        made = plan_of(
             found,
             self.trace,
             self.steady,
@@ -279,16 +328,26 @@ class _Search:
             fits=self.has_margin,
             smallest_budget_bytes=self.smallest_bytes(),
         )
+        if isinstance(self.process, DeviceModel):
+            made = with_device_phases(made, self.trace, self.process)
+        if self.has_margin or self.settings.hardware is None:
+            return made
+        forecast = msgspec.structs.replace(made.forecast, relaxations=self._relaxations())
+        return msgspec.structs.replace(made, forecast=forecast)
 
     def smallest_bytes(self) -> int:
         """The smallest budget for which a plan exists, margin included, with every tier that is there."""
         if self._smallest_bytes is None:
-            self._smallest_bytes = min(
-                self._smallest_for(model, num_parts, with_disk)
-                for model, num_parts in self._models()
-                for with_disk in self._tiers()
-            )
+            self._smallest_bytes = self._smallest_at(next(iter(self.placements), None))
         return self._smallest_bytes
+
+    def _smallest_at(self, placement: OptimizerPlacement | None) -> int:
+        self.placement = placement
+        return min(
+            self._smallest_for(model, num_parts, with_disk)
+            for model, num_parts in self._models()
+            for with_disk in self._tiers()
+        )
 
     def _smallest_for(self, model: StepModel, num_parts: int, with_disk: bool) -> int:
         menus, instance = self._instance(model, num_parts, with_disk)
@@ -302,11 +361,20 @@ class _Search:
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""
-        helps = relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
-        smallest = self.smallest_bytes()
+        helps, smallest = self._relaxations(), self.smallest_bytes()
         return InfeasibleError(
             infeasible_message(self.trace, self.settings.budget_bytes, smallest, helps),
             budget_bytes=self.settings.budget_bytes,
             smallest_feasible_bytes=smallest,
             relaxations=helps,
+        )
+
+    def _relaxations(self) -> tuple[str, ...]:
+        if self.settings.hardware is None:
+            return relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
+        return plan_relaxations(
+            self.trace,
+            self.settings,
+            smallest_bytes=self.smallest_bytes(),
+            smallest_bytes_of=lambda trace, settings: _Search(trace, settings).smallest_bytes(),
         )

@@ -1,10 +1,12 @@
 """What the user asked of a plan."""
 
+from collections.abc import Callable
 from typing import Literal
 
 from msgspec import Struct
 
 from memwall.predict.hardware import Hardware
+from memwall.trace.records import Trace
 
 __all__ = ["Settings"]
 
@@ -19,7 +21,11 @@ class Settings(Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     allow_accumulation: bool = False
     """Whether the loop can be given smaller micro-batches."""
+    can_move_state: bool = True
+    """Whether the optimizer, as far as it is known, can be stepped a few parameters at a time."""
     hardware: Hardware | None = None
     """The device to plan for where it is not here; the trace is translated to it."""
     autocast: Literal["bfloat16", "float16"] | None = None
     """The precision memwall ran the recorded step in, having been allowed to."""
+    under_autocast: Callable[[], Trace] | None = None
+    """Records the same step in the device's lower precision; None where that is not possible from here."""

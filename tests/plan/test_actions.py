@@ -9,7 +9,16 @@ import pytest
 
 from memwall.apply.applied import HANDLERS
 from memwall.plan import legality
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute, kinds
+from memwall.plan.actions import (
+    Accumulate,
+    Action,
+    AllocatorReuse,
+    Autocast,
+    Offload,
+    OptimizerPlacement,
+    Recompute,
+    kinds,
+)
 from memwall.report.plan_grids import action_grid
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -28,6 +37,10 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
     ),
     "autocast": (Autocast(dtype="bfloat16"), ("autocast to bfloat16", "forward", "changes-numerics")),
     "allocator": (AllocatorReuse(policy="tensor-heap"), ("allocator policy tensor-heap", "process", "bit-exact")),
+    "optimizer-placement": (
+        OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=2, min_bytes=1),
+        ("optimizer state to disk", "between steps", "bit-exact"),
+    ),
 }
 LEGALITY = {
     "recompute": "can_recompute",
@@ -35,6 +48,7 @@ LEGALITY = {
     "accumulate": "can_accumulate",
     "autocast": "can_autocast",
     "allocator": "can_reuse_allocator",
+    "optimizer-placement": "can_move_optimizer_state",
 }
 
 
@@ -87,5 +101,5 @@ def test_a_kind_is_a_line_in_the_plans_table(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted(kinds()))
 def test_a_kind_is_tested_where_it_is_applied(kind: str) -> None:
     name = kinds()[kind].__name__
-    mentions = [path.name for path in (TESTS / "apply").glob("test_*.py") if name in path.read_text()]
+    mentions = [path.name for path in (TESTS / "apply").rglob("test_*.py") if name in path.read_text()]
     assert mentions, f"no test in tests/apply mentions {name}"

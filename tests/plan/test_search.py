@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from memwall.errors import InfeasibleError, UsageError
-from memwall.plan.actions import Autocast, Offload, Recompute
+from memwall.plan.actions import Autocast, Offload, OptimizerPlacement, Recompute
 from memwall.plan.blocks import find_blocks
 from memwall.plan.menu import Costs, build_menus
 from memwall.plan.planfile import Plan
@@ -188,7 +188,8 @@ def test_every_action_says_what_it_frees_and_costs(
     found = plan(trace, budget=budget_bytes)
     recompute = [a for a in found.actions if isinstance(a, Recompute)]
     offload = [a for a in found.actions if isinstance(a, Offload)]
-    assert found.actions == (*recompute, *offload)
+    placement = [a for a in found.actions if isinstance(a, OptimizerPlacement)]
+    assert found.actions == (*placement, *recompute, *offload)
     for action in found.actions:
         assert action.exactness == "bit-exact"
         assert action.saved_bytes is not None

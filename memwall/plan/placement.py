@@ -1,0 +1,111 @@
+"""Where the optimizer's state may be, what that frees and what it costs: alternatives for the search."""
+
+from collections.abc import Sequence
+
+from memwall.plan.actions import OptimizerPlacement
+from memwall.plan.legality import can_move_optimizer_state
+from memwall.predict.state_on_disk import (
+    NUM_BUFFERS,
+    buffer_sizes,
+    movable_state_bytes,
+    state_sizes,
+    with_state_on_disk,
+)
+from memwall.trace.records import Machine, Step, Trace
+
+__all__ = ["MIN_STATE_BYTES", "bucket_choices", "optimizer_placements", "placed"]
+
+MIN_STATE_BYTES = 64 << 10
+"""Smaller tensors of state stay in memory: a model has many of them, and together they are little."""
+# Buckets of this size keep a disk busy; the buffers for them are little memory. Of little state they would be all:
+# its buckets are smaller, down to one block of the disk's.
+_BUCKET_BYTES = 16 << 20
+_MIN_BUCKET_BYTES = 2 << 20
+# Where parameters are larger, buffers for them may take this part of the state, so that the disk works meanwhile.
+_BUFFERED_SHARE = 1 / 3
+# Parts of the state that stay in memory; the first one frees most.
+_RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75)
+# A worker's checksum, system call and hand-over for each byte read or written, beside the optimizer on the same cores:
+# 0.17 s for 671 MB (two cores, torch 2.13, 2026-11-21).
+_CPU_SECONDS_PER_BYTE = 0.25e-9
+
+
+def optimizer_placements(trace: Trace, steady: Step, *, capacity_bytes: int) -> tuple[OptimizerPlacement, ...]:
+    """Ways to have the state on disk, the one that frees most first; none where that is not legal or frees nothing.
+
+    Args:
+        steady: the step that repeats, as it was recorded.
+        capacity_bytes: what the disk may be used for.
+    """
+    state_bytes = movable_state_bytes(steady, MIN_STATE_BYTES)
+    if can_move_optimizer_state(trace, state_bytes, capacity_bytes) is not None:
+        return ()
+    sizes = state_sizes(steady, MIN_STATE_BYTES)
+    tight_bytes, fast_bytes = bucket_choices(sizes)
+    choices = [(0.0, tight_bytes), *((share, fast_bytes) for share in _RESIDENT_SHARES)]
+    found = []
+    for share, bucket_bytes in dict.fromkeys(choices):
+        resident_bytes = int(state_bytes * share)
+        away_bytes = state_bytes - resident_bytes
+        if away_bytes > sum(buffer_sizes(sizes, bucket_bytes)):
+            found.append(
+                OptimizerPlacement(
+                    tier="disk",
+                    resident_bytes=resident_bytes,
+                    bucket_bytes=bucket_bytes,
+                    min_bytes=MIN_STATE_BYTES,
+                    saved_bytes=away_bytes,
+                    cost_seconds=_seconds(trace, steady, sizes, away_bytes, bucket_bytes),
+                )
+            )
+    return tuple(found)
+
+
+def bucket_choices(sizes: Sequence[int]) -> tuple[int, int]:
+    """Bucket sizes for parameters with so much state: one for the least memory, one for the least time."""
+    largest_bytes, share_bytes = max(sizes, default=0), int(sum(sizes) * _BUFFERED_SHARE / NUM_BUFFERS)
+    bucket_bytes = _filled_bytes(sizes, min(max(share_bytes, _MIN_BUCKET_BYTES), _BUCKET_BYTES))
+    tight_bytes = max((s for s in sizes if s <= max(largest_bytes // NUM_BUFFERS, bucket_bytes)), default=0)
+    fast_bytes = max((s for s in sizes if s <= share_bytes), default=0)
+    return max(tight_bytes, bucket_bytes), max(fast_bytes, bucket_bytes)
+
+
+def _filled_bytes(sizes: Sequence[int], at_most: int) -> int:
+    """What whole parameters fill of a bucket so large: a buffer for more would hold nothing."""
+    filled_bytes = largest_bytes = 0
+    for size in sizes:
+        if size <= at_most:
+            filled_bytes = filled_bytes + size if filled_bytes + size <= at_most else size
+            largest_bytes = max(largest_bytes, filled_bytes)
+    return largest_bytes or at_most
+
+
+def placed(step: Step, placement: OptimizerPlacement) -> Step:
+    """The step under a placement."""
+    return with_state_on_disk(
+        step,
+        resident_bytes=placement.resident_bytes,
+        bucket_bytes=placement.bucket_bytes,
+        min_bytes=placement.min_bytes,
+    )
+
+
+def _seconds(trace: Trace, steady: Step, sizes: Sequence[int], away_bytes: int, bucket_bytes: int) -> float:
+    """What a step takes longer than with all state in memory.
+
+    The disk either reads or writes. Buckets pass while the optimizer computes, which shares its cores with the threads
+    that move them; the first read and the last write overlap nothing. Larger parameters' state is read, stepped and
+    written one after the other.
+    """
+    machine: Machine = trace.machine
+    per_byte = 1 / machine.disk_read_bytes_per_second + 1 / machine.disk_write_bytes_per_second
+    computing_seconds = sum(op.seconds for op in steady.ops if op.phase == "optimizer")
+    total_bytes = sum(sizes)
+    alone_share = sum(size for size in sizes if size > bucket_bytes) / total_bytes
+    moving_share = (1 - alone_share) * away_bytes / total_bytes
+    disk_seconds = (1 - alone_share) * away_bytes * per_byte
+    cpu_seconds = 2 * (1 - alone_share) * away_bytes * _CPU_SECONDS_PER_BYTE / max(1, trace.num_threads)
+    edge_seconds = min(bucket_bytes, (1 - alone_share) * away_bytes) * per_byte
+    overlapped_seconds = computing_seconds * moving_share
+    ring_seconds = max(disk_seconds, overlapped_seconds + cpu_seconds + edge_seconds) - overlapped_seconds
+    return alone_share * away_bytes * per_byte + ring_seconds
