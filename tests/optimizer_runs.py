@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.partial_step import STEPPED_ALONE
+from memwall.plan.legality import STEPPED_ALONE
 
 __all__ = [
     "OPTIMIZERS",

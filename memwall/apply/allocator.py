@@ -6,6 +6,7 @@ import logging
 import os
 
 import psutil
+import torch
 
 from memwall.errors import ApplyError
 from memwall.predict.malloc import policy_named, restored_policy, settings_of, unavailable_reason
@@ -24,6 +25,8 @@ __all__ = ["AllocatorHandler", "hooked_heap"]
 _log = logging.getLogger(__name__)
 
 _LEAST_RESERVED_BYTES = 1 << 30
+# Another thread may free a block between two looks.
+_NUM_LOOKS = 8
 
 
 def hooked_heap() -> TensorHeap:
@@ -114,11 +117,38 @@ class AllocatorHandler:
         assert self._heap is not None
         return process_bytes() - self._heap.figures().resident_bytes
 
-    def trim(self) -> None:
-        """Returns all free memory to the system, so that what is resident is in use."""
+    def takes_tensors(self) -> bool:
+        """Whether a tensor made now lies in the heap."""
+        heap = self._heap
+        for _ in range(_NUM_LOOKS if heap is not None else 0):
+            assert heap is not None
+            before = heap.figures().num_blocks
+            probe = torch.empty(MIN_TENSOR_BYTES, dtype=torch.uint8)
+            if heap.figures().num_blocks > before:
+                return True
+            del probe
+        return False
+
+    def trim(self, *, generation: int = 2) -> None:
+        """Returns all free memory to the system, so that what is resident is in use.
+
+        Args:
+            generation: see `return_free_memory`.
+        """
         if self._heap is not None:
             self._heap.trim()
-        return_free_memory()
+        return_free_memory(generation=generation)
+
+    def make_room(self, *, is_first: bool) -> None:
+        """To be called between steps before something runs that is no step, and may need memory outside the heap.
+
+        Args:
+            is_first: whether nothing ran since the last step, so that its free memory is still here.
+        """
+        if self.policy is not None:
+            if is_first:
+                self.trim(generation=1)
+            self.hold_limit()
 
     def undo(self) -> None:
         """Takes it back, as far as that goes."""

@@ -6,17 +6,29 @@ Adding a technique adds a handler here; `HANDLERS` names the one of each action 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.cuda_setting import require_cuda_setting
+from memwall.apply.effect.effect import Effects
+from memwall.apply.effect.watch import effects_of
 from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import ActivationOffload
+from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.parking import open_engine
 from memwall.apply.precision import LowerPrecision
-from memwall.errors import ApplyError
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
+from memwall.errors import ApplyError, MemwallError
+from memwall.plan.actions import (
+    Accumulate,
+    Action,
+    AllocatorReuse,
+    Autocast,
+    Offload,
+    OptimizerPlacement,
+    Recompute,
+)
 from memwall.plan.planfile import Plan
 from memwall.trace.modules import root_names
 
@@ -28,6 +40,8 @@ class AppliedPlan:
 
     Args:
         model: the root the plan was made for.
+        optimizer: what trains it; None where it is not known yet, see `set_optimizer`.
+        keeper: holds the optimizer's state, which may be on disk already.
         block_order: paths of all blocks in forward order, so that a block can be read back while the next one runs
             its backward; () where only the plan is known, then blocks with an action count.
         is_cooperative: whether the loop takes its micro-batches from the session.
@@ -48,9 +62,11 @@ class AppliedPlan:
         disk_capacity_bytes: int | None,
         allocator: AllocatorHandler,
         micro: MicroBatches,
+        keeper: StateKeeper,
         is_cooperative: bool,
         is_running: bool = False,
         set_by_loop: tuple[type, ...] = (),
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -58,27 +74,58 @@ class AppliedPlan:
         self.allocator, self.micro, self.is_cooperative = allocator, micro, is_cooperative
         self.is_running, self.set_by_loop = is_running, set_by_loop
         self.block_order = block_order
+        self.optimizer, self.keeper = optimizer, keeper
         self.engine: ActivationOffload | None = None
         self.executor: BlockExecutor | None = None
+        self.effects = Effects([])
+        """To be checked after each optimizer step."""
         self._undo: list[Callable[[], None]] = []
 
     def apply(self) -> None:
         """Applies every action, or none."""
         try:
+            if not any(isinstance(action, OptimizerPlacement) for action in self.plan.actions):
+                self.keeper.bring_back()
             done: set[Callable[..., Any]] = set()
             for action in self.plan.actions:
                 handler = HANDLERS[type(action)]
                 if type(action) not in self.set_by_loop and handler not in done:  # block actions are applied together
                     done.add(handler)
                     handler(self, action)
+            self.effects = effects_of(self)
+            self._undo.append(self.effects.close)
         except BaseException:
             self.undo()
             raise
 
-    def undo(self) -> None:
-        """Takes everything back, last first."""
+    def undo(self, *, keeps_state: bool = False) -> None:
+        """Takes everything back, last first, whatever of it fails.
+
+        Args:
+            keeps_state: leave the optimizer's state where it is, for the plan that follows.
+        """
+        failure: MemwallError | None = None
+        if keeps_state:
+            self._undo = [undo for undo in self._undo if undo != self.keeper.bring_back]
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo.pop()()
+            except MemwallError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says which optimizer trains the model, before its first step; what waited for that is applied.
+
+        Raises:
+            MemwallError: the action cannot be applied to this optimizer.
+        """
+        if self.optimizer is None:
+            self.optimizer = optimizer
+            for action in self.plan.actions:
+                if isinstance(action, OptimizerPlacement):
+                    self._place_state(optimizer, action)
 
     def begin_step(self) -> None:
         """To be called before each step's first forward."""
@@ -88,7 +135,7 @@ class AppliedPlan:
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes moved to the next tier, and back, so far."""
+        """Bytes of saved tensors moved to the next tier, and back, so far."""
         return (0, 0) if self.engine is None else (self.engine.bytes_written, self.engine.bytes_read)
 
     # -- handlers --------------------------------------------------------------------------------------------------
@@ -100,7 +147,7 @@ class AppliedPlan:
             self.engine, close = open_engine(
                 [self.model],
                 disk=self.disk,
-                capacity_bytes=self.disk_capacity_bytes,
+                capacity_bytes=self._capacity_left_bytes(),
                 window_bytes=offload[0].window_bytes,
                 min_bytes=offload[0].min_bytes,
             )
@@ -141,6 +188,22 @@ class AppliedPlan:
         assert isinstance(action, Autocast)
         self._undo.append(LowerPrecision(self.model, action.dtype, is_running=self.is_running).undo)
 
+    def _apply_optimizer_placement(self, action: Action) -> None:
+        assert isinstance(action, OptimizerPlacement)
+        if self.optimizer is not None:
+            self._place_state(self.optimizer, action)
+
+    def _place_state(self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement) -> None:
+        self._undo.append(self.keeper.bring_back)
+        self.keeper.place(optimizer, action)
+
+    def _capacity_left_bytes(self) -> int | None:
+        """What saved tensors may use of the disk: without the part that the plan means for optimizer state."""
+        if self.disk_capacity_bytes is None:
+            return None
+        state_bytes = sum(a.saved_bytes or 0 for a in self.plan.actions if isinstance(a, OptimizerPlacement))
+        return self.disk_capacity_bytes - state_bytes
+
 
 HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
     Recompute: AppliedPlan._apply_blocks,
@@ -148,4 +211,5 @@ HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
     AllocatorReuse: AppliedPlan._apply_allocator,
     Accumulate: AppliedPlan._apply_accumulate,
     Autocast: AppliedPlan._apply_autocast,
+    OptimizerPlacement: AppliedPlan._apply_optimizer_placement,
 }

@@ -1,35 +1,140 @@
-"""The CUDA caching allocator's settings: read by torch once, so they must stand before its first allocation."""
+"""The CUDA caching allocator's settings: one complete string, validated, set before CUDA starts, read back and logged.
 
+torch reads the variables when its settings are first asked for, so after `import torch` is early enough as a rule;
+where it was not, its setter is called. Once CUDA runs nothing is changed any more: there are segments then, and what
+torch does with them under other settings is not what was simulated.
+"""
+
+import logging
+import math
 import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
 
 import torch
 
-from memwall.errors import ApplyError
+from memwall.errors import ApplyError, UsageError
+from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, VARIABLES
+from memwall.predict.cuda_allocator.settings import AllocatorSettings, check, format_settings, parse_settings
+from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
 
-__all__ = ["require_cuda_setting"]
+__all__ = ["effective_setting", "lint_variables", "require_cuda_setting"]
 
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The present name, and the one before it, which torch still reads."""
+_log = logging.getLogger(__name__)
+
+# c10/cuda/CUDACachingAllocator.cpp, forceUncachedAllocator.
+_UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
 def require_cuda_setting(setting: str) -> None:
-    """Makes sure that torch reads this complete setting; to be called before the script builds its model.
+    """Makes sure that torch uses this complete setting; to be called before the script builds its model.
 
     Raises:
-        ApplyError: CUDA has started with another setting, or the user set one.
+        ApplyError: this torch does not take the setting, CUDA has started with another one, or the user set one.
     """
-    present = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
-    if setting in present.values():
-        return
-    if present:
-        name, value = next(iter(present.items()))
-        raise ApplyError(
-            f"the plan needs {_VARIABLES[0]}={setting}, and the environment has {name}={value}; unset {name}, or set "
-            "it to what the plan needs"
-        )
+    profile, _ = profile_for(str(torch.__version__))
+    try:
+        parse_settings(setting, profile)
+    except UsageError as error:
+        raise ApplyError(f"the plan's allocator setting {setting} cannot be used with this torch: {error}") from None
+    present = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    for name, value in present.items():
+        if value != setting:
+            raise ApplyError(
+                f"the plan needs {VARIABLES[0]}={setting}, and the environment has {name}={value}; unset {name}, or "
+                "set it to what the plan needs"
+            )
+    for finding in lint_variables(os.environ, profile):
+        _log.warning("%s", finding)
     if torch.cuda.is_initialized():
-        raise ApplyError(
-            f"the plan needs {_VARIABLES[0]}={setting} before CUDA starts, and it has started; set the variable for "
-            "the whole process, or run the script with `memwall run --plan`"
+        _require_in_force(setting, profile)
+        found = effective_setting()
+        if found != setting:
+            raise ApplyError(
+                f"the plan needs {VARIABLES[0]}={setting} before CUDA starts, and it has started with "
+                f"'{found}'; set {' and '.join(VARIABLES)} for the whole process, or run the script with "
+                "`memwall run --plan`"
+            )
+        return
+    # Both, for this process and those that it starts.
+    os.environ.update(dict.fromkeys(VARIABLES, setting))
+    _make_effective(setting, profile)
+    _note("in effect", setting)
+
+
+def effective_setting() -> str:
+    """The string that torch took last, from the environment or by its setter."""
+    return str(torch._C._accelerator_getAllocatorSettings())
+
+
+def lint_variables(environment: Mapping[str, str], profile: VersionProfile) -> tuple[str, ...]:
+    """What is doubtful or wrong about the allocator's variables, as sentences."""
+    present = {name: environment[name] for name in VARIABLES if environment.get(name)}
+    found = []
+    uncached = next((name for name in _UNCACHED if environment.get(name)), None)
+    if uncached is not None:
+        found.append(f"{uncached} is set: nothing is cached, and every allocation asks the device; unset it to train")
+    if len(present) == 1:
+        (name,) = present
+        (other,) = set(VARIABLES) - {name}
+        found.append(
+            f"only {name} is set: torch 2.9.1 ignores PYTORCH_ALLOC_CONF on CUDA, and later releases drop "
+            f"PYTORCH_CUDA_ALLOC_CONF; set {other} to the same value"
         )
-    os.environ[_VARIABLES[0]] = setting
+    if len(set(present.values())) == 2:
+        shown = ", ".join(f"{name}={value}" for name, value in present.items())
+        found.append(f"{shown}: they differ, and which one counts depends on the release; set both to the same value")
+    for value in dict.fromkeys(present.values()):
+        try:
+            settings = parse_settings(value, profile)
+            found.extend(check(settings, profile, has_limit=False))
+            if settings.expandable_segments:
+                found.append(f"expandable_segments:True is not for runs with {'; '.join(EXPANDABLE_GUARDS)}")
+        except UsageError as error:
+            found.append(str(error))
+    return tuple(found)
+
+
+def _require_in_force(setting: str, profile: VersionProfile) -> None:
+    """Asks the allocator itself, which runs: a release may take the string and ignore an option (pytorch 183387)."""
+    present = torch.cuda.memory._snapshot()["allocator_settings"]
+    wanted = parse_settings(setting, profile)
+    found = {
+        "expandable_segments": (wanted.expandable_segments, present.get("expandable_segments")),
+        "garbage_collection_threshold": (
+            wanted.garbage_collection_threshold,
+            present.get("garbage_collection_threshold"),
+        ),
+    }
+    for option, (asked, has) in found.items():
+        if has is not None and not math.isclose(asked, has, rel_tol=1e-6):
+            raise ApplyError(
+                f"the plan needs {option}:{asked}, and the allocator runs with {has} whatever its variables say; "
+                f"torch {torch.__version__} has ignored the option, or read it too late"
+            )
+
+
+def _note(what: str, setting: str) -> None:
+    """Every string that was sent goes to the log with the time, whatever the log's own format."""
+    _log.info("%s: CUDA allocator settings %s: %s", datetime.now(UTC).isoformat(timespec="seconds"), what, setting)
+
+
+def _make_effective(setting: str, profile: VersionProfile) -> None:
+    """Has torch take the setting if it read the environment before; a refusal leaves the previous settings."""
+    before = effective_setting()
+    if before == setting:
+        return
+    try:
+        _note("sent", setting)
+        torch._C._accelerator_setAllocatorSettings(setting)
+    except (ValueError, RuntimeError) as error:
+        # A refused string has been half applied by now.
+        previous = before or format_settings(AllocatorSettings(), profile)
+        _note("refused, sent again those before", previous)
+        torch._C._accelerator_setAllocatorSettings(previous)
+        raise ApplyError(f"torch refuses the allocator setting {setting}: {error}; '{before}' stays") from error
+    found = effective_setting()
+    if found != setting:
+        raise ApplyError(
+            f"torch took '{found}' where the plan needs {setting}; set {' and '.join(VARIABLES)} before it starts"
+        )

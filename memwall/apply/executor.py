@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.block_counts import BlockCounts
 from memwall.apply.recompute import recomputed
 from memwall.errors import ApplyError
 from memwall.plan.actions import Action, Offload, Recompute
@@ -20,8 +21,8 @@ __all__ = ["BlockExecutor", "OffloadEngine", "resolve_blocks"]
 class OffloadEngine(Protocol):
     """What the executor needs of an offload engine: saved tensors grouped by block call, read back group by group."""
 
-    def group(self, key: Any) -> Any:
-        """Context manager under which saved tensors belong to `key`."""
+    def group(self, key: Any, counts: BlockCounts | None = None) -> Any:
+        """Context manager under which saved tensors belong to `key`, and are counted."""
 
     def hooks(self) -> Any:
         """Context manager under which saved tensors move away."""
@@ -62,6 +63,7 @@ class BlockExecutor:
         self._restore: list[tuple[nn.Module, Any, bool]] = []
         self._groups: list[tuple[str, int] | None] = []
         self._calls = 0
+        self._counts: dict[str, BlockCounts] = {}
 
     def apply(self, actions: Sequence[Action]) -> None:
         """Wraps the blocks; all or nothing.
@@ -91,6 +93,10 @@ class BlockExecutor:
             self.undo()
             raise
 
+    def wrapped(self, path: str) -> tuple[nn.Module, BlockCounts]:
+        """A block that was wrapped, and what its wrapper counts."""
+        return self._modules[path], self._counts[path]
+
     def undo(self) -> None:
         """Gives every module its forward back. Graphs already built keep working."""
         for module, forward, was_own in reversed(self._restore):
@@ -108,16 +114,20 @@ class BlockExecutor:
     def _wrap(self, path: str, recompute: Recompute | None, is_offloaded: bool) -> None:
         module = self._modules[path]
         original = module.forward
-        inner = original if recompute is None else recomputed(module, original, recompute)
+        counts = self._counts[path] = BlockCounts()
+        inner = original if recompute is None else recomputed(module, counts.counting(original), recompute)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
+            counts.num_calls += 1
+            if torch._C._current_autograd_node() is not None:
+                counts.num_in_backward += 1
             key = None
             if is_offloaded and self._engine is not None:
                 key = (path, self._calls)
                 self._calls += 1
-                with self._engine.group(key), self._engine.hooks():
+                with self._engine.group(key, counts), self._engine.hooks():
                     out = inner(*args, **kwargs)
             else:
                 out = inner(*args, **kwargs)

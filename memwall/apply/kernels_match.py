@@ -153,7 +153,23 @@ def disagreement(module: nn.Module, candidate: Candidate) -> str | None:
         return f"its dtype is {dtype}"
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_ROWS, candidate.num_features, generator=generator).to(device, dtype)
-    devices = [device] if device.type == "cuda" else []
+    modes = [(child, child.training) for child in module.modules()]
+    try:
+        # Where a dropout stands shows in training only.
+        for is_training in (True, False):
+            for child, _ in modes:
+                child.training = is_training
+            reason = _difference(module, candidate, x)
+            if reason is not None:
+                return reason
+    finally:
+        for child, was_training in modes:
+            child.training = was_training
+    return None
+
+
+def _difference(module: nn.Module, candidate: Candidate, x: Tensor) -> str | None:
+    devices = [x.device] if x.device.type == "cuda" else []
     outcomes = []
     for forward in (module.forward, candidate.forward):
         # The same masks for both, where there is a dropout.
@@ -163,13 +179,15 @@ def disagreement(module: nn.Module, candidate: Candidate) -> str | None:
                 outcomes.append(_outcome(forward, module, candidate.checked, x))
             except Exception as error:
                 return f"a small input raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not any(gradient.any() for gradient in outcomes[0][1:]):
+        return "its gradients are zero on a small input, which tells nothing of its forward"
     for number, (own, ours) in enumerate(zip(*outcomes, strict=True)):
         what = "result" if number == 0 else "gradient"
         if own.shape != ours.shape or own.dtype != ours.dtype:
             return f"its {what} is {own.dtype} {list(own.shape)}, the kernel's {ours.dtype} {list(ours.shape)}"
         size = own.double().square().mean().sqrt()
         difference = (own.double() - ours.double()).square().mean().sqrt()
-        if not difference <= _MAX_DIFFERENCE[dtype] * size:
+        if not difference <= _MAX_DIFFERENCE[x.dtype] * size:
             return f"its {what} differs by {float(difference / size):.1e} of its size"
     return None
 

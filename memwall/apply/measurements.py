@@ -1,9 +1,11 @@
 """What a session measures while it runs, and what it counts between steps."""
 
+import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
+from memwall.trace.meter import HostMeter, Meter
 from memwall.trace.records import Trace
 
 __all__ = ["Measurements", "standing_bytes"]
@@ -12,6 +14,8 @@ __all__ = ["Measurements", "standing_bytes"]
 class Measurements(Struct, kw_only=True):
     """What was measured while a session ran."""
 
+    meter: Meter = msgspec.field(default_factory=HostMeter)
+    """What "process bytes" are below: those of the device that the model is on."""
     first_step_peak_bytes: int = 0
     peak_bytes: int = 0
     """Highest process bytes of the steps under the plan."""
@@ -20,15 +24,32 @@ class Measurements(Struct, kw_only=True):
     step_seconds: list[float] = []
     num_steps: int = 0
     num_replans: int = 0
+    oom_recoveries: int = 0
+    """Failures to get memory after which a step was done again."""
     bytes_to_tier: int = 0
     first_step_bytes_to_tier: int = 0
     """Of these, what the recorded step moved under the safest plan."""
     bytes_from_tier: int = 0
     plan_seconds: float = 0.0
 
+    def note_peak(self) -> None:
+        """To be called before every reset of the process's peak, and at the end."""
+        self.overall_peak_bytes = max(self.overall_peak_bytes, self.meter.peak_bytes())
+
+    def begin_plan(self, base_bytes: int | None) -> None:
+        """A plan is in effect from now on, in a process that holds so much before each step; None for what it holds."""
+        self.meter.reset_peak()
+        self.base_bytes = self.meter.now_bytes() if base_bytes is None else base_bytes
+
+    def note_first_step(self, peak_bytes: int) -> None:
+        """A recorded step has ended; there are two where the first was not the last."""
+        self.first_step_peak_bytes = max(self.first_step_peak_bytes, peak_bytes)
+        self.overall_peak_bytes = max(self.overall_peak_bytes, peak_bytes)
+
 
 def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, trace: Trace) -> int:
-    """Bytes of tensors that stand between steps: parameters, buffers, gradients, optimizer state, and the batch."""
+    """Bytes of tensors in the machine's memory that stand between steps: parameters, buffers, gradients, optimizer
+    state, and the batch."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     if optimizer is not None:

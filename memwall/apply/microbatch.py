@@ -7,11 +7,12 @@ mean over its own terms therefore counts with its share of the terms; parts are 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from memwall.errors import ApplyError
 
-__all__ = ["MicroBatches", "count_terms", "num_samples", "shifts_labels", "take"]
+__all__ = ["MicroBatches", "count_terms", "num_samples", "shifts_labels", "take", "tensors_in"]
 
 # transformers and torch.nn.functional.cross_entropy leave labels of this value out of the mean.
 IGNORED_LABEL = -100
@@ -24,7 +25,10 @@ class MicroBatches:
         self.micro_batch: int | None = None
         self.shifts_labels = True
         """Whether the model compares position t with label t+1, as a causal language model does."""
+        self.num_left = 0
+        """Parts of the present batch that the loop has not taken yet."""
         self._weight: float | None = None
+        self._divided: set[tuple[torch.Size, torch.dtype]] = set()
 
     def split(self, batch: Any, count: Callable[[Any], int] | None) -> Iterator[Any]:
         """Yields the parts one after the other; `backward` is to be called within each."""
@@ -34,19 +38,28 @@ class MicroBatches:
         total = counter(batch)
         if total == 0:
             raise ApplyError("the batch has no loss term (all labels are ignored); skip this batch")
+        begins = range(0, size, part)
         try:
-            for begin in range(0, size, part):
+            for number, begin in enumerate(begins):
                 micro = batch if part >= size else take(batch, begin, min(begin + part, size), size)
                 self._weight = counter(micro) / total
+                self.num_left = len(begins) - number - 1
+                self._divided = _kinds_in(batch) - _kinds_in(micro)
                 yield micro
         finally:
-            self._weight = None
+            self._weight, self.num_left, self._divided = None, 0, set()
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of the present part's mean loss, with its weight."""
+    def is_undivided(self, tensor: Tensor) -> bool:
+        """Whether it looks like a tensor of the batch that is being divided, and like none of the present part."""
+        return (tensor.shape, tensor.dtype) in self._divided
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Backward of the present part's mean loss, with its weight; that share of the batch's loss."""
         if self._weight is None:
             raise ApplyError("session.backward(loss) was called outside `for micro in session.step(batch)`")
-        (loss if self._weight == 1.0 else loss * self._weight).backward()
+        share = loss if self._weight == 1.0 else loss * self._weight
+        share.backward()
+        return share.detach()
 
 
 def num_samples(batch: Any) -> int:
@@ -66,6 +79,15 @@ def num_samples(batch: Any) -> int:
     raise ApplyError(
         f"a batch of type {type(batch).__name__} holds no tensor; pass a tensor, tuple, list or dict of them"
     )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a batch, or in what a model returned: in dictionaries, lists and tuples, however deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
 
 
 def take(batch: Any, begin: int, end: int, size: int) -> Any:
@@ -94,6 +116,10 @@ def count_terms(batch: Any, *, is_shifted: bool = True) -> int:
     if labels.dim() > 1 and is_shifted:
         labels = labels[..., 1:]
     return int((labels != IGNORED_LABEL).sum())
+
+
+def _kinds_in(batch: Any) -> set[tuple[torch.Size, torch.dtype]]:
+    return {(tensor.shape, tensor.dtype) for tensor in tensors_in(batch)}
 
 
 def shifts_labels(model: nn.Module) -> bool:

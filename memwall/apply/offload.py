@@ -13,10 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memwall.apply.block_counts import BlockCounts
 from memwall.apply.offload_cuda import PinnedTier
 from memwall.apply.offload_entry import Entry, EntryList, Kept, Saved, byte_range, describe, quiet
 from memwall.errors import ApplyError, MemwallError
@@ -132,14 +133,18 @@ class ActivationOffload:
         return saved_tensors_hooks(self.pack, self.unpack)
 
     @contextmanager
-    def group(self, key: Hashable) -> Iterator[None]:
-        """What this thread saves inside belongs to `key` (say, a block's path and call number), for `prefetch`."""
-        outer = getattr(self._active_group, "key", None)
-        self._active_group.key = key
+    def group(self, key: Hashable, counts: BlockCounts | None = None) -> Iterator[None]:
+        """What this thread saves inside belongs to `key` (say, a block's path and call number), for `prefetch`.
+
+        Args:
+            counts: where it is counted what was saved, and what of it left.
+        """
+        outer = getattr(self._active_group, "key", None), getattr(self._active_group, "counts", None)
+        self._active_group.key, self._active_group.counts = key, counts
         try:
             yield
         finally:
-            self._active_group.key = outer
+            self._active_group.key, self._active_group.counts = outer
 
     def prefetch(self, key: Hashable) -> None:
         """Begin to bring back the group `key`, last saved first. Not bounded by the window: the caller's plan is."""
@@ -153,7 +158,12 @@ class ActivationOffload:
 
     def pack(self, tensor: Tensor) -> Saved | Kept:
         """Send `tensor` away, or keep it; the object autograd stores in its place."""
+        counts: BlockCounts | None = getattr(self._active_group, "counts", None)
+        if counts is not None:
+            counts.num_offered += 1
         if not self._can_move(tensor):
+            if counts is not None and not isinstance(tensor, nn.Parameter) and _num_bytes(tensor) >= self._min_bytes:
+                counts.num_immovable += 1
             return Kept(tensor)
         with self._lock, quiet():
             self._reap()
@@ -168,6 +178,8 @@ class ActivationOffload:
             if entry is None:
                 with self._noting_failure():
                     entry = self._park(tensor, storage, start, end, key)
+            if counts is not None:
+                counts.num_moved += 1
             return Saved(tensor, entry, self._dead)
 
     def unpack(self, saved: Any) -> Tensor:
@@ -338,3 +350,8 @@ class ActivationOffload:
             del self._groups[entry.group]
         self._held_bytes -= entry.num_bytes
         entry.tier.release(entry.parked)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """As if it were dense: a subclass or a sparse tensor may have no storage to ask."""
+    return tensor.numel() * tensor.element_size()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.offload import ActivationOffload
+from memwall.predict.limits import free_memory_bytes
 from memwall.predict.malloc import fault_seconds_per_byte
 from memwall.store.location import check_directory, default_directory
 from memwall.store.probe import probe_disk
@@ -41,6 +42,9 @@ def open_engine(
 ) -> tuple[ActivationOffload, Callable[[], None]]:
     """An offload engine for the devices the modules are on: disk under CPU tensors, pinned host memory under CUDA ones.
 
+    Of the host's memory it pins nine tenths of what is free now at most: beyond that it raises, where the kernel would
+    kill.
+
     Returns:
         The engine, and what closes it with its files and threads.
 
@@ -53,7 +57,13 @@ def open_engine(
         directory = disk if disk is not None else default_directory()
         check_directory(directory)
         pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
-    engine = ActivationOffload(pool, window_bytes=window_bytes, min_bytes=min_bytes, is_excluded=parameter_guard(roots))
+    engine = ActivationOffload(
+        pool,
+        window_bytes=window_bytes,
+        min_bytes=min_bytes,
+        is_excluded=parameter_guard(roots),
+        host_limit_bytes=free_memory_bytes() * 9 // 10 if is_cuda else None,
+    )
 
     def close() -> None:
         engine.close()

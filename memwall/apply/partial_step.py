@@ -1,7 +1,7 @@
 """An optimizer's own step on some of its parameters: which optimizers allow it, and how it is done.
 
 It changes nothing where each parameter is updated from its own gradient, state and group alone. That is a property of
-the optimizer's class, so the classes are named (`STEPPED_ALONE`) and no others are taken.
+the optimizer's class, so the classes are named (`memwall.plan.legality.STEPPED_ALONE`) and no others are taken.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,28 +11,9 @@ import torch
 from torch import Tensor
 
 from memwall.errors import ApplyError
+from memwall.plan.legality import STEPPED_ALONE
 
-__all__ = [
-    "STEPPED_ALONE",
-    "Arguments",
-    "Part",
-    "inner_step_of",
-    "step_some",
-    "with_closure_called",
-    "without_closure",
-]
-
-STEPPED_ALONE = frozenset(
-    (
-        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
-        *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-    )
-)
-"""Optimizers of torch.optim that update each parameter from its own gradient, state and group alone.
-
-LBFGS mixes all of them. Others mix some, as by a norm over all gradients, or count their steps in a group; whoever adds
-a class here has read its step.
-"""
+__all__ = ["Arguments", "Part", "inner_step_of", "step_some", "with_closure_called", "without_closure"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a step is called with, by position and by name."""

@@ -160,6 +160,23 @@ class GradientScaling:
             handle.remove()
         self._hooked, self._largest = {}, {}
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it scales the gradients of this model."""
+        return self._model is model
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later process goes on with."""
+        return {
+            "scale": self.scale,
+            "num_skipped_steps": self.num_skipped_steps,
+            "steps_at_scale": self._steps_at_scale,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another process was."""
+        self.scale, self._steps_at_scale = state["scale"], state["steps_at_scale"]
+        self.num_skipped_steps = state["num_skipped_steps"]
+
     def __getstate__(self) -> dict[str, Any]:
         """A model that is saved whole takes this along, without what is in force in this process."""
         return {**vars(self), "_undo": [], "_hooked": {}, "_largest": {}}

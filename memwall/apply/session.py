@@ -2,41 +2,33 @@
 
     waiting --first forward--> recording --first forward after an optimizer step--> running
 
-The first step runs under the safest plan there is: every large saved tensor leaves the device, and free memory goes
-back to the system before the budget is passed. It is a full training step; nothing is thrown away.
+The first step runs under the safest plan there is (`recorded_step`). It is a full step; nothing is thrown away.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.applied import AppliedPlan
-from memwall.apply.measurements import Measurements, standing_bytes
-from memwall.apply.microbatch import MicroBatches, shifts_labels
-from memwall.apply.parking import Parked
-from memwall.apply.planning import MAX_REPLANS, check_plan_is_for, excess_bytes, planned, planned_again
-from memwall.apply.precision import LowerPrecision, lower_dtype
-from memwall.errors import ApplyError, InfeasibleError, MemwallError, PlanError, UsageError
-from memwall.plan.actions import Accumulate, AllocatorReuse
-from memwall.plan.blocks import find_blocks
-from memwall.plan.legality import can_autocast
+from memwall.apply.live_plan import LivePlan
+from memwall.apply.measurements import Measurements
+from memwall.apply.microbatch import shifts_labels
+from memwall.apply.planning import check_plan_is_for, excess_bytes
+from memwall.apply.redo import Redo
+from memwall.apply.step_borders import StepBorders
+from memwall.errors import ApplyError, MemwallError, OutOfMemoryError, PlanError, UsageError
+from memwall.plan.actions import Accumulate
 from memwall.plan.planfile import Plan
-from memwall.plan.search import MIN_MOVED_BYTES, WINDOW_BYTES, Settings, steady_step
-from memwall.predict.process import calibrated
-from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak
-from memwall.trace.record import TraceBuilder
+from memwall.plan.search import Settings
+from memwall.trace.meter import meter_of
 from memwall.trace.records import Trace
-from memwall.units import format_bytes
 
 __all__ = ["Session"]
 
-_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class Session:
@@ -51,10 +43,12 @@ class Session:
         disk_capacity_bytes: int | None = None,
         allow: Sequence[str] = (),
         set_by_loop: tuple[type, ...] = (),
+        within_bytes: int | None = None,
     ) -> None:
         """See `memwall.fit`.
 
         Args:
+            within_bytes: less than the budget, where it turned out that not all of it is there.
             set_by_loop: records of actions that the training loop itself carries out, by arguments of its own; of a
                 given plan they are not applied a second time.
         """
@@ -65,87 +59,93 @@ class Session:
                 f"the plan is for device {plan.forecast.device}, and torch finds no CUDA device here; run it on a "
                 "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
             )
-        self._settings = Settings(
+        settings = Settings(
             budget_bytes=budget_bytes if budget_bytes is not None else (plan.forecast.budget_bytes or 0) if plan else 0,
             disk=disk,
             disk_capacity_bytes=disk_capacity_bytes,
             allow=tuple(allow),
         )
         self.state: Literal["waiting", "recording", "running", "closed"] = "waiting"
-        self.plan: Plan | None = plan
-        self.trace: Trace | None = None
         self.measured = Measurements()
         self.on_plan: Callable[[Session], None] | None = None
         """Called when a plan stands, before it is applied: the place to show it, or to object."""
         self.failure: MemwallError | None = None
         """What ended the run; raised again at each further forward, should the loop have caught it."""
-        self._given_plan = plan is not None
-        self._set_by_loop = set_by_loop
-        self._model: nn.Module | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._handles: list[Any] = []
-        self._builder: TraceBuilder | None = None
-        self._parked: Parked | None = None
-        self._applied: AppliedPlan | None = None
-        self._allocator = AllocatorHandler()
-        self._undo_autocast: Callable[[], None] | None = None
-        self._is_cooperative = False
-        self._micro = MicroBatches()
+        self._live = LivePlan(settings, plan, measured=self.measured, on_plan=self._show_plan, set_by_loop=set_by_loop)
+        if within_bytes is not None:
+            self._live.settings = msgspec.structs.replace(settings, budget_bytes=within_bytes)
+        self._borders = StepBorders(self)
+        self._redo = Redo(self._live, self._borders, self.measured)
+        self._allocator, self._keeper, self._micro = self._live.allocator, self._live.keeper, self._live.micro
         self._step_begin = 0.0
-        self._has_stepped = False
-        self._in_step = False
-        self._in_forward = False
         self._excess_bytes = 0
         """By how much the last step under the plan exceeded what the plan promised, the budget being near."""
         self._can_plan_again = True
+        self._has_room = True
+        """Whether free memory was returned since the last step ended."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that was given, or the one that stands; None until the first step has ended."""
+        return self._live.plan
+
+    @property
+    def trace(self) -> Trace | None:
+        """The recorded first step."""
+        return self._live.trace
+
+    @property
+    def budget_bytes(self) -> int:
+        """What was asked for, by a budget or by the plan that was given; 0 by a plan for none."""
+        return self._live.budget_bytes
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Says which model and optimizer this session trains. The optimizer may follow at its first step."""
-        if self._model is not None:
+        if self._borders.model is not None:
             raise ApplyError("this session already trains a model; use one session for each")
         if self.plan is not None:
             check_plan_is_for(self.plan, model)
-        self._model, self._optimizer = model, optimizer
-        self._handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True))
-        if optimizer is not None:
-            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+        self._borders.attach(model, optimizer)
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says which optimizer trains the model, once it shows itself."""
+        if self._borders.optimizer is None:
+            self._borders.set_optimizer(optimizer)
+            if self._live.applied is not None:
+                self._live.applied.set_optimizer(optimizer)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *failure: Any) -> None:
-        self.close(completed=failure[0] is None)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: Any) -> None:
+        explained = None if error is None else self.explained(error)
+        self.close(completed=error is None)
+        if explained is not None:
+            raise explained from error
+
+    def explained(self, error: BaseException) -> OutOfMemoryError | None:
+        """What a failure to get memory means for this run, and what to do; None of any other failure."""
+        return self._redo.explained(error)
 
     def close(self, *, completed: bool = True) -> None:
         """Ends the session: the model and the process are as before. A first step that was alone is still planned."""
         if self.state == "closed":
             return
         self._note_engine_failure()
-        self._note_peak()
+        self.measured.note_peak()
         try:
-            if completed and self.failure is None and self.state == "recording" and self._has_stepped:
-                self._finish_recording()
+            if completed and self.failure is None:
+                self.end_step()
         finally:
-            self._stop_recording()
-            self._take_back()
-            if self._undo_autocast is not None:
-                self._undo_autocast()
-                self._undo_autocast = None
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
-            self._allocator.undo()
-            self.state = "closed"
-
-    def _take_back(self) -> None:
-        if self._applied is not None:
-            out_bytes, in_bytes = self._applied.moved_bytes
-            self.measured.bytes_to_tier += out_bytes
-            self.measured.bytes_from_tier += in_bytes
-            self._applied.undo()
-            self._applied = None
+            self._live.stop_recording()
+            try:
+                self._live.take_back()
+            finally:
+                self._borders.detach()
+                self._live.end()
+                self.state = "closed"
 
     # -- micro-batches, for loops that cooperate --------------------------------------------------------------------
 
@@ -165,9 +165,9 @@ class Session:
                 position does not count, as for causal language models, unless transformers knows the model as another
                 kind.
         """
-        self._is_cooperative = True
-        if self.state == "waiting" and self._model is not None:
-            self._micro.shifts_labels = shifts_labels(self._model)
+        self._live.is_cooperative = True
+        if self.state == "waiting" and self._borders.model is not None:
+            self._micro.shifts_labels = shifts_labels(self._borders.model)
             # A given plan is applied in the first forward: too late for the batch that it is fed from.
             given = self.plan.actions if self.plan is not None else ()
             self._micro.micro_batch = next((a.micro_batch for a in given if isinstance(a, Accumulate)), None)
@@ -177,9 +177,50 @@ class Session:
         """`loss.backward()`, weighted by the present micro-batch's share of the batch."""
         self._micro.backward(loss)
 
-    def first_forward(self, model: nn.Module) -> None:
+    def compute_gradients(
+        self, batch: Any, loss_of: Callable[[Any], Tensor], *, count: Callable[[Any], int] | None = None
+    ) -> Tensor:
+        """Forward and backward of a batch, in micro-batches where the plan has them; the batch's loss.
+
+        Where memory runs out, the whole step is done again from the state it began with, under a plan that follows from
+        the failure: at most three times in a run.
+
+        Example::
+
+            for batch in loader:
+                loss = session.compute_gradients(batch, lambda part: loss_of(model, part))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Args:
+            batch: see `step`, as `count`.
+            loss_of: the mean loss of a part of the batch; it may be called several times.
+
+        Raises:
+            OutOfMemoryError: memory ran out, and the step cannot be done again.
+        """
+
+        def part() -> Tensor:
+            parts = self.step(batch, count=count)
+            return sum((self._micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
+
+        return self.redoable(part)
+
+    def redoable(self, part: Callable[[], _T]) -> _T:
+        """Runs a part of a training step, which may be run again: see `compute_gradients`.
+
+        Raises:
+            OutOfMemoryError: memory ran out, and the step cannot be done again.
+        """
+        try:
+            return self._redo.run(part)
+        except MemwallError as error:
+            self.failure = self.failure or error.without_frames()
+            raise
+
+    def first_forward(self) -> None:
         """Begins the run from within the model's first forward, whose hooks were already collected."""
-        self._before_forward(model, (), {})
+        self._borders.enter_forward()
 
     def end_step(self) -> None:
         """Says that the optimizer has stepped and gradients are dropped: what runs next is no part of the step.
@@ -189,210 +230,106 @@ class Session:
         Raises:
             InfeasibleError: the step was the recorded one, and nothing fits.
         """
-        if self.state == "recording" and self._has_stepped:
-            self._finish_recording()
-
-    # -- hooks -----------------------------------------------------------------------------------------------------
-
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch._C._current_autograd_node() is not None:
+        if self.state != "recording" or self._borders.in_step:
             return
-        self._note_engine_failure()
-        if self.failure is not None:
-            raise self.failure.without_frames()
+        assert self._borders.model is not None
+        self._redo.before_plan()
         try:
-            self._enter_forward(args, kwargs)
+            is_made = self._live.make(
+                self._borders.model, self._borders.optimizer, is_running=self._borders.in_first_forward
+            )
         except MemwallError as error:
             self.failure = error.without_frames()
             raise
+        finally:
+            self._live.stop_recording()
+        self.state = "running" if is_made else "waiting"
 
-    def _enter_forward(self, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():
-            self.end_step()  # an evaluation: it must not be recorded as if every step had one
-            return
-        if self._in_step and not self._has_stepped:
-            return  # a further micro-batch of the same step
-        self._in_forward = True
+    # -- step borders ------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Raises again what ended the run."""
+        self._note_engine_failure()
+        if self.failure is not None:
+            raise self.failure.without_frames()
+
+    def evaluation_begins(self) -> None:
+        """It must not be recorded as if every step had one, and finds free what the last step has freed."""
+        self.end_step()
+        self._make_room()
+
+    def saving_begins(self) -> None:
+        """It finds free what the last step has freed."""
+        self._make_room()
+
+    def step_begins(self) -> None:
+        """The plan for this step is made and applied, if it is not the first one."""
         try:
             self.end_step()
             if self.state == "waiting":
                 self._begin_run()
             if self._excess_bytes:
                 self._plan_again()
-        finally:
-            self._in_forward = False
-        self._begin_step(args, kwargs)
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
 
-    def _begin_run(self) -> None:
-        assert self._model is not None
-        self._note_peak()
-        if self._given_plan:
-            assert self.plan is not None
-            if self.on_plan is not None:
-                self.on_plan(self)
-            self._apply(self.plan)
-            return
-        self._parked = Parked(
-            [self._model],
-            disk=self._settings.disk,
-            capacity_bytes=self._settings.disk_capacity_bytes,
-            window_bytes=WINDOW_BYTES,
-            min_bytes=MIN_MOVED_BYTES,
-        )
-        self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
-        self._builder = TraceBuilder([self._model], self._parked.engine)
-        self._builder.start_step(self._optimizer, running_root=self._model)
-        self.state = "recording"
-
-    def _begin_step(self, args: Any, kwargs: Any) -> None:
-        self._in_step, self._has_stepped = True, False
+    def step_began(self) -> None:
+        """Measures from here on."""
         if self.state == "running":
             # What ran since the last step, an evaluation say, is the run's peak, but not the step's.
-            self._note_peak()
-            self._can_plan_again &= reset_process_peak()
-        if self._applied is not None:
-            self._applied.begin_step()
+            self.measured.note_peak()
+            self._can_plan_again &= self.measured.meter.reset_peak()
+        if self._live.applied is not None:
+            self._live.applied.begin_step()
         self._step_begin = time.perf_counter()
 
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._in_step:
-            return
-        self._has_stepped, self._in_step = True, False
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of a step that is recorded, the state that has no room goes to disk."""
+        if self._live.recorded is not None:
+            self._live.recorded.before_optimizer(optimizer)
+
+    def optimizer_stepped(self) -> None:
+        """A step has ended: what it needed is known, and what the plan's actions did in it."""
+        self._has_room = False
+        self._redo.end_step()
         self.measured.num_steps += 1
-        peak_bytes = process_peak_bytes()
+        peak_bytes = self.measured.meter.peak_bytes()
         self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, peak_bytes)
         if self.state == "running":
             self.measured.step_seconds.append(time.perf_counter() - self._step_begin)
             self.measured.peak_bytes = max(self.measured.peak_bytes, peak_bytes)
             if self.plan is not None and self.trace is not None and self._can_plan_again:
                 self._excess_bytes = excess_bytes(self.plan, peak_bytes)
+        if self._live.applied is not None:
+            self._live.applied.effects.check()
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Says which optimizer trains the model, once it shows itself."""
-        if self._optimizer is None:
-            self._optimizer = optimizer
-            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))
-
-    def _note_peak(self) -> None:
-        """To be called before every reset of the process's peak, and at the end."""
-        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, process_peak_bytes())
-
-    # -- from recording to running -----------------------------------------------------------------------------------
-
-    def _note_engine_failure(self) -> None:
-        """A transfer fails inside autograd, where no hook of the session sees the error pass."""
-        for engine in (self._parked and self._parked.engine, self._applied and self._applied.engine):
-            if engine and self.failure is None:
-                self.failure = engine.failure
-
-    def _stop_recording(self) -> None:
-        if self._builder is not None:
-            self._builder.cancel_step()
-            self._builder = None
-        if self._parked is not None:
-            moved_bytes = self._parked.close()
-            self.measured.bytes_to_tier += moved_bytes
-            self.measured.first_step_bytes_to_tier += moved_bytes
-            self._parked = None
-
-    def _finish_recording(self) -> None:
-        try:
-            self._plan_recorded()
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
-        finally:
-            self._stop_recording()
-
-    def _plan_recorded(self) -> None:
-        assert self._builder is not None
-        assert self._parked is not None
-        assert self._model is not None
-        begin = time.perf_counter()
-        builder, machine = self._builder, self._parked.machine
-        step = builder.finish_step(self._optimizer)
-        window_bytes = self._parked.engine.staging_bytes
-        self._stop_recording()
-        self.measured.first_step_peak_bytes = max(self.measured.first_step_peak_bytes, step.process_peak_bytes)
-        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, step.process_peak_bytes)
-        self._allocator.trim()
-        trace = builder.trace(self._optimizer, machine=machine, autocast=self._settings.autocast or "none")
-        self.trace = calibrated(
-            trace,
-            resident_bytes=process_bytes(),
-            standing_bytes=standing_bytes(self._model, self._optimizer, trace),
-            window_bytes=window_bytes,
-            min_bytes=MIN_MOVED_BYTES,
-        )
-        settings = msgspec.structs.replace(self._settings, allow_accumulation=self._is_cooperative)
-        try:
-            self.trace, self.plan = planned(self.trace, settings, self._allocator)
-        except InfeasibleError:
-            if can_autocast(self.trace, self._settings.allow) is not None:
-                raise
-            self._record_again_under_autocast()
+    def _begin_run(self) -> None:
+        assert self._borders.model is not None
+        self.measured.meter = meter_of(self._borders.model)
+        self.measured.note_peak()
+        if self._live.is_given:
+            self._live.apply(self._borders.model, self._borders.optimizer, is_running=True)
+            self.state = "running"
             return
-        self.measured.plan_seconds = time.perf_counter() - begin
-        if self.on_plan is not None:
-            self.on_plan(self)
-        self._apply(self.plan)
+        self._live.record(self._borders.model, self._borders.optimizer)
+        self._borders.watch_optimizers()
+        self.state = "recording"
 
     def _plan_again(self) -> None:
-        """Between two steps: charges what was measured beyond the forecast to the process, and plans with that."""
-        assert self.plan is not None
-        assert self.trace is not None
+        """Between two steps: the last one used more than foreseen."""
+        assert self._borders.model is not None
         excess, self._excess_bytes = self._excess_bytes, 0
-        settings = msgspec.structs.replace(self._settings, allow_accumulation=self._is_cooperative)
-        found = planned_again(self.trace, settings, excess)
-        self._can_plan_again = found is not None and self.measured.num_replans + 1 < MAX_REPLANS
-        if found is None:
-            return
-        self._take_back()
-        self.measured.num_replans += 1
-        self.trace, self.plan = found
-        # What was measured so far was another plan's.
-        self.measured.peak_bytes, self.measured.step_seconds = 0, []
+        self._can_plan_again = self._live.replace(self._borders.model, self._borders.optimizer, excess)
+
+    def _make_room(self) -> None:
+        if self._live.applied is not None:
+            self._live.allocator.make_room(is_first=not self._has_room)
+            self._has_room = True
+
+    def _show_plan(self) -> None:
         if self.on_plan is not None:
             self.on_plan(self)
-        self._apply(self.plan)
 
-    def _record_again_under_autocast(self) -> None:
-        """Records the next step in lower precision, which the user allowed: observed bytes, not halved ones."""
-        assert self._model is not None
-        assert self.trace is not None
-        dtype = lower_dtype(self.trace.device)
-        _log.info("nothing fits in the present precision; recording the next step under %s autocast", dtype)
-        self._settings = msgspec.structs.replace(self._settings, autocast=dtype)
-        self._undo_autocast = LowerPrecision(self._model, dtype, is_running=self._in_forward).undo
-        self.state = "waiting"
-
-    def _apply(self, plan: Plan) -> None:
-        assert self._model is not None
-        if self._undo_autocast is not None:  # the plan's own action takes its place
-            self._undo_autocast()
-            self._undo_autocast = None
-        order: tuple[str, ...] = ()
-        if self.trace is not None:
-            order = tuple(block.path for block in find_blocks(self.trace, steady_step(self.trace)))
-        applied = AppliedPlan(
-            self._model,
-            plan,
-            block_order=order,
-            disk=self._settings.disk,
-            disk_capacity_bytes=self._settings.disk_capacity_bytes,
-            allocator=self._allocator,
-            micro=self._micro,
-            is_cooperative=self._is_cooperative,
-            is_running=self._in_forward,
-            set_by_loop=self._set_by_loop,
-        )
-        if not any(isinstance(action, AllocatorReuse) for action in plan.actions):
-            self._allocator.undo()
-        applied.apply()
-        self._applied = applied
-        self.state = "running"
-        self._note_peak()
-        self._allocator.trim()
-        reset_process_peak()
-        self.measured.base_bytes = self.trace.base_bytes if self.trace is not None else process_bytes()
-        _log.info("plan applied: %d actions, %s", len(plan.actions), format_bytes(plan.forecast.peak.process_bytes))
+    def _note_engine_failure(self) -> None:
+        self.failure = self.failure or self._live.failure

@@ -1,14 +1,24 @@
-"""What the tests of optimizer state on disk share."""
+"""What the tests of recomputation share, and those of optimizer state on disk."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from zoo import trained_parameters
 
-from memwall.apply.optimizer_state import OptimizerState
+from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.plan.actions import Recompute
+from memwall.plan.blocks import find_blocks
+from memwall.plan.menu import Costs, Menu, build_menus
+from memwall.predict.treatment import StepModel
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
+from memwall.trace.record import TraceBuilder
 
 KIB = 1 << 10
 
@@ -24,9 +34,75 @@ def state_pool(tmp_path: Path) -> Iterator[TransferPool]:
 def keep(state_pool: TransferPool) -> Callable[..., OptimizerState]:
     """Puts an optimizer's state on disk; almost every tensor of a small model moves."""
 
-    def put(optimizer: torch.optim.Optimizer, **settings: int) -> OptimizerState:
+    def put(optimizer: torch.optim.Optimizer, **settings: Any) -> OptimizerState:
         return OptimizerState(
             optimizer, state_pool, **({"resident_bytes": 0, "bucket_bytes": 40 * KIB, "min_bytes": KIB} | settings)
         )
 
     return put
+
+
+@pytest.fixture
+def recomputed() -> Callable[..., AbstractContextManager[None]]:
+    """A context in which these actions recompute blocks of a model."""
+
+    @contextmanager
+    def under(model: nn.Module, *actions: Recompute) -> Iterator[None]:
+        executor = BlockExecutor(resolve_blocks([model], [""]), ())
+        executor.apply(actions)
+        try:
+            yield
+        finally:
+            executor.undo()
+
+    return under
+
+
+@pytest.fixture
+def after_a_step() -> Callable[[nn.Module, Callable[[], Tensor]], dict[str, Tensor]]:
+    """Everything a step leaves: loss, gradients, buffers, and where the random numbers have got to."""
+
+    def step(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        value = loss()
+        value.backward()
+        found = {"loss": value.detach(), "random state": torch.get_rng_state()}
+        found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return found
+
+    return step
+
+
+@pytest.fixture
+def assert_same_bits() -> Callable[[dict[str, Tensor], dict[str, Tensor]], None]:
+    """Compares what two steps left."""
+
+    def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+        assert found.keys() == expected.keys()
+        different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+        assert not different
+
+    return compare
+
+
+@pytest.fixture
+def menus_of() -> Callable[[nn.Module, Callable[[], Tensor]], tuple[Menu, ...]]:
+    """What a plan could do to a model, from a recording of one step."""
+
+    def record(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Menu, ...]:
+        optimizer = torch.optim.SGD(trained_parameters(model), lr=0.0)
+        builder = TraceBuilder([model])
+        builder.start_step(optimizer)
+        try:
+            loss().backward()
+            optimizer.step()
+            step = builder.finish_step(optimizer)
+        finally:
+            builder.cancel_step()
+        trace = builder.trace(optimizer)
+        costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1, can_offload=False)
+        return build_menus(trace, StepModel(step, trace.names, find_blocks(trace, step)), costs)
+
+    return record

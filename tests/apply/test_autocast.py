@@ -4,6 +4,7 @@ from typing import Literal
 
 import pytest
 import torch
+from plans import plan_of
 from torch import Tensor, nn
 
 from memwall.apply.fit import fit
@@ -11,30 +12,13 @@ from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.apply.session import Session
 from memwall.errors import InfeasibleError
 from memwall.plan.actions import Autocast
-from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings
-from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
 
 
 def lower_precision(model: nn.Module, dtype: Literal["bfloat16", "float16"] = "bfloat16") -> Plan:
-    peak = PeakBytes(allocated_bytes=1, process_bytes=1)
-    forecast = Forecast(
-        device="cpu",
-        source="recorded",
-        fits=True,
-        budget_bytes=1,
-        margin_bytes=0,
-        peak=peak,
-        phases={},
-        step_seconds=None,
-        not_modelled=(),
-        actions=(Autocast(dtype=dtype),),
-    )
-    return Plan(
-        model_fingerprint=fingerprint([model]), trace_hash="", micro_batch=2, num_micro_batches=1, forecast=forecast
-    )
+    return plan_of(model, Autocast(dtype=dtype), micro_batch=2)
 
 
 def small_model() -> tuple[nn.Module, list[torch.dtype]]:
@@ -67,7 +51,7 @@ def test_the_first_step_under_the_plan_is_in_lower_precision_already(dtype: Lite
 def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_precision(
     monkeypatch: pytest.MonkeyPatch, loop_ends_steps: bool, dtype: Literal["bfloat16", "float16"]
 ):
-    monkeypatch.setattr("memwall.apply.session.lower_dtype", lambda device_type: dtype)
+    monkeypatch.setattr("memwall.apply.live_plan.lower_dtype", lambda device_type: dtype)
     traces: list[Trace] = []
 
     def fits_in_lower_precision(trace: Trace, settings: Settings) -> Plan:

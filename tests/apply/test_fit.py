@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import plan_of
 from torch import nn
 from zoo import MODELS, Case, optimizers, trained_parameters
 
@@ -16,14 +17,11 @@ from memwall.apply.session import Session
 from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
 from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Offload, Recompute
 from memwall.plan.blocks import find_blocks
-from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.menu import Costs, build_menus
-from memwall.plan.planfile import Plan
 from memwall.predict.malloc import unavailable_reason
 from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
 from memwall.trace.meter import process_bytes
-from memwall.trace.modules import fingerprint
 from memwall.trace.record import TraceBuilder
 
 NUM_STEPS = 3
@@ -49,25 +47,6 @@ def train(case: Case, model: nn.Module, session: Session | None = None, num_step
         optimizer.step()
         optimizer.zero_grad()
     return digest(model)
-
-
-def plan_of(model: nn.Module, actions: tuple[Action, ...]) -> Plan:
-    """A plan file's record around actions chosen by hand."""
-    forecast = Forecast(
-        device="cpu",
-        source="recorded",
-        fits=True,
-        budget_bytes=1 << 40,
-        margin_bytes=0,
-        peak=PeakBytes(allocated_bytes=1, process_bytes=1),
-        phases={},
-        step_seconds=None,
-        not_modelled=(),
-        actions=actions,
-    )
-    return Plan(
-        model_fingerprint=fingerprint([model]), trace_hash="", micro_batch=1, num_micro_batches=1, forecast=forecast
-    )
 
 
 def block_actions(case: Case, kind: str) -> tuple[Action, ...]:
@@ -104,7 +83,7 @@ def test_a_plan_trains_the_same_bits(name: str, kind: str, tmp_path: Path) -> No
     actions = block_actions(case, kind)
     assert actions
     expected = train(case, plain)
-    with Session(plan=plan_of(planned, actions), disk=str(tmp_path)) as session:
+    with Session(plan=plan_of(planned, *actions), disk=str(tmp_path)) as session:
         assert train(case, planned, session) == expected
     assert session.measured.num_steps == NUM_STEPS
     if kind == "offload":
@@ -120,7 +99,7 @@ def test_where_memory_comes_from_changes_no_bit(policy: str) -> None:
     case = MODELS["gpt"]("tiny")
     plain, planned = copy.deepcopy(case.model), copy.deepcopy(case.model)
     expected = train(case, plain)
-    plan = plan_of(planned, (AllocatorReuse(policy=policy, limit_bytes=1 << 40),))
+    plan = plan_of(planned, AllocatorReuse(policy=policy, limit_bytes=1 << 40))
     with Session(plan=plan) as session:
         assert train(case, planned, session) == expected
         assert session._allocator.policy == policy
@@ -131,7 +110,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """GIVEN a session that offloads WHEN it ends THEN forwards, hooks, threads and files are as before."""
     case = MODELS["gpt"]("tiny")
     threads = threading.active_count()
-    with Session(plan=plan_of(case.model, block_actions(case, "offload")), disk=str(tmp_path)) as session:
+    with Session(plan=plan_of(case.model, *block_actions(case, "offload")), disk=str(tmp_path)) as session:
         train(case, case.model, session)
     assert not any("forward" in vars(module) for module in case.model.modules())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in case.model.modules())
@@ -184,7 +163,7 @@ def test_a_step_that_uses_more_than_foreseen_brings_a_new_plan(tmp_path: Path, m
             case.loss(case.model, case.batch).backward()
             with monkeypatch.context() as meter:
                 if number == 2:
-                    meter.setattr("memwall.apply.session.process_peak_bytes", lambda: budget - 4 * MIB)
+                    meter.setattr(session.measured.meter, "peak_bytes", lambda: budget - 4 * MIB)
                 optimizer.step()
             foreseen.append(session.plan and session.plan.forecast.phases["steady_step"].process_bytes)
     assert session.measured.num_replans == 1
@@ -218,7 +197,7 @@ def test_memory_that_a_step_needs_outside_the_heap_is_kept_free_for_it() -> None
     base_bytes = process_bytes() - warm.nbytes
     del warm
     action = AllocatorReuse(policy="tensor-heap", limit_bytes=base_bytes + 200 * MIB, outside_bytes=60 * MIB)
-    with Session(plan=plan_of(case.model, (action,))) as session:
+    with Session(plan=plan_of(case.model, action)) as session:
         session.attach(case.model, optimizer)
         for _ in range(3):
             loss = case.loss(case.model, case.batch)
@@ -239,7 +218,7 @@ def test_two_sessions_cannot_hold_one_process_to_two_limits() -> None:
     if heap_unavailable_reason():
         pytest.skip(heap_unavailable_reason())
     case = MODELS["gpt"]("tiny")
-    plan = plan_of(case.model, (AllocatorReuse(policy="tensor-heap"),))
+    plan = plan_of(case.model, AllocatorReuse(policy="tensor-heap"))
     first, second = copy.deepcopy(case.model), copy.deepcopy(case.model)
     with Session(plan=plan) as session:
         train(case, first, session)
@@ -283,7 +262,7 @@ def test_a_caught_end_of_planning_ends_the_session_quietly(tmp_path: Path) -> No
 def test_a_plan_for_another_model_is_refused() -> None:
     """GIVEN a plan made for one model WHEN it is given to another THEN the error says so before anything changes."""
     case = MODELS["gpt"]("tiny")
-    plan = plan_of(nn.Linear(2, 2), ())
+    plan = plan_of(nn.Linear(2, 2))
     with pytest.raises(PlanError, match="the plan was made for another model"):
         memwall.fit(case.model, torch.optim.SGD(case.model.parameters()), plan=plan)
 
@@ -291,7 +270,7 @@ def test_a_plan_for_another_model_is_refused() -> None:
 def test_a_plan_for_micro_batches_needs_a_loop_that_takes_them() -> None:
     """GIVEN a plan that accumulates WHEN the loop feeds whole batches THEN it is refused, never skipped."""
     case = MODELS["gpt"]("tiny")
-    plan = plan_of(case.model, (Accumulate(micro_batch=1, num_micro_batches=2),))
+    plan = plan_of(case.model, Accumulate(micro_batch=1, num_micro_batches=2))
     with pytest.raises(ApplyError, match=r"micro-batches of 1 samples, 2 per step"), Session(plan=plan) as session:
         train(case, case.model, session)
 
@@ -321,7 +300,7 @@ def test_accumulation_gives_the_gradient_of_the_undivided_batch(micro_batch: int
     loss(batch).backward()
     expected = model.weight.grad
     model.weight.grad = None
-    plan = plan_of(model, (Accumulate(micro_batch=micro_batch, num_micro_batches=-(-5 // micro_batch)),))
+    plan = plan_of(model, Accumulate(micro_batch=micro_batch, num_micro_batches=-(-5 // micro_batch)))
     with Session(plan=plan) as session:
         session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         session._micro.micro_batch = micro_batch
@@ -336,6 +315,6 @@ def test_accumulation_gives_the_gradient_of_the_undivided_batch(micro_batch: int
 def test_backward_outside_a_step_is_refused() -> None:
     """GIVEN no micro-batch WHEN session.backward is called THEN the error names the loop to write."""
     model = nn.Linear(2, 2)
-    plan = plan_of(model, ())
+    plan = plan_of(model)
     with Session(plan=plan) as session, pytest.raises(ApplyError, match=r"for micro in session.step\(batch\)"):
         session.backward(model(torch.zeros(1, 2)).sum())

@@ -163,6 +163,28 @@ class Mlp(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class DropsLast(Mlp):
+    """Its dropout stands behind the last layer, where the fused forward has none."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.SiLU())
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+class Swapped(Mlp):
+    """The activation is on the other branch, and the last layer begins with zeros, as of a residual branch."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.SiLU())
+        nn.init.zeros_(self.down_proj.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_other_peoples_modules_are_found_by_what_they_do(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -179,6 +201,8 @@ def test_other_peoples_modules_are_found_by_what_they_do(dtype: torch.dtype) -> 
     ("module", "reason"),
     [
         (Mean(), r"its result differs by"),
+        (DropsLast().eval(), r"its result differs by"),
+        (Swapped(), r"its gradients are zero on a small input, which tells nothing of its forward"),
         (Mlp(nn.SiLU()).to("meta"), r"has no values to check against"),
     ],
 )
@@ -198,6 +222,13 @@ def test_what_a_kernel_does_not_reproduce_is_left_alone_and_said(
 @pytest.mark.parametrize("module", [nn.Linear(8, 8), Mlp(nn.ReLU()), nn.LayerNorm((2, 8)), nn.BatchNorm1d(8)])
 def test_what_looks_like_no_kernel_has_no_row(module: nn.Module) -> None:
     assert patch_kernels(nn.Sequential(module)).rows == ()
+
+
+def test_the_check_leaves_every_module_in_its_mode() -> None:
+    model = nn.Sequential(Mlp(nn.SiLU()), DropsLast().eval(), Rms().eval())
+    before = [module.training for module in model.modules()]
+    assert patch_kernels(model).num_replaced == 2
+    assert [module.training for module in model.modules()] == before
 
 
 def test_no_module_is_patched_twice() -> None:

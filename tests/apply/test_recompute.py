@@ -1,8 +1,8 @@
 """Recomputation: the same bits as a plain run, for the arithmetic that was agreed on, and nothing run or kept twice."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -10,64 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from zoo import MODELS, trained_parameters
+from zoo import MODELS
 
-from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.errors import ApplyError
 from memwall.plan.actions import Recompute
-from memwall.plan.blocks import find_blocks
-from memwall.plan.menu import Costs, Menu, build_menus
-from memwall.predict.treatment import StepModel
-from memwall.trace.record import TraceBuilder
+from memwall.plan.menu import Menu
 
 needs_transformers = pytest.mark.requires("transformers")
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-
-@contextmanager
-def recomputed(model: nn.Module, *actions: Recompute) -> Iterator[None]:
-    executor = BlockExecutor(resolve_blocks([model], [""]), ())
-    executor.apply(actions)
-    try:
-        yield
-    finally:
-        executor.undo()
-
-
-def after_a_step(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Everything a step leaves: loss, gradients, buffers, and where the random numbers have got to."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    value = loss()
-    value.backward()
-    found = {"loss": value.detach(), "random state": torch.get_rng_state()}
-    found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return found
-
-
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
-    assert not different
-
-
-def menus_of(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Menu, ...]:
-    """What a plan could do to a model, from a recording of one step of a copy."""
-    optimizer = torch.optim.SGD(trained_parameters(model), lr=0.0)
-    builder = TraceBuilder([model])
-    builder.start_step(optimizer)
-    try:
-        loss().backward()
-        optimizer.step()
-        step = builder.finish_step(optimizer)
-    finally:
-        builder.cancel_step()
-    trace = builder.trace(optimizer)
-    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1, can_offload=False)
-    return build_menus(trace, StepModel(step, trace.names, find_blocks(trace, step)), costs)
+Recomputed = Callable[..., AbstractContextManager[None]]
+AfterAStep = Callable[[nn.Module, Callable[[], Tensor]], dict[str, Tensor]]
+AssertSameBits = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+MenusOf = Callable[[nn.Module, Callable[[], Tensor]], tuple[Menu, ...]]
 
 
 def action(menu: Menu, option: str) -> Recompute:
@@ -97,7 +52,9 @@ def action(menu: Menu, option: str) -> Recompute:
         pytest.param("encdec", marks=needs_transformers),
     ],
 )
-def test_every_point_of_every_menu_gives_the_same_bits(name: str) -> None:
+def test_every_point_of_every_menu_gives_the_same_bits(
+    name: str, recomputed: Recomputed, after_a_step: AfterAStep, assert_same_bits: AssertSameBits, menus_of: MenusOf
+) -> None:
     """Loss, gradients, BatchNorm's statistics and counters, and the random state after the step."""
     case = MODELS[name]("tiny")
     fresh = copy.deepcopy(case.model.state_dict())
@@ -129,7 +86,13 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("kept_ops", [(), (1,)])
-def test_batch_norm_counts_a_batch_once(momentum: float | None, kept_ops: tuple[int, ...]) -> None:
+def test_batch_norm_counts_a_batch_once(
+    momentum: float | None,
+    kept_ops: tuple[int, ...],
+    recomputed: Recomputed,
+    after_a_step: AfterAStep,
+    assert_same_bits: AssertSameBits,
+) -> None:
     torch.manual_seed(0)
     plain, batch = nn.Sequential(Normed(momentum)), torch.randn(5, 6)
     treated = copy.deepcopy(plain)
@@ -140,7 +103,9 @@ def test_batch_norm_counts_a_batch_once(momentum: float | None, kept_ops: tuple[
             assert int(treated[0].norm.num_batches_tracked) == steps
 
 
-def test_a_second_backward_through_the_same_graph_leaves_the_statistics_alone() -> None:
+def test_a_second_backward_through_the_same_graph_leaves_the_statistics_alone(
+    recomputed: Recomputed, after_a_step: AfterAStep, assert_same_bits: AssertSameBits
+) -> None:
     """retain_graph runs the recomputation twice."""
     torch.manual_seed(0)
     plain, batch = nn.Sequential(Normed(), Normed()), torch.randn(5, 6)
@@ -156,7 +121,7 @@ def test_a_second_backward_through_the_same_graph_leaves_the_statistics_alone() 
         assert_same_bits(after_a_step(treated, lambda: two_backwards(treated)), expected)
 
 
-def test_a_recomputation_that_fails_gives_the_statistics_back() -> None:
+def test_a_recomputation_that_fails_gives_the_statistics_back(recomputed: Recomputed) -> None:
     class Failing(Normed):
         fails = False
 
@@ -186,7 +151,9 @@ class Dropping(nn.Module):
         return self.drop(self.down(self.drop(torch.sin(self.up(x)))))
 
 
-def test_dropout_drops_the_same_and_random_numbers_go_on_from_the_same_place() -> None:
+def test_dropout_drops_the_same_and_random_numbers_go_on_from_the_same_place(
+    recomputed: Recomputed, after_a_step: AfterAStep, assert_same_bits: AssertSameBits
+) -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(Dropping(), Dropping()), torch.randn(5, 6)
     expected = after_a_step(model, lambda: model(batch).square().sum())
@@ -195,7 +162,9 @@ def test_dropout_drops_the_same_and_random_numbers_go_on_from_the_same_place() -
 
 
 @pytest.mark.parametrize("kept_ops", [(), (1,)])
-def test_autocast_is_in_force_again_although_backward_runs_outside_of_it(kept_ops: tuple[int, ...]) -> None:
+def test_autocast_is_in_force_again_although_backward_runs_outside_of_it(
+    kept_ops: tuple[int, ...], recomputed: Recomputed, after_a_step: AfterAStep, assert_same_bits: AssertSameBits
+) -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(Dropping(), Dropping()), torch.randn(5, 6)
 
@@ -210,6 +179,18 @@ def test_autocast_is_in_force_again_although_backward_runs_outside_of_it(kept_op
         assert_same_bits(after_a_step(model, loss), expected)
 
 
+def test_a_graph_built_before_undo_still_has_its_backward(recomputed: Recomputed, after_a_step: AfterAStep) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Dropping()), torch.randn(5, 6)
+    expected = after_a_step(model, lambda: model(batch).sum())
+    model.zero_grad()
+    torch.manual_seed(1)
+    with recomputed(model, Recompute(block="0")):
+        loss = model(batch).sum()
+    loss.backward()
+    assert torch.equal(model[0].up.weight.grad, expected["0.up.weight.grad"])
+
+
 # -- what runs and what is held ----------------------------------------------------------------------------------------
 
 
@@ -222,7 +203,9 @@ def forward_flops(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any],
     return forward, counter.get_total_flops()
 
 
-def test_recomputing_costs_the_blocks_forward_once_more_and_keeping_its_products_nothing() -> None:
+def test_recomputing_costs_the_blocks_forward_once_more_and_keeping_its_products_nothing(
+    recomputed: Recomputed, menus_of: MenusOf
+) -> None:
     case = MODELS["gpt"]("tiny")
     _, plain_flops = forward_flops(case.model, case.batch, case.loss)
     probe = copy.deepcopy(case.model)
@@ -256,14 +239,14 @@ def saved_bytes(loss: Callable[[], Tensor]) -> int:
     return sum(held.values())
 
 
-def test_a_recomputed_block_holds_its_input_only() -> None:
+def test_a_recomputed_block_holds_its_input_only(recomputed: Recomputed) -> None:
     model, batch = nn.Sequential(Dropping()), torch.randn(64, 6, requires_grad=True)
     plain_bytes = saved_bytes(lambda: model(batch).sum())
     with recomputed(model, Recompute(block="0")):
         assert saved_bytes(lambda: model(batch).sum()) == batch.nbytes < plain_bytes / 5
 
 
-def test_without_gradients_a_block_runs_plainly() -> None:
+def test_without_gradients_a_block_runs_plainly(recomputed: Recomputed) -> None:
     calls: list[str] = []
 
     class Counting(TorchDispatchMode):
@@ -296,7 +279,9 @@ class Branching(nn.Module):
         return self.down(torch.sin(y))
 
 
-def test_where_other_operations_run_nothing_is_kept_instead_of_the_wrong_thing() -> None:
+def test_where_other_operations_run_nothing_is_kept_instead_of_the_wrong_thing(
+    recomputed: Recomputed, after_a_step: AfterAStep, assert_same_bits: AssertSameBits, menus_of: MenusOf
+) -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(Branching(), Branching()), torch.randn(5, 6)
     menus = menus_of(model, lambda: model(batch).square().sum())
@@ -325,7 +310,9 @@ class Noisy(nn.Module):
         return torch.sin(y * torch.rand_like(y))
 
 
-def test_a_kept_random_operation_before_a_recomputed_one_is_refused() -> None:
+def test_a_kept_random_operation_before_a_recomputed_one_is_refused(
+    recomputed: Recomputed, after_a_step: AfterAStep, assert_same_bits: AssertSameBits, menus_of: MenusOf
+) -> None:
     """It would draw nothing in the second run, the other one other numbers, and the gradient would be wrong unseen."""
     torch.manual_seed(0)
     model, batch = nn.Sequential(Noisy()), torch.randn(5, 6)
@@ -341,140 +328,3 @@ def test_a_kept_random_operation_before_a_recomputed_one_is_refused() -> None:
         "the plan keeps the random operation aten.rand_like.default of a block and recomputes a later one, "
         "aten.rand_like.default, which would then draw other numbers; make the plan again with `memwall plan`"
     )
-
-
-# -- key-value caches --------------------------------------------------------------------------------------------------
-
-
-def causal_language_model(name: str) -> tuple[nn.Module, dict[str, Tensor], list[str]]:
-    """A small model that fills a cache when it trains, as models of transformers do unless told otherwise."""
-    torch.manual_seed(0)
-    if name == "gpt2":  # hands its cache on by position
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, n_positions=16)
-        model: nn.Module = GPT2LMHeadModel(config)
-        blocks = [f"transformer.h.{number}" for number in range(3)]
-    else:  # by name
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=16,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config)
-        blocks = [f"model.layers.{number}" for number in range(3)]
-    assert config.use_cache
-    text = torch.randint(64, (2, 8))
-    return model.train(), {"input_ids": text, "labels": text}, blocks
-
-
-@needs_transformers
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("which", [(0, 1, 2), (1,), (0, 2), (2,)])
-def test_a_cache_is_not_extended_twice_whichever_blocks_are_recomputed(name: str, which: tuple[int, ...]) -> None:
-    model, batch, blocks = causal_language_model(name)
-    expected = after_a_step(model, lambda: model(**batch).loss)
-    with recomputed(model, *(Recompute(block=blocks[number]) for number in which)):
-        assert_same_bits(after_a_step(model, lambda: model(**batch).loss), expected)
-        cache = model(**batch).past_key_values
-    lengths = [cache.get_seq_length(layer) for layer in range(3)]
-    assert lengths == [0 if number in which else 8 for number in range(3)]
-
-
-@needs_transformers
-def test_the_operations_are_those_that_were_recorded_with_the_cache() -> None:
-    """So that the numbers of kept operations mean the same in the trace and in the run."""
-    model, batch, blocks = causal_language_model("llama")
-    menus = menus_of(model, lambda: model(**batch).loss)
-    seen: list[str] = []
-
-    class Listening(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    menu = next(menu for menu in menus if menu.block.path == blocks[1])
-    block = model.model.layers[1]
-    block.register_forward_pre_hook(lambda *_: seen.clear())
-    names: list[list[str]] = []
-    block.register_forward_hook(lambda *_: names.append(list(seen)))
-    with recomputed(model, Recompute(block=blocks[1])), Listening():
-        model(**batch)
-    assert tuple(name for name in names[0] if name != "aten.detach.default") == menu.op_names
-
-
-@needs_transformers
-def test_a_cache_that_holds_a_past_is_refused() -> None:
-    model, batch, blocks = causal_language_model("llama")
-    past = model(input_ids=batch["input_ids"]).past_key_values
-    with recomputed(model, Recompute(block=blocks[1])), pytest.raises(ApplyError) as error:
-        model(input_ids=batch["input_ids"], past_key_values=past)
-    assert str(error.value) == (
-        "a block to be recomputed was called with a key-value cache that already holds 8 positions for it, as "
-        "generation does; call the model without past_key_values when training"
-    )
-
-
-# -- wrapping and unwrapping -------------------------------------------------------------------------------------------
-
-
-def test_undo_restores_a_class_forward_and_one_of_the_modules_own() -> None:
-    model = nn.Sequential(Dropping(), Dropping())
-    own = model[1].forward.__func__.__get__(model[1])
-    model[1].forward = own
-    before = [dict(module.__dict__) for module in model.modules()]
-    executor = BlockExecutor(resolve_blocks([model], [""]), ())
-    executor.apply([Recompute(block="0"), Recompute(block="1", kept_ops=(1,))])
-    assert "forward" in model[0].__dict__
-    assert model[1].forward is not own
-    executor.undo()
-    assert "forward" not in model[0].__dict__
-    assert model[1].forward is own
-    assert [dict(module.__dict__) for module in model.modules()] == before
-
-
-def test_a_graph_built_before_undo_still_has_its_backward() -> None:
-    torch.manual_seed(0)
-    model, batch = nn.Sequential(Dropping()), torch.randn(5, 6)
-    expected = after_a_step(model, lambda: model(batch).sum())
-    model.zero_grad()
-    torch.manual_seed(1)
-    with recomputed(model, Recompute(block="0")):
-        loss = model(batch).sum()
-    loss.backward()
-    assert torch.equal(model[0].up.weight.grad, expected["0.up.weight.grad"])
-
-
-def test_a_block_that_the_model_does_not_have_is_named_and_nothing_is_wrapped() -> None:
-    model = nn.Sequential(Dropping())
-    with pytest.raises(ApplyError) as error, recomputed(model, Recompute(block="0"), Recompute(block="7")):
-        pass
-    assert str(error.value) == (
-        "the plan treats the module '7', which this model does not have; make a plan for this model with "
-        "`memwall plan` or run with --budget"
-    )
-    assert "forward" not in model[0].__dict__
-
-
-def test_a_block_that_cannot_be_wrapped_is_named_and_the_others_are_unwrapped() -> None:
-    class Sealed(Dropping):
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "forward":
-                raise AttributeError("forward is sealed")
-            super().__setattr__(name, value)
-
-    model = nn.Sequential(Dropping(), Sealed())
-    with pytest.raises(ApplyError) as error, recomputed(model, Recompute(block="0"), Recompute(block="1")):
-        pass
-    assert str(error.value) == "the forward of '1' (Sealed) cannot be wrapped: forward is sealed"
-    assert "forward" not in model[0].__dict__
-
-
-def test_every_named_block_is_wrapped_even_if_the_order_lacks_it() -> None:
-    """The order comes from the whole batch's trace; a plan for micro-batches may have found other blocks."""
-    model = nn.Sequential(Dropping(), Dropping())
-    executor = BlockExecutor(resolve_blocks([model], [""]), ("0",))
-    executor.apply([Recompute(block="0"), Recompute(block="1")])
-    assert all("forward" in block.__dict__ for block in model)
-    executor.undo()

@@ -10,15 +10,21 @@ read. `optimizer.state_dict()` reads everything back into tensors of its own; `l
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from memwall.apply.partial_step import Arguments, Part, inner_step_of, step_some, with_closure_called, without_closure
+from memwall.apply.optimizer_state.kept_space import kept_space
+from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
+from memwall.apply.optimizer_state.ring import step_through
+from memwall.apply.optimizer_state.shares import Share, Shares
+from memwall.apply.partial_step import Arguments, inner_step_of, step_some, with_closure_called, without_closure
 from memwall.errors import ApplyError, MemwallError, StoreError
-from memwall.store.buckets import Bucket, BucketBuffer, Entry, can_move, padded_bytes
+from memwall.store.buckets import Bucket, padded_bytes
 from memwall.store.location import check_directory, default_directory
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
@@ -28,23 +34,6 @@ __all__ = ["OptimizerState", "open_optimizer_state"]
 
 _log = logging.getLogger(__name__)
 
-# State per byte of parameter, where it does not exist yet: two moments, and in some variants a third buffer.
-_USUAL_RATIO, _LARGER_RATIO = 2, 3
-
-
-class _Share:
-    """Parameters that are stepped together, and where their state is between steps."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.parameters: list[Tensor] = []
-        self.state_bytes = 0
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a step would change anything."""
-        return any(parameter.grad is not None for parameter in self.parameters)
-
 
 class OptimizerState:
     """Keeps an optimizer's state on disk until `undo`.
@@ -53,8 +42,11 @@ class OptimizerState:
         optimizer: one of torch's own that steps each parameter alone, on CPU parameters.
         pool: the threads and the file; the caller closes it, after `undo`.
         resident_bytes: state that stays in memory, of the parameters that come first.
-        bucket_bytes: state read at a time; two buckets are in memory during a step. A parameter with more is a bucket.
+        bucket_bytes: state read at a time; `NUM_BUFFERS` buckets are in memory during a step. A parameter with more is
+            a bucket by itself, and then alone in memory.
         min_bytes: smaller tensors of state stay in memory beside those.
+        is_recorded: the steps until `end_recording` are recorded, and are to look like plain ones.
+        around_step: wraps the step of a few parameters, as `ParameterStreaming.around_step` does to bring them in.
 
     Raises:
         ApplyError: the optimizer cannot be stepped in parts; nothing has changed then.
@@ -69,19 +61,19 @@ class OptimizerState:
         resident_bytes: int,
         bucket_bytes: int,
         min_bytes: int,
+        is_recorded: bool = False,
+        around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
     ) -> None:
-        self._inner_step = inner_step_of(optimizer)
+        self._inner_step = around_step(inner_step_of(optimizer))
         self._optimizer, self._pool = optimizer, pool
-        self._bucket_bytes, self._min_bytes = bucket_bytes, min_bytes
-        self._resident_left_bytes = resident_bytes
-        self._shares: list[_Share] = []
-        self._share_of: dict[Tensor, _Share | None] = {}
+        self._min_bytes = min_bytes
+        self._recorded = RecordedState() if is_recorded else None
         self._withheld: list[dict[str, Any]] | None = None
         self.failure: MemwallError | None = None
         """The first transfer that failed in a step."""
-        self._adopt_parameters()
-        pool.scratch.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares))
-        with torch.no_grad():
+        self._shares = self._new_shares(resident_bytes, bucket_bytes)
+        pool.scratch.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
+        with _disable_current_modes(), torch.no_grad():
             self._put_all_away()
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
@@ -95,9 +87,19 @@ class OptimizerState:
         ]
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Whose state it is."""
+        return self._optimizer
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What is on disk between steps."""
+        return [share.bucket for share in self._shares.every if share.bucket.num_bytes]
+
+    @property
     def away_bytes(self) -> int:
         """Bytes that are on disk between steps, padding included."""
-        return sum(share.bucket.num_bytes for share in self._shares)
+        return sum(share.bucket.num_bytes for share in self._shares.every)
 
     @property
     def bytes_written(self) -> int:
@@ -120,7 +122,79 @@ class OptimizerState:
             handle.remove()
         self._handles = []
         self._give_groups_back()
-        self._bring_all_back()
+        for share in self._shares.every:
+            share.bucket.bring_back()
+            share.bucket.release()
+
+    @torch.no_grad()
+    def settle(self, *, resident_bytes: int, bucket_bytes: int) -> None:
+        """Goes over to other sizes, with no more of the state in memory at a time than the buckets concerned.
+
+        To be called between steps.
+
+        Raises:
+            StoreError: no room on disk, or a transfer failed.
+        """
+        before, after = self._shares, self._new_shares(resident_bytes, bucket_bytes)
+        as_before = {share.key: share for share in before.every}
+        waiting = []
+        for share in after.every:
+            if share.key in as_before:
+                share.bucket = as_before.pop(share.key).bucket
+            else:
+                waiting.append(share)
+        leaving = list(as_before.values())
+        self._shares = after
+        after.every.extend(leaving)  # until they are back, so that `undo` finds them
+        absent = {parameter for share in leaving for parameter in share.parameters}
+        for back in (None, *leaving):
+            if back is not None:
+                back.bucket.bring_back()
+                back.bucket.release()
+                after.every.remove(back)
+                absent.difference_update(back.parameters)
+            for whole in [one for one in waiting if absent.isdisjoint(one.parameters)]:
+                whole.bucket.put_away(after.entries(whole), None)
+                waiting.remove(whole)
+
+    @torch.no_grad()
+    def fill(self, load: Callable[[Sequence[Tensor]], None]) -> None:
+        """Takes over the state of another process, with no more of it in memory at a time than a bucket.
+
+        To be called before the first step, when there is none yet.
+
+        Args:
+            load: puts the state of some parameters into the optimizer.
+
+        Raises:
+            StoreError: no room on disk, or a transfer failed.
+        """
+        for share in self._shares.every:
+            load(share.parameters)
+            if self._recorded is None:
+                share.bucket.put_away(self._shares.entries(share), None)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While a recorder looks at the optimizer's state: every tensor is in its place, though it holds nothing."""
+        with self._recorded.shown() if self._recorded is not None else nullcontext():
+            yield
+
+    def end_recording(self) -> None:
+        """From now on nobody looks on."""
+        self._recorded = None
+
+    def _new_shares(self, resident_bytes: int, bucket_bytes: int) -> Shares:
+        self._ring_bytes = padded_bytes([bucket_bytes])
+        shares = Shares(
+            self._optimizer,
+            self._pool,
+            resident_bytes=resident_bytes,
+            bucket_bytes=bucket_bytes,
+            min_bytes=self._min_bytes,
+        )
+        shares.adopt()
+        return shares
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -137,7 +211,7 @@ class OptimizerState:
         args, kwargs = with_closure_called(args, kwargs)
         try:
             with torch.no_grad():
-                self._adopt_parameters()
+                self._shares.adopt()
                 self._step_all(without_closure(args, kwargs))
         except MemwallError as error:
             self.failure = self.failure or error.without_frames()
@@ -155,90 +229,28 @@ class OptimizerState:
             self._optimizer.param_groups, self._withheld = self._withheld, None
 
     def _step_all(self, arguments: Arguments) -> None:
-        parts = self._parts()
-        moving = [share for share in self._shares if share.has_gradient and share in parts]
-        num_bytes = max((share.bucket.num_bytes for share in moving), default=0)
-        buffers = [BucketBuffer(num_bytes) if num_bytes and n < len(moving) else None for n in range(2)]
-        try:
-            self._read_ahead(moving, 0, buffers)
-            step_some(self._optimizer, self._inner_step, parts.get(None), arguments)
-            for number, share in enumerate(moving):
-                self._read_ahead(moving, number + 1, buffers)
-                buffer = buffers[number % 2]
-                share.bucket.finish_read(buffer)
-                try:
-                    step_some(self._optimizer, self._inner_step, parts[share], arguments)
-                finally:
-                    share.bucket.put_away(self._entries(share), buffer)
-        finally:
-            for share in moving:
-                share.bucket.wait_for_write()
+        parts = self._shares.parts()
+        moving = [share for share in self._shares.every if share.has_gradient and share in parts]
+        step_some(self._optimizer, self._inner_step, parts.get(None), arguments)
 
-    @staticmethod
-    def _read_ahead(moving: Sequence[_Share], number: int, buffers: Sequence[BucketBuffer | None]) -> None:
-        """Begins to read a bucket, into the buffer from which the one before the one in use is still written."""
-        buffer = buffers[number % 2]
-        if number < len(moving) and buffer is not None:
-            moving[number].bucket.begin_read(buffer, after=moving[number - 2].bucket.write if number >= 2 else None)
+        def step(share: Share) -> None:
+            step_some(self._optimizer, self._inner_step, parts[share], arguments)
 
-    def _parts(self) -> dict[_Share | None, Part]:
-        """Per share, which parameters of which of the optimizer's groups it steps, in their order."""
-        parts: dict[_Share | None, dict[int, list[Tensor]]] = {}
-        for number, group in enumerate(self._optimizer.param_groups):
-            for parameter in group["params"]:
-                parts.setdefault(self._share_of[parameter], {}).setdefault(number, []).append(parameter)
-        return {share: tuple(groups.items()) for share, groups in parts.items()}
-
-    # -- which parameter's state is where --------------------------------------------------------------------------
-
-    def _adopt_parameters(self) -> None:
-        """Gives every parameter that has no place yet one, in the optimizer's order."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._share_of:
-                    self._share_of[parameter] = self._place_of(parameter, self._expected_bytes(parameter, group))
-
-    def _place_of(self, parameter: Tensor, num_bytes: int) -> _Share | None:
-        """The share that takes a parameter; None where its state stays in memory."""
-        if num_bytes <= self._resident_left_bytes:
-            self._resident_left_bytes -= num_bytes
-            return None
-        if not self._shares or self._shares[-1].state_bytes + num_bytes > self._bucket_bytes:
-            label = f"bucket {len(self._shares)} of the {type(self._optimizer).__name__}'s state"
-            self._shares.append(_Share(Bucket(self._pool, label)))
-        self._shares[-1].parameters.append(parameter)
-        self._shares[-1].state_bytes += num_bytes
-        return self._shares[-1]
-
-    def _expected_bytes(self, parameter: Tensor, group: dict[str, Any]) -> int:
-        """State of a parameter that may leave memory: what there is, or what such optimizers usually make."""
-        if self._optimizer.state.get(parameter):
-            entries = self._entries_of(parameter)
-            return padded_bytes(holder[key].numel() * holder[key].element_size() for holder, key in entries)
-        num_bytes = parameter.numel() * parameter.element_size()
-        if num_bytes < self._min_bytes:
-            return 0
-        return num_bytes * (_LARGER_RATIO if group.get("amsgrad") or group.get("centered") else _USUAL_RATIO)
-
-    def _entries(self, share: _Share) -> list[Entry]:
-        return [entry for parameter in share.parameters for entry in self._entries_of(parameter)]
-
-    def _entries_of(self, parameter: Tensor) -> list[Entry]:
-        """Where the state of a parameter holds tensors that may leave memory."""
-        state = self._optimizer.state.get(parameter)
-        if not isinstance(state, dict):
-            return []
-        kept = {tensor.data_ptr() for tensor in (parameter, parameter.grad) if tensor is not None}
-        found: list[Entry] = []
-        for key, value in state.items():
-            if can_move(value, self._min_bytes) and value.data_ptr() not in kept:
-                kept.add(value.data_ptr())  # held under a second key, it stays there
-                found.append((state, key))
-        return found
+        if self._recorded is None:
+            step_through(moving, step, self._shares.entries, ring_bytes=self._ring_bytes)
+            return
+        for share in moving:
+            self._recorded.bring(share.bucket)
+            try:
+                step(share)
+            finally:
+                self._recorded.put_away(share.bucket, self._shares.entries(share))
 
     def _put_all_away(self) -> None:
         """Writes what is in memory; all of it stays there until all of it is written."""
-        shares = [(share.bucket, self._entries(share)) for share in self._shares]
+        shares = [(share.bucket, self._shares.entries(share)) for share in self._shares.every]
+        if self._recorded is not None:
+            shares = [(bucket, emptiable(entries)) for bucket, entries in shares]
         present = [(holder, key, holder[key]) for _, entries in shares for holder, key in entries]
         try:
             for bucket, entries in shares:
@@ -249,10 +261,10 @@ class OptimizerState:
             for bucket, _ in shares:
                 bucket.forget()
             raise
-
-    def _bring_all_back(self) -> None:
-        for share in self._shares:
-            share.bucket.bring_back()
+        if self._recorded is not None:
+            tensors = iter([tensor for _, _, tensor in present])
+            for bucket, entries in shares:
+                self._recorded.empty(bucket, [next(tensors) for _ in entries])
 
     # -- saving and loading ----------------------------------------------------------------------------------------
 
@@ -260,7 +272,7 @@ class OptimizerState:
     def _gathered(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state dict with everything that is on disk, all of it in tensors that later steps do not change."""
         copies: dict[int, Tensor] = {}
-        for share in self._shares:
+        for share in self._shares.every:
             copies.update(share.bucket.copies())
 
         def copied(value: Any) -> Any:
@@ -276,8 +288,9 @@ class OptimizerState:
     @torch.no_grad()
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         """Writes what was loaded in place of what was on disk."""
-        for share in self._shares:
+        for share in self._shares.every:
             share.bucket.forget()
+        self._recorded = None if self._recorded is None else RecordedState()
         self._put_all_away()
 
 
@@ -289,6 +302,8 @@ def open_optimizer_state(
     resident_bytes: int,
     bucket_bytes: int,
     min_bytes: int,
+    is_recorded: bool = False,
+    around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
 ) -> tuple[OptimizerState, Callable[[], None]]:
     """Puts an optimizer's state on disk.
 
@@ -300,16 +315,30 @@ def open_optimizer_state(
         StoreError: the directory is missing, read-only, full, or a RAM disk.
     """
     inner_step_of(optimizer)
-    directory = disk if disk is not None else default_directory()
-    check_directory(directory)
-    pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
+    kept = kept_space()
+    if kept is None:
+        directory = disk if disk is not None else default_directory()
+        check_directory(directory)
+        pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
+    else:
+        pool = kept.pool
+        directory = pool.scratch.path
     try:
         state = OptimizerState(
-            optimizer, pool, resident_bytes=resident_bytes, bucket_bytes=bucket_bytes, min_bytes=min_bytes
+            optimizer,
+            pool,
+            resident_bytes=resident_bytes,
+            bucket_bytes=bucket_bytes,
+            min_bytes=min_bytes,
+            is_recorded=is_recorded,
+            around_step=around_step,
         )
     except BaseException:
-        pool.close()
+        if kept is None:
+            pool.close()
         raise
+    if kept is not None:
+        kept.tenant = state
     _log.info("%s of optimizer state are on disk in %s", format_bytes(state.away_bytes), directory)
 
     def close() -> None:
@@ -321,7 +350,10 @@ def open_optimizer_state(
             # The run has ended with the same error already.
             _log.error("the optimizer's state could not be brought back into memory: %s", error)
         finally:
-            pool.close()
+            if kept is None:
+                pool.close()
+            else:
+                kept.tenant = None
 
     return state, close
 

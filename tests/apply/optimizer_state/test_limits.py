@@ -13,7 +13,7 @@ import pytest
 import torch
 from optimizer_runs import Make, Net, are_equal, resident_state_bytes, train, train_step
 
-from memwall.apply.optimizer_state import OptimizerState, open_optimizer_state
+from memwall.apply.optimizer_state.on_disk import OptimizerState, open_optimizer_state
 from memwall.errors import ApplyError, OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile
@@ -57,7 +57,7 @@ def test_the_next_bucket_is_read_while_one_is_stepped(
     optimizer = torch.optim.AdamW(model.parameters())
     train_step(model, optimizer, 0)
     keeper = keep(optimizer)
-    sizes = [share.bucket.num_bytes for share in keeper._shares]
+    sizes = [share.bucket.num_bytes for share in keeper._shares.every]
     begun_bytes = state_pool.bytes_read
     inner, number = keeper._inner_step, 0
 

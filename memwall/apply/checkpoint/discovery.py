@@ -1,0 +1,129 @@
+"""Finds what else of a script belongs to a step's state: the optimizer, schedulers and scalers that no hook shows.
+
+They are objects of this process, so the garbage collector knows them. It is asked at the first forward, and again at
+some commits, for what a script makes later.
+"""
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from memwall.apply.precision import GradientScaling
+
+__all__ = ["HELPERS", "Helpers", "find_models", "find_optimizer", "objects_of"]
+
+HELPERS = (LRScheduler, torch.amp.GradScaler, GradientScaling)
+"""What has a state of its own beside the optimizer."""
+_LOOK_RATIO = 8
+
+
+def find_optimizer(model: nn.Module, objects: Iterable[Any]) -> torch.optim.Optimizer | None:
+    """The only optimizer among them that trains parameters of a model; None where there is none yet, or several."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    found = [
+        value
+        for value in objects
+        if isinstance(value, torch.optim.Optimizer)
+        and not isinstance(getattr(value, "optimizer", None), torch.optim.Optimizer)  # a wrapper, as accelerate's
+        and any(id(parameter) in parameters for group in value.param_groups for parameter in group["params"])
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def find_models(shapes: Mapping[str, tuple[int, ...]]) -> list[nn.Module]:
+    """Modules whose parameters have exactly these names and shapes."""
+    return [
+        value
+        for value in objects_of((nn.Module,))
+        if {name: tuple(parameter.shape) for name, parameter in value.named_parameters()} == shapes
+    ]
+
+
+class Helpers:
+    """Schedulers of an optimizer, gradient scalers, and memwall's own scaling, in an order that a new process finds."""
+
+    def __init__(self) -> None:
+        self._found: list[Any] = []
+        self._num_commits = 0
+        self._step: Any = None
+
+    def look(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, objects: Iterable[Any]) -> None:
+        """Adds those among `objects` that are new."""
+        known = {id(value) for value in self._found}
+        new = [
+            value
+            for value in objects
+            if isinstance(value, HELPERS) and id(value) not in known and _belongs(value, model, optimizer)
+        ]
+        inner = {id(part) for value in [*self._found, *new] for part in getattr(value, "_schedulers", ())}
+        # Two of a class are told apart by the state they have when they are found, which is the same in each process.
+        self._found += sorted(
+            (value for value in new if id(value) not in inner), key=lambda v: (_name(v), repr(v.state_dict()))
+        )
+
+    def look_now_and_then(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Looks at the first commit, the 8th, the 64th, and so on, as it takes 0.1 s; and when a scheduler has come."""
+        self._num_commits += 1
+        # torch's schedulers put a counter around the optimizer's step (LRScheduler.__init__).
+        step, self._step = self._step, optimizer.__dict__.get("step")
+        number = self._num_commits
+        while number % _LOOK_RATIO == 0:
+            number //= _LOOK_RATIO
+        if number == 1 or step is not self._step:
+            self.look(model, optimizer, objects_of(HELPERS))
+
+    def names(self) -> list[str]:
+        """The class of each."""
+        return [_name(value) for value in self._found]
+
+    def states(self) -> list[tuple[str, dict[str, Any]]]:
+        """Class and state of each."""
+        return [(_name(value), value.state_dict()) for value in self._found]
+
+    def restore(self, states: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+        """Gives each the state that the one of its class had; what is left over, for objects that are made later."""
+        waiting = list(self._found)
+        left = []
+        for name, state in states:
+            value = next((value for value in waiting if _name(value) == name), None)
+            if value is None:
+                left.append((name, state))
+                continue
+            waiting.remove(value)
+            value.load_state_dict(state)
+        return left
+
+
+def objects_of(kinds: tuple[type, ...]) -> list[Any]:
+    """All objects of these kinds and their subclasses that the garbage collector knows."""
+    # By exact type: a fifth of the time that issubclass takes, and a proxy is not asked for its class.
+    wanted: set[type] = set()
+    left = list(kinds)
+    while left:
+        kind = left.pop()
+        if kind not in wanted:
+            wanted.add(kind)
+            left += type.__subclasses__(kind)
+    is_frozen = gc.get_freeze_count() > 0  # by a script that wants collections to be quick: then they are not listed
+    if is_frozen:
+        gc.unfreeze()
+    found = [value for value in gc.get_objects() if type(value) in wanted]
+    if is_frozen:
+        gc.freeze()
+    return found
+
+
+def _belongs(value: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
+    if isinstance(value, LRScheduler):
+        return optimizer is not None and getattr(value, "optimizer", None) is optimizer
+    if isinstance(value, GradientScaling):
+        return value.is_of(model)
+    return bool(value.is_enabled())
+
+
+def _name(value: Any) -> str:
+    return type(value).__qualname__

@@ -1,0 +1,352 @@
+"""What a training run consists of between two steps, as named tensors and as the small rest, and how it is put back.
+
+Tensors are the model's parameters and buffers and the optimizer's state, under names made of the parameters' own. The
+rest is what `torch.load(weights_only=True)` reads: options of parameter groups, numbers in the optimizer's state,
+states of schedulers and scalers, generators of random numbers, and what the training loop gave.
+"""
+
+import hashlib
+import io
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from msgspec import Struct
+from torch import Tensor, nn
+
+from memwall.errors import ApplyError, StoreError
+from memwall.store.buckets import Bucket
+
+__all__ = [
+    "Part",
+    "away_records",
+    "TensorRecord",
+    "check_belongs",
+    "decode_objects",
+    "encode_objects",
+    "fingerprint_of",
+    "names_of_parameters",
+    "optimizer_objects",
+    "parts_of_model",
+    "parts_of_optimizer",
+    "random_states",
+    "restore_options",
+    "restore_random_states",
+    "restore_state",
+    "state_dict_names",
+]
+
+Kind = Literal["trained", "frozen", "volatile"]
+
+
+class Part(NamedTuple):
+    """A tensor of the run. What is trained changes in the optimizer's step; what is volatile, in a forward as well."""
+
+    name: str
+    tensor: Tensor
+    kind: Kind
+
+
+class TensorRecord(Struct, frozen=True, kw_only=True):
+    """Where a tensor is in a checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_on_host: bool
+    """Whether it was in CPU memory."""
+    bucket: int
+    offset: int
+    """Within the bucket, in bytes."""
+
+    @property
+    def text(self) -> str:
+        """For a person: `float32 [4, 8]`."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """`float32`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def parts_of_model(model: nn.Module) -> list[Part]:
+    """Parameters and buffers, each once; also buffers that the model's own state dict leaves out.
+
+    Raises:
+        ApplyError: a tensor of the model is of a kind that cannot be written out as it lies.
+    """
+    parts = [
+        Part(f"parameter/{name}", value, "trained" if value.requires_grad else "frozen")
+        for name, value in model.named_parameters()
+    ]
+    parts += [Part(f"buffer/{name}", value, "volatile") for name, value in model.named_buffers()]
+    for part in parts:
+        if not _is_plain(part.tensor):
+            raise ApplyError(
+                f"{part.name.replace('/', ' ')} is a {type(part.tensor).__name__} in {part.tensor.layout} on "
+                f"{part.tensor.device}, and only plain strided tensors can be committed; run without --checkpoint"
+            )
+    return parts
+
+
+def state_dict_names(model: nn.Module) -> dict[str, str]:
+    """Keys of the model's own state dict, and the part that each stands for: of tied weights there are several keys."""
+    parts = {id(part.tensor): part.name for part in parts_of_model(model)}
+    hidden = {
+        f"{path}{'.' if path else ''}{name}"
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: parts[id(tensor)] for name, tensor in every if name not in hidden}
+
+
+def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """By id; those that the optimizer trains beside the model's have names from their place in its groups."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            names.setdefault(id(parameter), f"(group {number}, parameter {place})")
+    return names
+
+
+def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
+    """Tensors of the optimizer's state, and parameters that it trains beside the model's."""
+    names = names_of_parameters(model, optimizer)
+    of_model = {id(parameter) for parameter in model.parameters()}
+    parts = [
+        Part(f"parameter/{names[id(parameter)]}", parameter, "trained")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in of_model
+    ]
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if _is_plain(value) and id(parameter) in names:
+                parts.append(Part(f"state/{key}/{names[id(parameter)]}", value, "trained"))
+    return parts
+
+
+def away_records(
+    model: nn.Module, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], first: int
+) -> tuple[TensorRecord, ...]:
+    """Tensors of the optimizer's state that are on disk already, in buckets with numbers from `first` on."""
+    names = names_of_parameters(model, optimizer)
+    holders = {
+        id(state): names[id(parameter)] for parameter, state in optimizer.state.items() if id(parameter) in names
+    }
+    return tuple(
+        TensorRecord(
+            name=f"state/{key}/{holders[id(holder)]}",
+            dtype=dtype_name(away),
+            shape=tuple(away.shape),
+            stride=tuple(away.stride()),
+            is_on_host=True,
+            bucket=number,
+            offset=offset,
+        )
+        for number, bucket in enumerate(buckets, start=first)
+        for (holder, key), away, offset in bucket.pieces_away()
+    )
+
+
+def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What of an optimizer is no tensor: options of its groups, and the rest of its state."""
+    names = names_of_parameters(model, optimizer)
+    rest: dict[Any, Any] = {}
+    for parameter, state in optimizer.state.items():
+        if not isinstance(state, dict) or id(parameter) not in names:
+            raise ApplyError(
+                f"{type(optimizer).__name__} keeps state under a key of type {type(parameter).__name__}, which no name "
+                "is known for; run without --checkpoint"
+            )
+        rest[names[id(parameter)]] = {
+            key: value for key, value in state.items() if not _is_plain(value) and not _is_away(value)
+        }
+    groups = [
+        {
+            "parameters": [names[id(parameter)] for parameter in group["params"]],
+            "options": {key: value for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__qualname__, "groups": groups, "state": rest}
+
+
+def restore_options(model: nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> None:
+    """Gives the groups of an optimizer the options that they had.
+
+    Args:
+        objects: of `optimizer_objects`.
+
+    Raises:
+        StoreError: it is another optimizer, or trains other parameters.
+    """
+    names = names_of_parameters(model, optimizer)
+    found = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    wanted = [group["parameters"] for group in objects["groups"]]
+    if type(optimizer).__qualname__ != objects["class"] or found != wanted:
+        raise StoreError(
+            f"the checkpoint is of a {objects['class']} with {_groups_text(wanted)}, and this script has a "
+            f"{type(optimizer).__qualname__} with {_groups_text(found)}; resume with the script that made it"
+        )
+    for group, saved in zip(optimizer.param_groups, objects["groups"], strict=True):
+        group.update(saved["options"])
+
+
+def restore_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objects: Mapping[str, Any],
+    records: Iterable[TensorRecord],
+    read: Callable[[Iterable[tuple[TensorRecord, Tensor]]], None],
+    chosen: Sequence[Tensor] | None = None,
+) -> None:
+    """Gives an optimizer the state that it had.
+
+    Args:
+        objects: of `optimizer_objects`.
+        records: tensors of the checkpoint.
+        read: fills tensors with what is recorded.
+        chosen: the parameters whose state is meant; None for those that have none yet.
+    """
+    names = names_of_parameters(model, optimizer)
+    wanted = [p for p in parameters_of(optimizer) if not optimizer.state.get(p)] if chosen is None else chosen
+    parameters = {names[id(parameter)]: parameter for parameter in wanted}
+    states: dict[str, dict[Any, Any]] = {
+        name: dict(rest) for name, rest in objects["state"].items() if name in parameters
+    }
+    targets: list[tuple[TensorRecord, Tensor]] = []
+    for record in records:
+        kind, _, rest_of_name = record.name.partition("/")
+        key, _, name = rest_of_name.partition("/")
+        if kind != "state" or name not in parameters:
+            continue
+        device = torch.device("cpu") if record.is_on_host else parameters[name].device
+        tensor = torch.empty_strided(record.shape, record.stride, dtype=getattr(torch, record.dtype), device=device)
+        states.setdefault(name, {})[key] = tensor
+        targets.append((record, tensor))
+    read(targets)
+    for name, state in states.items():
+        optimizer.state[parameters[name]] = state
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Its parameters, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _groups_text(groups: list[list[str]]) -> str:
+    return f"{len(groups)} group{'s' if len(groups) != 1 else ''} of {', '.join(str(len(group)) for group in groups)}"
+
+
+def check_belongs(directory: str, records: Iterable[TensorRecord], parts: Iterable[Part]) -> None:
+    """Returns if a checkpoint's tensors are those of this model.
+
+    Raises:
+        StoreError: they are not; the message lists the first differences.
+    """
+    saved = {record.name: record.text for record in records}
+    here = {part.name: f"{dtype_name(part.tensor)} {list(part.tensor.shape)}" for part in parts}
+    differences = [
+        f"{name.replace('/', ' ')} is {saved.get(name, 'not')} in the checkpoint and {here.get(name, 'not')} here"
+        for name in sorted(saved.keys() | here.keys())
+        if saved.get(name) != here.get(name)
+    ]
+    if differences:
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise StoreError(
+            f"the checkpoint in {directory} is of another model: {'; '.join(differences[:3])}{more}; resume with the "
+            "script that made it, or give this one a directory of its own"
+        )
+
+
+def fingerprint_of(parts: Iterable[Part]) -> bytes:
+    """16 bytes that depend on names, shapes and types."""
+    text = "\n".join(sorted(f"{part.name} {dtype_name(part.tensor)} {list(part.tensor.shape)}" for part in parts))
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+# -- random numbers --------------------------------------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """Of the generators that scripts share: torch's, Python's, and numpy's where it is loaded."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = [kind, [int(key) for key in keys], *rest]
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Sets the generators to what they were."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if "numpy" in states:
+        import numpy as np
+
+        kind, keys, *rest = states["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+
+
+# -- the rest as bytes -----------------------------------------------------------------------------------------------
+
+
+def encode_objects(objects: Mapping[str, Any]) -> bytes:
+    """Bytes of what is no tensor of the model or the optimizer.
+
+    Raises:
+        ApplyError: it holds an object that cannot be written; the message names it.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(dict(objects), file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # of a class within a function; of a lock
+        raise _not_committed(str(error)) from error
+    return file.getvalue()
+
+
+def decode_objects(data: bytes) -> dict[str, Any]:
+    """What `encode_objects` was given; code in it is not run.
+
+    Raises:
+        ApplyError: it holds an object of a class that is not loaded from a checkpoint; the message names it.
+    """
+    try:
+        found: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        line = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), str(error))
+        raise _not_committed(line.strip()) from error
+    return found
+
+
+def _not_committed(reason: str) -> ApplyError:
+    return ApplyError(
+        f"the state of a scheduler, scaler, parameter group or of what the loop gave cannot be committed: {reason}; "
+        "keep numbers, text, lists, dictionaries and tensors in it"
+    )
+
+
+def _is_plain(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and type(value) in (Tensor, nn.Parameter, nn.Buffer)
+        and value.layout is torch.strided
+        and (value.numel() == 0 or value.untyped_storage().nbytes() > 0)
+        and not (value.is_meta or value.is_quantized or value.is_conj() or value.is_neg())
+    )
+
+
+def _is_away(value: object) -> bool:
+    """Whether a tensor's place is taken while it is on disk."""
+    return isinstance(value, Tensor) and value.is_meta

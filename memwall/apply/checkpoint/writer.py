@@ -1,0 +1,180 @@
+"""Writes the tensors of a commit in the background, from where they lie, through a few blocks of staging memory.
+
+Nothing is copied as a whole: while the next forward and backward run, parameters and optimizer state do not change, so
+they are read then. Whoever changes them waits first (`CommitWriter.wait`).
+"""
+
+import queue
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memwall.errors import StoreError
+from memwall.store.backend import round_up
+from memwall.store.buckets import BucketBuffer, is_dense
+from memwall.store.journal import Journal, Stored
+from memwall.store.transfer import Transfer
+
+__all__ = ["CommitWriter", "Packed", "bytes_of", "packed"]
+
+_TENSOR_ALIGNMENT_BYTES = 64
+_NUM_STAGING_BLOCKS = 4
+_STALL_SECONDS = 60.0
+
+
+class Packed(NamedTuple):
+    """A bucket of tensors: their bytes, and where in the bucket each begins."""
+
+    sources: tuple[Tensor, ...]
+    """One-dimensional, of bytes."""
+    offsets: tuple[int, ...]
+    num_bytes: int
+    """A multiple of 4096."""
+    before: Stored | None
+    """Where it was in the last commit, if it may have stayed the same since."""
+    label: str
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor, as they lie; of another, in a copy without gaps."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    whole = tensor.detach()
+    if not is_dense(whole):
+        whole = whole.contiguous()
+    size, begin = whole.element_size() * whole.numel(), whole.element_size() * whole.storage_offset()
+    return flat.set_(whole.untyped_storage(), begin, (size,), (1,))
+
+
+def packed(sizes: Sequence[int], bucket_bytes: int) -> list[list[tuple[int, int]]]:
+    """Which tensors go into which bucket: per bucket (number of the tensor, offset) in order."""
+    buckets: list[list[tuple[int, int]]] = []
+    end = 0
+    for number, size in enumerate(sizes):
+        if not buckets or end + size > bucket_bytes:
+            buckets.append([])
+            end = 0
+        buckets[-1].append((number, end))
+        end += round_up(size, _TENSOR_ALIGNMENT_BYTES)
+    return buckets
+
+
+class CommitWriter:
+    """One commit at a time.
+
+    Args:
+        journal: begun.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self._block_bytes = journal, journal.pool.block_bytes
+        self._staging: queue.SimpleQueue[BucketBuffer] = queue.SimpleQueue()
+        for _ in range(_NUM_STAGING_BLOCKS):
+            self._staging.put(BucketBuffer(self._block_bytes))
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def begin(self, buckets: Sequence[Packed], finish: Callable[[tuple[Stored, ...]], None]) -> None:
+        """Begin to write; `finish` is called in the background, with where everything is, once it is written."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(buckets, finish), name="memwall-commit", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a commit is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return once what was begun is committed, or was given up.
+
+        Raises:
+            StoreError: it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if isinstance(failure, Exception):
+            raise failure
+
+    def _run(self, buckets: Sequence[Packed], finish: Callable[[tuple[Stored, ...]], None]) -> None:
+        try:
+            with torch.no_grad():
+                stored, transfers = [], []
+                for bucket in buckets:
+                    if bucket.before is not None and self.checksums_of(bucket) == bucket.before.slot.checksums:
+                        stored.append(bucket.before)
+                        continue
+                    slot, transfer = self._write(bucket)
+                    stored.append(slot)
+                    transfers.append(transfer)
+            for transfer in transfers:
+                transfer.wait()
+            finish(tuple(stored))
+        except BaseException as error:  # raised again in the training thread
+            self._failure = error if isinstance(error, Exception) else StoreError(f"a commit was ended by {error!r}")
+
+    def _write(self, bucket: Packed) -> tuple[Stored, Transfer]:
+        journal = self._journal
+        slot = journal.data.allocate(bucket.num_bytes)
+        transfer = journal.pool.open_write(slot, bucket.label)
+        for start in range(0, bucket.num_bytes, self._block_bytes):
+            size = min(self._block_bytes, bucket.num_bytes - start)
+            buffer = self._next_staging()
+            try:
+                self._fill(buffer, bucket, start, size)
+            except BaseException:
+                self._staging.put(buffer)
+                raise
+
+            def give_back(buffer: BucketBuffer = buffer) -> None:
+                self._staging.put(buffer)
+
+            journal.pool.add_write(transfer, start, buffer.view(size), keep=buffer.memory, after=give_back)
+        transfer.seal()
+        return Stored(slot, bucket.num_bytes), transfer
+
+    def _next_staging(self) -> BucketBuffer:
+        """A free block: a worker gives each back, however its write ends."""
+        try:
+            return self._staging.get(timeout=_STALL_SECONDS)
+        except queue.Empty:
+            raise StoreError(
+                f"the disk behind {self._journal.directory} has finished nothing for {_STALL_SECONDS:.0f} s; look at "
+                "the kernel log (dmesg), and continue from the last committed step with --resume on a disk that works"
+            ) from None
+
+    def checksums_of(self, bucket: Packed) -> dict[int, int]:
+        """What writing a bucket would record, of its bytes as they are now."""
+        found: dict[int, int] = {}
+        buffer = self._next_staging()
+        try:
+            for start in range(0, bucket.num_bytes, self._block_bytes):
+                size = min(self._block_bytes, bucket.num_bytes - start)
+                self._fill(buffer, bucket, start, size)
+                found[start] = zlib.crc32(buffer.view(size))
+        finally:
+            self._staging.put(buffer)
+        return found
+
+    @staticmethod
+    def _fill(buffer: BucketBuffer, bucket: Packed, start: int, size: int) -> None:
+        """Copies bytes [start, start + size) of a bucket; gaps between tensors are zeros."""
+        block = buffer.tensor(0, torch.empty(size, dtype=torch.uint8, device="meta"))
+        end, done = start + size, start
+        for number in range(max(0, bisect_right(bucket.offsets, start) - 1), len(bucket.sources)):
+            source, offset = bucket.sources[number], bucket.offsets[number]
+            if offset >= end:
+                break
+            first, last = max(offset, start), min(offset + source.numel(), end)
+            if first >= last:
+                continue
+            block[done - start : first - start].zero_()
+            block[first - start : last - start].copy_(source[first - offset : last - offset])
+            done = last
+        block[done - start :].zero_()

@@ -1,0 +1,72 @@
+"""Whether the actions of a plan do anything: seen in the first steps under it, from counts that handlers keep anyway.
+
+A wrapper that a loop goes past, a second checkpoint around the first, an autocast switched off inside the model: all of
+them train on without a word, and without what the plan promised. The run stops there instead.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+
+from memwall.errors import MemwallError, NoEffectError
+
+__all__ = ["Effect", "Effects"]
+
+_log = logging.getLogger(__name__)
+
+PATIENCE_STEPS = 2
+"""After so many steps an action that has shown neither effect nor the lack of one is named in the log."""
+
+
+class Effect(Protocol):
+    """One applied action, watched until it is seen to have an effect."""
+
+    name: str
+    """What the plan's table calls it, and where it acts."""
+    expected: str
+    """What it should do in each step."""
+
+    def is_seen(self) -> bool:
+        """Whether it has done that."""
+
+    def contrary(self) -> str:
+        """What the steps so far show instead; "" while they show nothing, as where a block did not run."""
+
+    def close(self) -> None:
+        """Takes away what was only there to look."""
+
+
+class Effects:
+    """The effects of one applied plan; each is watched until it is seen."""
+
+    def __init__(self, effects: Iterable[Effect]) -> None:
+        self._open = list(effects)
+        self._num_steps = 0
+        self.failure: MemwallError | None = None
+        """What `check` raised: a loop may catch it."""
+
+    def check(self) -> None:
+        """To be called after each optimizer step.
+
+        Raises:
+            NoEffectError: an action has none.
+        """
+        if not self._open:
+            return
+        self._num_steps += 1
+        for effect in list(self._open):
+            if found := effect.contrary():
+                error = NoEffectError(action=effect.name, expected=effect.expected, found=found)
+                self.failure = error.without_frames()
+                raise error
+            if effect.is_seen():
+                effect.close()
+                self._open.remove(effect)
+        if self._open and self._num_steps == PATIENCE_STEPS:
+            names = ", ".join(effect.name for effect in self._open)
+            _log.info("not seen at work in the first %d steps, watched on: %s", PATIENCE_STEPS, names)
+
+    def close(self) -> None:
+        """Ends the watch."""
+        while self._open:
+            self._open.pop().close()

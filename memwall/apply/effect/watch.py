@@ -1,0 +1,74 @@
+"""Which effect to look for, for each action of a plan that was just applied."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from memwall.apply.effect.blocks import OffloadEffect, RecomputeEffect, Watched, own_weight
+from memwall.apply.effect.effect import Effect, Effects
+from memwall.apply.effect.memory import AllocatorEffect, PlacementEffect
+from memwall.apply.effect.numerics import AccumulationEffect, AutocastEffect
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, OptimizerPlacement, Recompute
+
+if TYPE_CHECKING:
+    from memwall.apply.applied import AppliedPlan
+
+__all__ = ["EFFECTS", "effects_of"]
+
+
+def effects_of(applied: "AppliedPlan") -> Effects:
+    """What to watch in the first steps; the actions that the training loop carries out itself are among it."""
+    made = (EFFECTS[type(action)](applied, action) for action in applied.plan.actions)
+    return Effects([effect for effect in made if effect is not None])
+
+
+def _recompute(applied: "AppliedPlan", action: Action) -> Effect | None:
+    assert isinstance(action, Recompute)
+    outer = [a.block for a in applied.plan.actions if isinstance(a, Recompute) and a.block != action.block]
+    is_nested = any(action.block.startswith(f"{block}.") for block in outer)
+    watched = _watched(applied, action.block)
+    return None if watched is None else RecomputeEffect(action, watched, is_nested=is_nested)
+
+
+def _offload(applied: "AppliedPlan", action: Action) -> Effect | None:
+    assert isinstance(action, Offload)
+    watched = _watched(applied, action.block)
+    return None if watched is None else OffloadEffect(action, watched)
+
+
+def _watched(applied: "AppliedPlan", path: str) -> Watched | None:
+    """A wrapped block. The model as one block is wrapped while it is being called: that call says nothing."""
+    assert applied.executor is not None
+    module, counts = applied.executor.wrapped(path)
+    if module is applied.model:
+        return None
+    return Watched(module, counts, own_weight(applied.model, module))
+
+
+def _accumulate(applied: "AppliedPlan", action: Action) -> Effect:
+    assert isinstance(action, Accumulate)
+    return AccumulationEffect(action, applied.model, None if Accumulate in applied.set_by_loop else applied.micro)
+
+
+def _autocast(applied: "AppliedPlan", action: Action) -> Effect:
+    assert isinstance(action, Autocast)
+    return AutocastEffect(action, applied.model)
+
+
+def _allocator(applied: "AppliedPlan", action: Action) -> Effect:
+    assert isinstance(action, AllocatorReuse)
+    return AllocatorEffect(action, applied.allocator)
+
+
+def _placement(applied: "AppliedPlan", action: Action) -> Effect:
+    assert isinstance(action, OptimizerPlacement)
+    return PlacementEffect(action, applied.model, applied.keeper, lambda: applied.optimizer)
+
+
+EFFECTS: dict[type, Callable[["AppliedPlan", Action], Effect | None]] = {
+    Recompute: _recompute,
+    Offload: _offload,
+    Accumulate: _accumulate,
+    Autocast: _autocast,
+    AllocatorReuse: _allocator,
+    OptimizerPlacement: _placement,
+}

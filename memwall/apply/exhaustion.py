@@ -1,0 +1,109 @@
+"""Memory ran out: telling that failure from others, and what is known of it."""
+
+import errno
+import re
+import traceback
+
+import torch
+from msgspec import Struct
+
+from memwall.apply.step_borders import Phase
+from memwall.errors import OutOfMemoryError
+from memwall.trace.meter import Meter
+from memwall.units import format_bytes
+
+__all__ = ["Exhaustion", "as_error", "exhaustion_of", "forget_frames"]
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+# torch 2.11, c10/cuda/CUDACachingAllocator.cpp and c10/core/impl/alloc_cpu.cpp; numpy 2, _ArrayMemoryError.
+_ASKED = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|KiB|MiB|GiB)")
+# Failures of allocation that torch raises as a plain RuntimeError: its CPU allocator, the CUDA driver, cuBLAS, cuDNN.
+_RUNTIME = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|CUDA error: out of memory|"
+    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(?:INTERNAL_ERROR_HOST_)?ALLOC\w*_FAILED"
+)
+_ELSEWHERE = {
+    "evaluation": "evaluate smaller batches, and keep less of what they give",
+    "saving": "save straight to a file, one part after the other, not into memory",
+    "between steps": "look for what allocates there, before or after the training step",
+}
+
+
+class Exhaustion(Struct, frozen=True, kw_only=True):
+    """One failure to get memory."""
+
+    phase: Phase
+    asked_bytes: int
+    """What could not be had; 0 where the failure does not say."""
+    held_bytes: int
+    """What the process held at most since the phase's step began, which it is certain that it can have."""
+
+
+def exhaustion_of(error: BaseException, phase: Phase, meter: Meter) -> Exhaustion | None:
+    """What a failure says, if it is one to get memory; None of any other.
+
+    Args:
+        meter: of the device that the model is on.
+    """
+    if not _is_exhaustion(error):
+        return None
+    if phase == "forward" and _came_through_backward(error):
+        phase = "backward"
+    found = _ASKED.search(str(error))
+    asked_bytes = int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
+    return Exhaustion(phase=phase, asked_bytes=asked_bytes, held_bytes=max(meter.now_bytes(), meter.peak_bytes()))
+
+
+def as_error(
+    found: Exhaustion, *, num_steps: int, budget_bytes: int, reason: str, next_budget_bytes: int
+) -> OutOfMemoryError:
+    """The error that ends a run.
+
+    Args:
+        num_steps: that were complete.
+        reason: why a training step cannot be done again.
+        next_budget_bytes: the budget to run again with, 0 if there is none for which less is needed.
+    """
+    asked = format_bytes(found.asked_bytes) if found.asked_bytes else "memory"
+    budget = f" of a budget of {format_bytes(budget_bytes)}" if budget_bytes else ""
+    elsewhere = _ELSEWHERE.get(found.phase)
+    if elsewhere is not None:
+        where = f"in {found.phase}" if found.phase != "between steps" else "outside any training step"
+        where += f", after step {num_steps}" if num_steps else ", before the first step"
+        reason, advice, next_budget_bytes = "the training batch and its plan stay as they are", elsewhere, 0
+    else:
+        where = f"in the {found.phase} of step {num_steps + 1}"
+        advice = "use a smaller batch and accumulate, or give the process more memory"
+        if next_budget_bytes:
+            advice = f"run again with a budget of {format_bytes(next_budget_bytes)}, for which a plan needs less"
+    return OutOfMemoryError(
+        f"out of memory {where}: {asked} could not be had while the process held "
+        f"{format_bytes(found.held_bytes)}{budget}; {reason}; {advice}",
+        phase=found.phase,
+        asked_bytes=found.asked_bytes,
+        held_bytes=found.held_bytes,
+        next_budget_bytes=next_budget_bytes,
+    )
+
+
+def forget_frames(error: BaseException) -> None:
+    """Lets go of the tensors that the frames of a failure hold, and of the failures that led to it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if seen.__traceback__ is not None:
+            traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
+def _is_exhaustion(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _RUNTIME.search(str(error)) is not None
+
+
+def _came_through_backward(error: BaseException) -> bool:
+    names = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name == "_engine_run_backward" for name in names)  # torch/autograd/graph.py, since torch 2.2

@@ -1,0 +1,242 @@
+"""The plan of a running session: recorded for, made, applied, replaced, taken back."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import nn
+
+from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.applied import AppliedPlan
+from memwall.apply.exhaustion import Exhaustion
+from memwall.apply.measurements import Measurements
+from memwall.apply.microbatch import MicroBatches
+from memwall.apply.optimizer_state.keeper import StateKeeper, can_place
+from memwall.apply.planning import MAX_REPLANS, planned, planned_after, planned_again
+from memwall.apply.precision import LowerPrecision, lower_dtype
+from memwall.apply.recorded_step import RecordedStep
+from memwall.errors import InfeasibleError, MemwallError
+from memwall.plan.actions import AllocatorReuse
+from memwall.plan.blocks import find_blocks
+from memwall.plan.legality import can_autocast
+from memwall.plan.planfile import Plan
+from memwall.plan.search import Settings, steady_step
+from memwall.trace.records import Trace
+from memwall.units import format_bytes
+
+__all__ = ["LivePlan"]
+
+_log = logging.getLogger(__name__)
+
+
+class LivePlan:
+    """See the module. A session tells it when; every method is to be called between two steps.
+
+    Args:
+        settings: what the user asked for.
+        plan: one that was given; None where it is to be made from a recorded step.
+        measured: where moved bytes and planning are counted.
+        on_plan: called when a plan stands, before it is applied.
+        set_by_loop: records of actions that the training loop carries out itself.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plan: Plan | None,
+        *,
+        measured: Measurements,
+        on_plan: Callable[[], None],
+        set_by_loop: tuple[type, ...],
+    ) -> None:
+        self.settings, self.plan = settings, plan
+        self.budget_bytes = settings.budget_bytes
+        """What was asked for; settings have less once it turned out that less is there."""
+        self.trace: Trace | None = None
+        self.is_given = plan is not None
+        self.is_cooperative = False
+        """Whether the loop takes its micro-batches from the session."""
+        self.allocator = AllocatorHandler()
+        self.keeper = StateKeeper(settings.disk, settings.disk_capacity_bytes)
+        self.micro = MicroBatches()
+        self.recorded: RecordedStep | None = None
+        self.applied: AppliedPlan | None = None
+        self._measured, self._on_plan, self._set_by_loop = measured, on_plan, set_by_loop
+        self._undo_autocast: Callable[[], None] | None = None
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """What failed where no hook of the session sees the error pass: a transfer in autograd, an action's effect."""
+        applied = () if self.applied is None else (self.applied.engine, self.applied.effects)
+        parts = (self.recorded, *applied, self.keeper)
+        return next((part.failure for part in parts if part and part.failure), None)
+
+    # -- the recorded step -------------------------------------------------------------------------------------------
+
+    def record(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Begins to record the step whose first forward is about to be called.
+
+        Raises:
+            StoreError: the disk cannot be used.
+        """
+        self.recorded = RecordedStep(
+            model, optimizer, settings=self.settings, allocator=self.allocator, keeper=self.keeper
+        )
+
+    def stop_recording(self) -> None:
+        """Takes the recording away, if there is one."""
+        if self.recorded is not None:
+            self.recorded.stop()
+            self._measured.bytes_to_tier += self.recorded.moved_bytes
+            self._measured.first_step_bytes_to_tier += self.recorded.moved_bytes + self._count_state_bytes()
+            self.recorded = None
+
+    def make(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_running: bool) -> bool:
+        """Plans from the recorded step, and applies the plan.
+
+        Args:
+            is_running: whether the model's forward is being called right now, by a hook before it.
+
+        Returns:
+            False if the next step has to be recorded, in lower precision, which the user allowed: from observed bytes,
+            not halved ones.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        assert self.recorded is not None
+        begin = time.perf_counter()
+        self.trace, peak_bytes = self.recorded.finish(optimizer)
+        self.stop_recording()
+        self._measured.note_first_step(peak_bytes)
+        try:
+            self.trace, self.plan = planned(self.trace, self._present_settings(optimizer), self.allocator)
+        except InfeasibleError:
+            if can_autocast(self.trace, self.settings.allow) is not None:
+                raise
+            dtype = lower_dtype(self.trace.device)
+            _log.info("nothing fits in the present precision; recording the next step under %s autocast", dtype)
+            self.settings = msgspec.structs.replace(self.settings, autocast=dtype)
+            self._undo_autocast = LowerPrecision(model, dtype, is_running=is_running).undo
+            return False
+        self._measured.plan_seconds = time.perf_counter() - begin
+        self.apply(model, optimizer, is_running=is_running)
+        return True
+
+    # -- in effect ---------------------------------------------------------------------------------------------------
+
+    def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_running: bool) -> None:
+        """Applies the plan that stands.
+
+        Raises:
+            MemwallError: an action cannot be applied here.
+        """
+        assert self.plan is not None
+        self._on_plan()
+        self._end_autocast()  # the plan's own action takes its place
+        order = () if self.trace is None else tuple(b.path for b in find_blocks(self.trace, steady_step(self.trace)))
+        applied = AppliedPlan(
+            model,
+            self.plan,
+            block_order=order,
+            disk=self.settings.disk,
+            disk_capacity_bytes=self.settings.disk_capacity_bytes,
+            allocator=self.allocator,
+            micro=self.micro,
+            is_cooperative=self.is_cooperative,
+            is_running=is_running,
+            set_by_loop=self._set_by_loop,
+            optimizer=optimizer,
+            keeper=self.keeper,
+        )
+        if not any(isinstance(action, AllocatorReuse) for action in self.plan.actions):
+            self.allocator.undo()
+        applied.apply()
+        self._measured.first_step_bytes_to_tier += self._count_state_bytes()
+        self.applied = applied
+        self._measured.note_peak()
+        self.allocator.trim()
+        self._measured.begin_plan(None if self.trace is None else self.trace.base_bytes)
+        forecast = self.plan.forecast
+        _log.info("plan applied: %d actions, %s", len(self.plan.actions), format_bytes(forecast.peak.process_bytes))
+
+    def replace(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, excess_bytes: int) -> bool:
+        """Charges what was measured beyond the forecast to the process, plans with that, and applies the plan.
+
+        Returns:
+            Whether that may be done once more.
+        """
+        assert self.trace is not None
+        found = planned_again(self.trace, self._present_settings(optimizer), excess_bytes)
+        if found is None:
+            return False
+        self._measured.num_replans += 1
+        self._change_to(*found, model, optimizer, is_running=True)
+        return self._measured.num_replans < MAX_REPLANS
+
+    def replace_after(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Exhaustion) -> bool:
+        """Plans from a failure to get memory, and applies the plan.
+
+        Returns:
+            False if no plan needs less than the present one.
+        """
+        assert self.trace is not None
+        assert self.plan is not None
+        self.allocator.trim()
+        made = planned_after(self.trace, self._present_settings(optimizer), self.plan, found)
+        if made is None:
+            return False
+        trace, settings, plan = made
+        self.settings = msgspec.structs.replace(self.settings, budget_bytes=settings.budget_bytes)
+        self._change_to(trace, plan, model, optimizer, is_running=False)
+        return True
+
+    def _change_to(
+        self, trace: Trace, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_running: bool
+    ) -> None:
+        self.take_back(keeps_state=True)
+        self.trace, self.plan = trace, plan
+        # What was measured so far was another plan's.
+        self._measured.peak_bytes, self._measured.step_seconds = 0, []
+        self.apply(model, optimizer, is_running=is_running)
+
+    def take_back(self, *, keeps_state: bool = False) -> None:
+        """The model is as before.
+
+        Args:
+            keeps_state: leave the optimizer's state where it is, for the plan that follows.
+        """
+        self._count_state_bytes()
+        if self.applied is not None:
+            out_bytes, in_bytes = self.applied.moved_bytes
+            self._measured.bytes_to_tier += out_bytes
+            self._measured.bytes_from_tier += in_bytes
+            applied, self.applied = self.applied, None
+            applied.undo(keeps_state=keeps_state)
+        if not keeps_state:
+            self.keeper.bring_back()
+
+    def end(self) -> None:
+        """The process is as before, too."""
+        self._end_autocast()
+        self.allocator.undo()
+
+    def _end_autocast(self) -> None:
+        if self._undo_autocast is not None:
+            self._undo_autocast()
+            self._undo_autocast = None
+
+    def _count_state_bytes(self) -> int:
+        """Counts what of the optimizer's state was moved since the last time; returns the bytes written."""
+        out_bytes, in_bytes = self.keeper.moved_bytes()
+        self._measured.bytes_to_tier += out_bytes
+        self._measured.bytes_from_tier += in_bytes
+        return out_bytes
+
+    def _present_settings(self, optimizer: torch.optim.Optimizer | None) -> Settings:
+        """What the user asked for, and what of it this loop and its optimizer allow."""
+        return msgspec.structs.replace(
+            self.settings, allow_accumulation=self.is_cooperative, can_move_state=can_place(optimizer)
+        )

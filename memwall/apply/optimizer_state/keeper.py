@@ -1,0 +1,174 @@
+"""Where a session's optimizer state is: in memory until a step or a plan moves it, and carried over between plans."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.optimizer_state.on_disk import OptimizerState, open_optimizer_state
+from memwall.apply.optimizer_state.shares import expected_state_bytes
+from memwall.apply.partial_step import inner_step_of
+from memwall.errors import ApplyError, MemwallError, StoreError
+from memwall.plan.actions import OptimizerPlacement
+from memwall.plan.placement import MIN_STATE_BYTES, bucket_choices
+from memwall.trace.meter import process_bytes
+from memwall.units import format_bytes
+
+__all__ = ["StateKeeper", "can_place"]
+
+_log = logging.getLogger(__name__)
+
+# Beside the state, a step makes temporaries of a parameter's size, and Python objects.
+_TEMPORARIES = 2
+_SLACK_BYTES = 16 << 20
+
+
+def can_place(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether an optimizer's state can be on disk between steps; of an unknown one nothing speaks against it."""
+    try:
+        if optimizer is not None:
+            inner_step_of(optimizer)
+    except ApplyError:
+        return False
+    return True
+
+
+class StateKeeper:
+    """Holds the state of one optimizer, or nothing.
+
+    Args:
+        disk: directory; None for the default one.
+        capacity_bytes: what a plan may use of it.
+    """
+
+    def __init__(self, disk: str | None, capacity_bytes: int | None) -> None:
+        self._disk, self._capacity_bytes = disk, capacity_bytes
+        self._state: OptimizerState | None = None
+        self._close: Callable[[], None] | None = None
+        self._counted = (0, 0)
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """The first transfer that failed in a step."""
+        return self._state.failure if self._state is not None else None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether state is on disk, or would be if there were any."""
+        return self._state is not None
+
+    @property
+    def away_bytes(self) -> int:
+        """State that is on disk now."""
+        return self._state.away_bytes if self._state is not None else 0
+
+    def place(self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement) -> None:
+        """Puts the state where a plan has it, from wherever it is.
+
+        Raises:
+            ApplyError: the optimizer cannot be stepped in parts.
+            StoreError: the directory is missing, read-only, full, or a RAM disk.
+        """
+        if self._state is not None:
+            self._state.end_recording()
+            self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
+            return
+        self._state, self._close = open_optimizer_state(
+            optimizer,
+            disk=self._disk,
+            capacity_bytes=self._capacity_bytes,
+            resident_bytes=action.resident_bytes,
+            bucket_bytes=action.bucket_bytes,
+            min_bytes=action.min_bytes,
+        )
+
+    def spill_recorded(
+        self,
+        optimizer: torch.optim.Optimizer,
+        allocator: AllocatorHandler,
+        *,
+        budget_bytes: int,
+        coming_bytes: int = 0,
+        used_bytes: int = 0,
+    ) -> bool:
+        """Has a step that is being recorded keep its state on disk, if the budget has no room for it in memory.
+
+        Args:
+            coming_bytes: what the step makes before its optimizer runs.
+            used_bytes: what else of the step is on the disk.
+
+        Returns:
+            Whether the state is, or will be, on disk.
+        """
+        if self._state is not None or not _lacks_room(optimizer, allocator, budget_bytes - coming_bytes):
+            return self._state is not None
+        sizes = [
+            num_bytes
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (num_bytes := expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES))
+        ]
+        try:
+            self._state, self._close = open_optimizer_state(
+                optimizer,
+                disk=self._disk,
+                capacity_bytes=None if self._capacity_bytes is None else max(0, self._capacity_bytes - used_bytes),
+                resident_bytes=0,
+                bucket_bytes=bucket_choices(sizes)[0],
+                min_bytes=MIN_STATE_BYTES,
+                is_recorded=True,
+            )
+        except (ApplyError, StoreError) as reason:
+            _log.info("the first step keeps the optimizer's state in memory: %s", reason)
+            return False
+        return True
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While a recorder looks at the optimizer's state."""
+        with self._state.shown() if self._state is not None else nullcontext():
+            yield
+
+    def bring_back(self) -> None:
+        """All state is in memory again, and nothing on disk.
+
+        Raises:
+            StoreError: state cannot be read back, and no step has failed for that reason before.
+        """
+        close, self._close = self._close, None
+        try:
+            if close is not None:
+                close()
+        finally:
+            counts = self._counts()
+            self._counted = (self._counted[0] - counts[0], self._counted[1] - counts[1])
+            self._state = None
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes written to disk and read from it since this was asked last."""
+        counts = self._counts()
+        moved = counts[0] - self._counted[0], counts[1] - self._counted[1]
+        self._counted = counts
+        return moved
+
+    def _counts(self) -> tuple[int, int]:
+        return (self._state.bytes_written, self._state.bytes_read) if self._state is not None else (0, 0)
+
+
+def _lacks_room(optimizer: torch.optim.Optimizer, allocator: AllocatorHandler, budget_bytes: int) -> bool:
+    """Whether a step that keeps its state in memory would pass the budget."""
+    new_bytes = largest_bytes = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            largest_bytes = max(largest_bytes, parameter.numel() * parameter.element_size())
+            if not optimizer.state.get(parameter):
+                new_bytes += expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES)
+    room_bytes = budget_bytes - new_bytes - _TEMPORARIES * largest_bytes - _SLACK_BYTES
+    if process_bytes() > room_bytes:
+        allocator.trim()  # free pages are given back before the budget is passed anyway
+    lacks = process_bytes() > room_bytes
+    if lacks:
+        _log.info("the first step's %s of optimizer state go to disk", format_bytes(new_bytes))
+    return lacks

@@ -1,0 +1,56 @@
+"""Disk space that outlives the process, while a run is committed: state that lives on disk anyway is written there.
+
+Then a commit has nothing to write of it: it names the extents that the last step has written.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from memwall.store.buckets import Bucket
+from memwall.store.transfer import TransferPool
+
+__all__ = ["KeepsBuckets", "KeptSpace", "kept_space", "set_kept_space"]
+
+
+class KeepsBuckets(Protocol):
+    """What has an optimizer's state on disk."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Whose state it is."""
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """What is on disk between two steps."""
+
+    def fill(self, load: Callable[[Sequence[Tensor]], None]) -> None:
+        """Takes over the state of another process, a few parameters' at a time, which `load` puts in its place."""
+
+
+class KeptSpace:
+    """The data file of a checkpoint, and who else writes to it."""
+
+    def __init__(self, pool: TransferPool) -> None:
+        self.pool = pool
+        self.tenant: KeepsBuckets | None = None
+
+    def tenant_of(self, optimizer: torch.optim.Optimizer) -> KeepsBuckets | None:
+        """What has state of this optimizer on disk."""
+        return None if self.tenant is None or self.tenant.optimizer is not optimizer else self.tenant
+
+
+_present: KeptSpace | None = None
+
+
+def kept_space() -> KeptSpace | None:
+    """The space of this process's run, if it is committed."""
+    return _present
+
+
+def set_kept_space(space: KeptSpace | None) -> None:
+    """Says where state that moves to disk from now on is to be."""
+    global _present
+    _present = space

@@ -1,0 +1,132 @@
+"""The first step of a run, recorded under the safest plan there is.
+
+Every large saved tensor leaves the device, free memory goes back to the system before the budget is passed, and the
+optimizer's state goes to disk bucket by bucket, as it is made, where the budget has no room for all of it.
+"""
+
+import torch
+from torch import nn
+
+from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.measurements import standing_bytes
+from memwall.apply.optimizer_state.keeper import StateKeeper
+from memwall.apply.parking import Parked
+from memwall.errors import MemwallError
+from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.plan.placement import MIN_STATE_BYTES
+from memwall.plan.settings import Settings
+from memwall.predict.process import calibrated
+from memwall.trace.meter import meter_of
+from memwall.trace.record import TraceBuilder
+from memwall.trace.records import Trace
+
+__all__ = ["RecordedStep"]
+
+
+class RecordedStep:
+    """Records from its construction, within the model's first forward, until `finish` or `stop`.
+
+    Raises:
+        StoreError: the disk cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        settings: Settings,
+        allocator: AllocatorHandler,
+        keeper: StateKeeper,
+    ) -> None:
+        self._model, self._settings, self._allocator, self._keeper = model, settings, allocator, keeper
+        self._peak_before_optimizer_bytes = 0
+        self.moved_bytes = 0
+        """Saved tensors that left the device; known once the recording has ended."""
+        self._builder: TraceBuilder | None = None
+        self._parked: Parked | None = Parked(
+            [model],
+            disk=settings.disk,
+            capacity_bytes=settings.disk_capacity_bytes,
+            window_bytes=WINDOW_BYTES,
+            min_bytes=MIN_MOVED_BYTES,
+        )
+        try:
+            self._start(optimizer)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, optimizer: torch.optim.Optimizer | None) -> None:
+        assert self._parked is not None
+        self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
+        self._builder = TraceBuilder([self._model], self._parked.engine)
+        with self._keeper.shown():
+            self._builder.start_step(optimizer, running_root=self._model)
+        if optimizer is not None and optimizer.state and self._is_on_cpu:
+            # The step needs room for gradients and for moving tensors, beside the state that is there.
+            gradients = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
+            self._spill(optimizer, coming_bytes=gradients + WINDOW_BYTES)
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """A transfer of saved tensors that failed inside autograd, where no hook sees the error pass."""
+        return self._parked.engine.failure if self._parked is not None else None
+
+    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """To be called before the optimizer's step."""
+        if not self._peak_before_optimizer_bytes:
+            self._peak_before_optimizer_bytes = meter_of(self._model).peak_bytes()
+        if self._is_on_cpu:
+            self._spill(optimizer)
+
+    def finish(self, optimizer: torch.optim.Optimizer | None) -> tuple[Trace, int]:
+        """Ends the recording.
+
+        Returns:
+            The trace, and the step's peak in bytes of the process.
+
+        Raises:
+            TraceError: it was no whole step.
+        """
+        assert self._parked is not None
+        assert self._builder is not None
+        builder, machine = self._builder, self._parked.machine
+        with self._keeper.shown():
+            step = builder.finish_step(optimizer)
+        window_bytes = self._parked.engine.staging_bytes
+        self.stop()
+        self._allocator.trim()
+        trace = builder.trace(optimizer, machine=machine, autocast=self._settings.autocast or "none")
+        trace = calibrated(
+            trace,
+            base_bytes=meter_of(self._model).base_bytes(standing_bytes(self._model, optimizer, trace)),
+            window_bytes=window_bytes,
+            min_bytes=MIN_MOVED_BYTES,
+            away_min_bytes=MIN_STATE_BYTES if self._keeper.is_away else None,
+            peak_before_optimizer_bytes=self._peak_before_optimizer_bytes,
+        )
+        return trace, step.process_peak_bytes
+
+    def stop(self) -> None:
+        """Takes the recording away. Safe to call twice."""
+        if self._builder is not None:
+            self._builder.cancel_step()
+            self._builder = None
+        if self._parked is not None:
+            self.moved_bytes = self._parked.close()
+            self._parked = None
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return all(parameter.device.type == "cpu" for parameter in self._model.parameters())
+
+    def _spill(self, optimizer: torch.optim.Optimizer, coming_bytes: int = 0) -> None:
+        used_bytes = self._parked.engine.bytes_written if self._parked is not None else 0
+        self._keeper.spill_recorded(
+            optimizer,
+            self._allocator,
+            budget_bytes=self._settings.budget_bytes,
+            coming_bytes=coming_bytes,
+            used_bytes=used_bytes,
+        )

@@ -1,0 +1,285 @@
+"""Gradients on disk between the backward that made them and the step that uses them.
+
+`parameter.grad` is then a tensor without elements. Reading from it reads the disk, an operation at a time; what scales
+or clips it in place is noted and done when its elements are next in memory; what cannot be done so brings it back for
+good. Clipping by norm therefore runs torch's own code, on a few gradients at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memwall.errors import ApplyError
+from memwall.store.paged import PagedTensor, WriteBehind
+from memwall.store.transfer import TransferPool
+
+__all__ = ["GradientStore", "Reductions", "SpilledGradient"]
+
+_aten: Any = torch.ops.aten
+# Written in place, element by element, from numbers alone: these may wait.
+_DEFERRED = frozenset(
+    (
+        *(_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar, _aten.neg_.default),
+        *(_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default, _aten.zero_.default),
+    )
+)
+
+Operation = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""An operation on a gradient: what is called, the arguments that follow it, and those by name."""
+
+
+class Reductions:
+    """Single numbers that the loop has asked of gradients, such as their norms.
+
+    Once asked for, each is computed as soon as a gradient is there, so that clipping need not read it again.
+    """
+
+    def __init__(self) -> None:
+        self._operations: dict[str, Operation] = {}
+
+    def note(self, operation: Operation) -> None:
+        """Compute it of every gradient from now on, unless it depends on other tensors."""
+        name = _name(operation)
+        if name is not None:
+            self._operations[name] = operation
+
+    def of(self, gradient: Tensor) -> dict[str, Tensor]:
+        """All of them, by name."""
+        return {name: func(gradient, *args, **kwargs) for name, (func, args, kwargs) in self._operations.items()}
+
+
+class GradientStore:
+    """Where one parameter's gradient is, over all steps.
+
+    Args:
+        pool: the threads and the file.
+        writes: takes gradients to be written.
+        reductions: what to compute of each gradient while it is in memory.
+        parameter: gives dtype, shape and strides.
+        label: names the gradient in an error.
+        put_back: makes a tensor in memory the parameter's gradient.
+    """
+
+    def __init__(
+        self,
+        pool: TransferPool,
+        writes: WriteBehind,
+        reductions: Reductions,
+        parameter: Tensor,
+        label: str,
+        put_back: Callable[[Tensor], None],
+    ) -> None:
+        self._pool, self._writes, self._reductions = pool, writes, reductions
+        self.label, self._put_back = label, put_back
+        self._like = parameter
+        self._paged: PagedTensor | None = None
+        self._numbers: dict[str, Tensor] = {}
+        self._deferred: list[Operation] = []
+        # How many of these are done in memory; on disk none is.
+        self._num_done = 0
+        self.handle: SpilledGradient | None = None
+        """Stands for the gradient; None while there is none here."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory it takes."""
+        return self._paged.num_bytes if self._paged is not None and self._paged.is_resident else 0
+
+    @property
+    def address(self) -> int:
+        """Where its elements lie whenever they are in memory."""
+        return self._paged_tensor().tensor.data_ptr()
+
+    def add(self, new: Tensor) -> None:
+        """Takes what a backward has computed: the gradient, or one more term of it."""
+        if self.handle is None:
+            paged = self._paged_tensor()
+            paged.overwrite()
+            paged.tensor.copy_(new)
+            self.handle = SpilledGradient(self, paged.tensor)
+        else:
+            self.load()
+            paged = self._paged_tensor()
+            paged.changed()
+            # What autograd does with a second gradient (AccumulateGrad): the sum so far += the new one.
+            paged.tensor.add_(new)
+        self._deferred, self._num_done = [], 0
+        self._numbers = self._reductions.of(paged.tensor)
+        self.unload()
+
+    def begin_load(self) -> None:
+        """Begins to read it, if there is one."""
+        if self.handle is not None:
+            self._paged_tensor().begin_read()
+
+    def load(self) -> Tensor:
+        """The gradient, in memory until `unload`."""
+        paged = self._paged_tensor()
+        if not paged.is_here:
+            self._num_done = 0
+        paged.want()
+        if self._num_done < len(self._deferred):
+            paged.finish_write()
+            # On disk it stays as it was: what is noted is done again at the next load.
+            for func, args, kwargs in self._deferred[self._num_done :]:
+                func(paged.tensor, *args, **kwargs)
+            self._num_done = len(self._deferred)
+        return paged.tensor
+
+    def unload(self) -> None:
+        """Gives its memory up, after writing it if it is new."""
+        if self.handle is not None:
+            self._writes.put_away(self._paged_tensor())
+
+    def defer(self, operation: Operation) -> None:
+        """Notes what is to be done to the gradient when it is next in memory."""
+        self._deferred.append(operation)
+        self._numbers = {}
+
+    def drop(self) -> None:
+        """Forgets the gradient; its place on disk is kept for the next one."""
+        if self.handle is not None:
+            self.handle, self._deferred, self._numbers = None, [], {}
+            self._paged_tensor().let_go()
+
+    def take(self) -> Tensor:
+        """Puts the gradient back into memory for good."""
+        assert self.handle is not None
+        handle, taken = self.handle, self.load().clone()
+        self.drop()
+        handle.taken = taken
+        self._put_back(taken)
+        return taken
+
+    def forget(self) -> None:
+        """Gives its place on disk up too."""
+        self.drop()
+        if self._paged is not None:
+            self._paged.forget()
+
+    def compute(self, operation: Operation) -> Any:
+        """What an operation that writes nothing makes of the gradient."""
+        known = self._numbers.get(_name(operation) or "")
+        if known is not None:
+            return known.clone()
+        func, args, kwargs = operation
+        try:
+            found = func(self.load(), *args, **kwargs)
+        finally:
+            self.unload()
+        if isinstance(found, Tensor) and found.numel() == 1:
+            self._reductions.note(operation)
+        return found
+
+    def _paged_tensor(self) -> PagedTensor:
+        if self._paged is None:
+            self._paged = PagedTensor(self._pool, self._like, self.label)
+        return self._paged
+
+
+class SpilledGradient(Tensor):
+    """Stands for a gradient whose elements are on disk."""
+
+    _store: GradientStore
+    taken: Tensor | None
+    """The gradient, once it is in memory for good."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, store: GradientStore, like: Tensor) -> "SpilledGradient":
+        made: SpilledGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made._store, made.taken = store, None
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SpilledGradient(size={tuple(self.size())}, dtype={self.dtype})"
+
+    def data_ptr(self) -> int:
+        """Where its elements lie whenever they are in memory."""
+        return self.taken.data_ptr() if self.taken is not None else self._store.address
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        away = list(dict.fromkeys(v for v in tree_leaves((args, kwargs)) if isinstance(v, SpilledGradient)))
+        away = [handle for handle in away if handle.is_away()]
+        if len(away) == 1 and away[0] is args[0]:
+            operation = (func, args[1:], kwargs)
+            if func in _DEFERRED and all(_is_number(value) for value in tree_leaves((args[1:], kwargs))):
+                away[0]._store.defer((func, *tree_map(_own, (args[1:], kwargs))))
+                return away[0]
+            if not func._schema.is_mutable and not func.is_view:
+                return away[0]._store.compute(operation)
+        return _run(func, args, kwargs, away)
+
+    def is_away(self) -> bool:
+        """Whether its elements must be read from disk.
+
+        Raises:
+            ApplyError: there are none any more: the gradient was dropped, by `zero_grad` say.
+        """
+        if self.taken is None and self._store.handle is not self:
+            raise ApplyError(
+                f"{self._store.label} was kept by the loop beyond the moment when it was dropped (zero_grad) or "
+                "replaced, and its elements are gone from the disk; clone() a gradient that is needed later"
+            )
+        return self.taken is None
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], away: list[SpilledGradient]) -> Any:
+    """Runs an operation on gradients in memory: for its time only, or for good if it writes to them or makes views."""
+    written = {id(value) for value in tree_leaves(_written(func, args, kwargs))}
+    in_memory: dict[int, Tensor] = {}
+    loaded: list[GradientStore] = []
+    try:
+        for handle in away:
+            if func.is_view or id(handle) in written:
+                in_memory[id(handle)] = handle._store.take()
+            else:
+                loaded.append(handle._store)
+                in_memory[id(handle)] = handle._store.load()
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, SpilledGradient):
+                return value
+            return in_memory.get(id(value), value.taken)
+
+        args, kwargs = tree_map(real, (args, kwargs))
+        return func(*args, **kwargs)
+    finally:
+        for store in loaded:
+            store.unload()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, SpilledGradient))
+
+
+def _own(value: Any) -> Any:
+    """The value as it is now, should a tensor of it change later."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _name(operation: Operation) -> str | None:
+    """The same for the same operation with the same numbers; None if it depends on other tensors."""
+    func, args, kwargs = operation
+    if any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs))):
+        return None
+    return f"{func} {args} {sorted(kwargs.items())}"

@@ -1,0 +1,393 @@
+"""Parameters and gradients on disk, a few blocks at a time in memory: forward, backward and step give the same bits.
+
+A block's forward brings its parameters in and lets them go. In backward the gradient of a block's output brings them
+back, the block before it is read ahead, and each gradient goes to disk as soon as autograd has accumulated it. A step
+has a few parameters, their gradients and their state in memory at a time; `OptimizerState` asks for them.
+"""
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.streaming.step import StreamedStep
+from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
+from memwall.apply.streaming.units import StreamedForward, Unit, find_units, repeated_blocks, tensors_in
+from memwall.errors import ApplyError, MemwallError, StoreError
+from memwall.store.location import check_directory, default_directory
+from memwall.store.scratch import ScratchFile
+from memwall.store.transfer import TransferPool
+from memwall.units import format_bytes
+
+__all__ = ["ParameterStreaming", "open_parameter_streaming"]
+
+_log = logging.getLogger(__name__)
+
+
+class _Stream:
+    """A unit with its parameters of the tier."""
+
+    def __init__(self, unit: Unit, members: Sequence[StreamedParameter]) -> None:
+        self.unit, self.members = unit, members
+
+
+class _Call:
+    """One run of a unit's forward that a backward may follow."""
+
+    __slots__ = ("__weakref__", "number", "previous", "stream")
+
+    def __init__(self, stream: _Stream, number: int, previous: "_Call | None") -> None:
+        self.stream, self.number = stream, number
+        # Only the graph keeps calls alive: many may never have a backward.
+        self.previous = weakref.ref(previous) if previous is not None else None
+
+
+class ParameterStreaming:
+    """Keeps the parameters and gradients of a model on disk until `undo`.
+
+    Args:
+        model: on the CPU.
+        tier: where parameters go; those of the model that are in it already stay there.
+        blocks: paths of the modules that are brought in as one; None finds what is repeated in the model.
+
+    Raises:
+        ApplyError: a block is missing or cannot be wrapped; nothing has changed then.
+        StoreError: no room on disk, or a transfer failed; the parameters are in memory as before then.
+    """
+
+    def __init__(self, model: nn.Module, tier: ParameterTier, *, blocks: Sequence[str] | None = None) -> None:
+        self._tier = tier
+        self.failure: MemwallError | None = None
+        """The first error in a backward: autograd passes it through the caller's code, which may drop it."""
+        self._handles: list[Any] = []
+        self._wrapped: list[tuple[nn.Module, Any, bool]] = []
+        # Forward: which stream follows which, as seen last time.
+        self._following: dict[tuple[bool, _Stream | None, _Stream], _Stream | None] = {}
+        self._path: tuple[_Stream | None, _Stream | None] = (None, None)
+        self._ahead: _Stream | None = None
+        self._kept: _Stream | None = None
+        # Backward.
+        self._numbers = itertools.count()
+        self._last_call: _Call | None = None
+        self._held: dict[_Stream, object] = {}
+        self._step = StreamedStep(tier)
+        units = find_units(model, repeated_blocks(model) if blocks is None else blocks)
+        _refuse_hooked(model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._order: list[_Stream] = []
+        self._adopted: dict[StreamedParameter, None] = {}
+        try:
+            for unit in units:
+                found = [tier.adopt(parameter, names[id(parameter)]) for parameter in unit.parameters]
+                members = [member for member in found if member is not None]
+                self._adopted.update(dict.fromkeys(members))
+                tier.put_away(members)
+                if members:
+                    self._order.append(_Stream(unit, members))
+            tier.writes.drain()
+            for stream in self._order:
+                self._wrap(stream)
+            for member in self._members():
+                self._watch_gradient(member)
+        except BaseException:
+            self.undo()
+            raise
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of the parameters that have their place on disk."""
+        return self._tier.num_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that streamed parameters and their gradients take now."""
+        return self._tier.resident_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes given to the disk so far."""
+        return self._tier.pool.bytes_written
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes fetched from the disk so far."""
+        return self._tier.pool.bytes_read
+
+    def undo(self) -> None:
+        """Brings everything back into memory and takes all hooks away.
+
+        Raises:
+            StoreError: bytes cannot be read back; those parameters raise when they are used.
+        """
+        for handle in self._handles:
+            handle.remove()
+        for module, forward, was_own in reversed(self._wrapped):
+            if was_own:
+                module.forward = forward
+            else:
+                del module.__dict__["forward"]
+        self._handles, self._wrapped = [], []
+        self._let_go_of_backward()
+        for member in self._members():
+            self._tier.give_up(member)
+
+    def _members(self) -> list[StreamedParameter]:
+        """The parameters of this model that are on disk."""
+        return [member for member in self._adopted if self._tier.get(member.parameter) is not None]
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def _wrap(self, stream: _Stream) -> None:
+        module, original = stream.unit.module, stream.unit.module.forward
+        was_own = "forward" in module.__dict__
+        try:
+            module.forward = StreamedForward(module, original, partial(self._run, stream))
+        except Exception as error:
+            raise ApplyError(
+                f"the forward of '{stream.unit.name}' ({type(module).__name__}) cannot be wrapped: {error}"
+            ) from error
+        self._wrapped.append((module, original, was_own))
+
+    def _run(self, stream: _Stream, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_in_backward = torch._C._current_autograd_node() is not None
+        self._enter(stream, is_in_backward)
+        try:
+            out = original(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self._watch_outputs(stream, out, (args, kwargs), is_in_backward)
+        finally:
+            self._leave(stream)
+        return out
+
+    def _enter(self, stream: _Stream, is_in_backward: bool) -> None:
+        if is_in_backward:
+            self._hold_recomputed(stream)
+        else:
+            if self.failure is not None:
+                raise self.failure.without_frames()
+            self._let_go_of_backward()
+            self._step.end()
+        self._tier.hold(stream.members, is_exposed=True)
+        if not is_in_backward:
+            self._read_ahead_of(stream)
+
+    def _read_ahead_of(self, stream: _Stream) -> None:
+        is_grad, (before_last, last) = torch.is_grad_enabled(), self._path
+        if last is not None:
+            self._following[is_grad, before_last, last] = stream
+        self._path = (last, stream)
+        ahead = self._following.get((is_grad, last, stream), self._after(stream))
+        if self._kept is not None and self._kept is not stream:
+            self._tier.put_away(self._kept.members)
+        self._stop_reading_ahead_but(ahead, stream)
+        # Where a backward follows the forward's last unit, that unit's is the next to come.
+        self._kept = stream if ahead is None else None
+        self._ahead = ahead
+        if ahead is not None:
+            self._tier.begin_read(ahead.members)
+
+    def _after(self, stream: _Stream) -> _Stream | None:
+        """The next in the order of the model, for the time when nothing was seen yet."""
+        place = self._order.index(stream) + 1
+        return self._order[place] if place < len(self._order) else None
+
+    def _stop_reading_ahead_but(self, *streams: _Stream | None) -> None:
+        """Lets go of what was read ahead, if it was for none of these."""
+        if self._ahead is not None and self._ahead not in streams:
+            self._tier.put_away(self._ahead.members)
+            for member in self._ahead.members:
+                member.gradient.unload()
+            self._ahead = None
+
+    def _leave(self, stream: _Stream) -> None:
+        if torch.is_grad_enabled():
+            for member in stream.members:
+                member.has_graph = True
+        self._tier.release(stream.members, is_exposed=True, is_kept=stream is self._kept)
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def _watch_outputs(self, stream: _Stream, out: Any, given: Any, is_in_backward: bool) -> None:
+        """Has the gradient of an output bring the unit back."""
+        taken = {id(tensor) for tensor in tensors_in(given)}
+        outputs = [t for t in tensors_in(out) if t.grad_fn is not None and id(t) not in taken]
+        begins: Callable[[Tensor], None] = partial(self._begin_recomputed, stream)
+        if outputs and not is_in_backward:
+            self._last_call = _Call(stream, next(self._numbers), self._last_call)
+            begins = partial(self._begin_backward, self._last_call)
+        for tensor in outputs:
+            tensor.register_hook(begins)
+        if not outputs and any(member.parameter.requires_grad for member in stream.members):
+            _log.warning(
+                "memwall finds no output of %s that a backward could begin at; its parameters stay in memory",
+                stream.unit.name or "the model",
+            )
+            for member in stream.members:
+                self._tier.give_up(member)
+
+    def _begin_backward(self, call: _Call, _: Tensor) -> None:
+        """Brings a unit back, lets go of those that autograd is done with, and begins to read the one before it."""
+        if self._last_call is not None:
+            self._last_call = None
+            before_last, last = self._path
+            if last is not None:
+                # What the forward did last is followed by its own backward.
+                self._following[True, before_last, last] = None
+            self._path = (None, None)
+        with self._noting_failure():
+            _refuse_graph_of_backward(call.stream)
+            self._hold(call.stream, call.number)
+            # Autograd runs what was computed later first, so units that were called later are done.
+            for stream, reason in list(self._held.items()):
+                if isinstance(reason, int) and reason > call.number:
+                    self._release_held(stream)
+            before = call.previous() if call.previous is not None else None
+            ahead = before.stream if before is not None else None
+            self._stop_reading_ahead_but(ahead, call.stream)
+            self._ahead = ahead
+            if ahead is not None and ahead is not call.stream:
+                self._tier.begin_read(ahead.members)
+                for member in ahead.members:
+                    member.gradient.begin_load()
+
+    def _begin_recomputed(self, stream: _Stream, _: Tensor) -> None:
+        with self._noting_failure():
+            _refuse_graph_of_backward(stream)
+            self._hold(stream, self._held.get(stream))
+
+    def _hold_recomputed(self, stream: _Stream) -> None:
+        """Has a unit in memory that runs again in backward, with the others that the same node has made run again."""
+        node = torch._C._current_autograd_node()
+        for other, reason in list(self._held.items()):
+            if not isinstance(reason, int) and reason is not node:
+                self._release_held(other)
+        self._hold(stream, self._held.get(stream, node))
+
+    def _hold(self, stream: _Stream, reason: object) -> None:
+        """Has a unit in memory until its backward is over.
+
+        Args:
+            reason: the number of the call whose backward begins, or the node that needs it to run again.
+        """
+        if not self._held:
+            torch.autograd.Variable._execution_engine.queue_callback(self._let_go_of_backward)
+        if stream not in self._held:
+            self._tier.hold(stream.members)
+            for member in stream.members:
+                member.has_graph = True
+        self._held[stream] = reason
+
+    def _release_held(self, stream: _Stream) -> None:
+        del self._held[stream]
+        self._tier.release(stream.members)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except MemwallError as error:
+            self.failure = self.failure or error.without_frames()
+            raise
+
+    def _let_go_of_backward(self) -> None:
+        """Ends a backward, or what is left of one that failed."""
+        if not self._held:
+            return
+        for member in self._members():
+            member.has_graph = False
+        for stream in list(self._held):
+            self._release_held(stream)
+        self._stop_reading_ahead_but()
+
+    def _watch_gradient(self, member: StreamedParameter) -> None:
+        def accumulated(_: Tensor) -> None:
+            if self._tier.get(member.parameter) is None:
+                return
+            with self._noting_failure():
+                if not member.values.is_here:
+                    raise ApplyError(
+                        f"backward used {member.name} before the gradient of its block's output was there, when its "
+                        "elements were on disk: an intermediate result left the block on another way than as its "
+                        "output; return it from forward, or plan without streaming parameters"
+                    )
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    member.spill_gradient()
+
+        if member.parameter.requires_grad:
+            self._handles.append(member.parameter.register_post_accumulate_grad_hook(accumulated))
+
+    # -- step ------------------------------------------------------------------------------------------------------
+
+    def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """An optimizer's step below its hooks that has a window of parameters and gradients in memory at a time.
+
+        Args:
+            inner: the step, of an optimizer that may be stepped a few parameters at a time (`inner_step_of`).
+        """
+        return self._step.around(inner)
+
+
+def _refuse_graph_of_backward(stream: _Stream) -> None:
+    """What a backward through the backward uses is not announced by any output's gradient."""
+    if torch.is_grad_enabled():
+        raise ApplyError(
+            f"backward through '{stream.unit.name}' was asked for with create_graph=True (as gradient penalties do), "
+            "which cannot be done with its parameters on disk; plan without streaming parameters"
+        )
+
+
+def _refuse_hooked(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ApplyError(
+                f"{name} has a hook that runs when its gradient is accumulated, as steps inside backward do; with "
+                "gradients on disk it would not see them; remove it, or plan without streaming parameters"
+            )
+
+
+def open_parameter_streaming(
+    model: nn.Module,
+    *,
+    disk: str | None,
+    capacity_bytes: int | None,
+    window_bytes: int,
+    min_bytes: int,
+    blocks: Sequence[str] | None = None,
+) -> tuple[ParameterStreaming, Callable[[], None]]:
+    """Puts a model's parameters and gradients on disk.
+
+    Returns:
+        Their keeper, and what brings them back and closes files and threads.
+
+    Raises:
+        ApplyError: a block is missing or cannot be wrapped.
+        StoreError: the directory is missing, read-only, full, or a RAM disk.
+    """
+    directory = disk if disk is not None else default_directory()
+    check_directory(directory)
+    pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
+    try:
+        tier = ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes)
+        streaming = ParameterStreaming(model, tier, blocks=blocks)
+    except BaseException:
+        pool.close()
+        raise
+    _log.info("%s of parameters are on disk in %s", format_bytes(streaming.away_bytes), directory)
+
+    def close() -> None:
+        try:
+            streaming.undo()
+        except StoreError as error:
+            if streaming.failure is None:
+                raise
+            _log.error("the parameters could not be brought back into memory: %s", error)
+        finally:
+            pool.close()
+
+    return streaming, close

@@ -1,0 +1,263 @@
+"""Parameters that live on disk, and come into memory for as long as somebody holds or uses them.
+
+A parameter keeps its identity: the optimizer's groups, tied modules and hooks refer to the same object as before. Its
+storage keeps its address too, so that what autograd has saved of it is valid again as soon as the bytes are back.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memwall.apply.streaming.gradients import GradientStore, Reductions
+from memwall.apply.streaming.guard import Guard, guarded, unguarded
+from memwall.store.buckets import can_move
+from memwall.store.paged import PagedTensor, WriteBehind
+from memwall.store.transfer import TransferPool
+from memwall.units import format_bytes
+
+__all__ = ["ParameterTier", "StreamedParameter"]
+
+_log = logging.getLogger(__name__)
+
+
+class StreamedParameter:
+    """One parameter of the tier; the guard of its uses."""
+
+    def __init__(self, tier: "ParameterTier", parameter: nn.Parameter, name: str) -> None:
+        self._tier, self.parameter, self.name = tier, parameter, name
+        self.num_holders = 0
+        """Blocks and steps that have it in memory now."""
+        self.num_exposures = 0
+        """Those of them that use it as a plain parameter."""
+        self.has_graph = False
+        """Whether a graph may have saved it, so that references to its storage tell nothing."""
+        self.values = PagedTensor(tier.pool, parameter.detach(), name)
+        self.values.tensor.copy_(parameter.detach())
+        self.gradient = GradientStore(
+            tier.pool, tier.writes, tier.reductions, self.values.tensor, f"the gradient of {name}", self._put_gradient
+        )
+        parameter.data = self.values.tensor
+        self._num_own_references, self._was_aliased = _num_references(parameter), False
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            parameter.grad = gradient
+            self.spill_gradient()
+        guarded(parameter, self)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that its elements and those of its gradient take."""
+        return (self.values.num_bytes if self.values.is_resident else 0) + self.gradient.resident_bytes
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether somebody else holds a tensor over its memory, and would see it vanish; with a graph, did before."""
+        if not self.has_graph:
+            self._was_aliased = _num_references(self.parameter) > self._num_own_references
+        return self._was_aliased
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient, here or away."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.gradient.handle is not None or self.parameter.grad is not None
+
+    def spill_gradient(self) -> None:
+        """Takes the gradient that lies in memory, if it is an ordinary one; to be called without guards."""
+        new = self.parameter.grad
+        if type(new) is Tensor and new.layout is torch.strided and new.dtype == self.parameter.dtype:
+            self.gradient.add(new)
+            self.parameter.grad = None
+
+    # -- the guard's side ------------------------------------------------------------------------------------------
+
+    def use(self, others: Sequence[Guard], run: Callable[[], Any]) -> Any:
+        """See `Guard`."""
+        return self._tier.use([self, *(other for other in others if isinstance(other, StreamedParameter))], run)
+
+    def get_gradient(self) -> Tensor | None:
+        """See `Guard`."""
+        return self.gradient.handle if self.gradient.handle is not None else self.parameter.grad
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        """See `Guard`."""
+        if value is None or value is not self.gradient.handle:
+            self.gradient.drop()
+            self.parameter.grad = value
+
+    def _put_gradient(self, value: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.parameter.grad = value
+
+
+class ParameterTier:
+    """Keeps parameters on disk.
+
+    Args:
+        pool: the threads and the file.
+        window_bytes: memory for parameters that are used outside blocks, and again for what waits to be written.
+        min_bytes: smaller parameters are not taken.
+    """
+
+    def __init__(self, pool: TransferPool, *, window_bytes: int, min_bytes: int) -> None:
+        self.pool, self.window_bytes, self.min_bytes = pool, window_bytes, min_bytes
+        self.writes = WriteBehind(window_bytes)
+        self.reductions = Reductions()
+        self._members: dict[int, StreamedParameter] = {}
+        # Used outside blocks, the longest ago first; in memory until the window is full.
+        self._used: dict[StreamedParameter, None] = {}
+
+    def __iter__(self) -> Iterator[StreamedParameter]:
+        return iter(self._members.values())
+
+    def get(self, parameter: Tensor) -> StreamedParameter | None:
+        """The record of a parameter; None if it stays in memory."""
+        return self._members.get(id(parameter))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that parameters and gradients of the tier take now."""
+        return sum(member.resident_bytes for member in self)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameters that have their place on disk."""
+        return sum(member.values.num_bytes for member in self)
+
+    @torch.no_grad()
+    def adopt(self, parameter: nn.Parameter, name: str) -> StreamedParameter | None:
+        """Takes a parameter, unless it is small, no plain CPU parameter, or shares its memory with another tensor.
+
+        Raises:
+            StoreError: no room on disk, or a transfer failed.
+        """
+        if id(parameter) in self._members:
+            return self._members[id(parameter)]
+        if type(parameter) is not nn.Parameter or parameter.is_inference():
+            return None
+        if _num_references(parameter) > _USUAL_REFERENCES or not can_move(parameter.detach(), self.min_bytes):
+            return None
+        if parameter.untyped_storage().nbytes() != parameter.nbytes:
+            return None
+        member = StreamedParameter(self, parameter, name)
+        self._members[id(parameter)] = member
+        return member
+
+    # -- in memory for a time --------------------------------------------------------------------------------------
+
+    def begin_read(self, members: Iterable[StreamedParameter]) -> None:
+        """Begins to bring parameters back."""
+        for member in members:
+            member.values.begin_read()
+
+    def hold(self, members: Sequence[StreamedParameter], *, is_exposed: bool = False) -> None:
+        """Returns with parameters in memory, until `release`.
+
+        Args:
+            members: the parameters.
+            is_exposed: as plain ones, which code may use in a graph; `parameter.grad` is then what lies in memory.
+
+        Raises:
+            StoreError: the bytes cannot be had, or came back different.
+        """
+        self.begin_read(members)
+        for member in members:
+            member.values.want()
+            _ = member.is_aliased  # as it is before a graph adds references
+            member.num_holders += 1
+            if is_exposed:
+                member.num_exposures += 1
+                unguarded(member.parameter)
+
+    def release(self, members: Sequence[StreamedParameter], *, is_exposed: bool = False, is_kept: bool = False) -> None:
+        """Undoes a `hold`; parameters that nobody holds leave memory, unless they are kept until `put_away`."""
+        for member in members:
+            member.num_holders -= 1
+            if is_exposed:
+                member.num_exposures -= 1
+                if member.num_exposures == 0 and id(member.parameter) in self._members:
+                    guarded(member.parameter, member)
+        if not is_kept:
+            self.put_away(members)
+
+    def put_away(self, members: Iterable[StreamedParameter]) -> None:
+        """Lets parameters leave memory that nobody holds or refers to."""
+        for member in members:
+            if member.num_holders == 0 and id(member.parameter) in self._members and not member.is_aliased:
+                self._used.pop(member, None)
+                self.writes.put_away(member.values)
+
+    def use(self, members: Sequence[StreamedParameter], run: Callable[[], Any]) -> Any:
+        """Runs code that uses parameters outside their blocks, and may change them.
+
+        A graph that this makes needs them whenever its backward runs: they stay in memory from now on.
+        """
+        for member in members:
+            member.values.want()
+            member.values.finish_write()
+            self._used.pop(member, None)
+        versions = [member.parameter._version for member in members]
+        try:
+            result = run()
+        finally:
+            for member, version in zip(members, versions, strict=True):
+                is_held = member.num_holders > 0
+                # Some operations on lists of tensors change them and leave their versions as they were.
+                if not is_held or member.parameter._version != version:
+                    member.values.changed()
+                if not is_held:
+                    self._used[member] = None
+        if torch.is_grad_enabled() and any(
+            isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(result)
+        ):
+            # One that its block holds is used by a recomputation within the block's own forward.
+            for member in [member for member in members if member.num_holders == 0]:
+                _log.warning(
+                    "%s is used outside the block that it belongs to; its %s stay in memory from now on",
+                    *(member.name, format_bytes(member.values.num_bytes)),
+                )
+                self.give_up(member)
+        self._shrink()
+        return result
+
+    def _shrink(self) -> None:
+        """Lets go of parameters used longest ago, until the window holds the rest."""
+        in_use_bytes = sum(member.values.num_bytes for member in self._used)
+        for member in list(self._used):
+            if in_use_bytes <= self.window_bytes:
+                return
+            self.put_away([member])
+            if member not in self._used:
+                in_use_bytes -= member.values.num_bytes
+
+    # -- leaving the tier ------------------------------------------------------------------------------------------
+
+    def give_up(self, member: StreamedParameter) -> None:
+        """Leaves a parameter and its gradient in memory for good.
+
+        Raises:
+            StoreError: its bytes cannot be had; then it stays guarded, so that nothing computes without them.
+        """
+        if id(member.parameter) not in self._members:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            member.values.stay()
+            if member.gradient.handle is not None:
+                member.gradient.take()
+            member.gradient.forget()
+        self._used.pop(member, None)
+        del self._members[id(member.parameter)]
+        unguarded(member.parameter)
+
+
+def _num_references(parameter: nn.Parameter) -> int:
+    """How many tensors, and other objects, hold the parameter's storage."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
+
+
+_USUAL_REFERENCES = _num_references(nn.Parameter(torch.empty(1)))

@@ -1,0 +1,116 @@
+"""Which modules bring which parameters into memory: the blocks of a model, and what lies outside them.
+
+A unit is a module whose forward uses parameters. Tied parameters belong to each unit that uses them.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from memwall.errors import ApplyError
+
+__all__ = ["StreamedForward", "Unit", "find_units", "repeated_blocks", "tensors_in"]
+
+
+class Unit:
+    """A module whose parameters are in memory while its forward or backward runs."""
+
+    def __init__(self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self.name, self.module, self.parameters = name, module, tuple(parameters)
+
+
+class StreamedForward:
+    """The forward of a unit; a copy of the module, and a pickled one, gets its own plain forward instead.
+
+    Args:
+        module: whose forward it is.
+        original: that forward.
+        run: calls it, given it and its arguments, with parameters in memory.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self._module, self._run = module, run
+        self.__wrapped__ = original  # its signature is this one's (inspect.signature)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.__wrapped__, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.__wrapped__, memo)
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.__wrapped__, MethodType):
+            return getattr, (self._module, "forward")  # of the new module, which has none of its own yet
+        return copy.copy, (self.__wrapped__,)
+
+
+def find_units(model: nn.Module, blocks: Sequence[str]) -> tuple[Unit, ...]:
+    """The blocks, and every module outside them that has parameters of its own; in the order of the model.
+
+    Args:
+        model: the root.
+        blocks: paths of modules, none within another.
+
+    Raises:
+        ApplyError: the model has no such module, or one lies within another.
+    """
+    modules = dict(model.named_modules())
+    for path in blocks:
+        if path not in modules:
+            raise ApplyError(
+                f"parameters of '{path}' are to be streamed, but {type(model).__name__} has no such module"
+            )
+        inside = next((other for other in blocks if other != path and _is_within(path, other)), None)
+        if inside is not None:
+            raise ApplyError(f"parameters are to be streamed for '{path}' and for '{inside}', which holds it; name one")
+    units = []
+    for path, module in modules.items():
+        if path in blocks:
+            units.append(Unit(path, module, list(module.parameters())))
+        elif not any(_is_within(path, block) for block in blocks):
+            own = list(module.parameters(recurse=False))
+            if own:
+                units.append(Unit(path or type(model).__name__, module, own))
+    return tuple(units)
+
+
+def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that stand side by side in a list or sequence with others of their class."""
+    found: list[str] = []
+
+    def search(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            inner = f"{path}.{name}" if path else name
+            is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+            like = [sibling for sibling in module.children() if type(sibling) is type(child)]
+            if is_list and len(like) > 1 and any(True for _ in child.children()):
+                found.append(inner)
+            else:
+                search(child, inner)
+
+    search(model, "")
+    return tuple(found)
+
+
+def tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in what a module takes or returns: in lists, dictionaries and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    items: object = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        items = value
+    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
+        items = vars(value).values()
+    if depth < 6:
+        for item in list(items):  # type: ignore[call-overload]
+            yield from tensors_in(item, depth + 1)
+
+
+def _is_within(path: str, other: str) -> bool:
+    return path.startswith(f"{other}.") if other else path != other

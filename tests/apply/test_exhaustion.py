@@ -1,0 +1,36 @@
+"""Failures to get memory are told from others, and what they asked for."""
+
+import pytest
+import torch
+
+from memwall.apply.exhaustion import exhaustion_of
+from memwall.trace.meter import HostMeter
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("error", "asked_bytes"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), 2560 * MIB),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 bytes."), 512),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                "to allocate 4294967296 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            1 << 32,
+        ),
+        (MemoryError("Unable to allocate 8.00 MiB for an array with shape (1024, 1024)"), 8 * MIB),
+        (MemoryError(), 0),
+        (OSError(12, "Cannot allocate memory"), 0),
+        (RuntimeError("CUDA error: out of memory"), 0),
+        (RuntimeError("the loop ran out of memory of its own kind"), None),
+        (OSError(28, "No space left on device"), None),
+        (ValueError("Tried to allocate 2.00 GiB"), None),
+    ],
+)
+def test_failures_to_get_memory_are_told_from_others(error: Exception, asked_bytes: int | None) -> None:
+    found = exhaustion_of(error, "forward", HostMeter())
+    assert (None if found is None else found.asked_bytes) == asked_bytes
+    assert found is None or found.held_bytes > 50 * MIB

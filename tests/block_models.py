@@ -1,0 +1,58 @@
+"""Small models of blocks, a loop that trains them, and actions for plans by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.session import Session
+from memwall.plan.actions import Offload, OptimizerPlacement
+
+WIDTH = 64
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A layer with something to recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.outer(torch.tanh(self.inner(x)))
+        return out
+
+
+class Model(nn.Module):
+    """Blocks, called by `call`."""
+
+    def __init__(self, call: Call = lambda block, x: block(x), num_blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+def train(session: Session, model: nn.Module, num_steps: int = 3, batch: Tensor | None = None) -> None:
+    """A plain loop."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    session.attach(model, optimizer)
+    for _ in range(num_steps):
+        model(torch.ones(8, WIDTH) if batch is None else batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def offload(path: str, **settings: Any) -> Offload:
+    """Moves whatever is worth a kilobyte."""
+    return Offload(block=path, scope="saved", tier="disk", min_bytes=1024, window_bytes=8 << 20, **settings)
+
+
+PLACED = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=1 << 20, min_bytes=1024)
+"""All of the optimizer's state that is worth a kilobyte."""

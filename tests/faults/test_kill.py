@@ -1,0 +1,111 @@
+"""A script killed at any instant goes on from its last committed step, and ends with the same weights."""
+
+import itertools
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "scripts" / "train_resumable.py"
+KILLED = ROOT / "tests" / "scripts" / "train_killed.py"
+PLAIN = ROOT / "tests" / "scripts" / "train_plain.py"
+NUM_STEPS = 40
+
+
+def command(folder: Path, *options: str, num_steps: int = NUM_STEPS) -> list[str]:
+    memwall = [sys.executable, "-m", "memwall", "run", "--budget", "8GiB", *options]
+    return [*memwall, str(SCRIPT), "--steps", str(num_steps), "--out", str(folder / "sha256.txt")]
+
+
+def finish(folder: Path, *options: str, num_steps: int = NUM_STEPS) -> str:
+    """Standard output of a run that is left alone."""
+    done = subprocess.run(
+        command(folder, *options, num_steps=num_steps),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def kill_within(folder: Path, seconds: float, *options: str) -> int:
+    """Starts a run, kills it some time after its first step of its own, and returns how many steps it printed."""
+    process = subprocess.Popen(command(folder, *options), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    printed = process.stdout.read()
+    process.wait()
+    process.stdout.close()
+    return 1 + printed.count(b"step")
+
+
+def plain_sha256(folder: Path) -> str:
+    subprocess.run(
+        [sys.executable, str(SCRIPT), "--steps", str(NUM_STEPS), "--out", str(folder / "plain.txt")],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=100,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+    )
+    return (folder / "plain.txt").read_text()
+
+
+@pytest.fixture(autouse=True)
+def _same_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_command_killed_twice_ends_with_the_same_weights(tmp_path: Path) -> None:
+    expected = plain_sha256(tmp_path)
+    draw = random.Random(2)
+    options = ("--checkpoint", str(tmp_path / "run"), "--resume")
+    for _ in range(2):
+        kill_within(tmp_path, draw.uniform(0, 0.3), *options)
+    finish(tmp_path, *options)
+    assert (tmp_path / "sha256.txt").read_text() == expected
+
+
+@pytest.mark.parametrize("num_kills", [8, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_kills_at_random_instants_change_nothing(tmp_path: Path, num_kills: int) -> None:
+    command = [sys.executable, str(KILLED), str(tmp_path), "--kills", str(num_kills)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["killed"] == num_kills
+    assert found["sha256"] == found["plain_sha256"]
+    assert all(step >= before for before, step in itertools.pairwise(found["resumed_steps"]))
+    assert found["resumed_steps"][-1] > 0
+
+
+def test_the_command_line_continues_reports_and_loads_a_finished_run(tmp_path: Path) -> None:
+    options = ("--checkpoint", str(tmp_path / "run"), "--report", str(tmp_path / "report.json"))
+    assert finish(tmp_path, *options, num_steps=4).count("step ") == 4
+    short = (tmp_path / "sha256.txt").read_text()
+    assert finish(tmp_path, *options, "--resume", num_steps=4).count("step ") == 0
+    assert (tmp_path / "sha256.txt").read_text() == short  # the loop had nothing to do; the weights are there
+    printed = finish(tmp_path, *options, "--resume")
+    assert printed.startswith("step 4 loss")
+    assert json.loads((tmp_path / "report.json").read_text())["within_budget"]
+    assert (tmp_path / "sha256.txt").read_text() == plain_sha256(tmp_path)
+
+
+def test_a_script_that_does_not_ask_where_to_begin_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    options = ("--checkpoint", str(tmp_path / "run"))
+    memwall = [sys.executable, "-m", "memwall", "run", "--budget", "8GiB", *options]
+    for extra, status in (([], 0), (["--resume"], 2), ([], 2)):
+        done = subprocess.run(
+            [*memwall, *extra, str(PLAIN), "--steps", "2"], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == status, done.stderr
+    assert f"--checkpoint {tmp_path / 'run'} holds step 2 of a run" in done.stderr

@@ -1,0 +1,55 @@
+"""One of two processes runs out of memory: it ends with a typed error, and the other does not wait for ever."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+SCRIPT = textwrap.dedent("""
+    import sys
+    from datetime import timedelta
+    import torch
+    from plans import plan_of
+    from torch import distributed, nn
+    from torch.nn.parallel import DistributedDataParallel
+    import memwall
+
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=600)
+    )
+    inner = nn.Linear(8, 1)
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memwall.fit(inner, optimizer, plan=plan_of(inner)) as session:
+        for step in range(3):
+            def loss_of(rows):
+                if (rank, step) == (1, 1):
+                    torch.empty(1 << 60, dtype=torch.uint8)
+                return model(rows).sum()
+            session.compute_gradients(torch.ones(4, 8), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+""")
+
+
+def test_no_process_is_left_waiting(tmp_path: Path) -> None:
+    """GIVEN two processes with a timeout of ten minutes WHEN one fails THEN both have ended within one."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [run.communicate(timeout=120)[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert "memwall.errors.OutOfMemoryError: out of memory in the forward of step 2: " in errors[1]
+    assert "this is one of 2 processes, and the others wait for its part of this step: it ends, so that" in errors[1]
+    assert [run.returncode for run in runs] == [1, 1]
