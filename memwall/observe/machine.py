@@ -2,16 +2,20 @@
 
 import os
 import re
+import resource
 import shutil
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 from msgspec import Struct
 
-from memwall.errors import StoreError
+from memwall.errors import StoreError, UsageError
+from memwall.predict.cuda_allocator.versions import profile_for
 from memwall.predict.limits import CgroupLimit, cgroup_limit, memory_limit_bytes
 from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.trace.tags import Tag, measured_tag
 from memwall.units import format_bytes
 
 __all__ = ["Device", "Disk", "Finding", "Library", "Machine", "inspect_machine", "warnings_of"]
@@ -62,6 +66,8 @@ class Disk(Struct, frozen=True, kw_only=True):
 class Machine(Struct, frozen=True, kw_only=True):
     """Everything `memwall doctor` looks at."""
 
+    tag: Tag
+    """Of the first device, which is the one that trains."""
     devices: tuple[Device, ...]
     num_cores: int
     """Logical cores this process may run on."""
@@ -86,6 +92,10 @@ class Machine(Struct, frozen=True, kw_only=True):
     libraries: tuple[Library, ...]
     foreign_memwall: str | None
     """Version of the unrelated PyPI distribution `memwall`, if it is installed."""
+    memlock_bytes: int | None = None
+    """What a process may lock in memory (ulimit -l), as libraries for direct I/O do; None for no limit."""
+    allocator_findings: tuple[str, ...] = ()
+    """What is doubtful or wrong about the variables of torch's CUDA allocator, as sentences."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -108,8 +118,10 @@ def inspect_machine(directory: Path | None = None) -> Machine:
 
     disk, disk_problem = _measure_disk(directory)
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    devices = _devices(memory.available)
     return Machine(
-        devices=_devices(memory.available),
+        tag=measured_tag(devices[0].name),
+        devices=devices,
         num_cores=_num_usable_cores(),
         num_threads=torch.get_num_threads(),
         ram_total_bytes=memory.total,
@@ -125,6 +137,8 @@ def inspect_machine(directory: Path | None = None) -> Machine:
         disk_problem=disk_problem,
         libraries=tuple(Library(name=name, version=_version_of(name), extra=extra) for name, extra in _LIBRARIES),
         foreign_memwall=_version_of("memwall"),
+        memlock_bytes=_memlock_bytes(),
+        allocator_findings=_allocator_findings(str(torch.__version__)),
     )
 
 
@@ -180,8 +194,21 @@ def warnings_of(machine: Machine) -> tuple[Finding, ...]:
         f"/dev/shm holds only {format_bytes(shm_bytes or 0)}: DataLoader workers can fail on it",
         "start the container with --shm-size=1g, or --ipc=host",
     )
+    for sentence in machine.allocator_findings:
+        warn(True, sentence, "memwall estimate and memwall plan --device name settings that were simulated")
     warn(bool(machine.disk_problem), machine.disk_problem, "memwall doctor --disk DIR, a folder on a real disk")
     return tuple(found)
+
+
+def _allocator_findings(torch_version: str) -> tuple[str, ...]:
+    """Of the environment, for the installed release."""
+    from memwall.apply.cuda_setting import lint_variables
+
+    try:
+        profile, _ = profile_for(torch_version)
+    except UsageError:  # older than any allocator that is modelled; that torch is too old is a finding of its own
+        return ()
+    return lint_variables(os.environ, profile)
 
 
 def _devices(available_bytes: int) -> tuple[Device, ...]:
@@ -207,6 +234,13 @@ def _devices(available_bytes: int) -> tuple[Device, ...]:
         )
     )
     return tuple(devices)
+
+
+def _memlock_bytes() -> int | None:
+    if sys.platform != "linux":
+        return None
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
 
 
 def _measure_disk(directory: Path | None) -> tuple[Disk | None, str]:

@@ -6,6 +6,7 @@ from memwall.apply.session import Session
 from memwall.errors import TraceError
 from memwall.observe.run_report import Measured, RunReport
 from memwall.plan.forecast import PeakBytes
+from memwall.trace.tags import measured_tag
 
 __all__ = ["run_report"]
 
@@ -19,7 +20,7 @@ def run_report(session: Session) -> RunReport:
     plan, measured = session.plan, session.measured
     if plan is None:
         raise TraceError("the run ended before its first step was complete; there is nothing to compare")
-    budget_bytes = plan.forecast.budget_bytes or 0
+    budget_bytes = session.budget_bytes
     steady_bytes = measured.peak_bytes or measured.first_step_peak_bytes
     overall_bytes = max(measured.overall_peak_bytes, steady_bytes)
     tier = "disk" if plan.forecast.device == "cpu" else "host"
@@ -29,6 +30,7 @@ def run_report(session: Session) -> RunReport:
         budget_bytes=budget_bytes,
         forecast=plan.forecast,
         measured=Measured(
+            tag=measured_tag(plan.forecast.device),
             peak=PeakBytes(
                 allocated_bytes=max(0, steady_bytes - measured.base_bytes),
                 process_bytes=overall_bytes,
@@ -38,11 +40,12 @@ def run_report(session: Session) -> RunReport:
             first_step_peak_bytes=measured.first_step_peak_bytes,
             step_seconds_median=median(measured.step_seconds) if measured.step_seconds else None,
             steps=measured.num_steps,
-            oom_recoveries=0,
+            oom_recoveries=measured.oom_recoveries,
             bytes_moved={tier: measured.bytes_to_tier} if measured.bytes_to_tier else {},
             bytes_moved_per_step=planned_bytes // len(measured.step_seconds) if measured.step_seconds else None,
             plan_seconds=measured.plan_seconds,
             num_replans=measured.num_replans,
+            not_itemised_bytes=steady_bytes - plan.forecast.steady_process_bytes,
         ),
         within_budget=overall_bytes <= budget_bytes,
     )

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.trace.tags import Tag
 
 __all__ = ["Measured", "RunReport"]
 
@@ -17,6 +18,8 @@ _NEWEST = 1
 class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a run did."""
 
+    tag: Tag = "cpu-measured"
+    """Files that do not say are of runs on a CPU."""
     peak: PeakBytes
     """Of the whole run. On a CPU, allocated_bytes is what the process held beyond its base."""
     steady_peak_bytes: int = 0
@@ -33,6 +36,8 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     plan_seconds: float = 0.0
     """Time between the first and the second step: solving, replaying, applying."""
     num_replans: int = 0
+    not_itemised_bytes: int = 0
+    """Process bytes of the steps' peak that no part of the forecast accounts for; negative if it foresaw more."""
 
 
 class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +49,12 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     forecast: Forecast
     measured: Measured
     within_budget: bool
+
+    @property
+    def unexplained_bytes(self) -> int:
+        """`measured.not_itemised_bytes` from the other figures: older files do not have it."""
+        found_bytes = self.measured.steady_peak_bytes or self.measured.peak.process_bytes
+        return found_bytes - self.forecast.steady_process_bytes
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON.

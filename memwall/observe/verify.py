@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from memwall.errors import PlanError
 from memwall.observe.run_report import RunReport
 from memwall.plan.planfile import Plan
@@ -22,4 +24,5 @@ def load_pair(plan_path: Path, run_path: Path) -> RunReport:
             f"{run_path} is of a run under plan {report.plan_hash[:12]}, {plan_path} is plan {plan.plan_hash[:12]}; "
             "give the plan that the run used (memwall run --plan)"
         )
-    return report
+    measured = msgspec.structs.replace(report.measured, not_itemised_bytes=report.unexplained_bytes)
+    return msgspec.structs.replace(report, measured=measured)

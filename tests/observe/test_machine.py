@@ -14,6 +14,7 @@ from memwall.predict.limits import CgroupLimit
 
 GIB = 1 << 30
 HEALTHY = Machine(
+    tag="cpu-measured",
     devices=(Device(name="cpu", description="Fast CPU", total_bytes=8 * GIB, free_bytes=5 * GIB),),
     num_cores=4,
     num_threads=4,
@@ -114,6 +115,11 @@ def test_table_ends_with_warnings(monkeypatch: pytest.MonkeyPatch, capsys: pytes
             "/dev/shm holds only 64.0 MiB: DataLoader workers can fail on it",
             "start the container with --shm-size=1g, or --ipc=host",
         ),
+        (
+            {"allocator_findings": ("max_split_size_mb:8 is too small",)},
+            "max_split_size_mb:8 is too small",
+            "memwall estimate and memwall plan --device name settings that were simulated",
+        ),
     ],
 )
 def test_each_defect_is_named_with_advice(change: dict[str, object], found: str, advice: str) -> None:
@@ -151,6 +157,14 @@ def test_this_machine_as_an_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["disk"]["write_bytes_per_second"] > 0
     assert found["disk"]["read_bytes_per_second"] > 0
     assert found["libraries"][0]["name"] == "torch"
+
+
+def test_dangerous_allocator_settings_are_found_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True,max_split_size_mb:128")
+    (finding,) = inspect_machine(Path(__file__).parent).allocator_findings
+    assert "lets reserved memory grow without bound (pytorch 123548)" in finding
+    assert subject._allocator_findings("1.13.0") == ()
 
 
 def test_default_directory_that_is_unsuitable_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

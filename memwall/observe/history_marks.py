@@ -1,0 +1,99 @@
+"""What a memory snapshot does not say of itself, in a JSON file beside it: phases, settings, release, what was lost."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from memwall.errors import UsageError
+from memwall.trace.tags import Tag
+
+__all__ = ["Marks", "TimedCall", "TimedPhase", "load_marks_beside", "marks_path"]
+
+
+class TimedPhase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a phase begins."""
+
+    name: str
+    time_us: int
+    """Microseconds since 1970, as torch notes them in its events."""
+
+
+class TimedCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call that changes the allocator's cache, settings or limit; a snapshot has no event for it."""
+
+    name: str
+    arguments: str
+    time_us: int
+
+
+class Marks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything around one snapshot."""
+
+    schema: Literal["memwall.marks/1"] = "memwall.marks/1"
+    tag: Tag = "gpu-measured"
+    snapshot: str
+    """Name of the file beside which it lies."""
+    reason: Literal["out-of-memory", "end"]
+    time_us: int
+    torch_version: str
+    device: str
+    settings: str
+    """The allocator's settings that torch took last."""
+    environment: dict[str, str]
+    total_bytes: int
+    """Of the device."""
+    free_bytes: int
+    requested_bytes: int | None
+    """What could not be had; None where memory did not run out."""
+    max_entries: int
+    """Room of the ring buffer of each device."""
+    num_entries: int
+    """Events of the device that has most."""
+    wrapped: bool
+    """Whether the buffer is full: the beginning is overwritten then."""
+    allocated_before_bytes: int
+    """What was allocated before the recording began, and so has no stack."""
+    phases: tuple[TimedPhase, ...]
+    calls: tuple[TimedCall, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the reader of the snapshot's figures must know."""
+        found = []
+        if self.wrapped:
+            found.append(
+                f"the buffer of {self.max_entries} events is full: what came before the first of them was overwritten"
+            )
+        if self.allocated_before_bytes:
+            found.append(
+                f"the recording began too late: {self.allocated_before_bytes} bytes were allocated before it; begin it "
+                "before the model is built"
+            )
+        emptied = sum(call.name == "empty_cache" for call in self.calls)
+        if emptied:
+            found.append(f"the program emptied the cache; calls: {emptied}")
+        return tuple(found)
+
+
+def marks_path(snapshot: Path) -> Path:
+    """Where the marks of a snapshot are."""
+    return snapshot.with_name(f"{snapshot.stem}.marks.json")
+
+
+def load_marks_beside(snapshot: Path) -> Marks | None:
+    """The marks of a snapshot; None where nobody wrote any.
+
+    Raises:
+        UsageError: there is a file with their name, and it holds none.
+    """
+    path = marks_path(snapshot)
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Marks)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(
+            f"{path} lies beside the snapshot and does not hold its marks: {error}; move it away or record again"
+        ) from error
