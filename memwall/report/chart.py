@@ -5,11 +5,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from memwall.report.curves import Curve, PhaseBand
+from memwall.report.curves import Curve, PhaseBand, PositionUnit
 from memwall.units import format_bytes
 
-__all__ = ["Legend", "Scale", "chart_of", "legend_of", "scale_of"]
+__all__ = ["AXIS_TITLES", "Legend", "Scale", "chart_of", "legend_of", "scale_of"]
 
+AXIS_TITLES: dict[PositionUnit, str] = {
+    "seconds": "seconds of computing",
+    "operations": "operations",
+    "events": "events of the allocator",
+}
 # Distinguishable with the common colour blindnesses, and on both a light and a dark page.
 _COLOURS = {
     "base": "#8a93a1",
@@ -20,11 +25,15 @@ _COLOURS = {
     "input": "#6bb8a9",
     "activation": "#e08e3c",
     "temporary": "#e5c453",
+    "unknown": "#9aa6b5",
+    # Of a snapshot: held, but in use by nobody.
+    "stranded": "#c9473d",
+    "idle segments": "#e9b9b4",
 }
 _OTHER_COLOUR = "#a0a0a0"
 _SHADES = {"forward": 0.05, "loss": 0.3, "backward": 0.13, "optimizer": 0.22, "eval": 0.05}
-_WIDE_BAND = 0.09
-_NARROW_BAND = 0.012
+_WIDE_BAND = 0.13
+_NARROW_BAND = 0.025
 
 
 class Legend(Struct, frozen=True, kw_only=True):
@@ -87,9 +96,10 @@ def chart_of(curve: Curve, scale: Scale) -> dict[str, Any]:
         "layout": {
             "shapes": shapes,
             "annotations": notes,
+            **({} if curve.bands else {"margin": {"t": 16}}),
             "xaxis": {
                 "range": [0, last],
-                "title": {"text": "seconds of computing" if curve.position_unit == "seconds" else "operations"},
+                "title": {"text": AXIS_TITLES[curve.position_unit]},
             },
             "yaxis": {"range": [0, scale.most_bytes / scale.unit_bytes], "title": {"text": scale.unit}},
         },

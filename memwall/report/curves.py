@@ -8,15 +8,19 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from memwall.predict.curve import Peak, live_curve, peak_of
+from memwall.report.trace_grids import place_of
 from memwall.trace.records import Category, Step, Storage, Trace
+from memwall.trace.tags import Tag
+from memwall.units import format_bytes
 
-__all__ = ["Curve", "Layer", "PhaseBand", "Tag", "curve_of", "kept_points"]
+__all__ = ["MOST_POINTS", "STACK", "Curve", "Layer", "PhaseBand", "PositionUnit", "curve_of", "kept_points"]
 
-Tag = Literal["simulated", "cpu-measured", "gpu-measured", "external"]
+PositionUnit = Literal["seconds", "operations", "events"]
 
-_MOST_POINTS = 2000
+MOST_POINTS = 2000
+"""Of one curve: more than a screen has columns, and few enough for a page of some megabytes."""
 # From the longest lived to the shortest: what stays is at the bottom of the stack, what comes and goes on top.
-_STACK: tuple[Category, ...] = (
+STACK: tuple[Category, ...] = (
     "parameter",
     "buffer",
     "optimizer_state",
@@ -43,19 +47,22 @@ class PhaseBand(Struct, frozen=True, kw_only=True):
 
 
 class Curve(Struct, frozen=True, kw_only=True):
-    """Live bytes over one step; each point holds until the next."""
+    """Bytes over one step or one recording; each point holds until the next."""
 
     name: str
     tag: Tag
     """How the bytes were obtained; a simulated curve is never shown as a measured one."""
-    position_unit: Literal["seconds", "operations"]
-    """Seconds of computing since the step began; operations where no times are known."""
+    position_unit: PositionUnit
+    """Seconds since the beginning, of a step those of computing; operations or events where no times are known."""
+    summary: str
+    """What there is to see in it, in a few words."""
     positions: tuple[float, ...]
     layers: tuple[Layer, ...]
     total_bytes: tuple[int, ...]
     bands: tuple[PhaseBand, ...]
-    peak: Peak
     peak_position: float
+    peak: Peak | None = None
+    """Who holds the peak, where modules are known."""
     budget_bytes: int | None = None
     process_peak_bytes: int | None = None
     """What the meter showed for the process over this step."""
@@ -69,6 +76,7 @@ def curve_of(
     *,
     budget_bytes: int | None = None,
     process_peak_bytes: int | None = None,
+    has_times: bool = True,
 ) -> Curve:
     """The curve of one recorded or treated step, on top of what the process held before it.
 
@@ -80,12 +88,13 @@ def curve_of(
         budget_bytes: process bytes the run may use, drawn as a line.
         process_peak_bytes: what the meter showed over this very step, drawn as a line. Not simply the recorded step's:
             that one may have run with its saved tensors parked, or been treated since.
+        has_times: draw it over seconds where they are known; otherwise over operations.
     """
     num_ops = len(step.ops)
     base_bytes = trace.base_bytes
     total = live_curve(step.storages, num_ops, device=trace.device) + base_bytes
-    kept = kept_points(total, _MOST_POINTS)
-    clock, unit = _clock(step)
+    kept = kept_points(total, MOST_POINTS)
+    clock, unit = _clock(step, has_times=has_times)
     # The last point repeats its value at the end of the step, so that the last operation has a width.
     points = np.append(kept, num_ops - 1)
     positions = np.append(clock[kept], clock[num_ops])
@@ -100,12 +109,13 @@ def curve_of(
         name=name,
         tag=tag,
         position_unit=unit,
+        summary=f"highest {format_bytes(int(total.max()))} in {place_of(peak)}",
         positions=tuple(float(position) for position in positions),
         layers=tuple(layers),
         total_bytes=_numbers(total[points]),
         bands=_bands(step, clock),
-        peak=peak,
         peak_position=float(clock[peak.op]),
+        peak=peak,
         budget_bytes=budget_bytes,
         process_peak_bytes=process_peak_bytes,
     )
@@ -132,14 +142,14 @@ def _category_curves(trace: Trace, step: Step) -> dict[str, NDArray[np.int64]]:
     held: dict[Category, list[Storage]] = {}
     for storage in step.storages:
         held.setdefault(storage.category, []).append(storage)
-    curves = {c: live_curve(held[c], len(step.ops), device=trace.device) for c in _STACK if c in held}
+    curves = {c: live_curve(held[c], len(step.ops), device=trace.device) for c in STACK if c in held}
     return {category: curve for category, curve in curves.items() if curve.any()}
 
 
-def _clock(step: Step) -> tuple[NDArray[np.float64], Literal["seconds", "operations"]]:
+def _clock(step: Step, *, has_times: bool) -> tuple[NDArray[np.float64], Literal["seconds", "operations"]]:
     """Where each operation begins, and where the step ends: [num_ops + 1]."""
     seconds = np.array([op.seconds for op in step.ops])
-    if not seconds.any():
+    if not has_times or not seconds.any():
         return np.arange(len(step.ops) + 1, dtype=np.float64), "operations"
     return np.concatenate(([0.0], np.cumsum(seconds))), "seconds"
 

@@ -2,20 +2,23 @@
 
 from typing import TYPE_CHECKING
 
+from memwall.predict.cuda_allocator.advice import VARIABLES
 from memwall.report.grid import DASH, seconds_or_dash, share_percent
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
     from memwall.plan.estimate import Estimate
+    from memwall.predict.cuda_allocator.advice import AllocatorAdvice
     from memwall.trace.lengths import BatchChoice
 
-__all__ = ["batch_text", "estimate_facts"]
+__all__ = ["allocator_facts", "batch_text", "estimate_facts"]
 
 
 def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
     """The estimate's figures as (name, value)."""
     peak, budget_bytes = estimate.peak, estimate.budget_bytes or 0
     low, high = (format_bytes(size) for size in estimate.context_bytes)
+    context = f"{low}, measured here" if low == high else f"{low}, published up to {high}"
     kernels = ", ".join(f"{kernel} ({calls} calls)" for kernel, calls in estimate.attention_kernels.items())
     seconds = estimate.step_seconds
     share = share_percent(peak.process_bytes, budget_bytes)
@@ -28,9 +31,9 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
         ),
         ("of that reserved", f"{format_bytes(peak.reserved_bytes or 0)}, allocator of torch {estimate.torch_version}"),
         ("of that tensors", format_bytes(peak.allocated_bytes)),
-        ("CUDA context", f"{low}, published up to {high}"),
+        ("CUDA context", context),
         ("margin", f"{format_bytes(estimate.margin_bytes)} ({estimate.margin_basis})"),
-        ("with expandable segments", f"{format_bytes(estimate.expandable_reserved_bytes)} reserved"),
+        *allocator_facts(estimate.allocator),
         ("host memory", _host_text(estimate)),
         ("attention kernels", kernels or DASH),
         ("step", f"at least {seconds_or_dash(seconds)} at data-sheet peaks" if seconds is not None else DASH),
@@ -40,6 +43,32 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
         facts.append(("worst batch", batch_text(estimate.worst_batch)))
     if estimate.binding:
         facts.append(("what binds", "; ".join(estimate.binding)))
+    return tuple(facts)
+
+
+def allocator_facts(advice: "AllocatorAdvice | None") -> tuple[tuple[str, str], ...]:
+    """What to set the CUDA allocator to, beside the default and what no settings can beat, as (name, value)."""
+    if advice is None:
+        return ()
+    beside = (
+        f"default {format_bytes(advice.default_reserved_bytes)}, lower bound {format_bytes(advice.lower_bound_bytes)}"
+    )
+    name = f"allocator settings ({advice.level})"
+    if not advice.saved_bytes:
+        return ((name, f"the default: none of {advice.num_tried} reserves notably less; {beside}"),)
+    least, most = (format_bytes(size) for size in advice.reserved_spread_bytes)
+    reserved = format_bytes(advice.reserved_bytes) + (f" ({least} to {most})" if least != most else "")
+    facts = [
+        (name, f"{advice.settings}: {reserved} reserved; {beside}"),
+        ("set both to it", f"{' and '.join(VARIABLES)}; {advice.torch_versions}"),
+    ]
+    if advice.empty_cache_at:
+        facts.append(("with torch.cuda.empty_cache()", ", ".join(advice.empty_cache_at)))
+    if advice.guards:
+        instead = "the default is best"
+        if advice.guarded_reserved_bytes < advice.default_reserved_bytes:
+            instead = f"{advice.guarded_settings}: {format_bytes(advice.guarded_reserved_bytes)} reserved"
+        facts.append(("not for runs with", f"{'; '.join(advice.guards)}. For these {instead}"))
     return tuple(facts)
 
 

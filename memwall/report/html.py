@@ -12,24 +12,43 @@ from msgspec import Struct
 from memwall.errors import UsageError
 from memwall.observe.run_report import RunReport
 from memwall.plan.planfile import Plan
+from memwall.predict.curve import Peak
 from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import Curve
 from memwall.report.grid import Grid, ratio_text
+from memwall.report.overlay import overlay_chart
 from memwall.report.plan_grids import action_grid, forecast_phase_grid, plan_facts
-from memwall.report.run_grids import Outcome, comparison_grid, run_grid, steady_process_bytes
+from memwall.report.run_grids import Outcome, comparison_grid, measured_steady_bytes, run_grid, steady_process_bytes
 from memwall.report.text import Verdict, plan_verdict, run_verdict
-from memwall.report.trace_grids import category_grid, module_grid, place_of
+from memwall.report.trace_grids import category_grid, line_grid, module_grid, place_of
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["Page", "page_html", "save_page"]
+__all__ = ["Card", "Page", "page_html", "save_page"]
+
+
+class Card(Struct, frozen=True):
+    """A figure worth a large print."""
+
+    name: str
+    value: str
+    remark: str
 
 
 class Page(Struct, frozen=True, kw_only=True):
     """What one page shows; parts that are not given are left out."""
 
     title: str
+    verdict: Verdict | None = None
+    """Where no plan and no run has one."""
+    cards: tuple[Card, ...] = ()
+    """Before those of plan and run."""
+    overlaid: tuple[Curve, Curve] | None = None
+    """Drawn in one figure; both over the same unit."""
     curves: tuple[Curve, ...] = ()
     """Drawn beside each other with the same scales."""
+    curves_title: str = "Memory over one step"
+    grids: tuple[Grid, ...] = ()
+    """Tables before those of plan and run."""
     outcomes: tuple[Outcome, ...] = ()
     """Runs of the before/after table; the first is what the others are compared with."""
     plan: Plan | None = None
@@ -38,16 +57,8 @@ class Page(Struct, frozen=True, kw_only=True):
     """Further lines on what the figures count, e.g. `trace_scope`."""
 
 
-class _Card(Struct, frozen=True):
-    """A figure worth a large print."""
-
-    name: str
-    value: str
-    remark: str
-
-
 class _Panel(Struct, frozen=True, kw_only=True):
-    """One curve with its heading and its figure in plotly's form."""
+    """One figure in plotly's form with its heading."""
 
     name: str
     tag: str
@@ -61,6 +72,7 @@ class _Holders(Struct, frozen=True, kw_only=True):
     name: str
     where: str
     categories: Grid
+    lines: Grid | None
     modules: Grid
 
 
@@ -100,18 +112,23 @@ def page_html(page: Page) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    overlay, panels = _overlay(page.overlaid), _panels(page.curves)
     return environment.from_string(template).render(
         title=page.title,
         verdict=_verdict(page),
         cards=_cards(page),
-        panels=_panels(page.curves),
+        overlay=overlay,
+        panels=panels,
+        # In the order of their places on the page.
+        figures=([overlay] if overlay else []) + panels,
+        panels_title=page.curves_title,
         legend=legend_of(page.curves),
         grids=_grids(page),
         facts=plan_facts(page.plan) if page.plan is not None else (),
-        holders=[_holders(curve) for curve in page.curves],
+        holders=[_holders(curve, curve.peak) for curve in page.curves if curve.peak is not None],
         scope=_scope(page),
         # 4.8 MB as it is, 2 MB like this: plotly.js 4.1 alone would otherwise fill the page's 5 MB.
-        plotly=_packed(get_plotlyjs()) if page.curves else "",
+        plotly=_packed(get_plotlyjs()) if page.curves or page.overlaid else "",
     )
 
 
@@ -122,24 +139,24 @@ def _packed(script: str) -> str:
 def _verdict(page: Page) -> Verdict | None:
     if page.run is not None:
         return run_verdict(page.run)
-    return plan_verdict(page.plan) if page.plan is not None else None
+    return plan_verdict(page.plan) if page.plan is not None else page.verdict
 
 
-def _cards(page: Page) -> list[_Card]:
+def _cards(page: Page) -> list[Card]:
     forecast = page.run.forecast if page.run is not None else page.plan.forecast if page.plan is not None else None
+    cards = list(page.cards)
     if forecast is None:
-        return []
-    cards = []
+        return cards
     if forecast.budget_bytes is not None:
         smallest = forecast.smallest_feasible_budget_bytes
         remark = f"{format_bytes(smallest)} would do" if smallest is not None else "of the process"
-        cards.append(_Card("budget", format_bytes(forecast.budget_bytes), remark))
+        cards.append(Card("budget", format_bytes(forecast.budget_bytes), remark))
     remark = f"margin {format_bytes(forecast.margin_bytes)}"
     predicted_bytes = forecast.peak.process_bytes if page.run is None else steady_process_bytes(page.run)
-    cards.append(_Card("predicted peak", format_bytes(predicted_bytes), remark))
+    cards.append(Card("predicted peak", format_bytes(predicted_bytes), remark))
     if page.run is not None:
-        measured_bytes = page.run.measured.peak.process_bytes
-        cards.append(_Card("measured peak", format_bytes(measured_bytes), f"{page.run.measured.steps} steps"))
+        measured_bytes = measured_steady_bytes(page.run)
+        cards.append(Card("measured peak", format_bytes(measured_bytes), f"{page.run.measured.steps} steps"))
     plain_seconds = forecast.plain_step_seconds
     seconds = page.run.measured.step_seconds_median if page.run is not None else forecast.step_seconds
     if page.outcomes and page.outcomes[0].step_seconds and page.run is not None:
@@ -147,7 +164,7 @@ def _cards(page: Page) -> list[_Card]:
     if seconds is not None:
         kind = "measured" if page.run is not None else "predicted"
         remark = f"{ratio_text(seconds, plain_seconds)} the free run" if plain_seconds else kind
-        cards.append(_Card(f"{kind} step", format_seconds(seconds), remark))
+        cards.append(Card(f"{kind} step", format_seconds(seconds), remark))
     return cards
 
 
@@ -157,15 +174,27 @@ def _panels(curves: Sequence[Curve]) -> list[_Panel]:
         _Panel(
             name=curve.name,
             tag=curve.tag,
-            summary=f"highest {format_bytes(max(curve.total_bytes))} in {place_of(curve.peak)}",
+            summary=curve.summary,
             chart=chart_of(curve, scale),
         )
         for curve in curves
     ]
 
 
+def _overlay(curves: tuple[Curve, Curve] | None) -> _Panel | None:
+    if curves is None:
+        return None
+    first, second = curves
+    return _Panel(
+        name="A and B",
+        tag=first.tag if first.tag == second.tag else f"A {first.tag}, B {second.tag}",
+        summary=f"A: {first.summary}; B: {second.summary}",
+        chart=overlay_chart(first, second),
+    )
+
+
 def _grids(page: Page) -> list[Grid]:
-    grids = []
+    grids = list(page.grids)
     if page.outcomes:
         grids.append(comparison_grid(page.outcomes))
     if page.run is not None:
@@ -175,13 +204,13 @@ def _grids(page: Page) -> list[Grid]:
     return grids
 
 
-def _holders(curve: Curve) -> _Holders:
+def _holders(curve: Curve, peak: Peak) -> _Holders:
     return _Holders(
         name=curve.name,
-        where=f"{format_bytes(curve.peak.live_bytes)} of live tensors, in {place_of(curve.peak)} "
-        f"(operation {curve.peak.op})",
-        categories=category_grid(curve.peak),
-        modules=module_grid(curve.peak),
+        where=f"{format_bytes(peak.live_bytes)} of live tensors, in {place_of(peak)} (operation {peak.op})",
+        categories=category_grid(peak),
+        lines=line_grid(peak),
+        modules=module_grid(peak),
     )
 
 
@@ -195,10 +224,11 @@ def _scope(page: Page) -> list[str]:
             f"{format_bytes(forecast.margin_bytes)}. Not modelled: "
             f"{'; '.join(forecast.not_modelled) or 'nothing known'}."
         )
-    if page.curves:
+    if any(curve.peak is not None for curve in page.curves):
+        has_base = any(layer.category == "base" for curve in page.curves for layer in curve.layers)
+        below = ", stacked on what the process held before the step (base)" if has_base else ""
         lines.append(
-            "Curves are bytes of live tensors, stacked on what the process held before the step (base); memory that "
-            "the allocator holds but no tensor uses is not drawn."
+            f"Curves are bytes of live tensors{below}; memory that the allocator holds but no tensor uses is not drawn."
         )
     if page.plan is not None:
         lines.append(f"Plan {page.plan.plan_hash[:16]}, from trace {page.plan.trace_hash[:16]}.")

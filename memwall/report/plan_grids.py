@@ -4,9 +4,18 @@ import re
 from collections.abc import Sequence
 from typing import Literal, assert_never
 
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
+from memwall.plan.actions import (
+    Accumulate,
+    Action,
+    AllocatorReuse,
+    Autocast,
+    Offload,
+    OptimizerPlacement,
+    Recompute,
+)
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
+from memwall.report.estimate_grids import allocator_facts
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
 from memwall.units import format_bytes, format_seconds
 
@@ -14,6 +23,8 @@ __all__ = ["Fit", "action_grid", "block_ranges", "fit_of", "forecast_phase_grid"
 
 Fit = Literal["fits", "inside-margin", "does-not-fit", "no-budget"]
 
+# In the order in which they happen; a run is resumed after it was saved.
+_PHASES = ("build", "first_step", "steady_step", "accumulation", "eval", "save", "resume")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -50,6 +61,7 @@ def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     if plan.micro_batch:
         samples = plan.micro_batch * plan.num_micro_batches
         facts.append(("batch", f"{plan.num_micro_batches} x {plan.micro_batch} = {samples} samples"))
+    facts += allocator_facts(forecast.allocator)
     facts.append(("what binds", "; ".join(forecast.binding) or "nothing"))
     return tuple(facts)
 
@@ -69,7 +81,10 @@ def action_grid(actions: Sequence[Action]) -> Grid:
 
 
 def forecast_phase_grid(forecast: Forecast) -> Grid:
-    """Predicted peaks by phase, for the places that the forecast knows."""
+    """Predicted peaks by phase in the order in which they come, for the places that the forecast knows.
+
+    Of several the first in which the process is largest is marked.
+    """
     places = {
         "tensors": "allocated_bytes",
         "reserved": "reserved_bytes",
@@ -79,11 +94,18 @@ def forecast_phase_grid(forecast: Forecast) -> Grid:
     }
     phases: dict[str, PeakBytes] = forecast.phases or {"step": forecast.peak}
     known = [place for place, field in places.items() if any(getattr(p, field) is not None for p in phases.values())]
+    order = sorted(phases, key=lambda name: (_PHASES.index(name) if name in _PHASES else len(_PHASES), name))
+    highest = max(order, key=lambda name: phases[name].process_bytes)
     rows = [
-        (name.replace("_", " "), *(bytes_or_dash(getattr(phases[name], places[place])) for place in known))
-        for name in sorted(phases)
+        (
+            name.replace("_", " "),
+            *(bytes_or_dash(getattr(phases[name], places[place])) for place in known),
+            *(("◄ peak" if name == highest else "",) if len(phases) > 1 else ()),
+        )
+        for name in order
     ]
-    return Grid(title="Predicted peaks", columns=("phase", *known), rows=tuple(rows))
+    columns = ("phase", *known, *(("",) if len(phases) > 1 else ()))
+    return Grid(title="Predicted peaks", columns=columns, rows=tuple(rows), text_columns=(0, len(known) + 1))
 
 
 def block_ranges(blocks: Sequence[str]) -> str:
@@ -134,8 +156,12 @@ def _what(action: Action) -> str:
             return f"split the batch: {action.num_micro_batches} x {action.micro_batch}"
         case Autocast():
             return f"autocast to {action.dtype}"
+        case AllocatorReuse(cuda_setting=setting) if setting:
+            return "allocator settings"
         case AllocatorReuse():
             return f"allocator policy {action.policy}"
+        case OptimizerPlacement():
+            return f"optimizer state to {action.tier}"
         case _:
             assert_never(action)
 
@@ -149,8 +175,12 @@ def _where(actions: Sequence[Action]) -> str:
             return "every step"
         case Autocast():
             return "forward"
+        case AllocatorReuse(cuda_setting=setting) if setting:
+            return f"process, before CUDA starts: {setting}"
         case AllocatorReuse(limit_bytes=limit_bytes):
             return "process" + (f"; free pages returned above {format_bytes(limit_bytes)}" if limit_bytes else "")
+        case OptimizerPlacement(resident_bytes=resident_bytes):
+            return "between steps" + (f"; {format_bytes(resident_bytes)} stay" if resident_bytes else "")
         case _:
             return DASH
 

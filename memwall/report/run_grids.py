@@ -13,6 +13,8 @@ __all__ = [
     "Outcome",
     "comparison_grid",
     "loss_difference",
+    "measured_steady_bytes",
+    "outside_steps_bytes",
     "overall_process_bytes",
     "run_grid",
     "steady_process_bytes",
@@ -37,7 +39,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 def steady_process_bytes(report: RunReport) -> int:
     """Predicted process peak of what was measured: the steady step where the forecast names it, else its maximum."""
-    return report.forecast.phases.get("steady_step", report.forecast.peak).process_bytes
+    return report.forecast.steady_process_bytes
 
 
 def overall_process_bytes(report: RunReport) -> int:
@@ -45,15 +47,26 @@ def overall_process_bytes(report: RunReport) -> int:
     return max(report.measured.peak.process_bytes, report.measured.first_step_peak_bytes)
 
 
+def measured_steady_bytes(report: RunReport) -> int:
+    """Measured process peak of the steps under the plan; of the whole run where the report names no other."""
+    return report.measured.steady_peak_bytes or report.measured.peak.process_bytes
+
+
+def outside_steps_bytes(report: RunReport) -> int | None:
+    """Measured process peak between and after the steps, where it is the run's highest: no forecast is about it."""
+    overall_bytes, first_bytes = report.measured.peak.process_bytes, report.measured.first_step_peak_bytes
+    return overall_bytes if overall_bytes > max(measured_steady_bytes(report), first_bytes) else None
+
+
 def unexplained_bytes(report: RunReport) -> int:
-    """Process bytes of the measured peak that no part of the forecast accounts for; negative if it foresaw more."""
-    return report.measured.peak.process_bytes - steady_process_bytes(report)
+    """Process bytes of the steps' peak that no part of the forecast accounts for; negative if it foresaw more."""
+    return report.unexplained_bytes
 
 
 def run_grid(report: RunReport) -> Grid:
     """What was predicted and what was measured, quantity by quantity."""
     forecast, measured = report.forecast, report.measured
-    predicted_bytes, measured_bytes = steady_process_bytes(report), measured.peak.process_bytes
+    predicted_bytes, measured_bytes = steady_process_bytes(report), measured_steady_bytes(report)
     moved_bytes = measured.bytes_moved_per_step
     first = forecast.phases.get("first_step")
     first_bytes = first.process_bytes if first is not None else None
@@ -83,8 +96,13 @@ def run_grid(report: RunReport) -> Grid:
             error_percent(forecast.moved_bytes_per_step, moved_bytes),
         ),
     ]
-    if unexplained_bytes(report) > 0:
-        rows.append(("not itemised in the forecast", DASH, format_bytes(unexplained_bytes(report)), DASH))
+    outside_bytes = outside_steps_bytes(report)
+    if outside_bytes is not None:
+        rows.insert(2, ("process peak, outside the steps", DASH, format_bytes(outside_bytes), DASH))
+    gap_bytes = unexplained_bytes(report)
+    if gap_bytes:
+        gap = f"{'-' if gap_bytes < 0 else ''}{format_bytes(abs(gap_bytes))}"
+        rows.append(("not itemised in the forecast", DASH, gap, DASH))
     return Grid(
         title="Prediction and measurement",
         columns=("quantity", "predicted", "measured", "prediction error"),

@@ -3,19 +3,31 @@
 The moments that matter, who held the peak, what pins free memory, and what other allocator settings would have saved.
 """
 
+from collections.abc import Sequence
+
 from memwall.predict.snapshot_analysis import DeviceAnalysis, Moment
+from memwall.predict.snapshot_fit import FitOnDevice
 from memwall.report.grid import Grid, error_percent, share_percent
 from memwall.units import format_bytes
 
 __all__ = [
+    "SNAPSHOT_SCOPE",
     "failure_grid",
+    "fit_grids",
     "holder_grids",
     "moment_grid",
     "pin_grid",
+    "retry_grid",
     "settings_grids",
     "snapshot_grids",
     "snapshot_verdict",
 ]
+
+SNAPSHOT_SCOPE = (
+    "Counted: memory of torch's caching allocator. Not in it: the CUDA context, libraries that allocate for "
+    "themselves (NCCL), other processes."
+)
+"""What the figures of a snapshot count, and what they leave out."""
 
 _MOST_ROWS = 10
 _WAITING = "waiting for a stream"
@@ -41,6 +53,7 @@ def snapshot_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
     grids = [
         moment_grid(analysis),
         failure_grid(analysis),
+        retry_grid(analysis),
         *holder_grids(analysis),
         pin_grid(analysis),
         *settings_grids(analysis),
@@ -84,6 +97,25 @@ def failure_grid(analysis: DeviceAnalysis) -> Grid | None:
     )
 
 
+def retry_grid(analysis: DeviceAnalysis) -> Grid:
+    """Requests for which cached segments were given back, the slowest first."""
+    more = analysis.num_retries - len(analysis.retries)
+    return Grid(
+        title="The device ran out, and cached segments were given back" + (f"; {more} more not shown" if more else ""),
+        columns=("asked for by", "asked for", "free between blocks", "given back", "took"),
+        rows=tuple(
+            (
+                retry.line,
+                format_bytes(retry.requested_bytes),
+                format_bytes(retry.stranded_bytes),
+                format_bytes(retry.returned_bytes),
+                "-" if retry.seconds is None else f"{retry.seconds * 1e3:.1f} ms",
+            )
+            for retry in analysis.retries
+        ),
+    )
+
+
 def holder_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
     """Bytes at the peak by the user's line, and by category where the snapshot says any."""
     total_bytes = analysis.peak.fragmentation.active_bytes
@@ -120,19 +152,22 @@ def pin_grid(analysis: DeviceAnalysis) -> Grid:
 
 
 def settings_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
-    """What was held at most, beside what a simulation holds under the recorded settings and the best; and both."""
+    """What was held at most, beside what a simulation holds under the recorded settings, the default and the best."""
     search = analysis.settings
     if search is None:
         return ()
     saved = f"saves {format_bytes(search.saved_bytes)}" if search.saved_bytes else "none is better"
     error = error_percent(search.replayed_bytes, search.recorded_bytes)
+    again = "L1 re-simulation" if search.is_exact else "simulated again"
     figures = Grid(
         title="Allocator settings",
         columns=("", "most held", ""),
         rows=(
             ("as recorded", format_bytes(search.recorded_bytes), ""),
-            ("recorded settings, simulated", format_bytes(search.replayed_bytes), error),
-            ("best settings, simulated", format_bytes(search.best_bytes), saved),
+            (f"recorded settings, {again}", format_bytes(search.replayed_bytes), error),
+            ("default settings, L2 what-if", format_bytes(search.default_bytes), ""),
+            ("best settings, L2 what-if", format_bytes(search.best_bytes), saved),
+            ("lower bound: most in use at once", format_bytes(search.lower_bound_bytes), ""),
         ),
     )
     texts = Grid(
@@ -142,6 +177,20 @@ def settings_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
         text_columns=(0, 1),
     )
     return figures, texts
+
+
+def fit_grids(fits: Sequence[FitOnDevice]) -> tuple[Grid, ...]:
+    """Whether a recorded run would fit on another device, under each of some settings."""
+    if not fits:
+        return ()
+    least, most = (format_bytes(nbytes) for nbytes in fits[0].capacity_bytes)
+    figures = Grid(
+        title=f"On {fits[0].device}, {fits[0].level}: {least} to {most} for the allocator",
+        columns=("PYTORCH_CUDA_ALLOC_CONF", "", "most held", "retries"),
+        rows=tuple((fit.settings, fit.outcome, format_bytes(fit.reserved_bytes), str(fit.num_retries)) for fit in fits),
+        text_columns=(0, 1),
+    )
+    return (figures,)
 
 
 def _parts(moment: Moment) -> dict[str, str]:

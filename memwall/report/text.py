@@ -13,18 +13,32 @@ from memwall.observe.run_report import RunReport
 from memwall.plan.forecast import Forecast
 from memwall.plan.planfile import Plan
 from memwall.predict.snapshot_analysis import DeviceAnalysis
+from memwall.predict.snapshot_fit import FitOnDevice
+from memwall.report.difference import Difference
+from memwall.report.difference_grids import difference_grids, difference_scope, difference_verdict
 from memwall.report.estimate_grids import estimate_facts
 from memwall.report.grid import Grid
 from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, plan_facts
-from memwall.report.run_grids import Outcome, comparison_grid, overall_process_bytes, run_grid, unexplained_bytes
-from memwall.report.snapshot_grids import snapshot_grids, snapshot_verdict
+from memwall.report.run_grids import (
+    Outcome,
+    comparison_grid,
+    measured_steady_bytes,
+    outside_steps_bytes,
+    overall_process_bytes,
+    run_grid,
+    unexplained_bytes,
+)
+from memwall.report.snapshot_grids import SNAPSHOT_SCOPE, fit_grids, snapshot_grids, snapshot_verdict
 from memwall.report.trace_grids import (
+    HighestPoint,
     category_grid,
     highest_point,
+    line_grid,
     module_grid,
     op_grid,
     phase_grid,
     place_of,
+    process_note,
     shown_steps,
 )
 from memwall.trace.records import Trace
@@ -36,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Verdict",
     "comparison",
+    "difference_report",
     "estimate_report",
     "plan_report",
     "plan_verdict",
@@ -44,6 +59,7 @@ __all__ = [
     "snapshot_report",
     "trace_report",
     "trace_scope",
+    "trace_verdict",
     "verify_status",
 ]
 
@@ -65,18 +81,27 @@ def trace_report(trace: Trace) -> Group:
     if highest is None:
         return _report(Text("· no operation was recorded; a trace needs one whole training step"))
     step, peak = highest.step, highest.peak
-    verdict = (
+    grids = [
+        *(phase_grid(trace, shown) for shown in shown_steps(trace)),
+        category_grid(peak),
+        line_grid(peak),
+        module_grid(peak),
+        op_grid(trace, step),
+    ]
+    return _report(
+        _verdict(trace_verdict(highest)),
+        *(_table(grid) for grid in grids if grid is not None),
+        *(Text(line) for line in process_note(trace, highest)),
+        Text(trace_scope(trace), style="dim"),
+    )
+
+
+def trace_verdict(highest: HighestPoint) -> Verdict:
+    """The peak of a trace and where it is, in one sentence."""
+    step, peak = highest.step, highest.peak
+    return "no-budget", (
         f"peak {format_bytes(peak.live_bytes)} of live tensors, in {place_of(peak)} "
         f"({step.kind} step, operation {peak.op} of {len(step.ops)})"
-    )
-    ops = op_grid(trace, step)
-    grids = [*(phase_grid(trace, shown) for shown in shown_steps(trace)), category_grid(peak), module_grid(peak)]
-    if ops is not None:
-        grids.append(ops)
-    return _report(
-        _verdict(("no-budget", verdict)),
-        *(_table(grid) for grid in grids),
-        Text(trace_scope(trace), style="dim"),
     )
 
 
@@ -90,34 +115,44 @@ def trace_scope(trace: Trace) -> str:
     )
 
 
-def snapshot_report(analyses: Sequence[DeviceAnalysis]) -> Group:
-    """What held the peak of each device of a CUDA snapshot: `memwall explain snapshot.pickle`."""
+def snapshot_report(analyses: Sequence[DeviceAnalysis], fits: Sequence[FitOnDevice] = ()) -> Group:
+    """What held the peak of each device of a CUDA snapshot: `memwall explain snapshot.pickle`.
+
+    Args:
+        fits: whether they would fit on another device, where that was asked.
+    """
     parts: list[RenderableType] = []
     for analysis in analyses:
         parts.append(_verdict(("no-budget", snapshot_verdict(analysis))))
         parts += [_table(grid) for grid in snapshot_grids(analysis)]
+        parts += [_table(grid) for grid in fit_grids([fit for fit in fits if fit.recorded_device == analysis.device])]
         if analysis.notes:
             parts.append(Text("\n".join(f"Note: {note}." for note in analysis.notes)))
     if not parts:
         parts.append(Text("· the snapshot holds no memory and no history; was CUDA used before it was taken?"))
-    scope = (
-        "Counted: memory of torch's caching allocator. Not in it: the CUDA context, libraries that allocate for "
-        "themselves (NCCL), other processes."
+    return _report(*parts, Text(SNAPSHOT_SCOPE, style="dim"))
+
+
+def difference_report(difference: Difference) -> Group:
+    """What changed from one file to another of its kind: `memwall diff`."""
+    return _report(
+        _verdict(difference_verdict(difference)),
+        *(_table(grid) for grid in difference_grids(difference)),
+        Text(difference_scope(difference), style="dim"),
     )
-    return _report(*parts, Text(scope, style="dim"))
 
 
 def estimate_report(trace: Trace, estimate: "Estimate") -> Group:
     """What a step needs on a device that is not here, and what it is made of: `memwall estimate`."""
     highest = highest_point(trace)
-    grids = [forecast_phase_grid(estimate)]
+    grids: list[Grid | None] = [forecast_phase_grid(estimate)]
     if highest is not None:
-        grids += [category_grid(highest.peak), module_grid(highest.peak)]
+        grids += [category_grid(highest.peak), line_grid(highest.peak), module_grid(highest.peak)]
     return _report(
         _verdict(_forecast_verdict(estimate)),
         _facts(estimate_facts(estimate)),
         *_relaxations(estimate),
-        *(_table(grid) for grid in grids),
+        *(_table(grid) for grid in grids if grid is not None),
         Text(f"Predicted, not measured. Not modelled: {'; '.join(estimate.not_modelled)}.", style="dim"),
     )
 
@@ -189,12 +224,17 @@ def run_verdict(report: RunReport) -> Verdict:
         measured = f"{format_bytes(measured_bytes)} measured"
         over_bytes = measured_bytes - report.budget_bytes
         over = f", {format_bytes(over_bytes)} over" if over_bytes > 0 else " in the steps, more outside them"
-        return "does-not-fit", f"exceeded the budget of {budget}: {measured}{over}"
-    steady = format_bytes(report.measured.peak.process_bytes)
+        where = ""
+        if outside_steps_bytes(report) is not None:
+            where = (
+                " outside the training steps, in evaluation, saving or other work of the script; "
+                f"the steps reached {format_bytes(measured_steady_bytes(report))}"
+            )
+        return "does-not-fit", f"exceeded the budget of {budget}: {measured}{over}{where}"
     if status == 4:
-        above = format_bytes(unexplained_bytes(report))
+        above, steady = format_bytes(unexplained_bytes(report)), format_bytes(measured_steady_bytes(report))
         return "inside-margin", f"within the budget of {budget}, but {above} above the forecast: {steady} measured"
-    return "fits", f"within the budget: {steady} measured of {budget}"
+    return "fits", f"within the budget: {format_bytes(overall_process_bytes(report))} measured of {budget}"
 
 
 def verify_status(report: RunReport) -> int:

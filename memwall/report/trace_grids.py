@@ -8,17 +8,21 @@ from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes, format_seconds
 
 __all__ = [
+    "PHASES",
     "HighestPoint",
     "category_grid",
     "highest_point",
+    "line_grid",
     "module_grid",
     "op_grid",
     "phase_grid",
     "place_of",
+    "process_note",
     "shown_steps",
 ]
 
-_PHASES = ("forward", "loss", "backward", "optimizer", "eval", "other")
+PHASES = ("forward", "loss", "backward", "optimizer", "eval", "other")
+"""In the order in which tables have them."""
 _BAR_WIDTH = 20
 _MOST_ROWS = 10
 
@@ -48,12 +52,33 @@ def place_of(peak: Peak) -> str:
     return peak.phase if peak.module == "(outside)" else f"{peak.phase} of {peak.module}"
 
 
+def process_note(trace: Trace, highest: HighestPoint) -> tuple[str, ...]:
+    """One sentence on what the process held beside the tensors; none where the two cannot be compared.
+
+    They can where the step ran as it is on the CPU, with its saved tensors in place, and the process could be metered.
+    """
+    held_bytes, live_bytes = highest.step.process_peak_bytes, highest.peak.live_bytes
+    if trace.device != "cpu" or trace.is_parked or not held_bytes:
+        return ()
+    rest_bytes = held_bytes - live_bytes - trace.base_bytes
+    rest = (
+        f"; the other {format_bytes(rest_bytes)} are library workspaces, memory that the allocator keeps without a "
+        "tensor in it, and the recording itself"
+        if rest_bytes > 0
+        else ""
+    )
+    return (
+        f"The process held {format_bytes(held_bytes)} at most in this step, against {format_bytes(live_bytes)} of live "
+        f"tensors at the peak and {format_bytes(trace.base_bytes)} from before the step{rest}.",
+    )
+
+
 def phase_grid(trace: Trace, step: Step) -> Grid:
     """Peak, time and number of operations of each phase of a step, with a bar of the peak."""
     curve = live_curve(step.storages, len(step.ops), device=trace.device)
     highest_bytes = int(curve.max())
     rows = []
-    for phase in _PHASES:
+    for phase in PHASES:
         ops = [k for k, op in enumerate(step.ops) if op.phase == phase]
         if not ops:
             continue
@@ -94,6 +119,32 @@ def module_grid(peak: Peak) -> Grid:
             (f"{len(held) - _MOST_ROWS} others", format_bytes(rest_bytes), share_percent(rest_bytes, peak.live_bytes))
         )
     return Grid(title="In the peak, by module", columns=("module", "at peak", "share"), rows=tuple(rows))
+
+
+def line_grid(peak: Peak) -> Grid | None:
+    """Bytes at the peak by the user's line that made them; None where the trace has no lines."""
+    held = [share for share in peak.by_line if share.num_bytes]
+    if not held:
+        return None
+    rows = [
+        (
+            _holder(share.name),
+            ", ".join(category.replace("_", " ") for category in share.categories),
+            format_bytes(share.num_bytes),
+            share_percent(share.num_bytes, peak.live_bytes),
+        )
+        for share in held[:_MOST_ROWS]
+    ]
+    if len(held) > _MOST_ROWS:
+        rest_bytes = sum(share.num_bytes for share in held[_MOST_ROWS:])
+        others = f"{len(held) - _MOST_ROWS} others"
+        rows.append((others, "", format_bytes(rest_bytes), share_percent(rest_bytes, peak.live_bytes)))
+    return Grid(
+        title="In the peak, by line",
+        columns=("line", "category", "at peak", "share"),
+        rows=tuple(rows),
+        text_columns=(0, 1),
+    )
 
 
 def op_grid(trace: Trace, step: Step) -> Grid | None:

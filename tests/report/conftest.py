@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from memwall.observe.run_report import Measured, RunReport
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, OptimizerPlacement, Recompute
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.report.run_grids import Outcome
@@ -17,7 +17,7 @@ def _op(name: int, phase: Phase, module: int, seconds: float) -> Op:
     return Op(name=name, module=module, phase=phase, seconds=seconds, flops=0, inputs=(), outputs=(), writes=())
 
 
-def _storage(num_mib: float, category: Category, birth: int, death: int, module: int) -> Storage:
+def _storage(num_mib: float, category: Category, birth: int, death: int, module: int, line: int = -1) -> Storage:
     return Storage(
         nbytes=int(num_mib * MIB),
         device="cpu",
@@ -26,8 +26,9 @@ def _storage(num_mib: float, category: Category, birth: int, death: int, module:
         dropped=death,
         death=death,
         module=module,
-        phase="forward",
+        phase="forward" if birth < 3 else "backward",
         batched=category == "activation",
+        line=line,
     )
 
 
@@ -61,10 +62,10 @@ def step() -> Step:
         ),
         storages=(
             _storage(100, "parameter", -1, 8, 0),
-            _storage(40, "activation", 0, 5, 1),
-            _storage(160, "activation", 1, 5, 2),
-            _storage(8, "temporary", 2, 3, -1),
-            _storage(88, "gradient", 3, 7, 2),
+            _storage(40, "activation", 0, 5, 1, 0),
+            _storage(160, "activation", 1, 5, 2, 1),
+            _storage(8, "temporary", 2, 3, -1, 2),
+            _storage(88, "gradient", 3, 7, 2, 1),
             _storage(112, "temporary", 3, 4, 2),
             _storage(0.03125, "input", 3, 4, -1),
             # On another device: no byte of this one.
@@ -100,6 +101,7 @@ def trace(step: Step) -> Trace:
         names=("aten.mm.default", "aten.add.Tensor", "aten._foreach_add_.List"),
         modules=(_module("", "GPT", -1), _module("blocks.0", "Block", 0), _module("blocks[bold].1", "Block", 0)),
         steps=(first, step),
+        lines=("models/gpt.py:17 forward", "models/gpt[bold].py:23 forward", "train.py:40 step"),
     )
 
 
@@ -127,6 +129,14 @@ def actions() -> tuple[Action, ...]:
         Offload(block="blocks.0", scope="inputs", tier="host", min_bytes=MIB, window_bytes=MIB),
         Accumulate(micro_batch=2, num_micro_batches=4, saved_bytes=600 * MIB, cost_seconds=0.4),
         Autocast(dtype="bfloat16"),
+        OptimizerPlacement(
+            tier="disk",
+            resident_bytes=100 * MIB,
+            bucket_bytes=16 * MIB,
+            min_bytes=MIB // 16,
+            saved_bytes=300 * MIB,
+            cost_seconds=0.3,
+        ),
         AllocatorReuse(policy="tight", limit_bytes=470 * MIB),
     )
 

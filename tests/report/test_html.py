@@ -104,6 +104,8 @@ class TestPage:
             "recompute, keep 2 of 27 ops",
             "the peak in backward of blocks.3",
             "500.0 MiB of live tensors, in backward of blocks[bold].1 (operation 3)",
+            "by line",
+            "models/gpt[bold].py:23 forward",
             "A note.",
         ):
             assert expected in text, expected

@@ -2,18 +2,18 @@
 
 import io
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console, RenderableType
+from golden_text import GOLDEN, drawn, golden
+from rich.console import Console
 
 from memwall.observe.run_report import RunReport
 from memwall.plan.actions import Action, kinds
 from memwall.plan.forecast import PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.report.plan_grids import action_grid, block_ranges, fit_of
-from memwall.report.run_grids import Outcome, loss_difference
+from memwall.report.run_grids import Outcome, loss_difference, run_grid
 from memwall.report.text import (
     comparison,
     plan_report,
@@ -23,21 +23,9 @@ from memwall.report.text import (
     trace_report,
     verify_status,
 )
-from memwall.trace.records import Trace
+from memwall.trace.records import Step, Trace
 
 MIB = 1 << 20
-GOLDEN = Path(__file__).parent / "golden"
-
-
-def drawn(renderable: RenderableType, width: int = 80) -> list[str]:
-    """Lines as printed, without the blanks that fill them up to the width."""
-    file = io.StringIO()
-    Console(file=file, width=width, color_system=None).print(renderable)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
-
-
-def golden(name: str) -> list[str]:
-    return (GOLDEN / name).read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("width", [80, 160])
@@ -76,6 +64,45 @@ def test_a_terminal_without_unicode_gets_ascii(trace: Trace, plan: Plan) -> None
 
 def test_a_module_path_is_not_read_as_markup(trace: Trace) -> None:
     assert any(line.startswith("blocks[bold].1   360.0 MiB") for line in drawn(trace_report(trace)))
+
+
+def test_a_trace_without_lines_has_no_table_of_them(trace: Trace) -> None:
+    assert "In the peak, by line" not in drawn(trace_report(msgspec.structs.replace(trace, lines=())))
+
+
+def test_the_largest_lines_are_shown_and_the_rest_is_summed(trace: Trace, step: Step) -> None:
+    storages = tuple(msgspec.structs.replace(step.storages[1], nbytes=(20 - k) << 20, line=k) for k in range(13))
+    lines = tuple(f"model.py:{k} forward" for k in range(13))
+    many = msgspec.structs.replace(trace, steps=(msgspec.structs.replace(step, storages=storages),), lines=lines)
+    shown = [" ".join(line.split()) for line in drawn(trace_report(many))]
+    start = shown.index("In the peak, by line") + 3
+    assert shown[start] == "model.py:0 forward activation 20.0 MiB 11.0%"
+    assert shown[start + 10] == "3 others 27.0 MiB 14.8%"
+
+
+class TestProcessNote:
+    """What the process held beside the tensors, where the two can be compared."""
+
+    def note(self, trace: Trace) -> str:
+        text = " ".join(drawn(trace_report(trace)))
+        return "".join(text.partition("The process held")[1:]).partition(" Counted")[0].strip()
+
+    def with_process_bytes(self, trace: Trace, num_mib: int) -> Trace:
+        steps = tuple(msgspec.structs.replace(step, process_peak_bytes=num_mib * MIB) for step in trace.steps)
+        return msgspec.structs.replace(trace, steps=steps)
+
+    def test_what_no_tensor_holds_is_said(self, trace: Trace) -> None:
+        assert self.note(self.with_process_bytes(trace, 850)) == (
+            "The process held 850.0 MiB at most in this step, against 500.0 MiB of live tensors at the peak and "
+            "300.0 MiB from before the step; the other 50.0 MiB are library workspaces, memory that the allocator "
+            "keeps without a tensor in it, and the recording itself."
+        )
+
+    def test_where_it_was_not_metered_nothing_is_said(self, trace: Trace) -> None:
+        assert self.note(self.with_process_bytes(trace, 0)) == ""
+
+    def test_where_saved_tensors_were_elsewhere_nothing_is_said(self, trace: Trace) -> None:
+        assert self.note(msgspec.structs.replace(trace, is_parked=True)) == ""
 
 
 def test_a_trace_without_times_has_no_table_of_times(trace: Trace) -> None:
@@ -188,10 +215,32 @@ class TestVerify:
         )
         assert "Within the budget: no" in drawn(run_report(report))
 
+    def test_a_peak_outside_the_steps_is_not_held_against_the_forecast(self, run: RunReport) -> None:
+        """GIVEN steps of 450 MiB, foreseen at 455, and a script that copies its weights at the end, up to 500 MiB."""
+        report = _measured(_peaking_at(run, 500), steady_peak_bytes=450 * MIB)
+        assert verify_status(report) == 5
+        assert run_verdict(report)[1] == (
+            "exceeded the budget of 480.0 MiB: 500.0 MiB measured, 20.0 MiB over outside the training steps, in "
+            "evaluation, saving or other work of the script; the steps reached 450.0 MiB"
+        )
+        rows = {row[0]: row[1:] for row in run_grid(report).rows}
+        assert rows["process peak, steady step"] == ("455.0 MiB", "450.0 MiB", "+1.1%")
+        assert rows["process peak, outside the steps"] == ("-", "500.0 MiB", "-")
+        assert rows["not itemised in the forecast"] == ("-", "-5.0 MiB", "-")
+
+    def test_a_peak_outside_the_steps_within_the_budget_is_no_excess(self, run: RunReport) -> None:
+        report = _measured(_peaking_at(run, 470), steady_peak_bytes=450 * MIB)
+        assert verify_status(report) == 0
+        assert run_verdict(report)[1] == "within the budget: 470.0 MiB measured of 480.0 MiB"
+
     def test_within_the_forecast(self, run: RunReport) -> None:
         report = _peaking_at(run, 455)
         assert drawn(run_report(report))[0] == "✓ within the budget: 455.0 MiB measured of 480.0 MiB"
         assert not any("not itemised" in line for line in drawn(run_report(report)))
+
+    def test_a_forecast_that_was_too_high_has_its_gap_too(self, run: RunReport) -> None:
+        rows = {row[0]: row[1:] for row in run_grid(_peaking_at(run, 440)).rows}
+        assert rows["not itemised in the forecast"] == ("-", "-15.0 MiB", "-")
 
 
 class TestLossDifference:

@@ -1,0 +1,62 @@
+"""The allocator's settings in words: the winner beside the default and the bound, for whom, and for whom not."""
+
+import pytest
+from msgspec.structs import replace
+
+from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, AllocatorAdvice
+from memwall.report.estimate_grids import allocator_facts
+
+GIB = 1 << 30
+BEST = "expandable_segments:True,large_segment_size_mb:20"
+OTHER = "expandable_segments:False,large_segment_size_mb:20,max_split_size_mb:64"
+
+
+@pytest.fixture
+def advice() -> AllocatorAdvice:
+    return AllocatorAdvice(
+        settings=BEST,
+        reserved_bytes=6 * GIB,
+        reserved_spread_bytes=(6 * GIB, 6 * GIB),
+        empty_cache_at=(),
+        default_reserved_bytes=8 * GIB,
+        lower_bound_bytes=5 * GIB,
+        guards=EXPANDABLE_GUARDS,
+        guarded_settings=OTHER,
+        guarded_reserved_bytes=7 * GIB,
+        torch_versions="simulated for torch 2.13 and later; the string is read by 2.11 and later",
+        num_tried=40,
+        notes=(),
+    )
+
+
+def test_the_winner_stands_beside_the_default_and_the_bound(advice: AllocatorAdvice) -> None:
+    facts = dict(allocator_facts(advice))
+    assert facts["allocator settings (L2 what-if)"] == (
+        f"{BEST}: 6.00 GiB reserved; default 8.00 GiB, lower bound 5.00 GiB"
+    )
+    assert facts["set both to it"] == (
+        "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF; simulated for torch 2.13 and later; the string is read by "
+        "2.11 and later"
+    )
+
+
+def test_whoever_may_not_use_it_is_named_with_what_is_left(advice: AllocatorAdvice) -> None:
+    text = dict(allocator_facts(advice))["not for runs with"]
+    assert all(guard in text for guard in EXPANDABLE_GUARDS)
+    assert text.endswith(f"For these {OTHER}: 7.00 GiB reserved")
+    nothing = replace(advice, guarded_reserved_bytes=8 * GIB)
+    assert dict(allocator_facts(nothing))["not for runs with"].endswith("For these the default is best")
+
+
+def test_the_spread_and_the_boundaries_are_shown_where_there_are_any(advice: AllocatorAdvice) -> None:
+    shown = replace(advice, reserved_spread_bytes=(5 * GIB, 7 * GIB), empty_cache_at=("before eval", "after eval"))
+    facts = dict(allocator_facts(shown))
+    assert "6.00 GiB (5.00 GiB to 7.00 GiB) reserved" in facts["allocator settings (L2 what-if)"]
+    assert facts["with torch.cuda.empty_cache()"] == "before eval, after eval"
+    assert "with torch.cuda.empty_cache()" not in dict(allocator_facts(advice))
+
+
+def test_where_the_default_is_as_good_only_that_is_said(advice: AllocatorAdvice) -> None:
+    (fact,) = allocator_facts(replace(advice, reserved_bytes=8 * GIB))
+    assert fact[1] == ("the default: none of 40 reserves notably less; default 8.00 GiB, lower bound 5.00 GiB")
+    assert allocator_facts(None) == ()
