@@ -8,7 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memwall.apply.checkpoint.resumption import resumed_steps as resumed_steps
+    from memwall.apply.checkpoint.resumption import steps as steps
     from memwall.apply.fit import fit as fit
+    from memwall.apply.rows.embedding import RowEmbedding as RowEmbedding
+    from memwall.apply.rows.embedding import RowEmbeddingBag as RowEmbeddingBag
     from memwall.apply.session import Session as Session
     from memwall.errors import InfeasibleError as InfeasibleError
     from memwall.errors import MemwallError as MemwallError
@@ -27,6 +31,8 @@ __all__ = [
     "MemwallError",
     "OffloadIOError",
     "Plan",
+    "RowEmbedding",
+    "RowEmbeddingBag",
     "Session",
     "StoreError",
     "Trace",
@@ -35,6 +41,8 @@ __all__ = [
     "fit",
     "plan",
     "record",
+    "resumed_steps",
+    "steps",
 ]
 
 _HOMES = {
@@ -42,12 +50,16 @@ _HOMES = {
     "MemwallError": "memwall.errors",
     "OffloadIOError": "memwall.errors",
     "Plan": "memwall.plan.planfile",
+    "RowEmbedding": "memwall.apply.rows.embedding",
+    "RowEmbeddingBag": "memwall.apply.rows.embedding",
     "Session": "memwall.apply.session",
     "StoreError": "memwall.errors",
     "Trace": "memwall.trace.records",
     "Workload": "memwall.trace.workload",
     "fit": "memwall.apply.fit",
     "record": "memwall.trace.record",
+    "resumed_steps": "memwall.apply.checkpoint.resumption",
+    "steps": "memwall.apply.checkpoint.resumption",
 }
 
 

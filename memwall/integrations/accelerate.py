@@ -4,15 +4,16 @@ Of a plan, Accelerate carries out precision and accumulation (`Accelerator(**pla
 else is the session's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from memwall.apply.session import Session
 from memwall.errors import IntegrationError
+from memwall.integrations.preflight import check_model
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
 from memwall.plan.actions import Accumulate, Autocast
@@ -49,14 +50,15 @@ class MemwallPlugin:
         allow: Sequence[str] = (),
     ) -> None:
         self.session: Session | None = None
+        self._accelerator: Any = None
         self._budget, self._plan, self._disk, self._allow = budget, plan, disk, tuple(allow)
 
     def prepare(self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> Any:
         """What `accelerator.prepare(model, optimizer, *rest)` returns, with a session on the model.
 
         Raises:
-            IntegrationError: the accelerator or the data loader is not what the plan needs, or this plugin trains a
-                model already.
+            IntegrationError: the accelerator or the data loader is not what the plan needs, the model is wrapped in a
+                way that fails, or this plugin trains a model already.
             PlanError: the plan was made for another model.
         """
         if self.session is not None and self.session.state != "closed":
@@ -64,7 +66,9 @@ class MemwallPlugin:
         if self._plan is not None:
             _check(self._plan, accelerator, rest)
         prepared = accelerator.prepare(model, optimizer, *rest)
+        self._accelerator = accelerator
         # A wrapper (DDP) calls the module within it, whose paths are those of the plan and whose hooks it runs.
+        check_model(prepared[0])
         trained = accelerator.unwrap_model(prepared[0])
         self.session = open_session(
             trained,
@@ -76,6 +80,35 @@ class MemwallPlugin:
         )
         return prepared
 
+    def compute_gradients(self, loss_of: Callable[[], Tensor]) -> Tensor:
+        """Forward, and backward by the accelerator, of one batch; where memory runs out, see `Session.redoable`.
+
+        Example::
+
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    plugin.compute_gradients(lambda: loss_function(model(batch["input"]), batch["label"]))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Args:
+            loss_of: computes the loss; it may be called several times.
+
+        Raises:
+            IntegrationError: nothing was prepared.
+            OutOfMemoryError: memory ran out, and the step cannot be done again.
+        """
+        if self.session is None or self._accelerator is None:
+            raise IntegrationError("plugin.prepare(accelerator, model, optimizer) was not called; nothing can run")
+        accelerator = self._accelerator
+
+        def part() -> Tensor:
+            loss = loss_of()
+            accelerator.backward(loss)
+            return loss.detach()
+
+        return self.session.redoable(part)
+
     def close(self, *, completed: bool = True) -> None:
         """Ends the session: the model is as Accelerate prepared it."""
         if self.session is not None:
@@ -84,8 +117,11 @@ class MemwallPlugin:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *failure: Any) -> None:
-        self.close(completed=failure[0] is None)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: Any) -> None:
+        explained = None if error is None or self.session is None else self.session.explained(error)
+        self.close(completed=error is None)
+        if explained is not None:
+            raise explained from error
 
     def report(self) -> RunReport:
         """Forecast and measurement.

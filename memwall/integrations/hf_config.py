@@ -5,12 +5,13 @@ Nothing is downloaded and no code that a model brings along is run.
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from memwall.errors import MemwallError, UsageError
 
-__all__ = ["config_path", "read_config"]
+__all__ = ["config_path", "hub_hint", "read_config"]
 
 # Which kernels run is the target's matter; and a name here may be that of a repository to load code from.
 _KERNEL_CHOICES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -35,6 +36,9 @@ _SIZES = {
     "num_channels": 1 << 12,
 }
 
+# Owner and name, or of the first models the name alone; see `validate_repo_id` of huggingface_hub.
+_HUB_NAME = r"\w[\w.-]*/\w[\w.-]*|\w[\w-]*"
+
 
 def config_path(source: str) -> Path | None:
     """The config.json that `source` names, as a file or as the folder it is in; None if it names neither."""
@@ -42,6 +46,17 @@ def config_path(source: str) -> Path | None:
     if path.is_dir():
         return path / "config.json"
     return path if path.suffix == ".json" else None
+
+
+def hub_hint(spec: str) -> str:
+    """What to do with the name of a model on the Hugging Face Hub, where `spec` looks like one."""
+    if re.fullmatch(_HUB_NAME, spec) is None or ("/" in spec and Path(spec).parent.is_dir()):
+        return ""
+    return (
+        f". If it is a name on the Hugging Face Hub: nothing is downloaded here, so run `hf download {spec} "
+        "config.json --local-dir FOLDER` (where the model is gated, log in and accept its licence on huggingface.co "
+        "first), and give FOLDER"
+    )
 
 
 def read_config(path: Path) -> Any:

@@ -4,7 +4,7 @@ The head is the one that `architectures` names; without it, the usual one of the
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,18 +13,17 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.integrations.hf_config import config_path, read_config
+from memwall.integrations.hf_optimizers import check_optimizer, make_optimizer
 from memwall.trace.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim import Optimizer
 
-__all__ = ["DTYPES", "OPTIMIZERS", "hugging_face_workload", "positions_of"]
+__all__ = ["DTYPES", "hugging_face_workload", "positions_of"]
 
 Batch = dict[str, "Tensor"]
 
-DTYPES = ("float32", "bfloat16")
-OPTIMIZERS = ("adamw", "adamw-fused", "adamw-foreach", "adam", "sgd", "adafactor")
+DTYPES = ("float32", "bfloat16", "float16")
 
 # What a text model gets where no length is asked for: long enough for activations to show, short of any limit.
 _DEFAULT_SEQUENCE = 2048
@@ -55,6 +54,7 @@ def hugging_face_workload(
     dtype: str = "float32",
     optimizer: str = "adamw",
     is_padded: bool = False,
+    is_checkpointed: bool = False,
 ) -> Workload:
     """The training step of a model that a configuration describes.
 
@@ -64,16 +64,16 @@ def hugging_face_workload(
         sequence: tokens per sample (audio: samples of the wave form); None takes 2048, or what the model allows if
             that is less. Image models take the size in their configuration, or 224 pixels.
         dtype: of weights and activations, one of `DTYPES`.
-        optimizer: one of `OPTIMIZERS`; "adamw", "adam" and "sgd" leave the implementation to torch.
+        optimizer: one of `memwall.integrations.hf_optimizers.OPTIMIZERS`.
         is_padded: all texts but the first are padded to `sequence`, so that the batch needs its mask.
+        is_checkpointed: the model recomputes its layers in backward, as with the Trainer's `gradient_checkpointing`.
 
     Raises:
         UsageError: the configuration or one of the other arguments can't be used; the message says why.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype '{dtype}' is not known; expected one of {', '.join(DTYPES)}")
-    if optimizer not in OPTIMIZERS:
-        raise UsageError(f"optimizer '{optimizer}' is not known; expected one of {', '.join(OPTIMIZERS)}")
+    check_optimizer(optimizer)
     if batch < 1 or (sequence is not None and sequence < 1) or batch * (sequence or 1) > _MOST_TOKENS:
         raise UsageError(
             f"batch {batch} x sequence {sequence or 'default'} is no batch; expected positive numbers of at most "
@@ -94,10 +94,10 @@ def hugging_face_workload(
     if is_padded:
         make_batch = partial(_padded, make_batch)
     return Workload(
-        model=partial(_model, path, config, head, dtype),
+        model=partial(_model, path, config, head, dtype, is_checkpointed),
         batch=partial(_in_dtype, make_batch, dtype),
         loss=_loss,
-        optimizer=partial(_optimizer, optimizer),
+        optimizer=partial(make_optimizer, optimizer),
     )
 
 
@@ -169,7 +169,7 @@ def _classes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _model(path: str, config: Any, head: _Head, dtype: str) -> Any:
+def _model(path: str, config: Any, head: _Head, dtype: str, is_checkpointed: bool) -> Any:
     import torch
     import transformers
 
@@ -180,7 +180,21 @@ def _model(path: str, config: Any, head: _Head, dtype: str) -> Any:
         except (ValueError, TypeError, RuntimeError, ImportError, AttributeError, ZeroDivisionError) as error:
             message = " ".join(str(error).split())
             raise UsageError(f"{path}: building the model failed: {type(error).__name__}: {message}") from error
-    return model.train()
+    return _checkpointed(path, model).train() if is_checkpointed else model.train()
+
+
+def _checkpointed(path: str, model: Any) -> Any:
+    """With the library's own recomputation, in the way that is the default of its release.
+
+    Source: transformers 5.23, trainer.py, `_inner_training_loop`; before release 5 the method had its old name.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UsageError(f"{path}: {type(model).__name__} does not support gradient checkpointing; leave it out")
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
 @contextmanager
@@ -376,23 +390,3 @@ _HEADS = (
 _TEXT_HEADS = ("seq2seq", "masked", "causal", "sequence classification", "token classification")
 # A text model without `architectures` is a language model; these heads come with fine-tuning.
 _ONLY_BY_NAME = ("sequence classification", "token classification")
-
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-def _optimizer(name: str, parameters: Iterable[Any]) -> "Optimizer":
-    """With the learning rates of their papers; they decide nothing about memory. SGD has momentum."""
-    from torch import optim
-
-    if name == "adamw-fused":
-        return optim.AdamW(parameters, lr=1e-4, fused=True)
-    if name == "adamw-foreach":
-        return optim.AdamW(parameters, lr=1e-4, foreach=True)
-    if name == "adamw":
-        return optim.AdamW(parameters, lr=1e-4)
-    if name == "adam":
-        return optim.Adam(parameters, lr=1e-4)
-    if name == "sgd":
-        return optim.SGD(parameters, lr=1e-2, momentum=0.9)
-    return optim.Adafactor(parameters, lr=1e-2)

@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,17 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memwall.apply.checkpoint.next_budget import note_failure
+from memwall.apply.checkpoint.resumption import set_checkpoint
+from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.apply.measurements import standing_bytes
 from memwall.apply.parking import measured_machine
 from memwall.apply.session import Session
-from memwall.errors import MemwallError, StoreError, UsageError
+from memwall.errors import MemwallError, OutOfMemoryError, StoreError, UsageError
+from memwall.integrations.preflight import check_model
+from memwall.observe.history import MemoryHistory
 from memwall.store.location import default_directory
-from memwall.trace.meter import process_bytes, return_free_memory
+from memwall.trace.meter import meter_of, return_free_memory
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Machine, Trace
 
@@ -92,8 +97,20 @@ class _Watch:
         self.optimizer = optimizer
 
 
-def run_script(name: str, args: Sequence[str], session: Session, *, is_module: bool = False) -> int:
+def run_script(
+    name: str,
+    args: Sequence[str],
+    session: Session,
+    *,
+    is_module: bool = False,
+    checkpoint: StepCheckpoint | None = None,
+    history: MemoryHistory | None = None,
+) -> int:
     """Runs a script, or a module, under a session, which is closed at the end.
+
+    Args:
+        checkpoint: where its steps are committed; closed at the end as well.
+        history: what records the device's allocator, begun already; closed at the end as well.
 
     Returns:
         The script's own status.
@@ -101,6 +118,7 @@ def run_script(name: str, args: Sequence[str], session: Session, *, is_module: b
     Raises:
         UsageError: the script finished without a training step, or trains two models.
         InfeasibleError: the budget cannot be met.
+        OutOfMemoryError: memory ran out.
         MemwallError: whatever else ended the session, even where the script caught it.
     """
     watch = _Watch(name)
@@ -108,30 +126,53 @@ def run_script(name: str, args: Sequence[str], session: Session, *, is_module: b
     def before_forward(module: nn.Module, _: Any) -> None:
         if watch.model is None and watch.is_model(module):
             with watch.guarded():
+                check_model(module)
                 session.attach(module, None)
                 watch.model = module
                 handle.remove()
                 # The hook just attached is not in the list this call is going through: call it for this first time.
-                session.first_forward(module)
+                session.first_forward()
+                if history is not None:
+                    history.attach(module)
+                if checkpoint is not None:
+                    checkpoint.plan_in_effect = lambda: None if session.plan is None else session.plan.encode()
+                    checkpoint.attach(module)
 
     def before_step(optimizer: Any, *_: Any) -> None:
         with watch.guarded():
             watch.check_optimizer(optimizer)
             session.set_optimizer(optimizer)
 
+    def failed(error: BaseException) -> None:
+        if history is not None:
+            history.failed(error, session.trace)
+
     handle = register_module_forward_pre_hook(before_forward)
     step_handle = register_optimizer_step_pre_hook(before_step)
     status = 1
+    set_checkpoint(checkpoint)
     try:
-        status = _execute(name, args, is_module=is_module)
+        status = _execute(name, args, is_module=is_module, failed=failed, explained=session.explained)
+    except OutOfMemoryError as error:
+        if checkpoint is not None and session.budget_bytes:
+            raise note_failure(checkpoint.directory, session.budget_bytes, error) from error
+        raise
     finally:
         handle.remove()
         step_handle.remove()
-        session.close(completed=status == 0 and watch.failure is None)
-    failure = watch.failure or session.failure
+        completed = status == 0 and watch.failure is None
+        if history is not None:
+            history.close(completed=completed)
+        try:
+            session.close(completed=completed)
+        finally:
+            if checkpoint is not None:
+                checkpoint.close(completed=completed and session.failure is None)
+            set_checkpoint(None)
+    failure = watch.failure or session.failure or (None if checkpoint is None else checkpoint.failure)
     if failure is not None:
         raise failure
-    if session.measured.num_steps == 0 and status == 0:
+    if session.measured.num_steps == 0 and status == 0 and (checkpoint is None or checkpoint.is_new):
         raise UsageError(_without_step(name, status))
     return status
 
@@ -148,10 +189,10 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
     watch = _Watch(name)
     builder: TraceBuilder | None = None
     num_recorded = 0
-    resident_bytes: int | None = None
+    base_bytes: int | None = None
 
     def before_forward(module: nn.Module, _: Any) -> None:
-        nonlocal builder, num_recorded, resident_bytes
+        nonlocal builder, num_recorded, base_bytes
         with watch.guarded():
             if watch.model is None and watch.is_model(module):
                 watch.model = module
@@ -164,8 +205,11 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
                 builder.finish_step(watch.optimizer)
                 num_recorded += 1
             if num_recorded >= num_steps:
+                standing = standing_bytes(module, watch.optimizer, builder.trace(watch.optimizer))
                 return_free_memory()
-                resident_bytes = process_bytes()
+                # After the steps: threads, loaded code and caches of the libraries are part of what every further step
+                # finds.
+                base_bytes = meter_of(module).base_bytes(standing)
                 raise ScriptEnded
             builder.start_step(watch.optimizer, running_root=module)
 
@@ -193,10 +237,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
         raise UsageError(_without_step(name, status))
     model = builder.roots[0]
     trace = builder.trace(watch.optimizer, machine=_machine_of(model))
-    if resident_bytes is None:
-        return trace
-    # After the steps: threads, loaded code and caches of the libraries are part of what every further step finds.
-    return msgspec.structs.replace(trace, base_bytes=resident_bytes - standing_bytes(model, watch.optimizer, trace))
+    return trace if base_bytes is None else msgspec.structs.replace(trace, base_bytes=base_bytes)
 
 
 def _without_step(name: str, status: int) -> str:
@@ -217,8 +258,19 @@ def _machine_of(model: nn.Module) -> Machine:
         return measured_machine("")
 
 
-def _execute(name: str, args: Sequence[str], *, is_module: bool) -> int:
+def _execute(
+    name: str,
+    args: Sequence[str],
+    *,
+    is_module: bool,
+    failed: Callable[[BaseException], None] = lambda _: None,
+    explained: Callable[[BaseException], MemwallError | None] = lambda _: None,
+) -> int:
     """Runs a script as `python name args` would; returns the status it asks for, 1 if it raised.
+
+    Args:
+        failed: told what ended the script, before anything is undone.
+        explained: what a failure means to memwall; None where it is the script's own.
 
     Raises:
         MemwallError: one that the script let pass.
@@ -235,14 +287,19 @@ def _execute(name: str, args: Sequence[str], *, is_module: bool) -> int:
                 return end.code or 0
             sys.stderr.write(f"{end.code}\n")
             return 1
-        except (MemwallError, ScriptEnded):
+        except (MemwallError, ScriptEnded) as error:
+            failed(error)
             raise
         except (Exception, KeyboardInterrupt) as error:
+            failed(error)
             # As Python would show it, from the script's own first line on.
             frames = error.__traceback__
             while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
                 frames = frames.tb_next
             traceback.print_exception(type(error), error, frames)
+            found = explained(error)
+            if found is not None:
+                raise found from error
             return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
 

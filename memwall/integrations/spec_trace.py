@@ -2,15 +2,18 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from memwall.errors import MemwallError, TraceError, UsageError
-from memwall.integrations.hf_config import config_path
+from memwall.errors import MemwallError, NeedsValuesError, TraceError, UsageError
+from memwall.integrations.hf_config import config_path, hub_hint
 from memwall.integrations.hf_spec import hugging_face_workload, positions_of
+from memwall.integrations.lower_precision import under_autocast
+from memwall.integrations.real_step import real_trace
 from memwall.predict.hardware import Hardware
 from memwall.predict.roofline import Roofline
 from memwall.predict.translate import recording_for, translated
-from memwall.trace.evaluation import RecordedRun, record_fake_run
+from memwall.trace.evaluation import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
 from memwall.trace.fake import record_fake
 from memwall.trace.lengths import DATA_FORMATS, BatchChoice, BatchRule, chosen_batch, read_lengths
 from memwall.trace.records import Trace
@@ -27,6 +30,8 @@ def workload_of_spec(
     sequence: int | None = None,
     dtype: str | None = None,
     optimizer: str | None = None,
+    autocast: str | None = None,
+    is_checkpointed: bool = False,
     is_padded: bool = False,
 ) -> Workload:
     """The workload that a SPEC names.
@@ -35,33 +40,38 @@ def workload_of_spec(
         spec: `package.module:factory`, `path/file.py:factory`, a Hugging Face model folder, or its config.json.
         batch: samples, with a configuration; None is 1. sequence: tokens per sample, with a configuration.
         dtype, optimizer: see `hugging_face_workload`; None is float32 and adamw.
-        is_padded: see there; a factory decides it.
+        autocast: the dtype that the model runs under autocast in, of a configuration or a factory; None for none.
+        is_checkpointed, is_padded: see `hugging_face_workload`; a factory decides them.
 
     Raises:
         UsageError: the spec can't be used, or a factory is given together with what only a configuration leaves open.
     """
     if config_path(spec) is not None:
-        return hugging_face_workload(
+        workload = hugging_face_workload(
             spec,
             batch=1 if batch is None else batch,
             sequence=sequence,
             dtype=dtype or "float32",
             optimizer=optimizer or "adamw",
             is_padded=is_padded,
+            is_checkpointed=is_checkpointed,
         )
+        return workload if autocast is None else under_autocast(workload, autocast)
     if ":" not in spec and not Path(spec).suffix == ".py":
         raise UsageError(
             f"'{spec}' names no workload; expected package.module:factory, path/file.py:factory, or the folder or "
-            "config.json of a Hugging Face model on this disk"
+            f"config.json of a Hugging Face model on this disk{hub_hint(spec)}"
         )
     given = {"--batch": batch, "--seq": sequence, "--dtype": dtype, "--optimizer": optimizer}
+    given["--checkpointing"] = is_checkpointed or None
     unused = [option for option, value in given.items() if value is not None]
     if unused:
         raise UsageError(
             f"{', '.join(unused)}: '{spec}' is a factory, which decides that itself; leave it out, or give a Hugging "
             "Face config.json"
         )
-    return load_workload(spec)
+    workload = load_workload(spec)
+    return workload if autocast is None else under_autocast(workload, autocast)
 
 
 def batch_of_spec(
@@ -122,6 +132,8 @@ def device_trace_of_spec(
     sequence: int | None = None,
     dtype: str | None = None,
     optimizer: str | None = None,
+    autocast: str | None = None,
+    is_checkpointed: bool = False,
     mask_share: float | None = None,
     is_padded: bool = False,
     host_bytes: int = 0,
@@ -130,7 +142,7 @@ def device_trace_of_spec(
     """Two steps of a SPEC as a device would run them, with the least seconds that they can take there.
 
     Args:
-        is_padded: see `hugging_face_workload`.
+        autocast, is_checkpointed, is_padded: see `workload_of_spec`.
         host_bytes: host memory that saved tensors may move to; 0 for none.
         without: names of rules of `memwall.predict.translate` to leave out.
 
@@ -139,18 +151,30 @@ def device_trace_of_spec(
         TraceError: the step can't be recorded without data.
     """
     workload = workload_of_spec(
-        spec, batch=batch, sequence=sequence, dtype=dtype, optimizer=optimizer, is_padded=is_padded
+        spec,
+        batch=batch,
+        sequence=sequence,
+        dtype=dtype,
+        optimizer=optimizer,
+        autocast=autocast,
+        is_checkpointed=is_checkpointed,
+        is_padded=is_padded,
     )
     recording = recording_for(hardware, without=without)
     with _failing_as_trace_error(spec):
-        trace = record_fake(
-            workload,
-            target="cpu" if "foreach-optimizer" in without else "cuda",
-            seconds_of=Roofline(hardware),
-            mask_share=mask_share,
-            workspaces=recording.workspaces,
-            choices=recording.choices(),
-        )
+        try:
+            trace = record_fake(
+                workload,
+                target="cpu" if "foreach-optimizer" in without else "cuda",
+                seconds_of=Roofline(hardware),
+                mask_share=mask_share,
+                workspaces=recording.workspaces,
+                choices=recording.choices(),
+            )
+        except NeedsValuesError as failure:
+            if recording.autocast != "none":
+                raise
+            return real_trace(workload, hardware, failure, host_bytes=host_bytes)
     return translated(trace, hardware, autocast=recording.autocast, host_bytes=host_bytes, without=without)
 
 
@@ -162,6 +186,8 @@ def device_run_of_spec(
     sequence: int | None = None,
     dtype: str | None = None,
     optimizer: str | None = None,
+    autocast: str | None = None,
+    is_checkpointed: bool = False,
     mask_share: float | None = None,
     is_padded: bool = False,
     eval_batch: int | None = None,
@@ -170,35 +196,48 @@ def device_run_of_spec(
     """Two steps of a SPEC and an evaluation after them, as a device would run them.
 
     Args:
-        is_padded: see `hugging_face_workload`.
+        autocast, is_checkpointed, is_padded: see `workload_of_spec`.
         eval_batch: samples that are evaluated at once, with a configuration; None takes the batch of training.
         num_micro_batches: forwards and backwards in each step.
+
+    Where the step needs values that fake tensors don't have, a real one is recorded on this CPU, if it has the room.
 
     Raises:
         UsageError: the spec or an option can't be used.
         TraceError: the step can't be recorded without data.
     """
-    workload = workload_of_spec(
-        spec, batch=batch, sequence=sequence, dtype=dtype, optimizer=optimizer, is_padded=is_padded
+    made_for = partial(
+        workload_of_spec,
+        spec,
+        sequence=sequence,
+        dtype=dtype,
+        optimizer=optimizer,
+        autocast=autocast,
+        is_checkpointed=is_checkpointed,
+        is_padded=is_padded,
     )
-    evaluated = workload
+    workload = evaluated = made_for(batch=batch)
     if eval_batch is not None:
         if config_path(spec) is None:
             raise UsageError(f"--eval-batch: '{spec}' is a factory, which decides that itself; leave it out")
-        evaluated = workload_of_spec(
-            spec, batch=eval_batch, sequence=sequence, dtype=dtype, optimizer=optimizer, is_padded=is_padded
-        )
+        evaluated = made_for(batch=eval_batch)
     recording = recording_for(hardware)
     with _failing_as_trace_error(spec):
-        run = record_fake_run(
-            workload,
-            evaluated.make_batch,
-            num_micro_batches=num_micro_batches,
-            seconds_of=Roofline(hardware),
-            mask_share=mask_share,
-            workspaces=recording.workspaces,
-            choices=recording.choices(),
-        )
+        try:
+            run = record_fake_run(
+                workload,
+                evaluated.make_batch,
+                num_micro_batches=num_micro_batches,
+                seconds_of=Roofline(hardware),
+                mask_share=mask_share,
+                workspaces=recording.workspaces,
+                choices=recording.choices(),
+            )
+        except NeedsValuesError as failure:
+            if recording.autocast != "none":  # a CPU's autocast casts otherwise, and translation does not know how
+                raise
+            real = real_trace(workload, hardware, failure, num_micro_batches=min(num_micro_batches, MOST_MICRO_BATCHES))
+            return RecordedRun(training=real, evaluation=None, failure=f"not on fake tensors: {failure}")
     evaluation = run.evaluation
     if evaluation is not None:
         evaluation = translated(evaluation, hardware, autocast=recording.autocast)

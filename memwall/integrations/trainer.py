@@ -6,17 +6,23 @@ What the Trainer fixes before a callback can act (micro-batch, accumulation, pre
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torch import nn
 
+from memwall.apply.cuda_setting import require_cuda_setting
 from memwall.apply.session import Session
 from memwall.errors import InfeasibleError, IntegrationError
 from memwall.integrations.accelerate import open_session, precision_name, torch_optimizer
+from memwall.integrations.data_lengths import LengthWatch, longest_sample
+from memwall.integrations.preflight import check_arguments
+from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
+from memwall.observe.history import MemoryHistory
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
-from memwall.plan.actions import Accumulate, Autocast
+from memwall.plan.actions import Accumulate, AllocatorReuse, Autocast
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings, make_plan
 from memwall.units import format_bytes
@@ -39,13 +45,20 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[MemwallCallback(budget="10GiB")])
         trainer.train()
 
-    The Trainer tells callbacks nothing of an exception: after one, `close()` gives the model back.
+    A training step that runs out of memory is done again under a plan that needs less, up to three times in a run;
+    what runs out elsewhere ends in `memwall.errors.OutOfMemoryError`. However training ends, the model is given back.
 
     Args:
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         allow: relaxations: "precision".
+        history: directory; the CUDA allocator is recorded from here on, and a snapshot is written there when memory
+            runs out. Build the callback before the model, whose tensors have no stack otherwise (it says so).
+        history_at_end: with `history`, write one when training ends as well.
+
+    Raises:
+        UsageError: `history` without a CUDA device, or with a directory that cannot be made.
     """
 
     def __init__(
@@ -55,14 +68,31 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         plan: Plan | None = None,
         disk: str | None = None,
         allow: Sequence[str] = (),
+        history: str | Path | None = None,
+        history_at_end: bool = False,
     ) -> None:
+        self._history = None if history is None else MemoryHistory(history, is_written_at_end=history_at_end)
+        if self._history is not None:
+            # The recording starts CUDA, which takes its settings then.
+            for action in plan.actions if plan is not None else ():
+                if isinstance(action, AllocatorReuse) and action.cuda_setting:
+                    require_cuda_setting(action.cuda_setting)
+            self._history.begin()
         self.session: Session | None = None
         """The session of the present or last `train()`; None before the Trainer is built."""
         self._budget, self._plan, self._disk, self._allow = budget, plan, disk, tuple(allow)
         self._model: nn.Module | None = None
+        self._lengths: LengthWatch | None = None
+        self._steps: TrainerSteps | None = None
 
     def close(self, *, completed: bool = True) -> None:
         """Ends the session: the model is as it was. Done by itself when training ends."""
+        if self._steps is not None:
+            self._steps.take_back()
+        if self._history is not None:
+            self._history.close(completed=completed)
+        if self._lengths is not None:
+            self._lengths.close()
         if self.session is not None:
             self.session.close(completed=completed)
 
@@ -88,10 +118,16 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             UsageError: neither or both of budget and plan; a budget that is no size.
         """
         _check_arguments(args)
+        check_arguments(args)
         if self._plan is not None:
             _check_plan(self._plan, args)
         self._model = model
+        if self._history is not None:
+            self._history.attach(model)
         self._open(model)
+        trainer = trainer_of(self)
+        if trainer is not None:
+            self._steps = TrainerSteps(trainer, self)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -116,9 +152,15 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             self.close(completed=False)
             self._open(self._model)
         self.session.set_optimizer(torch_optimizer(optimizer))
+        longest = longest_sample(getattr(kwargs.get("train_dataloader"), "dataset", None))
+        self._lengths = None if longest is None else LengthWatch(self._model, longest)
+        if self._steps is not None:
+            self._steps.hand_over()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the first step the plan is made and applied, before anything is evaluated or saved.
+
+        A longer sample than those of that step, anywhere in the data, is a warning now and not an error later.
 
         Raises:
             InfeasibleError: nothing fits; says which arguments would make it fit, if some do.
@@ -130,6 +172,9 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         except InfeasibleError as error:
             self.close(completed=False)
             raise self._with_arguments(error) from error
+        if self._lengths is not None and self.session.state == "running":
+            self._lengths.compare()
+            self._lengths = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Closes the session and logs one line."""

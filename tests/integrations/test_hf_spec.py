@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from memwall.errors import UsageError
-from memwall.integrations.hf_spec import OPTIMIZERS, hugging_face_workload
+from memwall.integrations.hf_optimizers import OPTIMIZERS
+from memwall.integrations.hf_spec import DTYPES, hugging_face_workload
 from memwall.integrations.spec_trace import device_trace_of_spec
 from memwall.predict.curve import live_peak_bytes, peak_of
 from memwall.predict.hardware import hardware_named
@@ -160,18 +161,43 @@ def test_without_architectures_a_model_gets_the_usual_head_of_its_type(
     assert type(workload.make_model()).__name__ == class_name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_dtype_and_optimizer_are_those_asked_for(optimizer: str, dtype: str, written: Any) -> None:
-    trace = device_trace_of_spec(written(LLAMA), A100, batch=1, sequence=8, dtype=dtype, optimizer=optimizer)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_have_the_dtype_asked_for(dtype: str, written: Any) -> None:
+    trace = device_trace_of_spec(written(LLAMA), A100, batch=1, sequence=8, dtype=dtype)
     held = {share.name: share.num_bytes for share in peak_of(trace, trace.steps[1]).by_category}
     num_parameters = held["parameter"] // (4 if dtype == "float32" else 2)
-    states = {"sgd": 1, "adafactor": 0}.get(optimizer, 2)
     assert num_parameters == sum(p.numel() for p in hugging_face_workload(written(LLAMA)).make_model().parameters())
-    assert held.get("optimizer_state", 0) // held["parameter"] == states
-    assert ("aten._fused_adamw_.default" in trace.names) == (optimizer == "adamw-fused")
-    is_foreach = any(name.startswith("aten._foreach_addcdiv_") for name in trace.names)
-    assert is_foreach == (optimizer in ("adamw", "adamw-foreach", "adam"))
+
+
+# Class in torch.optim, and copies of the weights that its state takes.
+STATES: dict[str, tuple[str, float]] = {
+    **dict.fromkeys(("adamw", "adamw-fused", "adamw-foreach"), ("AdamW", 2)),
+    **dict.fromkeys(("adam", "adam-fused"), ("Adam", 2)),
+    "sgd": ("SGD", 0),
+    "sgd-momentum": ("SGD", 1),
+    "adafactor": ("Adafactor", 0),
+    "rmsprop": ("RMSprop", 1),
+    "adagrad": ("Adagrad", 1),
+    "adadelta": ("Adadelta", 2),
+    "adamax": ("Adamax", 2),
+    "nadam": ("NAdam", 2),
+    "radam": ("RAdam", 2),
+    "asgd": ("ASGD", 1),
+    "rprop": ("Rprop", 2),
+}
+FOREACH = ("adamw", "adamw-foreach", "adam", "sgd", "sgd-momentum", "rmsprop", "adagrad")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_optimizer_is_the_one_asked_for(optimizer: str, written: Any) -> None:
+    trace = device_trace_of_spec(written(LLAMA), A100, batch=1, sequence=8, optimizer=optimizer)
+    held = {share.name: share.num_bytes for share in peak_of(trace, trace.steps[1]).by_category}
+    class_name, copies = STATES[optimizer]
+    assert trace.optimizer == class_name
+    assert held.get("optimizer_state", 0) // held["parameter"] == copies
+    assert any("_fused_adam" in name for name in trace.names) == optimizer.endswith("-fused")
+    if optimizer in FOREACH:
+        assert any(name.startswith("aten._foreach_") for name in trace.names)
 
 
 # A class for each sample, several, or numbers; and what a decoder that classifies looks for in its input.
@@ -225,9 +251,13 @@ from memwall.predict.curve import peak_of
 from memwall.predict.hardware import hardware_named
 a100 = hardware_named("a100-80gb")
 trace = device_trace_of_spec(sys.argv[1], a100, sequence=2048, dtype="bfloat16", optimizer="adamw-foreach")
+seconds = time.process_time()
 peak = peak_of(trace, trace.steps[1])
+for number in range(10_000_000):
+    pass
 print(json.dumps({
-    "seconds": time.process_time(),
+    "seconds": seconds,
+    "loop_seconds": time.process_time() - seconds,
     "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     "peak_bytes": peak.live_bytes,
     "held": {share.name: share.num_bytes for share in peak.by_category},
@@ -247,13 +277,17 @@ def test_a_large_llama_takes_seconds_and_little_memory(
 ) -> None:
     """GIVEN the shape of Llama 3 WHEN a bfloat16 step is traced on one core THEN under 20 s and 2 GB of RAM.
 
-    The peak is the optimizer's: weights, gradients, two moments, and the copy that AdamW's foreach makes.
+    Seconds are of a core that runs ten million turns of an empty loop in a quarter of a second (CPython 3.11 at some
+    3 GHz): what a machine has to do is held to the bound, not how fast it is or what else runs on it. More
+    layers are allowed as much more. The peak is the optimizer's: weights, gradients, two moments, and the copy that
+    AdamW's foreach makes.
     """
     found = subprocess.run(
         [sys.executable, "-c", _MEASURED, written(config)], capture_output=True, text=True, check=True, timeout=110
     )
     figures = json.loads(found.stdout)
-    assert figures["seconds"] < 20
+    allowed = 20 * config["num_hidden_layers"] / LLAMA_3_8B["num_hidden_layers"]
+    assert figures["seconds"] * 0.25 / figures["loop_seconds"] < allowed
     assert figures["resident_bytes"] < 2 * 10**9
     assert figures["held"]["parameter"] == figures["held"]["gradient"] == 2 * num_parameters
     assert figures["peak_bytes"] == pytest.approx(5 * 2 * num_parameters, rel=0.001)
@@ -289,13 +323,43 @@ def test_nothing_is_fetched_whatever_a_configuration_names(written: Any, monkeyp
         ({"sequence": 65}, r"^sequence 65 is more than the 64 positions of .*config\.json; lower it, or raise"),
         ({"batch": 0}, r"^batch 0 x sequence default is no batch; expected positive numbers of at most 2147483648"),
         ({"batch": 10**9, "sequence": 64}, r"^batch 1000000000 x sequence 64 is no batch; expected positive"),
-        ({"dtype": "float16"}, r"^dtype 'float16' is not known; expected one of float32, bfloat16$"),
-        ({"optimizer": "lion"}, r"^optimizer 'lion' is not known; expected one of adamw, adamw-fused, adamw-foreach"),
+        ({"dtype": "int8"}, r"^dtype 'int8' is not known; expected one of float32, bfloat16, float16$"),
+        ({"optimizer": "rms"}, r"^optimizer 'rms' is not known; expected one of adamw, .*; did you mean rmsprop$"),
+        (
+            {"optimizer": "adamw-8bit"},
+            r"^optimizer 'adamw-8bit' is not one of torch\.optim, .* write a factory that returns a memwall\.Workload",
+        ),
     ],
 )
 def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], message: str, written: Any) -> None:
     with pytest.raises(UsageError, match=message):
         hugging_face_workload(written(LLAMA), **options)
+
+
+def test_checkpointing_is_that_of_the_library(written: Any) -> None:
+    """GIVEN the Trainer's gradient_checkpointing THEN layers run again in backward, as in a model that enables it."""
+    options = {"batch": 2, "sequence": 32, "optimizer": "adamw-foreach"}
+    plain, workload = (
+        hugging_face_workload(written({**LLAMA, "num_hidden_layers": 8}), **options, is_checkpointed=is_checkpointed)
+        for is_checkpointed in (False, True)
+    )
+    fake, live = record_fake(workload, has_cpu_workspaces=True), record(workload)
+    for recorded, expected in zip(fake.steps, live.steps, strict=True):
+        assert live_peak_bytes(recorded, "cpu") == pytest.approx(live_peak_bytes(expected, "cpu"), rel=TOLERANCE)
+    assert all(layer.gradient_checkpointing for layer in workload.make_model().model.layers)
+    kept, again = (
+        sum(storage.nbytes for storage in trace.steps[1].storages if storage.category == "activation")
+        for trace in (record_fake(plain), fake)
+    )
+    assert again < kept / 2
+
+
+def test_a_model_that_cannot_recompute_its_layers_says_so(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
+    with pytest.raises(UsageError, match=r"LlamaForCausalLM does not support gradient checkpointing; leave it out$"):
+        hugging_face_workload(written(LLAMA), is_checkpointed=True).make_model()
 
 
 def test_roberta_has_two_positions_fewer_than_its_table(written: Any) -> None:

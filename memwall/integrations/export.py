@@ -1,0 +1,153 @@
+"""A plan in the formats of what launches training: the files' contents, and what of the plan they do not hold."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from memwall.errors import UsageError
+from memwall.integrations.accelerate import precision_name
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast
+from memwall.plan.deepspeed import deepspeed_config, not_expressed, remarks
+from memwall.plan.planfile import Plan
+from memwall.predict.cuda_allocator.advice import VARIABLES
+from memwall.predict.malloc import policy_named
+from memwall.predict.process import TENSOR_HEAP
+
+__all__ = ["TARGETS", "Exported", "Target", "exported"]
+
+Target = Literal["trainer", "accelerate", "deepspeed", "env"]
+TARGETS: tuple[Target, ...] = ("trainer", "accelerate", "deepspeed", "env")
+
+_LATER = {
+    "fsdp": "sharding and offload to disk both exist under DeepSpeed: --to deepspeed",
+    "kubernetes": "write the peak of `memwall plan --json` into the pod's resources, and start with --to env",
+}
+
+
+class Exported(Struct, frozen=True, kw_only=True):
+    """Files by path, and what must be done besides."""
+
+    files: dict[str, bytes]
+    kept: tuple[Action, ...]
+    """Actions that memwall must still apply, in the process that trains."""
+    remarks: tuple[str, ...]
+
+
+def exported(plan: Plan, target: str, output: Path, *, world_size: int = 1, disk: str | None = None) -> Exported:
+    """The plan for a target.
+
+    Args:
+        output: the file to be; a second one, where there is one, lies beside it.
+        world_size: ranks that will train, each with the plan's batch.
+        disk: folder for what DeepSpeed moves to NVMe.
+
+    Raises:
+        UsageError: there is no such target, or not yet.
+        IntegrationError: DeepSpeed cannot do its part.
+        StoreError: the disk is unsuitable.
+    """
+    if target == "deepspeed":
+        return _deepspeed(plan, output, world_size, disk)
+    if target == "trainer":
+        return _trainer(plan, output, world_size, disk)
+    if target == "accelerate":
+        return _accelerate(plan, output, world_size, disk)
+    if target == "env":
+        return _env(plan, output)
+    if target in _LATER:
+        raise UsageError(f"--to {target} does not exist yet; {_LATER[target]}")
+    raise UsageError(f"--to: '{target}' is not known; expected one of {', '.join(TARGETS)}")
+
+
+def _deepspeed(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:
+    config = deepspeed_config(plan, world_size=world_size, disk=disk)
+    return Exported(files={str(output): _json(config)}, kept=not_expressed(plan), remarks=remarks(plan, config))
+
+
+def _trainer(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:
+    """Arguments as `HfArgumentParser.parse_json_file` reads them."""
+    arguments: dict[str, Any] = {"use_cpu": True} if plan.forecast.device == "cpu" else {}
+    for action in plan.actions:
+        if isinstance(action, Autocast):
+            arguments[precision_name(action)] = True
+        elif isinstance(action, Accumulate):
+            arguments["per_device_train_batch_size"] = action.micro_batch
+            arguments["gradient_accumulation_steps"] = action.num_micro_batches
+    if world_size > 1:
+        config = deepspeed_config(plan, world_size=world_size, disk=disk, for_hugging_face=True)
+        files = {str(output): _json(arguments | {"deepspeed": config})}
+        return Exported(files=files, kept=not_expressed(plan), remarks=remarks(plan, config))
+    return Exported(files={str(output): _json(arguments)}, kept=_besides(plan, Accumulate, Autocast), remarks=())
+
+
+def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:
+    """A file for `accelerate launch --config_file`, in JSON, which is YAML too."""
+    is_cpu = plan.forecast.device == "cpu"
+    launch: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "NO" if world_size == 1 else "DEEPSPEED",
+        "num_machines": 1,
+        "num_processes": world_size,
+        "machine_rank": 0,
+        "use_cpu": is_cpu,
+    }
+    precision = next((precision_name(a) for a in plan.actions if isinstance(a, Autocast)), "no")
+    accumulation = next((a.num_micro_batches for a in plan.actions if isinstance(a, Accumulate)), 1)
+    said = []
+    if accumulation > 1 or (precision != "no" and world_size > 1):
+        said.append(
+            "this file has no place for accumulation, nor beside a DeepSpeed file for precision: write "
+            "Accelerator(**plan.accelerate_kwargs()) in the script"
+        )
+    if world_size == 1:
+        files = {str(output): _json(launch | {"mixed_precision": precision})}
+        return Exported(files=files, kept=_besides(plan, Accumulate, Autocast), remarks=tuple(said))
+    config = deepspeed_config(plan, world_size=world_size, disk=disk, for_hugging_face=True)
+    beside = output.with_name(f"{output.stem}.deepspeed.json").absolute()
+    # Of the keys that go with stages and offload Accelerate refuses each beside a file that may hold them too.
+    launch["deepspeed_config"] = {
+        "deepspeed_config_file": str(beside),
+        "zero3_init_flag": config["zero_optimization"]["stage"] == 3,
+    }
+    files = {str(output): _json(launch), str(beside): _json(config)}
+    return Exported(files=files, kept=not_expressed(plan), remarks=(*said, *remarks(plan, config)))
+
+
+def _env(plan: Plan, output: Path) -> Exported:
+    """Lines NAME=value: for `docker run --env-file`, systemd, or `set -a; . FILE`."""
+    values: dict[str, str] = {}
+    kept: list[Action] = []
+    for action in plan.actions:
+        if isinstance(action, Autocast):
+            values["ACCELERATE_MIXED_PRECISION"] = precision_name(action)
+        elif isinstance(action, Accumulate):
+            values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(action.num_micro_batches)
+        elif isinstance(action, AllocatorReuse) and action.cuda_setting:
+            values |= dict.fromkeys(VARIABLES, action.cuda_setting)
+        elif isinstance(action, AllocatorReuse) and action.policy != TENSOR_HEAP:
+            policy = policy_named(action.policy)
+            thresholds = {
+                "MALLOC_MMAP_THRESHOLD_": policy.mmap_threshold_bytes,
+                "MALLOC_TRIM_THRESHOLD_": policy.trim_threshold_bytes,
+            }
+            values |= {name: str(value) for name, value in thresholds.items() if value is not None}
+        else:
+            kept.append(action)
+    said = []
+    if any(isinstance(a, Accumulate) for a in plan.actions):
+        micro_batch = next(a.micro_batch for a in plan.actions if isinstance(a, Accumulate))
+        said.append(f"no variable sets the batch size: the script's data loader needs batch_size={micro_batch}")
+    if any(name.startswith("ACCELERATE_") for name in values):
+        said.append("variables named ACCELERATE_ are read by Accelerate only; another loop does not see them")
+    text = "".join(f"{name}={value}\n" for name, value in sorted(values.items()))
+    return Exported(files={str(output): text.encode()}, kept=tuple(kept), remarks=tuple(said))
+
+
+def _besides(plan: Plan, *done: type[Action]) -> tuple[Action, ...]:
+    return tuple(action for action in plan.actions if not isinstance(action, done))
+
+
+def _json(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2) + b"\n"

@@ -1,0 +1,64 @@
+"""A workload as Accelerate runs it for `bf16=True` or `fp16=True`: the model's forward under autocast."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from memwall.errors import UsageError
+from memwall.trace.workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["AUTOCAST_DTYPES", "LowerDtype", "under_autocast"]
+
+LowerDtype = Literal["bfloat16", "float16"]
+AUTOCAST_DTYPES: tuple[LowerDtype, ...] = ("bfloat16", "float16")
+
+
+def under_autocast(workload: Workload, dtype: str) -> Workload:
+    """The workload with its model under autocast, and what the model returns in float32 again.
+
+    Source: accelerate 1.15, accelerator.py, `prepare_model`: `convert_outputs_to_fp32(autocast_context(forward))`.
+    What scales gradients for float16 is left out.
+
+    Raises:
+        UsageError: `dtype` is none of `AUTOCAST_DTYPES`.
+    """
+    if dtype not in AUTOCAST_DTYPES:
+        raise UsageError(f"autocast to '{dtype}' is not known; expected one of {', '.join(AUTOCAST_DTYPES)}")
+    return replace(workload, loss=partial(_loss, workload.loss, dtype))
+
+
+def _loss(loss: Callable[[Any, Any], "Tensor"], dtype: str, model: "nn.Module", batch: Any) -> "Tensor":
+    import torch
+
+    entered: list[AbstractContextManager[object]] = []
+
+    def enter(module: "nn.Module", args: Any) -> None:
+        device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+        entered.append(torch.autocast(device, dtype=getattr(torch, dtype)))
+        entered[-1].__enter__()
+
+    def leave(module: "nn.Module", args: Any, out: Any) -> Any:
+        entered.pop().__exit__(None, None, None)
+        return _in_float32(out)
+
+    handles = (model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True))
+    try:
+        return loss(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_float32(out: Any) -> Any:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    def widened(tensor: "Tensor") -> "Tensor":
+        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+    return tree_map_only(torch.Tensor, widened, out)

@@ -1,0 +1,60 @@
+"""Under the Trainer callback a step that runs out of memory is done again, and other phases are named."""
+
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import NUM_STEPS, Recorded
+
+from memwall.errors import OutOfMemoryError
+
+pytestmark = pytest.mark.requires("transformers", "accelerate")
+
+
+class TestOutOfMemory:
+    @pytest.fixture
+    def failing(self, make_model: Any) -> Any:
+        """A model whose layer fails once, in the call with the number that it is told."""
+
+        def make(number: int) -> Any:
+            model, calls = make_model(), []
+
+            def before(*_: Any) -> None:
+                calls.append(1)
+                if len(calls) == number:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has")
+
+            model.model.layers[-1].register_forward_pre_hook(before)
+            return model
+
+        return make
+
+    def test_a_step_is_done_again_to_the_same_bits(self, train: Any, digest: Any, recorded: Recorded, failing: Any):
+        from memwall.integrations.trainer import MemwallCallback
+
+        callback = MemwallCallback(budget="1TiB")
+        trainer = train(callback, model=failing(2))
+        assert digest(trainer.model) == recorded.digest
+        report = callback.report()
+        assert (report.measured.oom_recoveries, report.measured.steps) == (1, NUM_STEPS)
+        assert callback.session.plan.actions != ()
+        assert "training_step" not in vars(trainer)
+
+    def test_accumulation_is_done_again_as_a_whole(self, train: Any, digest: Any, failing: Any):
+        from memwall.integrations.trainer import MemwallCallback
+
+        settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 2}
+        callback = MemwallCallback(budget="1TiB")
+        trainer = train(callback, model=failing(4), **settings)
+        assert callback.report().measured.oom_recoveries == 1
+        assert digest(trainer.model) == digest(train(**settings).model)
+
+    def test_in_evaluation_it_is_named_and_the_model_is_given_back(self, train: Any, failing: Any):
+        from memwall.integrations.trainer import MemwallCallback
+
+        callback = MemwallCallback(budget="1TiB")
+        with pytest.raises(OutOfMemoryError, match=r"^out of memory in evaluation, after step 1: 2\.0 MiB"):
+            train(callback, model=failing(2), eval_strategy="steps", eval_steps=1)
+        assert callback.session.state == "closed"
+        assert callback.session.measured.oom_recoveries == 0
+        assert callback.session.plan.actions == ()
