@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import memwall
-from memwall.cli import demo, doctor, estimate, explain, profile, report, run, verify
+from memwall.cli import checkpoint, demo, diff, doctor, estimate, explain, export, profile, report, run, verify
 from memwall.cli import plan as plan_command
 from memwall.cli.options import PASS_ARGUMENTS
 from memwall.errors import MemwallError
@@ -16,7 +16,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="memwall",
     help="Make a PyTorch training run fit a byte budget, as fast as the hardware allows, with the same loss.",
-    epilog="Exit status: 0 fits or done; 2 bad input; 3 does not fit; 4 fits only inside the margin; "
+    epilog="Exit status: 0 fits or done; 2 bad input; 3 does not fit, or grew too much; 4 fits only inside the margin; "
     "5 ran over the budget; otherwise the script's own.",
     no_args_is_help=True,
     add_completion=False,
@@ -31,7 +31,10 @@ app.command("plan")(plan_command.plan)
 app.command("run", context_settings=PASS_ARGUMENTS)(run.run)
 app.command("verify")(verify.verify)
 app.command("explain")(explain.explain)
+app.command("diff")(diff.diff)
 app.command("report")(report.report)
+app.command("export")(export.export)
+app.command("checkpoint")(checkpoint.checkpoint)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -27,6 +27,7 @@ from memwall.report.html import Page, save_page
 from memwall.report.run_grids import Outcome
 from memwall.report.text import comparison, plan_report, run_report
 from memwall.trace.file import load_trace, save_trace
+from memwall.trace.tags import Tag
 from memwall.units import format_bytes, parse_size
 
 __all__ = ["DemoResult", "run_demo"]
@@ -39,6 +40,8 @@ class DemoResult(Struct, frozen=True, kw_only=True):
     """The demo in figures, for `--json`."""
 
     schema: str = "memwall.demo/1"
+    tag: Tag = "cpu-measured"
+    """Of every figure that is not called predicted."""
     free_peak_bytes: int
     free_step_seconds: float
     budget_bytes: int
@@ -107,7 +110,7 @@ def run_demo(*, budget: str, out: Path | None, as_json: bool, script_arguments: 
                 "under the plan",
                 "simulated",
                 budget_bytes=budget_bytes,
-                process_peak_bytes=run.measured.steady_peak_bytes,
+                process_peak_bytes=run.measured.peak.process_bytes,
             ),
         ),
         outcomes=outcomes,

@@ -4,7 +4,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memwall.cli.options import DataOption, JsonOption, WorstBatchOption, parse_budget, parse_worst_batch
+from memwall.cli.options import (
+    AutocastOption,
+    CheckpointingOption,
+    DataOption,
+    DtypeOption,
+    JsonOption,
+    MaskShareOption,
+    OptimizerOption,
+    TorchOption,
+    WorstBatchOption,
+    parse_budget,
+    parse_worst_batch,
+)
 
 if TYPE_CHECKING:
     from memwall.plan.estimate import Estimate
@@ -32,25 +44,32 @@ def estimate(
         int | None,
         typer.Option("--eval-batch", min=1, metavar="N", help="Samples evaluated at once; by default --batch."),
     ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option("--optimizer", metavar="O", help="adamw, adamw-fused, adamw-foreach, adam, sgd, adafactor."),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="D", help="float32 or bfloat16.")] = None,
+    optimizer: OptimizerOption = None,
+    dtype: DtypeOption = None,
+    autocast: AutocastOption = None,
+    checkpointing: CheckpointingOption = False,
     budget: Annotated[
         str | None,
         typer.Option("--budget", metavar="SIZE", help="What the process may use; by default all of the device."),
     ] = None,
-    mask_share: Annotated[
-        float | None,
-        typer.Option("--mask-share", metavar="X", help="Share of rows that a data-dependent mask selects, as 0.25."),
-    ] = None,
+    mask_share: MaskShareOption = None,
+    torch_version: TorchOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the peak of each phase of a run and say what it is made of; nothing is allocated or downloaded."""
+    """Predict the peak of each phase of a run and say what it is made of; nothing is allocated or downloaded.
+
+    Only a step that hangs on values of its tensors is run for real, on this CPU, where there is room.
+
+    What no option says, as LoRA, an 8-bit optimizer or a loss of one's own, a factory does: it returns the Workload.
+    """
+    from memwall.predict.context import with_measured_context
     from memwall.predict.hardware import hardware_named
 
-    hardware = hardware_named(device)
+    hardware = with_measured_context(hardware_named(device))
+    if torch_version is not None:
+        from memwall.predict.cuda_allocator.versions import profile_for
+
+        profile_for(torch_version)  # before the step is recorded, which takes longer
     budget_bytes = None if budget is None else parse_budget(budget, whole_bytes=hardware.usable_bytes)
     rule = parse_worst_batch(worst_batch, data)
     from memwall.cli.output import show
@@ -68,6 +87,8 @@ def estimate(
         sequence=seq if choice is None else choice.padded_length,
         dtype=dtype,
         optimizer=optimizer,
+        autocast=autocast,
+        is_checkpointed=checkpointing,
         mask_share=mask_share,
         is_padded=choice is not None and choice.is_padded,
         eval_batch=eval_batch,
@@ -77,6 +98,7 @@ def estimate(
         run.training,
         hardware,
         budget_bytes=budget_bytes,
+        torch_version=torch_version,
         evaluation=run.evaluation,
         eval_failure=run.failure,
         num_micro_batches=accumulate,

@@ -19,13 +19,19 @@ __all__ = [
     "ALLOWABLE",
     "PASS_ARGUMENTS",
     "AllowOption",
+    "AutocastOption",
+    "CheckpointingOption",
     "CommandArgument",
     "DataOption",
     "DiskOption",
     "DiskTier",
+    "DtypeOption",
     "HostOption",
     "JsonOption",
+    "MaskShareOption",
+    "OptimizerOption",
     "Script",
+    "TorchOption",
     "WorstBatchOption",
     "parse_allow",
     "parse_budget",
@@ -66,6 +72,31 @@ DataOption = Annotated[
     Path | None,
     typer.Option(
         "--data", metavar="FILE", help="Samples of --worst-batch: .jsonl with input_ids or length, or a count per line."
+    ),
+]
+MaskShareOption = Annotated[
+    float | None,
+    typer.Option("--mask-share", metavar="X", help="Share of rows that a data-dependent mask selects, as 0.25."),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="D", help="With a config.json: of the weights, float32, bfloat16 or float16."),
+]
+OptimizerOption = Annotated[
+    str | None,
+    typer.Option("--optimizer", metavar="O", help="With a config.json: adamw, adamw-fused, sgd, sgd-momentum, ..."),
+]
+AutocastOption = Annotated[
+    str | None,
+    typer.Option("--autocast", metavar="D", help="As the Trainer's bf16 and fp16: bfloat16 or float16."),
+]
+CheckpointingOption = Annotated[
+    bool, typer.Option("--checkpointing", help="With a config.json: as the Trainer's gradient_checkpointing.")
+]
+TorchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--torch", metavar="VERSION", help="Release whose allocator is simulated, as 2.11; by default the one here."
     ),
 ]
 CommandArgument = Annotated[

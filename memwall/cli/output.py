@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from memwall.trace.tags import Tag
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -20,6 +22,7 @@ class TraceSummary(Struct, frozen=True, kw_only=True):
     """A trace in figures, for scripts."""
 
     schema: str = "memwall.trace-summary/1"
+    tag: Tag
     device: str
     steps: list[dict[str, Any]]
     base_bytes: int
@@ -27,8 +30,11 @@ class TraceSummary(Struct, frozen=True, kw_only=True):
 
 
 def trace_summary(trace: "Trace") -> TraceSummary:
-    """Peak, phase and categories of every recorded step."""
+    """Peak, phase, categories and lines of every recorded step."""
+    from msgspec.structs import asdict
+
     from memwall.predict.curve import peak_of, step_seconds
+    from memwall.trace.tags import trace_tag
 
     steps = []
     for step in trace.steps:
@@ -40,12 +46,19 @@ def trace_summary(trace: "Trace") -> TraceSummary:
                 "peak_phase": peak.phase,
                 "peak_module": peak.module,
                 "by_category": {share.name: share.num_bytes for share in peak.by_category},
+                "by_line": [asdict(share) for share in peak.by_line],
                 "process_peak_bytes": step.process_peak_bytes,
                 "compute_seconds": step_seconds(step),
                 "num_ops": len(step.ops),
             }
         )
-    return TraceSummary(device=trace.device, steps=steps, base_bytes=trace.base_bytes, micro_batch=trace.micro_batch)
+    return TraceSummary(
+        tag=trace_tag(trace),
+        device=trace.device,
+        steps=steps,
+        base_bytes=trace.base_bytes,
+        micro_batch=trace.micro_batch,
+    )
 
 
 def show(table: "RenderableType", record: Struct, *, as_json: bool, to_error: bool = False) -> None:

@@ -1,17 +1,23 @@
 """`memwall plan`: from a trace, or from a workload recorded now or on fake tensors, to a plan file."""
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memwall.cli.options import (
     AllowOption,
+    AutocastOption,
+    CheckpointingOption,
     DataOption,
     DiskOption,
+    DtypeOption,
     HostOption,
     JsonOption,
+    MaskShareOption,
+    OptimizerOption,
     WorstBatchOption,
     parse_allow,
     parse_budget,
@@ -23,9 +29,11 @@ from memwall.cli.options import (
     write_json,
 )
 from memwall.errors import InfeasibleError, UsageError
-from memwall.integrations.hf_config import config_path
+from memwall.integrations.hf_config import config_path, hub_hint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memwall.cli.options import DiskTier
     from memwall.plan.forecast import Forecast
     from memwall.predict.hardware import Hardware
@@ -62,12 +70,11 @@ def plan(
     ] = None,
     worst_batch: WorstBatchOption = None,
     data: DataOption = None,
-    optimizer: Annotated[
-        str | None, typer.Option("--optimizer", metavar="O", help="With a config.json: adamw, adamw-fused, sgd, ...")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="D", help="With a config.json: float32 or bfloat16.")
-    ] = None,
+    optimizer: OptimizerOption = None,
+    dtype: DtypeOption = None,
+    autocast: AutocastOption = None,
+    checkpointing: CheckpointingOption = False,
+    mask_share: MaskShareOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="plan.json", help="Where the plan is written.")
     ] = None,
@@ -80,13 +87,18 @@ def plan(
     if output is not None:
         require_writable(output, option="--output")
     given: dict[str, object] = {"--batch": batch, "--seq": seq, "--optimizer": optimizer, "--dtype": dtype}
+    given |= {"--autocast": autocast, "--checkpointing": checkpointing or None}
     rule = parse_worst_batch(worst_batch, data)
     choice: BatchChoice | None = None
-    if hardware is None:
-        given["--worst-batch"] = rule
+    under_autocast: Callable[[], Trace] | None = None
+    if hardware is None or not _is_spec(source):
+        given |= {"--worst-batch": rule, "--mask-share": mask_share}
         unused = [option for option, value in given.items() if value is not None]
+        if unused and hardware is None:
+            raise UsageError(f"{', '.join(unused)}: only together with --device NAME")
         if unused:
-            raise UsageError(f"{', '.join(unused)}: only for a config.json together with --device NAME")
+            raise UsageError(f"{', '.join(unused)}: {source} is a trace, in which that is recorded; leave it out")
+    if hardware is None:
         trace = with_disk(load_source(source), disk_tier)
     else:
         if disk_tier is not None:
@@ -98,8 +110,19 @@ def plan(
 
             choice = batch_of_spec(source, rule, data=data, batch=batch, sequence=seq)
             seq = choice.padded_length
-        is_padded = choice is not None and choice.is_padded
-        trace = _device_trace(source, hardware, host_bytes or 0, batch, seq, dtype, optimizer, is_padded)
+        trace, under_autocast = _device_trace(
+            source,
+            hardware,
+            host_bytes=host_bytes or 0,
+            mask_share=mask_share,
+            autocast=autocast,
+            batch=batch,
+            sequence=seq,
+            dtype=dtype,
+            optimizer=optimizer,
+            is_checkpointed=checkpointing,
+            is_padded=choice is not None and choice.is_padded,
+        )
     from msgspec.structs import replace
     from rich.console import Group
     from rich.text import Text
@@ -126,6 +149,7 @@ def plan(
             allow=allowed,
             global_batch=global_batch,
             hardware=hardware,
+            under_autocast=under_autocast,
         )
     except InfeasibleError as error:
         if as_json:
@@ -147,38 +171,39 @@ def _hardware(device: str | None) -> "Hardware | None":
     """The device of that name; None for one of this machine, and where none is named."""
     if device is None or re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None:
         return None
+    from memwall.predict.context import with_measured_context
     from memwall.predict.hardware import hardware_named
 
-    return hardware_named(device)
+    return with_measured_context(hardware_named(device))
 
 
 def _device_trace(
     source: str,
     hardware: "Hardware",
+    *,
     host_bytes: int,
-    batch: int | None,
-    seq: int | None,
-    dtype: str | None,
-    optimizer: str | None,
-    is_padded: bool,
-) -> "Trace":
-    """The step as the device would run it: of a trace file, or of a SPEC on fake tensors."""
+    mask_share: float | None,
+    autocast: str | None,
+    **model: Any,
+) -> "tuple[Trace, Callable[[], Trace] | None]":
+    """The step as the device would run it, of a trace file or of a SPEC; and what records a SPEC in lower precision.
+
+    Args:
+        model: what `device_trace_of_spec` is told about a configuration's model and batch.
+    """
     from memwall.integrations.spec_trace import device_trace_of_spec
     from memwall.predict.translate import translated
 
-    is_spec = config_path(source) is not None or (":" in source and not Path(source).exists())
-    if is_spec:
-        return device_trace_of_spec(
-            source,
-            hardware,
-            batch=batch,
-            sequence=seq,
-            dtype=dtype,
-            optimizer=optimizer,
-            is_padded=is_padded,
-            host_bytes=host_bytes,
-        )
-    return translated(load_source(source), hardware, host_bytes=host_bytes)
+    if not _is_spec(source):
+        return translated(load_source(source), hardware, host_bytes=host_bytes), None
+    record = partial(device_trace_of_spec, source, hardware, host_bytes=host_bytes, mask_share=mask_share, **model)
+    lower = "bfloat16" if "bfloat16" in hardware.flops else "float16"
+    return record(autocast=autocast), partial(record, autocast=lower)
+
+
+def _is_spec(source: str) -> bool:
+    """Whether it is a configuration or a factory, and no file of a trace."""
+    return config_path(source) is not None or (":" in source and not Path(source).exists())
 
 
 def load_source(source: str) -> "Trace":
@@ -193,9 +218,8 @@ def load_source(source: str) -> "Trace":
         from memwall.trace.spec import load_workload
 
         return record(load_workload(source))
-    path = require_file(
-        Path(source), expected="a trace written by memwall profile, or package.module:factory, or path/file.py:factory"
-    )
+    expected = "a trace written by memwall profile, or package.module:factory, or path/file.py:factory"
+    path = require_file(Path(source), expected=expected if Path(source).exists() else expected + hub_hint(source))
     from memwall.trace.file import load_trace
 
     return load_trace(path)

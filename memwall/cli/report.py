@@ -12,8 +12,10 @@ from memwall.errors import UsageError
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
+    from memwall.cli.source import SourceKind
     from memwall.report.html import Page
     from memwall.trace.records import Trace
+    from memwall.trace.snapshot_records import Snapshot
 
 Format = Literal["html", "perfetto", "memory_viz", "json"]
 
@@ -23,7 +25,7 @@ _EXPECTED = (
 )
 _FORMATS: dict[str, tuple[Format, ...]] = {
     "trace": ("html", "perfetto", "memory_viz", "json"),
-    "snapshot": ("perfetto", "memory_viz", "json"),
+    "snapshot": ("html", "perfetto", "memory_viz", "json"),
     "plan": ("html", "json"),
     "run": ("html", "json"),
 }
@@ -100,18 +102,13 @@ def _format(name: str | None, output: Path) -> Format:
 _Writers = dict[Format, Callable[[Path], None]]
 
 
-def _writers(source: Path) -> tuple[Literal["trace", "snapshot", "plan", "run"], _Writers]:
+def _writers(source: Path) -> tuple["SourceKind", _Writers]:
     """What a file is, and how each format of it is written."""
-    from memwall.cli.source import kind_of
+    from memwall.cli.source import source_kind
 
-    kind = kind_of(source)
-    if kind == "trace":
-        return "trace", _trace_writers(source)
-    if kind == "snapshot":
-        return "snapshot", _snapshot_writers(source)
-    if kind == "json":
-        return _plan_or_run_writers(source)
-    raise UsageError(f"{source} is nothing that memwall can report on; expected {_EXPECTED}")
+    kind = source_kind(source, expected=_EXPECTED)
+    makers = {"trace": _trace_writers, "snapshot": _snapshot_writers, "plan": _plan_writers, "run": _run_writers}
+    return kind, makers[kind](source)
 
 
 def _trace_writers(source: Path) -> _Writers:
@@ -131,61 +128,68 @@ def _trace_writers(source: Path) -> _Writers:
 
 def _snapshot_writers(source: Path) -> _Writers:
     from memwall.cli.source import snapshot_summary
+    from memwall.observe.history_marks import load_marks_beside
     from memwall.report.memory_viz import save_memory_viz
     from memwall.report.perfetto import save_perfetto
     from memwall.trace.snapshot import load_snapshot
 
     snapshot = load_snapshot(source)
     return {
+        "html": lambda path: _save_page(_snapshot_page(snapshot, source), path),
         "perfetto": lambda path: save_perfetto(snapshot, path),
         "memory_viz": lambda path: save_memory_viz(snapshot, path),
-        "json": lambda path: _save_json(snapshot_summary(snapshot), path),
+        "json": lambda path: _save_json(snapshot_summary(snapshot, marks=load_marks_beside(source)), path),
     }
 
 
-def _plan_or_run_writers(source: Path) -> tuple[Literal["plan", "run"], _Writers]:
-    from memwall.observe.run_report import RunReport
+def _plan_writers(source: Path) -> _Writers:
     from memwall.plan.planfile import Plan
     from memwall.report.html import Page
 
-    if _schema(source).startswith("memwall.run/"):
-        run = RunReport.load(source)
-        page = Page(title=f"memwall run: {source.name}", run=run)
-        return "run", {"html": lambda path: _save_page(page, path), "json": run.save}
     plan = Plan.load(source)
     page = Page(title=f"memwall plan: {source.name}", plan=plan)
-    return "plan", {"html": lambda path: _save_page(page, path), "json": lambda path: _save_json(plan.forecast, path)}
+    return {"html": lambda path: _save_page(page, path), "json": lambda path: _save_json(plan.forecast, path)}
 
 
-def _schema(source: Path) -> str:
-    import msgspec
+def _run_writers(source: Path) -> _Writers:
+    from memwall.observe.run_report import RunReport
+    from memwall.report.html import Page
 
-    try:
-        found = msgspec.json.decode(source.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"{source} is cut short or no JSON ({error}); expected {_EXPECTED}") from error
-    schema = str(found.get("schema")) if isinstance(found, dict) else ""
-    if not schema.startswith(("memwall.run/", "memwall.plan/")):
-        raise UsageError(
-            f"{source} is neither a plan nor a run report: at $.schema found {schema!r}; expected {_EXPECTED}"
-        )
-    return schema
+    run = RunReport.load(source)
+    page = Page(title=f"memwall run: {source.name}", run=run)
+    return {"html": lambda path: _save_page(page, path), "json": run.save}
 
 
 def _trace_page(trace: "Trace", source: Path) -> "Page":
+    import msgspec
+
     from memwall.report.curves import curve_of
     from memwall.report.html import Page
-    from memwall.report.text import trace_scope
-    from memwall.report.trace_grids import shown_steps
+    from memwall.report.text import trace_scope, trace_verdict
+    from memwall.report.trace_grids import highest_point, phase_grid, process_note, shown_steps
+    from memwall.trace.tags import trace_tag
 
-    steps = shown_steps(trace)
-    if not steps:
+    steps, highest = shown_steps(trace), highest_point(trace)
+    if highest is None:
         raise UsageError(f"{source} holds no operation, so there is nothing to draw; record a whole training step")
-    tag: Literal["simulated", "cpu-measured", "gpu-measured"] = "simulated"
-    if trace.source == "recorded":
-        tag = "cpu-measured" if trace.device == "cpu" else "gpu-measured"
-    curves = tuple(curve_of(trace, step, f"{step.kind} step", tag) for step in steps)
-    return Page(title=f"memwall trace: {source.name}", curves=curves, notes=(trace_scope(trace),))
+    # Without what the process held before, as in the tables; the note says how much it is.
+    tensors = msgspec.structs.replace(trace, base_bytes=0)
+    return Page(
+        title=f"memwall trace: {source.name}",
+        verdict=trace_verdict(highest),
+        curves=tuple(curve_of(tensors, step, f"{step.kind} step", trace_tag(trace)) for step in steps),
+        grids=tuple(phase_grid(trace, step) for step in steps),
+        notes=(*process_note(trace, highest), trace_scope(trace)),
+    )
+
+
+def _snapshot_page(snapshot: "Snapshot", source: Path) -> "Page":
+    from memwall.cli.source import analysed_devices
+    from memwall.observe.history_marks import load_marks_beside
+    from memwall.report.snapshot_page import snapshot_page
+
+    marks = load_marks_beside(source)
+    return snapshot_page(analysed_devices(snapshot, marks=marks), f"memwall snapshot: {source.name}", marks=marks)
 
 
 def _save_page(page: "Page", path: Path) -> None:

@@ -1,5 +1,6 @@
 """`memwall run`: run a script under a budget, or under a plan made earlier."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -38,10 +39,32 @@ def run(
     report_path: Annotated[
         Path | None, typer.Option("--report", metavar="run.json", help="Write forecast and measurement here.")
     ] = None,
+    checkpoint_path: Annotated[
+        Path | None, typer.Option("--checkpoint", metavar="DIR", help="Commit every step into this folder.")
+    ] = None,
+    every: Annotated[
+        int, typer.Option("--checkpoint-every", metavar="N", min=1, help="Commit every N-th step instead.")
+    ] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last step in --checkpoint, if there is one.")
+    ] = False,
+    history_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--history", metavar="DIR", help="Record the CUDA allocator; write a snapshot if memory runs out."
+        ),
+    ] = None,
+    history_at_end: Annotated[
+        bool, typer.Option("--history-at-end", help="With --history: write one at the end of the run as well.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run SCRIPT so that it fits; its own exit status is passed on."""
     script = parse_command(command, ctx)
+    if resume and checkpoint_path is None:
+        raise UsageError("run: --resume needs --checkpoint DIR, the folder that the run was committed into")
+    if history_at_end and history_path is None:
+        raise UsageError("run: --history-at-end needs --history DIR, the folder that the snapshot is written into")
     if (budget is None) == (plan_path is None):
         found = "neither" if budget is None else "both"
         raise UsageError(f"run: expected either --budget SIZE or --plan plan.json, found {found}")
@@ -54,34 +77,58 @@ def run(
     parse_host(host)
     import torch
 
+    from memwall.apply.checkpoint.next_budget import read_next_budget
+    from memwall.apply.checkpoint.resumption import open_checkpoint
     from memwall.apply.cuda_setting import require_cuda_setting
     from memwall.apply.session import Session
     from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
+    from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
-    from memwall.plan.actions import AllocatorReuse, Offload
+    from memwall.plan.actions import AllocatorReuse, Offload, OptimizerPlacement
     from memwall.plan.planfile import Plan
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
 
     given = None if plan_path is None else Plan.load(plan_path)
-    for action in given.actions if given is not None else ():
-        if isinstance(action, AllocatorReuse) and action.cuda_setting:
-            require_cuda_setting(action.cuda_setting)
-    needs_disk = given is None or any(isinstance(action, Offload) for action in given.actions)
-    if needs_disk and disk_tier is None and not torch.cuda.is_available():
-        # Found out before the script builds its model; on CUDA bytes leave for host memory instead.
-        require_disk()
-    session = Session(
-        budget_bytes=budget_bytes,
-        plan=given,
-        disk=None if disk_tier is None else str(disk_tier.directory),
-        disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
-        allow=allowed,
-    )
-    session.on_plan = lambda ready: note(plan_report(ready.plan)) if ready.plan is not None else None
-    with script_output(to_error=as_json):
-        status = run_script(script.name, script.arguments, session, is_module=script.is_module)
+    with ExitStack() as opened:
+        checkpoint = None
+        if checkpoint_path is not None:
+            checkpoint = open_checkpoint(checkpoint_path, every=every, is_resuming=resume)
+            opened.callback(checkpoint.close, completed=False)
+        following = read_next_budget(checkpoint_path, budget_bytes) if resume and checkpoint_path is not None else None
+        if given is None and checkpoint is not None and following is None:
+            given = checkpoint.plan_for(budget_bytes)
+        for action in given.actions if given is not None else ():
+            if isinstance(action, AllocatorReuse) and action.cuda_setting:
+                require_cuda_setting(action.cuda_setting)
+        needs_disk = given is None or any(isinstance(a, (Offload, OptimizerPlacement)) for a in given.actions)
+        if needs_disk and disk_tier is None and not torch.cuda.is_available():
+            # Found out before the script builds its model; on CUDA bytes leave for host memory instead.
+            require_disk()
+        session = Session(
+            budget_bytes=budget_bytes if given is None else None,
+            plan=given,
+            disk=None if disk_tier is None else str(disk_tier.directory),
+            disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
+            allow=allowed,
+            within_bytes=None if following is None else following.within_bytes,
+        )
+        history = None
+        if history_path is not None:
+            # Before the script builds its model: what is there already has no stack.
+            history = MemoryHistory(history_path, is_written_at_end=history_at_end)
+            history.begin(is_step_recorded=given is None)
+        session.on_plan = lambda ready: note(plan_report(ready.plan)) if ready.plan is not None else None
+        with script_output(to_error=as_json):
+            status = run_script(
+                script.name,
+                script.arguments,
+                session,
+                is_module=script.is_module,
+                checkpoint=checkpoint,
+                history=history,
+            )
     if session.plan is None or session.measured.num_steps == 0:
         ending = f"memwall: {script.target} ended with status {status} before a step under a plan"
         typer.echo(f"{ending}; there is nothing to report", err=True)

@@ -1,19 +1,28 @@
-"""What a file given to `explain` or `report` is, told by its first bytes, and a snapshot in figures."""
+"""What a file given to `explain`, `report` or `diff` is, told by its first bytes, and a snapshot in figures."""
 
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from memwall.errors import UsageError
+from memwall.observe.history_marks import Marks
+from memwall.predict.cuda_allocator.versions import profile_for
 from memwall.predict.snapshot_analysis import DeviceAnalysis, analyse_device, devices_of
+from memwall.predict.snapshot_fit import FitOnDevice, fits_on
 from memwall.predict.snapshot_settings import with_settings
+from memwall.predict.snapshot_timeline import Timeline
+from memwall.trace.tags import Tag
 
 if TYPE_CHECKING:
+    from memwall.predict.hardware import Hardware
     from memwall.trace.snapshot_records import Snapshot
 
-__all__ = ["SnapshotSummary", "kind_of", "snapshot_summary"]
+__all__ = ["SnapshotSummary", "SourceKind", "analysed_devices", "kind_of", "snapshot_summary", "source_kind"]
+
+SourceKind = Literal["trace", "snapshot", "plan", "run"]
 
 _HEAD_BYTES = 64
 
@@ -22,8 +31,12 @@ class SnapshotSummary(Struct, frozen=True, kw_only=True):
     """A CUDA memory snapshot in figures, for scripts; the device that holds most comes first."""
 
     schema: str = "memwall.snapshot-summary/1"
+    tag: Tag = "external"
+    """Of all but what was simulated under allocator settings, which says so itself."""
     devices: tuple[DeviceAnalysis, ...]
     allocator_settings: dict[str, str]
+    fits: tuple[FitOnDevice, ...] = ()
+    """Whether each device's run would fit on another one, where that was asked."""
 
 
 def kind_of(path: Path) -> Literal["trace", "snapshot", "json", "other"]:
@@ -47,14 +60,76 @@ def kind_of(path: Path) -> Literal["trace", "snapshot", "json", "other"]:
     return "json" if head.lstrip().startswith(b"{") else "other"
 
 
-def snapshot_summary(snapshot: "Snapshot") -> SnapshotSummary:
-    """Peak, holders, fragmentation and the best allocator settings of every device."""
-    # A snapshot does not say which torch wrote it; the one at hand is the likeliest.
-    torch_version = version("torch")
+def source_kind(path: Path, *, expected: str) -> SourceKind:
+    """What a file is, a plan told from a run report by its schema.
+
+    Args:
+        expected: what an error says was asked for.
+
+    Raises:
+        UsageError: the file cannot be read, or is something else.
+    """
+    kind = kind_of(path)
+    if kind in ("trace", "snapshot"):
+        return kind
+    if kind != "json":
+        raise UsageError(f"{path} is nothing that memwall can report on; expected {expected}")
+    import msgspec
+
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{path} is cut short or no JSON ({error}); expected {expected}") from error
+    schema = str(found.get("schema")) if isinstance(found, dict) else ""
+    if schema.startswith("memwall.run/"):
+        return "run"
+    if schema.startswith("memwall.plan/"):
+        return "plan"
+    raise UsageError(f"{path} is neither a plan nor a run report: at $.schema found {schema!r}; expected {expected}")
+
+
+def snapshot_summary(
+    snapshot: "Snapshot",
+    torch_version: str | None = None,
+    *,
+    hardware: "Hardware | None" = None,
+    marks: Marks | None = None,
+) -> SnapshotSummary:
+    """Peak, holders, fragmentation and the best allocator settings of every device.
+
+    Args:
+        torch_version: release that wrote it, which a snapshot does not say; None for what its marks say, or else the
+            likeliest, the one at hand.
+        hardware: device that is asked whether the run would fit on it.
+        marks: what memwall noted beside it.
+
+    Raises:
+        UsageError: the version cannot be read, or whether the run would fit cannot be told.
+    """
+    devices = analysed_devices(snapshot, torch_version, marks)
+    fits: list[FitOnDevice] = []
+    for analysis, timeline in devices if hardware is not None else ():
+        assert hardware is not None
+        found = fits_on(analysis, timeline.recording, hardware)
+        if not found:
+            raise UsageError(f"whether the run of GPU {analysis.device} fits on {hardware.name}: {analysis.notes[-1]}")
+        fits += found
     return SnapshotSummary(
-        devices=tuple(
-            with_settings(analyse_device(snapshot, device)[0], snapshot, torch_version)
-            for device in devices_of(snapshot)
-        ),
-        allocator_settings=snapshot.settings,
+        devices=tuple(analysis for analysis, _ in devices), allocator_settings=snapshot.settings, fits=tuple(fits)
     )
+
+
+def analysed_devices(
+    snapshot: "Snapshot", torch_version: str | None = None, marks: Marks | None = None
+) -> tuple[tuple[DeviceAnalysis, Timeline], ...]:
+    """The devices of a snapshot with their history, the one that holds most first; see `snapshot_summary`."""
+    torch_version = torch_version or (marks.torch_version if marks is not None else version("torch"))
+    profile_for(torch_version)
+    found = []
+    for device in devices_of(snapshot):
+        analysis, timeline = analyse_device(snapshot, device)
+        analysis = with_settings(analysis, snapshot, torch_version, recording=timeline.recording)
+        if marks is not None:
+            analysis = replace(analysis, notes=(*marks.notes, *analysis.notes))
+        found.append((analysis, timeline))
+    return tuple(found)

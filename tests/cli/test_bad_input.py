@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,28 +12,14 @@ import torch
 
 from memwall.cli.app import main
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 PLAIN = str(SCRIPTS / "train_plain.py")
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 WITH_SHM = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
 
 Refused = Callable[..., str]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the trace and the plan of a small script."""
-    folder = tmp_path_factory.mktemp("made")
-    assert main(["profile", "-o", f"{folder}/t.trace", PLAIN]) == 0
-    assert main(["plan", f"{folder}/t.trace", "--budget", "8GiB", "-o", f"{folder}/plan.json"]) == 0
-    return folder
 
 
 @pytest.fixture
@@ -336,3 +321,20 @@ def test_a_plan_for_a_cuda_device(refused: Refused, made: Path, folder: Path) ->
         "the plan is for device cuda, and torch finds no CUDA device here; run it on a machine with one, or make a "
         "plan from a trace recorded on this machine with `memwall profile`"
     )
+
+
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        ("step", "in the forward of step 3: 1048576.00 TiB could not be had while the process held"),
+        ("evaluation", "in evaluation, after step 3: 1048576.00 TiB could not be had while the process held"),
+    ],
+)
+def test_a_script_that_runs_out_of_memory_shows_where(
+    phase: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN a script that asks for too much WHEN it ends THEN its own traceback and the typed error are shown."""
+    assert main(["run", "--budget", "8GiB", str(SCRIPTS / "runs_out.py"), phase, "2"]) == 3
+    error = capfd.readouterr().err
+    assert "torch.empty(1 << 60, dtype=torch.uint8)" in error
+    assert f"memwall: out of memory {message}" in error

@@ -3,15 +3,16 @@
 import json
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_history import MIB, History, frame
+from cuda_history import MIB
 
 from memwall.cli.app import main
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
 EXPECTED = (
@@ -28,27 +29,6 @@ class Exploit:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (self.command,)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a trace, a plan, a run report and a snapshot."""
-    folder = tmp_path_factory.mktemp("made")
-    assert main(["profile", "-o", f"{folder}/t.trace", PLAIN]) == 0
-    assert main(["plan", f"{folder}/t.trace", "--budget", "8GiB", "-o", f"{folder}/plan.json"]) == 0
-    assert main(["run", "--plan", f"{folder}/plan.json", "--report", f"{folder}/run.json", PLAIN]) in (0, 4)
-    history = History()
-    history.segment(0, 20 * MIB)
-    history.alloc(0, 8 * MIB, 8 * MIB, [frame("/home/me/train.py", 3, "step")])
-    (folder / "s.pickle").write_bytes(pickle.dumps(history.snapshot()))
-    return folder
 
 
 @pytest.fixture
@@ -82,6 +62,7 @@ def written(made: Path, source: str, name: str, *options: str) -> bytes:
         ("t.trace", "memwall trace: t.trace"),
         ("plan.json", "memwall plan: plan.json"),
         ("run.json", "memwall run: run.json"),
+        ("s8.pickle", "memwall snapshot: s8.pickle"),
     ],
 )
 def test_html(source: str, title: str, made: Path) -> None:
@@ -90,13 +71,29 @@ def test_html(source: str, title: str, made: Path) -> None:
     assert page.endswith("</html>")
 
 
-@pytest.mark.parametrize("source", ["t.trace", "s.pickle"])
+@needs_extra
+def test_the_script_s_own_lines_are_in_the_peak(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = written(made, "t.trace", "page.html").decode()
+    capsys.readouterr()
+    assert main(["explain", f"{made}/t.trace", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["steps"][1]
+    assert sum(share["num_bytes"] for share in step["by_line"]) == step["peak_live_bytes"]
+    widest = "return x + self.down(F.gelu(self.up(self.norm_mlp(x))))"
+    number = 1 + [line.strip() for line in Path(PLAIN).read_text().splitlines()].index(widest)
+    (share,) = [share for share in step["by_line"] if share["name"].endswith(f"train_plain.py:{number} forward")]
+    # Of four blocks: two results of 256 features for each of 4 x 64 bytes, saved around the activation.
+    assert share["num_bytes"] >= 4 * 2 * 256 * 4 * 64 * 4
+    assert "activation" in share["categories"]
+    assert f"train_plain.py:{number} forward</td>" in page
+
+
+@pytest.mark.parametrize("source", ["t.trace", "s8.pickle"])
 def test_perfetto(source: str, made: Path) -> None:
     found = json.loads(written(made, source, "out.json", "--format", "perfetto"))
     assert {event["ph"] for event in found["traceEvents"]} >= {"M", "C"}
 
 
-@pytest.mark.parametrize("source", ["t.trace", "s.pickle"])
+@pytest.mark.parametrize("source", ["t.trace", "s8.pickle"])
 def test_memory_viz(source: str, made: Path) -> None:
     found = pickle.loads(written(made, source, "out.bin", "--format", "memory_viz"))
     assert len(found["segments"]) == 1
@@ -109,7 +106,7 @@ def test_memory_viz(source: str, made: Path) -> None:
         ("t.trace", "memwall.trace-summary/1"),
         ("plan.json", "memwall.forecast/1"),
         ("run.json", "memwall.run/1"),
-        ("s.pickle", "memwall.snapshot-summary/1"),
+        ("s8.pickle", "memwall.snapshot-summary/1"),
     ],
 )
 def test_json(source: str, schema: str, made: Path) -> None:
@@ -138,27 +135,27 @@ def test_the_name_of_the_file_says_the_format(
 
 
 def test_what_was_written_is_said(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(made, "s.pickle", "x.json")
+    written(made, "s8.pickle", "x.json")
     assert capsys.readouterr().out == f"wrote x.json (json, {Path('x.json').stat().st_size / 1024:.1f} KiB)\n"
 
 
 def test_a_file_that_is_there_is_replaced(made: Path, folder: Path) -> None:
     (folder / "x.json").write_text("old")
-    assert json.loads(written(made, "s.pickle", "x.json"))
+    assert json.loads(written(made, "s8.pickle", "x.json"))
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_is_explained(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{made}/s.pickle"]) == 0
+    assert main(["explain", f"{made}/s8.pickle"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("· peak 8.0 MiB in use on GPU 0, after event 2 of 2; 20.0 MiB held")
     assert "me/train.py:3 step   8.0 MiB   100.0%" in shown
 
 
 def test_a_snapshot_is_explained_to_scripts(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{made}/s.pickle", "--json"]) == 0
+    assert main(["explain", f"{made}/s8.pickle", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == "memwall.snapshot-summary/1"
     (device,) = found["devices"]
@@ -205,7 +202,6 @@ def test_a_format_that_is_unknown(refused: Refused, made: Path) -> None:
     [
         ("plan.json", "plan", "perfetto", "html, json"),
         ("run.json", "run", "memory_viz", "html, json"),
-        ("s.pickle", "snapshot", "html", "perfetto, memory_viz, json"),
     ],
 )
 def test_a_format_that_a_source_cannot_have(
@@ -240,6 +236,6 @@ def test_a_disk_that_is_full(refused: Refused, made: Path, folder: Path) -> None
     if not Path("/dev/full").exists():
         pytest.skip("this machine has no /dev/full")
     (folder / "x.json.part").symlink_to("/dev/full")
-    message = refused("report", made / "s.pickle", "-o", "x.json")
+    message = refused("report", made / "s8.pickle", "-o", "x.json")
     assert message == "cannot write the report to x.json: No space left on device"
     assert list(folder.iterdir()) == []

@@ -15,16 +15,21 @@ from memwall.errors import InfeasibleError, MemwallError, UsageError
 
 SIZES = "expected a number with a unit, such as 10GiB, 800MiB, 24GB, plain bytes, or a percentage such as 50%"
 OPTIONS = {
+    "checkpoint": {"--to", "--output", "--json"},
     "demo": {"--budget", "--out", "--json"},
+    "diff": {"--fail-over", "--output", "--json"},
     "doctor": {"--disk", "--json"},
-    "explain": {"--json"},
+    "explain": {"--torch", "--device", "--json"},
+    "export": {"--to", "--output", "--world-size", "--disk", "--json"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}
-    | {"--worst-batch", "--data", "--accumulate", "--eval-batch"},
+    | {"--worst-batch", "--data", "--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--torch"},
     "plan": {"--budget", "--device", "--host", "--disk", "--allow", "--global-batch", "--output", "--json"}
-    | {"--batch", "--seq", "--optimizer", "--dtype", "--worst-batch", "--data"},
+    | {"--batch", "--seq", "--optimizer", "--dtype", "--worst-batch", "--data", "--mask-share"}
+    | {"--autocast", "--checkpointing"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
-    "run": {"--budget", "--plan", "--host", "--disk", "--allow", "--report", "--json"},
+    "run": {"--budget", "--plan", "--host", "--disk", "--allow", "--report", "--json"}
+    | {"--checkpoint", "--checkpoint-every", "--resume", "--history", "--history-at-end"},
     "verify": {"--json"},
 }
 
@@ -54,6 +59,10 @@ def test_commands_and_options_are_pinned() -> None:
         (
             "run --budget 1GiB --plan p.json train.py",
             "run: expected either --budget SIZE or --plan plan.json, found both",
+        ),
+        (
+            "run --budget 1GiB --resume train.py",
+            "run: --resume needs --checkpoint DIR, the folder that the run was committed into",
         ),
         ("run --budget lots train.py", f"--budget: 'lots' is not a size; {SIZES}"),
         ("run --budget 3Gob train.py", f"--budget: '3Gob' is not a size; {SIZES}"),

@@ -1,0 +1,73 @@
+"""`memwall export`: a plan as the configuration of what launches training, and what memwall must still do besides."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec import Struct
+
+from memwall.cli.options import JsonOption, require_file, require_writable
+from memwall.errors import UsageError
+from memwall.trace.tags import Tag
+
+
+class ExportSummary(Struct, frozen=True, kw_only=True):
+    """What was written, for scripts."""
+
+    schema: str = "memwall.exported/1"
+    tag: Tag = "simulated"
+    source: str
+    target: str
+    files: tuple[str, ...]
+    kept_by_memwall: tuple[dict[str, object], ...]
+    """Actions that are in none of the files: memwall applies them in the process that trains."""
+    remarks: tuple[str, ...]
+
+
+def export(
+    plan_path: Annotated[Path, typer.Argument(metavar="plan.json", help="Plan written by memwall plan.")],
+    target: Annotated[
+        str, typer.Option("--to", metavar="trainer|accelerate|deepspeed|fsdp|kubernetes|env", help="What reads it.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the configuration is written.")],
+    world_size: Annotated[
+        int, typer.Option("--world-size", min=1, metavar="N", help="Ranks that train, each with the plan's batch.")
+    ] = 1,
+    disk: Annotated[
+        str | None, typer.Option("--disk", metavar="DIR", help="Folder for what DeepSpeed moves to NVMe.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plan as configuration for the Trainer, Accelerate, DeepSpeed, or as environment variables."""
+    require_file(plan_path, expected="a plan written by memwall plan -o plan.json")
+    require_writable(output, option="--output")
+    if output.exists() and output.samefile(plan_path):
+        raise UsageError(f"--output: {output} is the plan that is read; choose another name")
+    from msgspec import to_builtins
+    from rich.text import Text
+
+    from memwall.cli.output import show
+    from memwall.integrations.export import exported
+    from memwall.plan.planfile import Plan
+    from memwall.report.plan_grids import action_grid
+    from memwall.report.whole_file import whole_file
+
+    found = exported(Plan.load(plan_path), target, output, world_size=world_size, disk=disk)
+    for path, content in found.files.items():
+        with whole_file(Path(path)) as file:
+            file.write(content)
+    summary = ExportSummary(
+        source=str(plan_path),
+        target=target,
+        files=tuple(found.files),
+        kept_by_memwall=tuple(to_builtins(action) for action in found.kept),
+        remarks=found.remarks,
+    )
+    lines = [f"wrote {path}" for path in found.files]
+    if found.kept:
+        lines.append("not in it, memwall must still apply:")
+        lines += [f"  {name}: {where}" for name, where, *_ in action_grid(found.kept).rows]
+    else:
+        lines.append("the whole plan is in it")
+    lines += [f"note: {remark}" for remark in found.remarks]
+    show(Text("\n".join(lines)), summary, as_json=as_json)

@@ -1,0 +1,64 @@
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_history import MIB, History, frame
+from forecasts import LLAMA, OUTLIER, Run
+
+from memwall.cli.app import main
+
+PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, to be read only, with trace, plan and run report of a script, and snapshots of 8, 10 and 12 MiB."""
+    folder = tmp_path_factory.mktemp("made")
+    assert main(["profile", "-o", f"{folder}/t.trace", PLAIN]) == 0
+    assert main(["plan", f"{folder}/t.trace", "--budget", "8GiB", "-o", f"{folder}/plan.json"]) == 0
+    assert main(["run", "--plan", f"{folder}/plan.json", "--report", f"{folder}/run.json", PLAIN]) in (0, 4)
+    for num_mib in (8, 10, 12):
+        history = History()
+        history.segment(0, 20 * MIB)
+        history.alloc(0, num_mib * MIB, num_mib * MIB, [frame("/home/me/train.py", 3, "step")])
+        (folder / f"s{num_mib}.pickle").write_bytes(pickle.dumps(history.snapshot()))
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command with --json; returns its status and the one object it prints."""
+
+    def of(*arguments: str) -> tuple[int, dict[str, Any]]:
+        status = main([*arguments, "--json"])
+        return status, json.loads(capsys.readouterr().out)
+
+    return of
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """Samples of 100 to 163 tokens for a hundred batches of four, and a long one in the 50th."""
+    lengths = [100 + number % 64 for number in range(400)]
+    lengths[4 * 49 + 2] = OUTLIER
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"length": length}) + "\n" for length in lengths))
+    return str(path)

@@ -1,0 +1,183 @@
+"""`memwall export`: each target gets what it can hold, and is told what it cannot."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memwall.cli.app import main
+from memwall.plan.actions import (
+    Accumulate,
+    Action,
+    AllocatorReuse,
+    Autocast,
+    Offload,
+    OptimizerPlacement,
+    Recompute,
+)
+from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.plan.planfile import Plan
+
+ACTIONS: tuple[Action, ...] = (
+    OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32 << 20, min_bytes=1 << 20),
+    Autocast(dtype="bfloat16"),
+    Accumulate(micro_batch=2, num_micro_batches=4),
+    Recompute(block="h.0"),
+    Recompute(block="h.1"),
+    Offload(block="h.2", scope="saved", tier="disk", min_bytes=1 << 20, window_bytes=32 << 20),
+    AllocatorReuse(policy="tensor-heap", limit_bytes=9),
+)
+KEPT = ["recompute", "recompute", "offload", "allocator"]
+Export = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    a_plan(ACTIONS).save("plan.json")
+    return tmp_path
+
+
+def a_plan(actions: tuple[Action, ...]) -> Plan:
+    peak = PeakBytes(allocated_bytes=3 << 30, process_bytes=4 << 30)
+    forecast = Forecast(
+        device="cpu",
+        source="recorded",
+        fits=True,
+        budget_bytes=5 << 30,
+        margin_bytes=1 << 20,
+        peak=peak,
+        phases={},
+        step_seconds=0.1,
+        not_modelled=(),
+        actions=actions,
+    )
+    return Plan(model_fingerprint="ab", trace_hash="cd", micro_batch=8, num_micro_batches=1, forecast=forecast)
+
+
+@pytest.fixture
+def export(capsys: pytest.CaptureFixture[str]) -> Export:
+    """Runs the command; returns its JSON object, in which `kinds` are those of the actions that stay memwall's."""
+
+    def run(target: str, output: str, *options: str) -> dict[str, Any]:
+        assert main(["export", "plan.json", "--to", target, "-o", output, "--json", *options]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found | {"kinds": [action["kind"] for action in found["kept_by_memwall"]]}
+
+    return run
+
+
+def read(path: str) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+def test_deepspeed_gets_numbers(export: Export, folder: Path) -> None:
+    found = export("deepspeed", "ds.json", "--world-size", "2", "--disk", str(folder))
+    config = read("ds.json")
+    assert (found["files"], found["kinds"]) == (["ds.json"], KEPT)
+    assert config["train_batch_size"] == 16
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_optimizer"]["nvme_path"].startswith(f"{folder}/memwall-deepspeed-")
+    assert any("load_checkpoint loses the moments" in remark for remark in found["remarks"])
+
+
+def test_the_trainer_gets_arguments_that_its_parser_reads(export: Export) -> None:
+    parser = pytest.importorskip("transformers").HfArgumentParser
+    found = export("trainer", "arguments.json")
+    assert read("arguments.json") == {
+        "bf16": True,
+        "gradient_accumulation_steps": 4,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+    }
+    assert found["kinds"] == ["optimizer-placement", *KEPT]
+    from transformers import TrainingArguments
+
+    (args,) = parser(TrainingArguments).parse_json_file("arguments.json")
+    assert (args.bf16, args.gradient_accumulation_steps, args.per_device_train_batch_size) == (True, 4, 2)
+
+
+def test_the_trainer_on_several_ranks_gets_deepspeed_within_its_arguments(export: Export, folder: Path) -> None:
+    found = export("trainer", "arguments.json", "--world-size", "2", "--disk", str(folder))
+    config = read("arguments.json")["deepspeed"]
+    assert config["train_micro_batch_size_per_gpu"] == config["bf16"]["enabled"] == "auto"
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
+    assert found["kinds"] == KEPT
+
+
+@pytest.mark.requires("accelerate")
+@pytest.mark.parametrize(("name", "reader"), [("launch.json", "from_json_file"), ("launch.yaml", "from_yaml_file")])
+def test_accelerates_own_reader_takes_the_launch_file(name: str, reader: str, export: Export) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    found = export("accelerate", name)
+    config = getattr(ClusterConfig, reader)(name)
+    assert (config.mixed_precision, config.num_processes, config.use_cpu) == ("bf16", 1, True)
+    assert config.distributed_type.value == "NO"
+    assert found["kinds"] == ["optimizer-placement", *KEPT]
+    assert any("Accelerator(**plan.accelerate_kwargs())" in remark for remark in found["remarks"])
+
+
+@pytest.mark.requires("accelerate")
+def test_accelerate_on_several_ranks_gets_a_deepspeed_file_beside_its_own(export: Export, folder: Path) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    found = export("accelerate", "launch.yaml", "--world-size", "2", "--disk", str(folder))
+    beside = str(folder / "launch.deepspeed.json")
+    config = ClusterConfig.from_yaml_file("launch.yaml")
+    assert found["files"] == ["launch.yaml", beside]
+    assert config.distributed_type.value == "DEEPSPEED"
+    assert config.deepspeed_config == {"deepspeed_config_file": beside, "zero3_init_flag": True}
+    assert config.mixed_precision is None  # refused by Accelerate beside a DeepSpeed file
+    assert read(beside)["gradient_accumulation_steps"] == "auto"
+
+
+def test_the_environment_gets_what_variables_can_set(export: Export) -> None:
+    cuda = AllocatorReuse(policy="cuda", cuda_setting="expandable_segments:True")
+    a_plan((Autocast(dtype="float16"), cuda, Recompute(block="h.0"))).save("plan.json")
+    found = export("env", "run.env")
+    assert Path("run.env").read_text() == (
+        "ACCELERATE_MIXED_PRECISION=fp16\nPYTORCH_ALLOC_CONF=expandable_segments:True\n"
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+    )
+    assert found["kinds"] == ["recompute"]
+
+
+def test_the_environment_gets_mallocs_thresholds(export: Export) -> None:
+    a_plan((AllocatorReuse(policy="mmap"),)).save("plan.json")
+    found = export("env", "run.env")
+    assert Path("run.env").read_text() == "MALLOC_MMAP_THRESHOLD_=1048576\nMALLOC_TRIM_THRESHOLD_=1048576\n"
+    assert found["kinds"] == []
+
+
+def test_people_read_what_memwall_must_still_do(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert main(["export", "plan.json", "--to", "trainer", "-o", "arguments.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "wrote arguments.json" in shown
+    assert "not in it, memwall must still apply:" in shown
+    assert "h.0-1" in shown
+    a_plan(ACTIONS[1:3]).save("plan.json")
+    assert main(["export", "plan.json", "--to", "trainer", "-o", "arguments.json"]) == 0
+    assert "the whole plan is in it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("fsdp", "--to fsdp does not exist yet; sharding and offload to disk both exist under DeepSpeed"),
+        ("kubernetes", "--to kubernetes does not exist yet; write the peak of `memwall plan --json` into the pod's"),
+        ("horovod", "--to: 'horovod' is not known; expected one of trainer, accelerate, deepspeed, env"),
+    ],
+)
+def test_other_targets_are_refused(target: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "plan.json", "--to", target, "-o", "out.json"]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("out.json").exists()
+
+
+def test_the_plan_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "plan.json", "--to", "trainer", "-o", "plan.json"]) == 2
+    assert "plan.json is the plan that is read; choose another name" in capsys.readouterr().err
+    assert Plan.load("plan.json") == a_plan(ACTIONS)

@@ -1,0 +1,129 @@
+"""`memwall plan --device`: a plan for a device that is not here, as a user meets it."""
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from forecasts import FACTORY, LLAMA, MIB, OPTIONS, OUTLIER, SCHEMA, Run, estimated
+
+from memwall.cli.app import main
+from memwall.plan.planfile import Plan
+from memwall.predict.hardware import hardware_named
+from memwall.trace.file import save_trace
+from memwall.trace.record import record
+from memwall.trace.spec import load_workload
+
+
+@pytest.mark.requires("transformers")
+def test_a_plan_for_a_device_fits_what_its_allocator_would_reserve(run: Run, config: str, tmp_path: Path) -> None:
+    """GIVEN a budget below what the step needs THEN blocks are recomputed until the simulated process fits."""
+    _, plain = estimated(run, config)
+    budget = plain["peak"]["process_bytes"] + plain["margin_bytes"] - 150 * MIB
+    output = tmp_path / "plan.json"
+    command = ("plan", config, "--device", "h100-80gb", *OPTIONS, "--budget", str(budget), "-o", str(output))
+    status, found = run(*command)
+    jsonschema.validate(found, SCHEMA)
+    assert status == 0
+    assert found["fits"]
+    assert {action["kind"] for action in found["actions"]} == {"recompute"}
+    assert found["peak"]["process_bytes"] + found["margin_bytes"] <= budget
+    assert found["peak"]["reserved_bytes"] >= found["peak"]["allocated_bytes"]
+    assert found["plain_peak"]["process_bytes"] > found["peak"]["process_bytes"]
+    assert found["step_seconds"] > found["plain_step_seconds"]
+    assert Plan.load(output).actions
+
+
+@pytest.mark.requires("transformers")
+def test_host_memory_is_the_next_tier_of_a_device(run: Run, tmp_path: Path) -> None:
+    """GIVEN host memory THEN a smaller budget is feasible, and host memory is no way out any more."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 2, "max_position_embeddings": 4096}))
+    command = ("plan", str(path), "--device", "h100-80gb", "--seq", "4096", "--budget", "400MiB")
+    (status, without), (_, given) = (run(*command, *more) for more in ((), ("--host", "64GiB")))
+    assert (status, without["fits"]) == (3, False)
+    assert given["smallest_feasible_budget_bytes"] <= without["smallest_feasible_budget_bytes"]
+    assert not any("--host SIZE" in line for line in given["relaxations"])
+
+
+@pytest.mark.requires("transformers")
+def test_precision_is_offered_with_its_figure_and_planned_where_it_is_allowed(run: Run, tmp_path: Path) -> None:
+    """GIVEN weights in float32 THEN autocast is recorded and replayed, before it is offered or chosen."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    command = ("plan", str(path), "--device", "h100-80gb", "--seq", "2048", "--optimizer", "sgd", "--budget", "2GiB")
+    _, refused = run(*command)
+    (line,) = (line for line in refused["relaxations"] if "--allow precision" in line)
+    assert re.search(r"bfloat16 autocast, which changes numerics: --allow precision: \S+ GiB, \S+ MiB less", line)
+    _, lower = run(*command, "--allow", "precision")
+    assert (lower["actions"][0]["kind"], lower["actions"][0]["dtype"]) == ("autocast", "bfloat16")
+
+
+@pytest.mark.requires("transformers")
+def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, config: str) -> None:
+    """Where nothing is to be done both say the same of each; under a plan the steps need less, and resuming does not.
+
+    The plan takes its first step to be the steady one in which the optimizer's state appears.
+    """
+    common = (config, "--device", "h100-80gb", "--batch", "4", "--seq", "512")
+    _, plain = run("estimate", *common)
+    _, ample = run("plan", *common, "--budget", "70GiB")
+    names = ("build", "first_step", "steady_step", "save", "resume")
+    assert tuple(sorted(ample["phases"], key=names.index)) == names
+    for name in names:
+        for figure in ("allocated_bytes", "reserved_bytes", "process_bytes"):
+            expected = plain["phases"][name][figure]
+            assert ample["phases"][name][figure] == (
+                pytest.approx(expected, rel=0.01) if name == "first_step" else expected
+            ), name
+    needed = plain["phases"]["steady_step"]["process_bytes"] + ample["margin_bytes"]
+    _, tight = run("plan", *common, "--budget", str(int(0.85 * needed)))
+    assert any(action["kind"] == "recompute" for action in tight["actions"])
+    highest = max(phase["process_bytes"] for phase in tight["phases"].values())
+    assert highest == tight["peak"]["process_bytes"] < ample["peak"]["process_bytes"]
+    assert tight["phases"][tight["peak_phase"]]["process_bytes"] == highest
+    assert tight["measured_phases"] == []
+    assert tight["phases"]["resume"] == ample["phases"]["resume"]
+
+
+def test_a_trace_recorded_on_a_cpu_is_planned_for_a_device(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(FACTORY)
+    path = tmp_path / "t.trace"
+    save_trace(record(load_workload(f"{tmp_path / 'training.py'}:small")), path)
+    status, found = run("plan", str(path), "--device", "l4", "--budget", "50%")
+    jsonschema.validate(found, SCHEMA)
+    assert status == 0
+    assert found["budget_bytes"] == hardware_named("l4").usable_bytes // 2
+    assert found["peak"]["process_bytes"] >= hardware_named("l4").context_bytes[0]
+    assert any("machine that recorded the trace" in line for line in found["not_modelled"])
+
+
+def test_options_of_a_configuration_need_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "t.trace", "--budget", "1GiB", "--batch", "2"]) == 2
+    assert "--batch: only together with --device NAME" in capsys.readouterr().err
+
+
+@pytest.mark.requires("transformers")
+def test_a_plan_is_made_for_the_worst_batch(
+    run: Run, config: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan fits the outlier's batch, says so, and keeps it in its file."""
+    output = tmp_path / "plan.json"
+    command = ("plan", config, "--device", "h100-80gb", "--batch", "4", "--dtype", "bfloat16", "--budget", "5GiB")
+    status, found = run(*command, "--worst-batch", "dataset", "--data", data, "-o", str(output))
+    jsonschema.validate(found, SCHEMA)
+    assert status == 0
+    assert found["worst_batch"]["longest_step"] == 50
+    forecast = Plan.load(output).forecast
+    assert forecast.worst_batch is not None
+    assert forecast.worst_batch.padded_length == OUTLIER
+    _, same = run(*command, "--seq", str(OUTLIER))
+    assert found["plain_peak"]["allocated_bytes"] > same["plain_peak"]["allocated_bytes"]
+    assert main([*command, "--worst-batch", "max-length"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Worst batch: 4 x 2048 tokens: every sample as long as allowed." in shown
+    status, found = run(*command[:-1], "310MiB", "--worst-batch", "dataset", "--data", data)
+    assert (status, found["fits"], found["worst_batch"]["padded_length"]) == (3, False, OUTLIER)
+    assert main(["plan", "t.trace", "--budget", "1GiB", "--worst-batch", "max-length"]) == 2
+    assert "--worst-batch: only together with --device NAME" in capsys.readouterr().err
