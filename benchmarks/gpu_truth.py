@@ -2,58 +2,49 @@
 
     python benchmarks/gpu_truth.py [--seconds 540] [--device NAME] [--output FILE]
 
-The zoo of `prediction.py`, each case in a fresh process: predicted before CUDA starts, then trained. Three quantities
+Three parts share the time; what a part leaves over goes to the next, and what is not reached is listed.
+
+histories: the programs of `allocator_programs.py` with every allocation recorded, one of them under other settings,
+too. L1: the simulated allocator repeats each event and all statistics. L2: from the history under default settings it
+gives the peaks that were measured under the others. Records go to tests/golden/, snapshots beside the result.
+
+caps: the least that three cases of the zoo may reserve and still finish, by bisection.
+
+zoo: the cases of `prediction.py`, each in a fresh process: predicted before CUDA starts, then trained. Three quantities
 are compared: allocated and reserved bytes as torch counts them, and the process as the driver does (with nothing else
 on the device). Cases come in an order that has every family, optimizer and precision early; those of an earlier result
-for the same device and zoo are kept, so that a second call goes on. Some runs also record their allocations: the
-simulated allocator must hold what the recording did, to the byte, and the histories are kept under tests/golden/.
+for the same device, zoo and commit are kept, so that a second call goes on. Whatever fails is named, and the rest runs.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import zstandard
+from gpu_caps import measure_caps
+from gpu_child import Budget, CaseFailed, Child, prepared
+from gpu_histories import record_histories
 from knob_report import provenance
-from prediction_metrics import summary
+from prediction_metrics import against_margin, summary
 from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, zoo_sha256
 
-from memwall.errors import UsageError
-from memwall.predict.hardware import Hardware, hardware_named, hardware_names
-from memwall.predict.snapshot_analysis import analyse_device
-from memwall.predict.snapshot_settings import with_settings
-from memwall.trace.snapshot import load_snapshot
+from memwall.predict.context import with_measured_context
+from memwall.predict.hardware import Hardware, hardware_named, hardware_of_device
 
 ROOT = Path(__file__).parents[1]
 QUANTITIES = ("allocated", "reserved", "process")
 TARGETS = {"allocated": {"median": 0.01}, "reserved": {"median": 0.02, "p95": 0.08}}
 MOST_FALSE_FITS = 0.01
 """Share of runs that a forecast with its default margin says fit where they do not."""
-_SETTINGS = ("", "expandable_segments:True")
-_HISTORY_FAMILIES = ("llama", "resnet", "t5")
+SHARES = {"histories": 0.2, "caps": 0.2, "zoo": 0.6}
+"""Of the time, by part."""
+_MOST_CASE_SECONDS = 60.0
 Case = tuple[str, str, str]
-
-
-def hardware_here(name: str) -> Hardware:
-    """The entry of hardware.toml for a device as CUDA names it, "NVIDIA A100-SXM4-80GB".
-
-    Raises:
-        UsageError: there is none.
-    """
-    words = name.lower().replace("-", " ").split()
-    fitting = [known for known in hardware_names() if all(part in words for part in known.split("-"))]
-    if not fitting:
-        raise UsageError(f"'{name}' is in no entry of hardware.toml; name the nearest one with --device")
-    return hardware_named(max(fitting, key=len))
 
 
 def cases() -> Iterator[Case]:
@@ -66,12 +57,20 @@ def cases() -> Iterator[Case]:
             yield family, precision, optimizer
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of each quantity, and how often a forecast said "fits" on a device that is too small by a byte."""
+def tables(rows: Sequence[dict[str, Any]], device_bytes: int | None = None) -> dict[str, Any]:
+    """Errors of each quantity, and how often a forecast said "fits" on a device that is too small by a byte.
+
+    Args:
+        device_bytes: the device's memory, for the share of it that caps at the predictions would leave to others.
+    """
     found: dict[str, Any] = {}
+    families = [row["family"] for row in rows]
     for quantity in QUANTITIES:
         key = f"{quantity}_bytes"
-        found[quantity] = summary([r["predicted"][key] for r in rows], [r["measured"][key] for r in rows])
+        predicted, true = [r["predicted"][key] for r in rows], [r["measured"][key] for r in rows]
+        found[quantity] = summary(predicted, true)
+        if device_bytes is not None:
+            found[quantity] |= against_margin(predicted, true, families, device_bytes)
     false_fits = [
         r["predicted"]["process_bytes"] + r["predicted"]["margin_bytes"] < r["measured"]["process_bytes"] for r in rows
     ]
@@ -92,56 +91,42 @@ def missed(table: dict[str, Any]) -> list[str]:
     return found
 
 
+def has_changed_code() -> bool:
+    """Whether anything differs from the commit but what a call writes: the second one is to go on from the first's."""
+    command = ["git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!tests/golden"]
+    return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout)
+
+
 def _used_bytes() -> int:
     """What the device holds while no process of ours is on it, by nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
     return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0]) << 20
 
 
-def _run(case: Case, hardware: Hardware, *, history: Path | None = None, settings: str = "") -> dict[str, Any]:
-    options = ["--used-bytes", str(_used_bytes()), "--device", hardware.name]
-    if history is not None:
-        options += ["--history", str(history)]
-    # torch reads them when it is loaded.
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": settings}
-    command = [sys.executable, str(Path(__file__).parent / "gpu_truth_case.py"), *case, *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[1:])} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    row: dict[str, Any] = json.loads(done.stdout)
-    return row
-
-
-def _histories(hardware: Hardware, folder: Path) -> list[dict[str, Any]]:
-    """Recorded runs, kept in `folder`, and whether the simulated allocator holds the same."""
-    found = []
-    folder.mkdir(parents=True, exist_ok=True)
-    for family, settings in product(_HISTORY_FAMILIES, _SETTINGS):
-        case = (family, "autocast-bfloat16", "adamw-foreach")
-        with tempfile.TemporaryDirectory() as place:
-            path = Path(place) / "history.pickle"
-            row = _run(case, hardware, history=path, settings=settings)
-            snapshot = load_snapshot(path)
-            analysis = with_settings(analyse_device(snapshot, 0)[0], snapshot, torch.__version__)
-            name = f"{family}-{'expandable' if settings else 'default'}.pickle.zst"
-            (folder / name).write_bytes(zstandard.compress(path.read_bytes(), 19))
-        searched = analysis.settings
-        found.append(
-            {
-                "file": name,
-                "settings": settings,
-                "measured_reserved_bytes": row["measured"]["reserved_bytes"],
-                "simulated_reserved_bytes": searched.replayed_bytes if searched else None,
-                "notes": list(analysis.notes),
-            }
-        )
-        print(f"{name}: {found[-1]['simulated_reserved_bytes']} simulated, {found[-1]['measured_reserved_bytes']}")
-    return found
+def measure_zoo(
+    hardware: Hardware, budget: Budget, done: set[Case]
+) -> Iterator[tuple[Case, dict[str, Any] | CaseFailed]]:
+    """Rows of the cases that are not done yet, as long as there is time, or how one failed."""
+    left = (case for case in cases() if case not in done)
+    context = [str(num_bytes) for num_bytes in hardware.context_bytes]
+    device = ("--device", hardware.name, "--context-bytes", *context)
+    children = prepared(left, lambda case: Child(("gpu_truth_case.py", *case, *device)))
+    try:
+        for case, child in children:
+            if not budget.seconds:
+                child.end()
+                return
+            try:
+                yield case, child.answer({"used_bytes": _used_bytes()}, min(_MOST_CASE_SECONDS, budget.seconds + 10))
+            except CaseFailed as error:
+                yield case, error
+    finally:
+        children.close()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin no further case after so long")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin nothing further after so long")
     parser.add_argument("--device", type=hardware_named, metavar="NAME", help="entry of hardware.toml")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -152,48 +137,79 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    begin = time.monotonic()
+    budget = Budget(options.seconds, SHARES)
     name = torch.cuda.get_device_name()
-    hardware = options.device or hardware_here(name)
+    hardware = with_measured_context(options.device or hardware_of_device(name))
     slug = name.lower().replace(" ", "-")
     output = options.output or ROOT / "benchmarks" / "results" / slug / "prediction.json"
     document: dict[str, Any] = {
         **provenance(),
-        "schema": "memwall.gpu-truth/1",
+        "has_uncommitted_changes": has_changed_code(),
+        "schema": "memwall.gpu-truth/2",
         "tag": "gpu-measured",
         "device": name,
         "hardware": hardware.name,
+        "context_bytes": list(hardware.context_bytes),
+        "device_bytes": hardware.usable_bytes,
         "zoo_sha256": zoo_sha256(),
     }
     rows = _earlier_rows(output, document)
-    done = {(row["family"], row["precision"], row["optimizer"]) for row in rows}
-    document["histories"] = _histories(hardware, ROOT / "tests" / "golden" / slug)
-    for case in cases():
-        if time.monotonic() - begin > options.seconds:
-            break
-        if case not in done:
-            rows.append(_run(case, hardware))
-            print(_line(rows[-1]), flush=True)
-    document |= {"rows": rows, "tables": tables(rows)}
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=1) + "\n")
-    failures = missed(document["tables"])
-    failures += [
-        f"{h['file']}: the simulated allocator differs"
-        for h in document["histories"]
-        if h["simulated_reserved_bytes"] != h["measured_reserved_bytes"]
-    ]
+    budget.begin("histories")
+    document["histories"] = record_histories(ROOT / "tests" / "golden" / slug, output.parent / "snapshots", budget)
+    budget.begin("caps")
+    document["caps"] = measure_caps(_used_bytes, budget)
+    budget.begin("zoo")
+    broken = []
+    for case, found in measure_zoo(hardware, budget, {_case_of(row) for row in rows}):
+        if isinstance(found, CaseFailed):
+            broken.append(f"{' '.join(case)} failed")
+            print(found, file=sys.stderr, flush=True)
+            continue
+        rows.append(found)
+        print(_line(found), flush=True)
+        _write(output, document, rows)
+    document["tables"] = tables(rows, document["device_bytes"]) if rows else {}
+    _write(output, document, rows)
+    failures = failed(document["histories"], document["caps"]) + broken
+    failures += missed(document["tables"]) if rows else ["no case of the zoo ran"]
     print(f"wrote {output}: {len(rows)} of {len(list(cases()))} cases; {'; '.join(failures) or 'every target is met'}")
     return 1 if failures else 0
 
 
+def failed(histories: dict[str, Any], caps: dict[str, Any]) -> list[str]:
+    """What went wrong in the first two parts, or was not exact, in words."""
+    return [
+        *histories["failures"],
+        *caps["failures"],
+        *(f"{row['name']}: no L1 re-simulation: {row['difference']}" for row in histories["l1"] if row["difference"]),
+        *(
+            f"{row['name']} under {row['under']}: no L2 equality: {'; '.join(row['differences'])}"
+            for row in histories["l2"]
+            if row["differences"]
+        ),
+    ]
+
+
+def _write(output: Path, document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """The result so far, and what it does not have."""
+    reached = {_case_of(row) for row in rows}
+    document["not_reached"] = [" ".join(case) for case in cases() if case not in reached]
+    output.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
+
+
+def _case_of(row: dict[str, Any]) -> Case:
+    return row["family"], row["precision"], row["optimizer"]
+
+
 def _earlier_rows(path: Path, document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an earlier result that still stand: same commit, device, zoo and versions."""
+    """Rows of an earlier result that still stand: same commit, device, zoo and versions, no changes then or now."""
     if not path.exists():
         return []
     earlier = json.loads(path.read_text())
-    same = all(earlier.get(key) == document[key] for key in ("commit", "device", "zoo_sha256", "versions"))
-    return list(earlier["rows"]) if same and not document["has_uncommitted_changes"] else []
+    same = all(earlier.get(key) == document[key] for key in ("schema", "commit", "device", "zoo_sha256", "versions"))
+    is_changed = document["has_uncommitted_changes"] or earlier.get("has_uncommitted_changes")
+    return list(earlier["rows"]) if same and not is_changed else []
 
 
 def _line(row: dict[str, Any]) -> str:

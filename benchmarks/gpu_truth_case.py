@@ -1,19 +1,22 @@
 """One training run of the zoo on this machine's GPU, in a process of its own: run by `gpu_truth.py`.
 
-    python benchmarks/gpu_truth_case.py llama bfloat16 adamw-foreach --used-bytes N --device h200 [--history FILE]
+    python benchmarks/gpu_truth_case.py llama bfloat16 adamw-foreach --device h200 < ORDER
 
-Prints one JSON object: what memwall predicts for the device, made before CUDA starts, and what torch and the driver
-count while the run trains.
+Predicts before CUDA starts, then waits for its order, a line of JSON: `used_bytes`, what the device holds without this
+process, and perhaps `limit_bytes`, what it may reserve. Prints one JSON object: what memwall predicts for the device,
+and what torch and the driver count while the run trains.
 """
 
 import argparse
 import json
+import sys
+import time
 import warnings
-from functools import partial
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from prediction_child import own_standard_output
 from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, Precision, workload
 
@@ -26,7 +29,6 @@ from memwall.trace.fake import record_fake
 NUM_STEADY = 3
 SAMPLES_FACTOR = 8
 """The zoo is made for a CPU core; so many times its batch, peaks are not the allocator's smallest segments alone."""
-_MOST_EVENTS = 2_000_000
 
 
 def predicted(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, int]:
@@ -51,24 +53,51 @@ def predicted(family: str, precision: Precision, optimizer: str, hardware: Hardw
 
 
 def measured(
-    family: str, precision: Precision, optimizer: str, used_bytes: int, history: Path | None
+    family: str, precision: Precision, optimizer: str, used_bytes: int, limit_bytes: int | None = None
 ) -> dict[str, Any]:
     """Peaks of the first step and of steady ones by torch's allocator, and of the process by the driver.
 
     Args:
         used_bytes: what the device held before this process came.
-        history: file for a snapshot with every allocation since before the model was built.
+        limit_bytes: what may be reserved; a run that needs more has `outcome` "out of memory" and nothing else.
     """
-    if history is not None:
-        torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, context=None)
+    if limit_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        peaks, seconds, requested_bytes = _trained(family, precision, optimizer)
+    except torch.cuda.OutOfMemoryError:
+        return {"outcome": "out of memory"}
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    if limit_bytes is None:
+        # The allocator gave nothing back meanwhile, or the driver's figure now were not that of the peak.
+        assert torch.cuda.memory_reserved() == max(reserved for _, reserved in peaks), "segments were released"
+    return {
+        "outcome": "finished",
+        "first": {"allocated_bytes": peaks[0][0], "reserved_bytes": peaks[0][1]},
+        "steady": {
+            "allocated_bytes": max(allocated for allocated, _ in peaks[1:]),
+            "reserved_bytes": max(reserved for _, reserved in peaks[1:]),
+        },
+        "allocated_bytes": max(allocated for allocated, _ in peaks),
+        "reserved_bytes": max(reserved for _, reserved in peaks),
+        "requested_bytes": requested_bytes,
+        "process_bytes": total_bytes - free_bytes - used_bytes,
+        "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"],
+        "step_seconds": median(seconds[1:]),
+    }
+
+
+def _trained(family: str, precision: Precision, optimizer: str) -> tuple[list[tuple[int, int]], list[float], int]:
+    """Allocated and reserved bytes at the peak of each step, its seconds, and the most that was requested at once."""
     chosen = FAMILIES[family]
     run = workload(family, optimizer, precision, SAMPLES_FACTOR * chosen.num_samples)
     model = run.make_model().to("cuda")
     batch = {name: value.to("cuda") for name, value in run.make_batch().items()}
     made = OPTIMIZERS[optimizer](model.parameters())
-    peaks = []
+    peaks, seconds, requested_bytes = [], [], 0
     for _ in range(1 + NUM_STEADY):
         torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
         # The zoo's own loss casts for a CPU.
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast-bfloat16"):
             loss = chosen.loss(model, batch)
@@ -77,22 +106,10 @@ def measured(
         made.zero_grad(set_to_none=True)
         del loss
         torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
         peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    # The allocator gave nothing back meanwhile, or the driver's figure now were not that of the peak.
-    assert torch.cuda.memory_reserved() == max(reserved for _, reserved in peaks), "segments were released"
-    if history is not None:
-        torch.cuda.memory._dump_snapshot(str(history))
-    return {
-        "first": {"allocated_bytes": peaks[0][0], "reserved_bytes": peaks[0][1]},
-        "steady": {
-            "allocated_bytes": max(allocated for allocated, _ in peaks[1:]),
-            "reserved_bytes": max(reserved for _, reserved in peaks[1:]),
-        },
-        "allocated_bytes": max(allocated for allocated, _ in peaks),
-        "reserved_bytes": max(reserved for _, reserved in peaks),
-        "process_bytes": total_bytes - free_bytes - used_bytes,
-    }
+        requested_bytes = max(requested_bytes, torch.cuda.memory_stats()["requested_bytes.all.peak"])
+    return peaks, seconds, requested_bytes
 
 
 def main() -> None:
@@ -101,16 +118,18 @@ def main() -> None:
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("precision", choices=PRECISIONS)
     parser.add_argument("optimizer", choices=OPTIMIZERS)
-    parser.add_argument("--used-bytes", type=int, required=True)
-    parser.add_argument("--device", type=hardware_named, required=True)
-    parser.add_argument("--history", type=Path)
+    parser.add_argument("--device", type=hardware_named, help="without it nothing is predicted")
+    parser.add_argument("--context-bytes", type=int, nargs=2, metavar=("LEAST", "MOST"), help="as measured here")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     case = {"family": options.family, "precision": options.precision, "optimizer": options.optimizer}
-    train = partial(measured, **case, used_bytes=options.used_bytes, history=options.history)
+    hardware = options.device
+    if hardware is not None and options.context_bytes:
+        hardware = replace(hardware, context_bytes=tuple(options.context_bytes))
     with own_standard_output() as lines:
-        ours = predicted(**case, hardware=options.device)
-        print(json.dumps({**case, "predicted": ours, "measured": train()}), file=lines, flush=True)
+        ours = predicted(**case, hardware=hardware) if hardware is not None else None
+        order = json.loads(sys.stdin.readline())
+        print(json.dumps({**case, "predicted": ours, "measured": measured(**case, **order)}), file=lines, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/prediction.py --runs CSV       # everything, about an hour of one core; writes result and README
     python benchmarks/prediction.py --part cpu       # the zoo alone, a quarter of an hour; keeps the other part
     python benchmarks/prediction.py --quick [--runs CSV]         # a small part, a minute or two; writes nothing
-    python benchmarks/prediction.py --part external --runs CSV --reuse   # new tables from the published rows
+    python benchmarks/prediction.py --runs CSV --reuse           # new tables from the published rows
 
 The zoo (`prediction_zoo.py`) is frozen: 12 families x 6 optimizers x 3 precisions. Each case runs for real, with
 torch's profiler counting bytes, and is predicted on fake tensors; libraries that estimate answer beside memwall. The
@@ -20,12 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import astuple
 from prediction_child import answers
-from prediction_external import MEMWALL, THREE_TERMS, external_tables
+from prediction_external import AFTER_A_STEP, MEMWALL, THREE_TERMS, TWO_PROBES, external_tables
 from prediction_report import RESULT, part_provenance, summaries, write_result
+from prediction_rows import KNOWN_RUNS, KnownRun
 from prediction_runs import ALLOCATOR, DEVICE, file_sha256, read_runs
 from prediction_truth import truth_tables
 from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, zoo_sha256
+
+from memwall.errors import UsageError
 
 MAX_MEDIAN, MAX_P95 = 0.01, 0.05
 QUICK_FAMILIES, QUICK_OPTIMIZERS = ("gpt2", "recurrent"), ("adamw-foreach", "adafactor")
@@ -50,17 +54,13 @@ def cpu_part(is_quick: bool) -> dict[str, Any]:
     }
 
 
-def external_part(path: Path, is_quick: bool, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Predicts the measured runs.
-
-    Args:
-        known: rows recorded before, which are taken as they are.
-    """
+def external_part(path: Path, is_quick: bool) -> dict[str, Any]:
+    """Predicts the measured runs."""
     runs = read_runs(path)
     if is_quick:
         runs = [run for run in runs if run.model in QUICK_MODELS.get(run.family, ())]
-    begin, rows = time.perf_counter(), list(known)
-    for family in () if known else dict.fromkeys(run.family for run in runs):
+    begin, rows = time.perf_counter(), list[dict[str, Any]]()
+    for family in dict.fromkeys(run.family for run in runs):
         start = time.perf_counter()
         models = QUICK_MODELS[family] if is_quick else ()
         rows += list(answers("prediction_runs.py", (str(path), family, *models)))
@@ -79,9 +79,35 @@ def external_part(path: Path, is_quick: bool, known: Sequence[dict[str, Any]]) -
     }
 
 
+def cpu_part_again(before: dict[str, Any]) -> dict[str, Any]:
+    """New tables from cases that ran before, which keep their commit and their time.
+
+    Raises:
+        UsageError: there are none, or they are of another zoo.
+    """
+    if not before:
+        raise UsageError("--reuse: no part of the zoo was published yet; run without --reuse")
+    if before["zoo_sha256"] != zoo_sha256():
+        raise UsageError("--reuse: the zoo has changed since the published rows were measured; run without --reuse")
+    return before | {"tables": truth_tables(before["rows"])}
+
+
+def external_part_again(path: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """New tables from rows that were recorded before, which keep their commit and their time.
+
+    Raises:
+        UsageError: there are none, or they are of another file of runs.
+    """
+    if not before:
+        raise UsageError("--reuse: no external part was published yet; run without --reuse")
+    if before["runs_sha256"] != file_sha256(path):
+        raise UsageError(f"--reuse: the published rows are not of {path}, whose hash differs; run without --reuse")
+    return before | {"tables": external_tables(read_runs(path), {row["key"]: row for row in before["rows"]})}
+
+
 def failures(result: dict[str, Any]) -> list[str]:
     """One line for each target that is missed."""
-    found = []
+    found = stale(result)
     if "cpu" in result:
         ours = result["cpu"]["tables"]["arms"]["memwall"]
         for name, most in (("median", MAX_MEDIAN), ("p95", MAX_P95)):
@@ -89,11 +115,33 @@ def failures(result: dict[str, Any]) -> list[str]:
             if error > most:
                 found.append(f"zoo: {name} error {error:.2%}; the target is {most:.0%}")
     if "external" in result:
-        arms = result["external"]["tables"]["ok"]
-        for name in ("median", "p90"):
-            ours, theirs = arms[MEMWALL].get(name), arms[THREE_TERMS].get(name)
-            if ours is not None and ours >= theirs:
-                found.append(f"measured runs: {name} error {ours:.2%}; the three-term fit has {theirs:.2%}")
+        for rows, what in (("ok", "measured runs"), ("all", "measured runs with spikes")):
+            arms = result["external"]["tables"][rows]
+            for name in ("median", "p90"):
+                ours, theirs = arms[MEMWALL].get(name), arms[THREE_TERMS].get(name)
+                if ours is not None and ours >= theirs:
+                    found.append(f"{what}: {name} error {ours:.2%}; the three-term fit has {theirs:.2%}")
+        for probes, arms in result["external"]["tables"]["probes"].items():
+            ours, theirs = (arms[arm] for arm in (f"{AFTER_A_STEP} {probes.split(', ')[-1]}", TWO_PROBES))
+            found += [
+                f"larger batches, {probes} known: {name} error {ours[name]:.2%}; "
+                f"the line through them {theirs[name]:.2%}"
+                for name in ("median", "p90")
+                if name in ours and ours[name] >= theirs[name]
+            ]
+    return found
+
+
+def stale(result: dict[str, Any]) -> list[str]:
+    """One line for each list of cases that was edited after it was measured: what was found then is void."""
+    found = []
+    if result.get("cpu", {}).get("zoo_sha256", zoo_sha256()) != zoo_sha256():
+        found.append("zoo: the list of cases has changed since; run again")
+    runs = result.get("external", {}).get("known_runs", [])
+    if runs and {tuple(row[field] for field in KnownRun.__struct_fields__) for row in runs} != {
+        astuple(run) for run in KNOWN_RUNS
+    }:
+        found.append("runs with known settings: the list has changed since; run again")
     return found
 
 
@@ -116,10 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = json.loads(output.read_text()) if output.is_file() and not options.quick else {}
     result = {part: before[part] for part in ("cpu", "external") if part in before}
     if options.part != "external":
-        result["cpu"] = cpu_part(options.quick)
+        result["cpu"] = cpu_part_again(before.get("cpu", {})) if options.reuse else cpu_part(options.quick)
     if options.part != "cpu" and options.runs is not None:
-        known = before.get("external", {}).get("rows", []) if options.reuse else []
-        result["external"] = external_part(options.runs, options.quick, known)
+        if options.reuse:
+            result["external"] = external_part_again(options.runs, before.get("external", {}))
+        else:
+            result["external"] = external_part(options.runs, options.quick)
     print(summaries(result))
     if not options.quick:
         write_result(result, output)

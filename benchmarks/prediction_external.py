@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from prediction_metrics import (
     COVERAGE,
     Vector,
+    against_margin,
+    covering_shares,
+    left_out,
     linear_arm,
-    margin_coverage,
-    memory_saved_share,
     middle_difference,
     signed_errors,
     summary,
@@ -26,6 +28,8 @@ from memwall.predict.hardware import hardware_named
 _MIB = 1 << 20
 _GB = 10**9
 MEMWALL, THREE_TERMS = "memwall, context fitted", "fake, three terms"
+TWO_PROBES, AFTER_A_STEP = "two probes, linear", "memwall after a step at"
+ONE_PROBE = "one probe + difference of fake"
 DEVICES_GB = (8, 12, 16, 24, 40)
 PROBES = ((8, 16), (16, 32))
 
@@ -47,6 +51,7 @@ def external_tables(runs: Sequence[Run], recorded: dict[str, dict[str, Any]]) ->
         "all": _arms(answered, recorded),
         "kinds": _kinds(ok, recorded),
         "probes": {f"{few}, {many}": _probes(ok, recorded, few, many) for few, many in PROBES},
+        "one_probe": {str(few): _one_probe(ok, recorded, few) for few in sorted({few for few, _ in PROBES})},
         "margins": _margins(ok, recorded),
         "context_bytes": _context_bytes(ok, recorded),
     }
@@ -69,6 +74,7 @@ class _Rows:
         self.fake = np.array([run.fake_peak_mib * _MIB for run in runs], dtype=float)
         self.live = np.array([recorded[run.key]["live_bytes"] for run in runs], dtype=float)
         self.reserved = np.array([recorded[run.key]["reserved_bytes"] for run in runs], dtype=float)
+        self.convolution = np.array([recorded[run.key]["convolution_bytes"] for run in runs], dtype=float)
 
     def fitted(self, *features: Vector, base: Vector | None = None) -> Vector:
         return linear_arm(features, self.true, self.families, base)
@@ -93,14 +99,13 @@ def _arms(runs: Sequence[Run], recorded: dict[str, dict[str, Any]]) -> dict[str,
     found = {}
     for name, arm in ARMS.items():
         predicted = arm(rows)
-        coverage = margin_coverage(predicted, rows.true, rows.families)
-        found[name] = summary(predicted, rows.true) | {
-            "margin": coverage,
-            "memory_saved_share": memory_saved_share(predicted, rows.true, device_bytes, coverage["margin"]),
-            "verdicts": {
-                str(size): verdicts(predicted, rows.true, size * _GB, coverage["margin"]) for size in DEVICES_GB
-            },
-        }
+        figures = against_margin(predicted, rows.true, rows.families, device_bytes)
+        margin = figures["margin"]["margin"]
+        found[name] = (
+            summary(predicted, rows.true)
+            | figures
+            | {"verdicts": {str(size): verdicts(predicted, rows.true, size * _GB, margin) for size in DEVICES_GB}}
+        )
     return found
 
 
@@ -123,7 +128,6 @@ def _probes(runs: Sequence[Run], recorded: dict[str, dict[str, Any]], few: int, 
         for run in runs
         if run.batch_size > many and f"{run.model}/{few}" in known and f"{run.model}/{many}" in known
     ]
-    true = np.array([run.measured_gpu_mib * _MIB for run in asked], dtype=float)
     lines, from_few, from_many = [], [], []
     for run in asked:
         low, high = (known[f"{run.model}/{size}"].measured_gpu_mib * _MIB for size in (few, many))
@@ -131,22 +135,54 @@ def _probes(runs: Sequence[Run], recorded: dict[str, dict[str, Any]], few: int, 
         for size, found, base in ((few, from_few, low), (many, from_many, high)):
             more = recorded[run.key]["reserved_bytes"] - recorded[f"{run.model}/{size}"]["reserved_bytes"]
             found.append(base + more)
+    return _against(asked, {TWO_PROBES: lines, f"{AFTER_A_STEP} {few}": from_few, f"{AFTER_A_STEP} {many}": from_many})
+
+
+def _one_probe(runs: Sequence[Run], recorded: dict[str, dict[str, Any]], few: int) -> dict[str, Any]:
+    """Larger batches of models whose run at one size is known: what the estimates say that they need more."""
+    known = {run.key: run for run in runs}
+    asked = [run for run in runs if run.batch_size > few and f"{run.model}/{few}" in known]
+    arms: dict[str, list[float]] = {ONE_PROBE: [], f"{AFTER_A_STEP} {few}": []}
+    for run in asked:
+        probe = known[f"{run.model}/{few}"]
+        ours = recorded[run.key]["reserved_bytes"] - recorded[probe.key]["reserved_bytes"]
+        fake = (run.fake_peak_mib - probe.fake_peak_mib) * _MIB
+        for found, more in zip(arms.values(), (fake, ours), strict=True):
+            found.append(probe.measured_gpu_mib * _MIB + more)
+    return _against(asked, arms)
+
+
+def _against(asked: Sequence[Run], arms: dict[str, list[float]]) -> dict[str, Any]:
+    true = [float(run.measured_gpu_mib * _MIB) for run in asked]
+    families, device_bytes = [run.family for run in asked], hardware_named(DEVICE).usable_bytes
     return {
-        "two probes, linear": summary(lines, true),
-        f"memwall after a step at {few}": summary(from_few, true),
-        f"memwall after a step at {many}": summary(from_many, true),
+        name: summary(predicted, true) | against_margin(predicted, true, families, device_bytes)
+        for name, predicted in arms.items()
     }
 
 
 def _margins(runs: Sequence[Run], recorded: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the margin that memwall ships with covers, nothing fitted."""
-    rows = _Rows(runs, recorded)
+    """What the margin that memwall ships with covers, nothing fitted; and one of its form fitted on other families."""
+    rows, kinds = _Rows(runs, recorded), np.array([run.kind for run in runs])
     hardware = hardware_named(DEVICE)
-    caps = np.array(
-        [hardware.context_bytes[0] + size + margin_bytes(hardware, int(size)) for size in rows.reserved], dtype=float
-    )
+    reserved = rows.reserved + hardware.context_bytes[1]
+    shipped = rows.reserved + [
+        hardware.context_bytes[0] + margin_bytes(hardware, int(size), int(largest))
+        for size, largest in zip(rows.reserved, rows.convolution, strict=True)
+    ]
+
+    def fit(known: NDArray[np.bool_]) -> Callable[[NDArray[np.bool_]], Vector]:
+        shares = covering_shares((rows.reserved[known], rows.convolution[known]), reserved[known], rows.true[known])
+        return lambda asked: reserved[asked] + shares[0] * rows.reserved[asked] + shares[1] * rows.convolution[asked]
+
+    fitted = left_out(rows.families, fit)
     return {
-        "shipped_coverage": float((caps >= rows.true).mean()),
-        "shipped_median_waste": float(np.median(signed_errors(caps, rows.true))),
+        "shipped_coverage": float((shipped >= rows.true).mean()),
+        "shipped_coverage_by_kind": {
+            kind: float((shipped >= rows.true)[kinds == kind].mean()) for kind in sorted({run.kind for run in runs})
+        },
+        "shipped_median_waste": float(np.median(signed_errors(shipped, rows.true))),
+        "fitted_shares": covering_shares((rows.reserved, rows.convolution), reserved, rows.true),
+        "fitted_coverage": float((fitted >= rows.true).mean()),
         "wanted_coverage": COVERAGE,
     }

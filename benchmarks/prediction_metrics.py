@@ -60,6 +60,20 @@ def memory_saved_share(predicted: Sequence[float], true: Sequence[float], device
     return float(saved.mean() / device_bytes)
 
 
+def against_margin(
+    predicted: Sequence[float], true: Sequence[float], families: Sequence[str], device_bytes: float
+) -> dict[str, Any]:
+    """The margin of an arm, and the share of a device that caps at its predictions with that margin leave to others.
+
+    Nothing where there is but one family, so that no margin can be made without it.
+    """
+    if len(set(families)) < 2:
+        return {}
+    coverage = margin_coverage(predicted, true, families)
+    saved = memory_saved_share(predicted, true, device_bytes, coverage["margin"])
+    return {"margin": coverage, "memory_saved_share": saved}
+
+
 def verdicts(predicted: Sequence[float], true: Sequence[float], device_bytes: float, margin: float) -> dict[str, int]:
     """How often "fits" and "does not fit" were said and true, on a device of this size."""
     says_fit = np.asarray(predicted, dtype=float) * (1 + margin) <= device_bytes
@@ -143,6 +157,29 @@ def calibrated_margin(predicted: Sequence[float], true: Sequence[float], coverag
     short = np.sort(np.asarray(true, dtype=float) / np.asarray(predicted, dtype=float) - 1)
     place = int(np.ceil((len(short) + 1) * coverage)) - 1
     return max(0.0, float(short[min(place, len(short) - 1)]))
+
+
+def covering_shares(
+    features: tuple[Vector, Vector], base: Vector, true: Vector, coverage: float = COVERAGE
+) -> tuple[float, float]:
+    """The shares of two features, non-negative, that added to `base` cover so many rows and add least in the mean.
+
+    The first is tried in steps of a hundredth up to one; each leaves one smallest second.
+    """
+    wide, narrow = features
+    found = []
+    for first in np.arange(0.0, 1.0, 0.01):
+        lacking = true - base - first * wide
+        # A row that nothing can help asks for a share without end.
+        asked = np.where(
+            lacking <= 0, 0.0, np.divide(lacking, narrow, out=np.full_like(narrow, np.inf), where=narrow > 0)
+        )
+        second = float(np.quantile(asked, coverage, method="inverted_cdf"))
+        if np.isfinite(second):
+            found.append((float(((first * wide + second * narrow) / true).mean()), float(first), second))
+    if not found:
+        raise ValueError(f"no shares of these features cover {coverage:.0%} of the rows")
+    return min(found)[1:]
 
 
 def margin_coverage(

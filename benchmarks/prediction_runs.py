@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from memwall.errors import MemwallError, UsageError
 from memwall.predict.cuda_allocator.versions import profile_for
-from memwall.predict.device import step_peaks
+from memwall.predict.curve import live_peak_bytes
+from memwall.predict.device import convolution_bytes, step_peaks
 from memwall.predict.hardware import hardware_named
 from memwall.predict.translate import recording_for, translated
 from memwall.trace.fake import record_fake
@@ -101,20 +102,21 @@ def predicted(run: Run) -> dict[str, Any]:
     )
     trace = translated(trace, hardware)
     recorded = time.perf_counter()
-    live_bytes, reserved_bytes = _peaks(trace)
+    reserved_bytes = _reserved_bytes(trace)
     return {
         "key": run.key,
-        "live_bytes": live_bytes,
+        "live_bytes": max(live_peak_bytes(step, "cuda") for step in trace.steps[:2]),
         "reserved_bytes": reserved_bytes,
+        "convolution_bytes": convolution_bytes(trace),
         "record_seconds": recorded - begin,
         "simulate_seconds": time.perf_counter() - recorded,
     }
 
 
-def _peaks(trace: Trace) -> tuple[int, int]:
+def _reserved_bytes(trace: Trace) -> int:
     peaks = step_peaks((trace.steps[0], trace.steps[1]), profile_for(ALLOCATOR)[0])
     assert peaks is not None, "a simulated device without end has memory for everything"
-    return max(peak.live_bytes for peak in peaks), max(peak.reserved_bytes for peak in peaks)
+    return max(peak.reserved_bytes for peak in peaks)
 
 
 def _workload(run: Run) -> Workload:

@@ -1,0 +1,108 @@
+"""Every measured figure of the front page is that of the result file it comes from; `prediction` has a test of its own.
+
+A figure that is measured again must be written again, and nobody can write one that was not measured.
+"""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import knob_report
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = " ".join((ROOT / "README.md").read_text().split())
+WORKLOADS = {
+    "gpt": "GPT, 12 layers",
+    "vit": "ViT, 12 layers",
+    "resnet": "ResNet, 16 blocks",
+    "llama": "Llama, 10 layers",
+}
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "cpu" / f"{name}.json").read_text())
+    assert "cpu-measured" in (found.get("tag"), found.get("kind"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def knobs() -> dict[str, Any]:
+    return result("knobs")
+
+
+def cells_of(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for race in workload["races"] for cell in race["cells"]]
+
+
+def test_the_table_of_knobs_is_the_measured_one(knobs: dict[str, Any]) -> None:
+    for workload in knobs["workloads"]:
+        peaks = f"{workload['keep_all_bytes'] / 2**20:,.0f}, {workload['floor_bytes'] / 2**20:,.0f} MiB"
+        cells = []
+        for cell in cells_of(workload):
+            ratio = "no knob" if cell["time_ratio"] is None else f"{cell['time_ratio']:.2f}"
+            cells.append(f"{ratio} ({cell['time_ratio_to_heap_knob']:.2f})")
+        assert f"| {WORKLOADS[workload['workload']]} | {peaks} | {' | '.join(cells)} |" in PAGE
+    assert len(WORKLOADS) == len(knobs["workloads"])
+
+
+def test_what_is_said_about_all_cells_holds_for_all(knobs: dict[str, Any]) -> None:
+    cells = [cell for workload in knobs["workloads"] for cell in cells_of(workload)]
+    errors = [cell["prediction_error"] for cell in cells]
+    assert all(cell["failures"] == [] for cell in cells)
+    assert f"No budget was exceeded in any of the {len(cells)} cells" in PAGE
+    assert f"was {100 * min(errors):+.1f} to {100 * max(errors):+.1f} % off the measured one" in PAGE
+    slowest = max(cell["time_ratio_to_plain"] for cell in cells if cell["share_percent"] == 10)
+    assert f"At 10 % a step takes {slowest:.2f} times plain" in PAGE
+    noise: dict[bool, float] = {True: 0.0, False: 0.0}
+    for workload in knobs["workloads"]:
+        is_resnet = workload["workload"] == "resnet"
+        noise[is_resnet] = max(noise[is_resnet], *(abs(race["noise_ratio"] - 1) for race in workload["races"]))
+    assert f"differed by up to {100 * noise[False]:.1f} %, on the ResNet by up to {100 * noise[True]:.0f} %" in PAGE
+
+
+def test_the_benchmarks_page_shows_the_published_knobs(knobs: dict[str, Any]) -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for text in (knob_report.summary(knobs), knob_report.cell_table(knobs)):
+        assert text in page
+
+
+def test_a_script_that_the_cap_kills_finishes_under_memwall() -> None:
+    found = result("cap")
+    shares = [row["share_percent"] for row in found["rows"]]
+    assert f"killed at {shares[0]} % and at {shares[1]} % of its plain peak" in PAGE
+    assert f"with the same weights after {found['num_steps']} steps" in PAGE
+    for row in found["rows"]:
+        assert row["plain"]["is_oom_killed"]
+        assert row["memwall"]["status"] == 0
+        assert row["memwall"]["has_same_weights"]
+        assert row["memwall"]["num_steps"] == found["num_steps"]
+
+
+def test_state_on_disk_costs_what_was_measured() -> None:
+    cell = result("optimizer_state")["cells"][0]
+    assert cell["optimizer"] == "AdamW"
+    assert cell["has_same_weights"]
+    peak = cell["memwall"]["peak_bytes"] / cell["plain"]["peak_bytes"]
+    seconds = median(cell["memwall"]["step_seconds"]) / median(cell["plain"]["step_seconds"])
+    assert f"at {peak:.2f} of plain PyTorch's peak and {seconds:.1f} times its step" in PAGE
+
+
+def test_a_table_larger_than_memory_costs_what_was_measured() -> None:
+    found = result("embedding_table")
+    assert f"under a cap of {found['cap_bytes'] / 2**30:.1f} GiB" in PAGE
+    assert f"at {found['time_ratio_large_to_small']:.2f} times the step of a table of 1M rows" in PAGE
+    assert found["torch_large"]["is_oom_killed"]
+    steps = {
+        name: median(run["step_seconds_quartiles"][1] for run in runs) for name, runs in found["runs"].items() if runs
+    }
+    assert f"takes {steps['memwall, small'] / steps['torch, small']:.1f} times torch's" in PAGE
+
+
+def test_so_many_times_the_parameters_train_under_one_cap() -> None:
+    words = {8: "eight"}
+    rows = result("frontier")["rows"]
+    times = int(min(row["num_times_plain"] for row in rows))
+    assert all(row["has_same_losses"] for row in rows)
+    assert f"trains {words[times]} times the parameters of plain PyTorch under the same cap" in PAGE
