@@ -1,5 +1,7 @@
 # Everything runs in .venv, which the first target that needs it creates; nothing is installed outside of it.
 #   make test     set up, then the whole test suite
+#   make test-kernels   the tests that need triton, which a folder of its own gets (Linux; 285 MB once)
+#   make test-deepspeed   real DeepSpeed on CPUs, in an environment of its own
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
 PYTHON ?= python3
@@ -9,11 +11,21 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 BIN := .venv/bin
+# Two processes of one thread each: the suite is made for two cores.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 STAMP := .venv/.installed
+# Beside the other packages, not among them: torch imports triton wherever it finds one, and `make test` stays without.
+TRITON := 3.9.0
+TRITON_FOLDER := .venv/triton-$(TRITON)
+KERNEL_TESTS := tests/kernels/test_interpreter.py tests/kernels/test_ahead_of_time.py
+# An environment on top of .venv: among its packages, DeepSpeed would be imported by every test of Accelerate's.
+DEEPSPEED := .venv/deepspeed
+DEEPSPEED_ENV := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED)/extensions PATH="$(CURDIR)/$(DEEPSPEED)/bin:$$PATH"
+DEEPSPEED_OPS := AsyncIOBuilder CPUAdamBuilder ShareMemCommBuilder
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test unit lint types layers wheel demo bench-knobs bench-cap bench-heap bench-recording bench-planner bench-prediction allocator-oracle gpu-kernels gpu-truth clean
+.PHONY: venv test test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap clean
 
 venv: $(STAMP)
 
@@ -26,10 +38,36 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard memwall/native/*.[c
 	touch $(STAMP)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not deepspeed"
+
+# Compiles three operators once, which takes g++, the headers of Python and libaio, and about five minutes.
+$(DEEPSPEED)/.installed: $(STAMP)
+	$(BIN)/python -m venv $(DEEPSPEED)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > "$$($(DEEPSPEED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(DEEPSPEED)/bin/python -m pip install --quiet --constraint constraints.txt deepspeed ninja
+	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python -c 'from deepspeed.accelerator import get_accelerator as cpu; \
+	    [cpu().create_op_builder(name).load(verbose=False) for name in "$(DEEPSPEED_OPS)".split()]'
+	touch $@
+
+test-deepspeed: $(DEEPSPEED)/.installed
+	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python -m pytest -m deepspeed tests/integrations/test_deepspeed_runs.py
+
+deepspeed-arm: $(DEEPSPEED)/.installed
+	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python benchmarks/deepspeed_arm.py $(ARM)
+
+test-kernels: $(TRITON_FOLDER)/.installed
+	$(MAKE) --no-print-directory --jobs=2 --output-sync $(KERNEL_TESTS)
+
+$(KERNEL_TESTS): $(TRITON_FOLDER)/.installed
+	PYTHONPATH=$(CURDIR)/$(TRITON_FOLDER) $(BIN)/python -m pytest $@
+
+$(TRITON_FOLDER)/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TRITON_FOLDER) triton==$(TRITON)
+	touch $@
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not cgroup"
+	$(PYTEST) -m "not slow and not gpu and not cgroup and not deepspeed"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -55,6 +93,10 @@ bench-knobs: $(STAMP)
 bench-cap: $(STAMP)
 	$(BIN)/python benchmarks/cap.py
 
+# The least memory under which cases of the zoo finish; needs the right to make a memory control group.
+smallest-cap: $(STAMP)
+	$(BIN)/python benchmarks/smallest_cap.py
+
 bench-heap: $(STAMP)
 	$(BIN)/python benchmarks/heap.py
 
@@ -66,6 +108,9 @@ bench-planner: $(STAMP)
 
 bench-prediction: $(STAMP)
 	$(BIN)/python benchmarks/prediction.py --part cpu
+
+bench-allocator: $(STAMP)
+	$(BIN)/python benchmarks/allocator_speed.py
 
 # torch's own CUDA allocator over a stub of the runtime, against the simulator; needs g++ and, once, the package index.
 allocator-oracle: $(STAMP)

@@ -25,13 +25,17 @@ def names_of_a_script(folder: Path) -> dict[str, object]:
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    loader = [{"input": torch.randn(4, 8), "label": torch.randint(0, 4, (4,))} for _ in range(3)]
+    loader = [
+        {"input": torch.randn(4, 8), "label": torch.randint(0, 4, (4,)), "user": torch.randint(0, 20_000_000, (4,))}
+        for _ in range(3)
+    ]
     return {
         "language_model": language_model,
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters()),
         "loader": loader,
         "loss_function": nn.CrossEntropyLoss(),
+        "torch": torch,
         "Trainer": Trainer,
         "args": args,
         "dataset": dataset,
