@@ -1,12 +1,11 @@
 """A Trainer's training steps, handed over to a session so that one that runs out of memory can be done again.
 
 The Trainer shows a callback its model and its optimizer, but neither itself nor an exception. It is found among the
-callers of the callback's first event, and two of its methods are wrapped, on this one object.
+callers of the callback's first event, and two of its methods are overridden, for this one object.
 """
 
 import copy
 import sys
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -35,46 +34,41 @@ def trainer_of(callback: object) -> Any | None:
 
 
 class TrainerSteps:
-    """Wraps `train` of a Trainer, and `training_step` while a session is open; both call what they wrap.
+    """Around `train` of a Trainer, and around `training_step` while a session runs the steps.
+
+    The Trainer's class becomes a subclass of itself, of the same name. A function put on the object would have to
+    hold it: strongly, a cycle keeps the model until the garbage collector comes; weakly, it is gone already in
+    `Trainer(...).train()`, where nobody else holds it.
 
     Args:
-        trainer: whose methods are wrapped; it is not kept alive.
+        trainer: whose class is changed.
         owner: who has the session of the present `train()`.
     """
 
     def __init__(self, trainer: Any, owner: _Owner) -> None:
-        self._trainer, self._owner = weakref.ref(trainer), owner
-        self._wrap("train", self._train)
+        self._owner, self._is_running_steps = owner, False
+        kind = type(trainer)
+        named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        trainer._memwall_steps = self
+        trainer.__class__ = type(kind.__name__, (_Watched, kind), named)
 
     def hand_over(self) -> None:
         """From now on the session runs the training steps."""
-        self._wrap("training_step", self._training_step)
+        self._is_running_steps = True
 
     def take_back(self) -> None:
         """The Trainer runs them itself."""
-        trainer = self._trainer()
-        if trainer is not None:
-            vars(trainer).pop("training_step", None)
+        self._is_running_steps = False
 
-    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
-        trainer = self._trainer()
-        if trainer is None or name in vars(trainer):
-            return  # somebody else has put a method of its own there
-        method = getattr(type(trainer), name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return around(method.__get__(self._trainer()), *args, **kwargs)
-
-        setattr(trainer, name, wrapped)
-
-    def _training_step(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step of the Trainer's, by the session."""
         session = self._owner.session
-        if session is None or session.state == "closed":
+        if not self._is_running_steps or session is None or session.state == "closed":
             return method(model, inputs, *args, **kwargs)
         # A loss may take its labels out of the inputs, which must be there the next time.
         return session.redoable(lambda: method(model, copy.copy(inputs), *args, **kwargs))
 
-    def _train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Whatever ends training, the model is given back, and a lack of memory is explained."""
         try:
             return method(*args, **kwargs)
@@ -85,3 +79,15 @@ class TrainerSteps:
             if explained is not None:
                 raise explained from error
             raise
+
+
+class _Watched:
+    """Comes before the Trainer's own class."""
+
+    _memwall_steps: TrainerSteps
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        return self._memwall_steps.train(super().train, *args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._memwall_steps.training_step(super().training_step, *args, **kwargs)  # type: ignore[misc]

@@ -1,10 +1,12 @@
 """Under the Trainer callback a step that runs out of memory is done again, and other phases are named."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from trainer_runs import NUM_STEPS, Recorded
+from trainer_runs import NUM_STEPS, Recorded, arguments
 
 from memwall.errors import OutOfMemoryError
 
@@ -38,7 +40,29 @@ class TestOutOfMemory:
         report = callback.report()
         assert (report.measured.oom_recoveries, report.measured.steps) == (1, NUM_STEPS)
         assert callback.session.plan.actions != ()
-        assert "training_step" not in vars(trainer)
+
+    def test_nobody_else_needs_to_hold_the_trainer(self, make_model: Any, samples: Any, failing: Any):
+        from transformers import Trainer, TrainingArguments
+
+        from memwall.integrations.trainer import MemwallCallback
+
+        callback = MemwallCallback(budget="1TiB")
+        args = arguments(TrainingArguments, per_device_train_batch_size=16)
+        Trainer(model=failing(2), args=args, train_dataset=samples, callbacks=[callback]).train()
+        assert callback.report().measured.oom_recoveries == 1
+
+    def test_a_trainer_goes_with_its_last_holder(self, train: Any):
+        from memwall.integrations.trainer import MemwallCallback
+
+        trainer = train(MemwallCallback(budget="1TiB"))
+        assert type(trainer).__name__ == "Trainer"
+        gone = weakref.ref(trainer)
+        gc.disable()
+        try:
+            del trainer
+            assert gone() is None
+        finally:
+            gc.enable()
 
     def test_accumulation_is_done_again_as_a_whole(self, train: Any, digest: Any, failing: Any):
         from memwall.integrations.trainer import MemwallCallback
