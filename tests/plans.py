@@ -8,24 +8,35 @@ from memwall.plan.planfile import Plan
 from memwall.trace.modules import fingerprint
 
 
-def plan_of(model: nn.Module, *actions: Action, micro_batch: int = 1) -> Plan:
+def a_plan(
+    *actions: Action,
+    micro_batch: int = 8,
+    num_micro_batches: int = 1,
+    device: str = "cpu",
+    model_fingerprint: str = "ab" * 32,
+) -> Plan:
     """A plan file's record around actions chosen by hand."""
     forecast = Forecast(
-        device="cpu",
+        device=device,
         source="recorded",
         fits=True,
         budget_bytes=1 << 40,
         margin_bytes=0,
-        peak=PeakBytes(allocated_bytes=1, process_bytes=1),
+        peak=PeakBytes(allocated_bytes=3 << 30, process_bytes=4 << 30),
         phases={},
         step_seconds=None,
         not_modelled=(),
         actions=actions,
     )
     return Plan(
-        model_fingerprint=fingerprint([model]),
-        trace_hash="",
+        model_fingerprint=model_fingerprint,
+        trace_hash="cd" * 32,
         micro_batch=micro_batch,
-        num_micro_batches=1,
+        num_micro_batches=num_micro_batches,
         forecast=forecast,
     )
+
+
+def plan_of(model: nn.Module, *actions: Action, micro_batch: int = 1) -> Plan:
+    """A plan that this model takes."""
+    return a_plan(*actions, micro_batch=micro_batch, model_fingerprint=fingerprint([model]))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import a_plan
 
 from memwall.cli.app import main
 from memwall.plan.actions import (
@@ -17,7 +18,6 @@ from memwall.plan.actions import (
     OptimizerPlacement,
     Recompute,
 )
-from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
 
 ACTIONS: tuple[Action, ...] = (
@@ -36,25 +36,8 @@ Export = Callable[..., dict[str, Any]]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    a_plan(ACTIONS).save("plan.json")
+    a_plan(*ACTIONS).save("plan.json")
     return tmp_path
-
-
-def a_plan(actions: tuple[Action, ...]) -> Plan:
-    peak = PeakBytes(allocated_bytes=3 << 30, process_bytes=4 << 30)
-    forecast = Forecast(
-        device="cpu",
-        source="recorded",
-        fits=True,
-        budget_bytes=5 << 30,
-        margin_bytes=1 << 20,
-        peak=peak,
-        phases={},
-        step_seconds=0.1,
-        not_modelled=(),
-        actions=actions,
-    )
-    return Plan(model_fingerprint="ab", trace_hash="cd", micro_batch=8, num_micro_batches=1, forecast=forecast)
 
 
 @pytest.fixture
@@ -136,7 +119,7 @@ def test_accelerate_on_several_ranks_gets_a_deepspeed_file_beside_its_own(export
 
 def test_the_environment_gets_what_variables_can_set(export: Export) -> None:
     cuda = AllocatorReuse(policy="cuda", cuda_setting="expandable_segments:True")
-    a_plan((Autocast(dtype="float16"), cuda, Recompute(block="h.0"))).save("plan.json")
+    a_plan(Autocast(dtype="float16"), cuda, Recompute(block="h.0")).save("plan.json")
     found = export("env", "run.env")
     assert Path("run.env").read_text() == (
         "ACCELERATE_MIXED_PRECISION=fp16\nPYTORCH_ALLOC_CONF=expandable_segments:True\n"
@@ -146,7 +129,7 @@ def test_the_environment_gets_what_variables_can_set(export: Export) -> None:
 
 
 def test_the_environment_gets_mallocs_thresholds(export: Export) -> None:
-    a_plan((AllocatorReuse(policy="mmap"),)).save("plan.json")
+    a_plan(AllocatorReuse(policy="mmap")).save("plan.json")
     found = export("env", "run.env")
     assert Path("run.env").read_text() == "MALLOC_MMAP_THRESHOLD_=1048576\nMALLOC_TRIM_THRESHOLD_=1048576\n"
     assert found["kinds"] == []
@@ -158,7 +141,7 @@ def test_people_read_what_memwall_must_still_do(capsys: pytest.CaptureFixture[st
     assert "wrote arguments.json" in shown
     assert "not in it, memwall must still apply:" in shown
     assert "h.0-1" in shown
-    a_plan(ACTIONS[1:3]).save("plan.json")
+    a_plan(*ACTIONS[1:3]).save("plan.json")
     assert main(["export", "plan.json", "--to", "trainer", "-o", "arguments.json"]) == 0
     assert "the whole plan is in it" in capsys.readouterr().out
 
@@ -180,4 +163,4 @@ def test_other_targets_are_refused(target: str, message: str, capsys: pytest.Cap
 def test_the_plan_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "plan.json", "--to", "trainer", "-o", "plan.json"]) == 2
     assert "plan.json is the plan that is read; choose another name" in capsys.readouterr().err
-    assert Plan.load("plan.json") == a_plan(ACTIONS)
+    assert Plan.load("plan.json") == a_plan(*ACTIONS)

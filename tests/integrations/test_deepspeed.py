@@ -6,33 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from plans import a_plan
 from torch import nn
 
 from memwall.errors import ApplyError, IntegrationError
 from memwall.integrations.deepspeed import apply_rest, check_resume, load_checkpoint, require_deepspeed
-from memwall.plan.actions import Action, Offload, Recompute
-from memwall.plan.forecast import Forecast, PeakBytes
-from memwall.plan.planfile import Plan
+from memwall.plan.actions import Offload, Recompute
 
 ON_NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
 PARAMETERS_ON_NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
-
-
-def a_plan(*actions: Action) -> Plan:
-    peak = PeakBytes(allocated_bytes=1, process_bytes=2)
-    forecast = Forecast(
-        device="cpu",
-        source="recorded",
-        fits=True,
-        budget_bytes=None,
-        margin_bytes=0,
-        peak=peak,
-        phases={},
-        step_seconds=None,
-        not_modelled=(),
-        actions=actions,
-    )
-    return Plan(model_fingerprint="ab", trace_hash="cd", micro_batch=1, num_micro_batches=1, forecast=forecast)
 
 
 class Engine:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from plans import a_plan
 
 from memwall.plan.actions import Accumulate, Action, Autocast, Offload, OptimizerPlacement, Recompute
-from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
 
 pytestmark = [pytest.mark.requires("deepspeed"), pytest.mark.deepspeed, pytest.mark.timeout(900)]
@@ -30,25 +30,6 @@ BFLOAT16 = 2e-2
 ON_DISK = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32 << 20, min_bytes=1 << 20)
 RECOMPUTED = tuple(Recompute(block=f"blocks.{number}") for number in range(2))
 Run = Callable[..., dict[str, Any]]
-
-
-def a_plan(*actions: Action, micro_batch: int) -> Plan:
-    peak = PeakBytes(allocated_bytes=1 << 28, process_bytes=1 << 29)
-    forecast = Forecast(
-        device="cpu",
-        source="recorded",
-        fits=True,
-        budget_bytes=1 << 30,
-        margin_bytes=0,
-        peak=peak,
-        phases={},
-        step_seconds=None,
-        not_modelled=(),
-        actions=actions,
-    )
-    return Plan(
-        model_fingerprint="ab", trace_hash="cd", micro_batch=micro_batch, num_micro_batches=1, forecast=forecast
-    )
 
 
 def start(*command: str) -> "subprocess.CompletedProcess[str]":

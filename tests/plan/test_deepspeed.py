@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from plans import a_plan
 from torch import nn
 
 from memwall.errors import IntegrationError, StoreError
 from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, OptimizerPlacement, Recompute
 from memwall.plan.deepspeed import not_expressed, remarks
-from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
 
 ON_DISK = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32 << 20, min_bytes=1 << 20)
@@ -20,29 +20,6 @@ RECOMPUTED = Recompute(block="0")
 AWAY = Offload(block="1", scope="saved", tier="disk", min_bytes=1 << 20, window_bytes=32 << 20)
 HEAP = AllocatorReuse(policy="tensor-heap", limit_bytes=9)
 BF16 = Autocast(dtype="bfloat16")
-
-
-def a_plan(*actions: Action, micro_batch: int = 8, num_micro_batches: int = 1, device: str = "cpu") -> Plan:
-    peak = PeakBytes(allocated_bytes=3 << 30, process_bytes=4 << 30)
-    forecast = Forecast(
-        device=device,
-        source="recorded",
-        fits=True,
-        budget_bytes=5 << 30,
-        margin_bytes=1 << 20,
-        peak=peak,
-        phases={},
-        step_seconds=0.1,
-        not_modelled=(),
-        actions=actions,
-    )
-    return Plan(
-        model_fingerprint="ab" * 32,
-        trace_hash="cd" * 32,
-        micro_batch=micro_batch,
-        num_micro_batches=num_micro_batches,
-        forecast=forecast,
-    )
 
 
 def a_model(*widths: int) -> nn.Module:
