@@ -4,7 +4,7 @@ Per block the layers are, from inside: the original forward, recomputation, offl
 the beginning of its backward; there the executor prefetches the block before it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memwall.apply.block_counts import BlockCounts
 from memwall.apply.recompute import recomputed
+from memwall.apply.wrapped_forward import wrap_forward
 from memwall.errors import ApplyError
 from memwall.plan.actions import Action, Offload, Recompute
 
@@ -60,7 +61,7 @@ class BlockExecutor:
         self._modules = modules
         self._order = tuple(order)
         self._engine = engine
-        self._restore: list[tuple[nn.Module, Any, bool]] = []
+        self._unwrap: list[Callable[[], None]] = []
         self._groups: list[tuple[str, int] | None] = []
         self._calls = 0
         self._counts: dict[str, BlockCounts] = {}
@@ -99,12 +100,9 @@ class BlockExecutor:
 
     def undo(self) -> None:
         """Gives every module its forward back. Graphs already built keep working."""
-        for module, forward, was_own in reversed(self._restore):
-            if was_own:
-                module.forward = forward
-            else:
-                del module.__dict__["forward"]
-        self._restore = []
+        for unwrap in reversed(self._unwrap):
+            unwrap()
+        self._unwrap = []
         self._groups = []
 
     def begin_step(self) -> None:
@@ -117,7 +115,7 @@ class BlockExecutor:
         counts = self._counts[path] = BlockCounts()
         inner = original if recompute is None else recomputed(module, counts.counting(original), recompute)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             counts.num_calls += 1
@@ -134,12 +132,7 @@ class BlockExecutor:
             self._mark(key, out)
             return out
 
-        was_own = "forward" in module.__dict__
-        try:
-            module.forward = forward
-        except Exception as error:
-            raise ApplyError(f"the forward of '{path}' ({type(module).__name__}) cannot be wrapped: {error}") from error
-        self._restore.append((module, original, was_own))
+        self._unwrap.append(wrap_forward(module, forward, path))
 
     def _mark(self, key: tuple[str, int] | None, out: Any) -> None:
         """Hooks the block's output: its gradient is the first thing of the block's backward."""

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memwall.apply.wrapped_forward import wrap_forward
 from memwall.errors import ApplyError
+from memwall.trace.own_hooks import OwnHook
 
 __all__ = ["GradientScaling", "LowerPrecision", "lower_dtype"]
 
@@ -57,16 +59,15 @@ class LowerPrecision:
         self.scaling = GradientScaling(model) if dtype == "float16" else None
         self._dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float16
         self._model, self._device = model, next((p.device.type for p in model.parameters()), "cpu")
-        self._original, self._was_own = model.forward, "forward" in model.__dict__
         if self.scaling is not None:
             self.scaling.apply()
-        model.forward = self._forward
+        self._unwrap = wrap_forward(model, self._run, "the model")
         if is_running:
             self._cast_present_call()
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self._device, dtype=self._dtype):
-            out = self._original(*args, **kwargs)
+            out = original(*args, **kwargs)
         return _in_float32(out)
 
     def _cast_present_call(self) -> None:
@@ -78,14 +79,11 @@ class LowerPrecision:
             return _in_float32(out)
 
         context.__enter__()
-        handle = self._model.register_forward_hook(leave, always_call=True)
+        handle = self._model.register_forward_hook(OwnHook(leave), always_call=True)
 
     def undo(self) -> None:
         """The model's forward and autograd are as before."""
-        if self._was_own:
-            self._model.forward = self._original
-        else:
-            del self._model.__dict__["forward"]
+        self._unwrap()
         if self.scaling is not None:
             self.scaling.undo()
 

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memwall.trace.own_hooks import OwnHook
+
 __all__ = ["Phase", "StepBorders", "StepListener"]
 
 Phase = Literal["forward", "backward", "optimizer step", "evaluation", "saving", "between steps"]
@@ -56,8 +58,8 @@ class StepBorders:
         """Begins to follow a model, and its optimizer where it is known."""
         self.model = model
         self._handles += (
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
-            model.register_state_dict_pre_hook(self._before_saving),
+            model.register_forward_pre_hook(OwnHook(self._before_forward), with_kwargs=True, prepend=True),
+            model.register_state_dict_pre_hook(OwnHook(self._before_saving)),
         )
         if optimizer is not None:
             self.set_optimizer(optimizer)

@@ -24,6 +24,7 @@ from memwall.errors import UsageError
 from memwall.observe.history_marks import Marks, TimedCall, TimedPhase, marks_path
 from memwall.predict.cuda_allocator.advice import VARIABLES
 from memwall.trace.file import save_trace
+from memwall.trace.own_hooks import OwnHook
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
@@ -116,8 +117,8 @@ class MemoryHistory:
             self.mark("backward" if torch.is_grad_enabled() else "other")
 
         handles = [
-            model.register_forward_pre_hook(before_forward, prepend=True),
-            model.register_forward_hook(after_forward),
+            model.register_forward_pre_hook(OwnHook(before_forward), prepend=True),
+            model.register_forward_hook(OwnHook(after_forward)),
             register_optimizer_step_pre_hook(lambda *_: self.mark("optimizer")),
             register_optimizer_step_post_hook(lambda *_: self.mark("other")),
         ]

@@ -9,7 +9,7 @@ read. `optimizer.state_dict()` reads everything back into tensors of its own; `l
 """
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -85,6 +85,8 @@ class OptimizerState:
             optimizer.register_state_dict_post_hook(self._gathered, prepend=True),
             optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
         ]
+        # What copy.deepcopy and torch.save ask for; without it they would take what stands in for the state.
+        vars(optimizer)["__getstate__"] = self._whole
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -121,6 +123,7 @@ class OptimizerState:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        vars(self._optimizer).pop("__getstate__", None)
         self._give_groups_back()
         for share in self._shares.every:
             share.bucket.bring_back()
@@ -284,6 +287,11 @@ class OptimizerState:
             return copies[id(value)] if id(value) in copies else value.clone()
 
         return {**state_dict, "state": copied(state_dict["state"])}
+
+    def _whole(self) -> dict[str, Any]:
+        """What a copy or a pickle of the optimizer gets."""
+        whole = self._gathered(self._optimizer, type(self._optimizer).__getstate__(self._optimizer))
+        return {**whole, "state": defaultdict(dict, whole["state"])}
 
     @torch.no_grad()
     def _after_load(self, _: torch.optim.Optimizer) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
-from memwall.apply.streaming.units import StreamedForward, Unit, find_units, repeated_blocks, tensors_in
+from memwall.apply.streaming.units import Unit, find_units, repeated_blocks, tensors_in
+from memwall.apply.wrapped_forward import wrap_forward
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.store.location import check_directory, default_directory
 from memwall.store.scratch import ScratchFile
@@ -66,7 +67,7 @@ class ParameterStreaming:
         self.failure: MemwallError | None = None
         """The first error in a backward: autograd passes it through the caller's code, which may drop it."""
         self._handles: list[Any] = []
-        self._wrapped: list[tuple[nn.Module, Any, bool]] = []
+        self._unwrap: list[Callable[[], None]] = []
         # Forward: which stream follows which, as seen last time.
         self._following: dict[tuple[bool, _Stream | None, _Stream], _Stream | None] = {}
         self._path: tuple[_Stream | None, _Stream | None] = (None, None)
@@ -127,12 +128,9 @@ class ParameterStreaming:
         """
         for handle in self._handles:
             handle.remove()
-        for module, forward, was_own in reversed(self._wrapped):
-            if was_own:
-                module.forward = forward
-            else:
-                del module.__dict__["forward"]
-        self._handles, self._wrapped = [], []
+        for unwrap in reversed(self._unwrap):
+            unwrap()
+        self._handles, self._unwrap = [], []
         self._let_go_of_backward()
         for member in self._members():
             self._tier.give_up(member)
@@ -144,15 +142,7 @@ class ParameterStreaming:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _wrap(self, stream: _Stream) -> None:
-        module, original = stream.unit.module, stream.unit.module.forward
-        was_own = "forward" in module.__dict__
-        try:
-            module.forward = StreamedForward(module, original, partial(self._run, stream))
-        except Exception as error:
-            raise ApplyError(
-                f"the forward of '{stream.unit.name}' ({type(module).__name__}) cannot be wrapped: {error}"
-            ) from error
-        self._wrapped.append((module, original, was_own))
+        self._unwrap.append(wrap_forward(stream.unit.module, partial(self._run, stream), stream.unit.name))
 
     def _run(self, stream: _Stream, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_in_backward = torch._C._current_autograd_node() is not None

@@ -3,16 +3,13 @@
 A unit is a module whose forward uses parameters. Tied parameters belong to each unit that uses them.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from types import MethodType
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
 from memwall.errors import ApplyError
 
-__all__ = ["StreamedForward", "Unit", "find_units", "repeated_blocks", "tensors_in"]
+__all__ = ["Unit", "find_units", "repeated_blocks", "tensors_in"]
 
 
 class Unit:
@@ -20,31 +17,6 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.name, self.module, self.parameters = name, module, tuple(parameters)
-
-
-class StreamedForward:
-    """The forward of a unit; a copy of the module, and a pickled one, gets its own plain forward instead.
-
-    Args:
-        module: whose forward it is.
-        original: that forward.
-        run: calls it, given it and its arguments, with parameters in memory.
-    """
-
-    def __init__(self, module: nn.Module, original: Callable[..., Any], run: Callable[..., Any]) -> None:
-        self._module, self._run = module, run
-        self.__wrapped__ = original  # its signature is this one's (inspect.signature)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.__wrapped__, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.__wrapped__, memo)
-
-    def __reduce__(self) -> Any:
-        if isinstance(self.__wrapped__, MethodType):
-            return getattr, (self._module, "forward")  # of the new module, which has none of its own yet
-        return copy.copy, (self.__wrapped__,)
 
 
 def find_units(model: nn.Module, blocks: Sequence[str]) -> tuple[Unit, ...]:
