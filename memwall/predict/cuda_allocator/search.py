@@ -229,20 +229,28 @@ def _split_settings(trace: EventTrace, profile: VersionProfile) -> list[Allocato
 
 
 def _sizes_vary(trace: EventTrace) -> bool:
-    """Whether the training steps ask for different sizes; the first is left out if there are others to compare."""
+    """Whether the training steps ask for different sizes; the first is left out if there are others to compare.
+
+    Small ones don't count: what differs from step to step by a counter or a loss is not another batch.
+    """
     starts = [*trace.steps[1:], len(trace.events)] if len(trace.steps) > 2 else [*trace.steps, len(trace.events)]
     evaluations = [position for name, position in trace.boundaries if name == "before eval"]
     seen = {
-        tuple(sorted(nbytes for action, _, nbytes, _ in trace.events[start:end] if action == ALLOC))
+        tuple(sorted(nbytes for action, _, nbytes, _ in trace.events[start:end] if _is_large(action, nbytes)))
         for start, end in pairwise(starts)
         if not any(start <= position < end for position in evaluations)
     }
     return len(seen) > 1
 
 
+def _is_large(action: int, nbytes: int) -> bool:
+    """Whether an event asks for memory of the large pool."""
+    return action == ALLOC and nbytes > SMALL_LIMIT_BYTES
+
+
 def _descend_divisions(search: _Search, base: _Candidate) -> _Candidate:
     """One interval of sizes after the other, the largest first, keeping what helped."""
-    sizes = {nbytes for action, _, nbytes, _ in search.trace.events if action == ALLOC and nbytes > SMALL_LIMIT_BYTES}
+    sizes = {nbytes for action, _, nbytes, _ in search.trace.events if _is_large(action, nbytes)}
     for index in sorted({division_index(nbytes) for nbytes in sizes}, reverse=True):
         tried = []
         for count in _DIVISIONS:

@@ -97,3 +97,15 @@ def test_an_evaluation_is_no_reason_to_round_sizes() -> None:
     varying = EventTrace(events=tuple(items), steps=(0, 2, 4, 6))
     # Emptying the cache at each of the two boundaries is tried as well.
     assert advise(alike, "2.13.0").num_tried - len(boundaries) < advise(varying, "2.13.0").num_tried
+
+
+def test_a_counter_more_is_no_reason_to_round_sizes() -> None:
+    """GIVEN steps that are alike but for a few bytes WHEN settings are searched THEN divisions are not tried."""
+    items: list[Event] = []
+    for block, mib in enumerate((40, 40, 40)):
+        items += [(ALLOC, block, mib * MIB, 0), (FREE, block, 0, 0)]
+    alike = EventTrace(events=tuple(items), steps=(0, 2, 4))
+    counted = EventTrace(events=(*items[:4], (ALLOC, 9, 4, 0), *items[4:]), steps=(0, 2, 4))
+    varying = EventTrace(events=(*items[:4], (ALLOC, 9, 4 * MIB, 0), *items[4:]), steps=(0, 2, 4))
+    tried = [advise(trace, "2.13.0").num_tried for trace in (alike, counted, varying)]
+    assert tried[0] == tried[1] < tried[2]
