@@ -15,9 +15,12 @@ from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.trace.records import Machine
 
-__all__ = ["Parked", "open_engine", "parameter_guard"]
+__all__ = ["Parked", "close_unneeded", "open_engine", "parameter_guard"]
 
 _PROBE_BYTES = 64 << 20
+_needed: list[tuple[ActivationOffload, Callable[[], None]]] = []
+"""Engines that nobody saves to any more, and what closes them: a graph that they were used in still waits for its
+backward, as that of a generator does while its discriminator steps."""
 
 
 def parameter_guard(roots: Sequence[nn.Module]) -> Callable[[Tensor], bool]:
@@ -46,11 +49,13 @@ def open_engine(
     kill.
 
     Returns:
-        The engine, and what closes it with its files and threads.
+        The engine, and what closes it with its files and threads: now, or at a `close_unneeded` after the last backward
+        that needs it.
 
     Raises:
         StoreError: the directory is missing, read-only, full, or a RAM disk.
     """
+    close_unneeded()
     is_cuda = any(p.device.type == "cuda" for root in roots for p in root.parameters())
     pool = None
     if not is_cuda:
@@ -65,12 +70,24 @@ def open_engine(
         host_limit_bytes=free_memory_bytes() * 9 // 10 if is_cuda else None,
     )
 
-    def close() -> None:
+    def close_all() -> None:
         engine.close()
         if pool is not None:
             pool.close()
 
+    def close() -> None:
+        _needed.append((engine, close_all))
+        close_unneeded()
+
     return engine, close
+
+
+def close_unneeded() -> None:
+    """Closes what was to be closed and waited for a backward that has run now. To be called between steps."""
+    ready = [pair for pair in _needed if not pair[0].num_held]
+    _needed[:] = [pair for pair in _needed if pair not in ready]
+    for _, close_all in ready:
+        close_all()
 
 
 class Parked:
@@ -106,7 +123,7 @@ class Parked:
         return self._engine
 
     def close(self) -> int:
-        """Lets go of everything parked; returns the bytes that were moved out."""
+        """Lets go of everything parked that no graph needs; returns the bytes that were moved out."""
         moved_bytes = self._engine.bytes_written
         self._close()
         return moved_bytes

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memwall.apply.live_plan import LivePlan
 from memwall.apply.measurements import Measurements
 from memwall.apply.microbatch import shifts_labels
+from memwall.apply.parking import close_unneeded
 from memwall.apply.planning import check_plan_is_for, excess_bytes
 from memwall.apply.redo import Redo
 from memwall.apply.step_borders import StepBorders
@@ -146,6 +147,7 @@ class Session:
                 self._borders.detach()
                 self._live.end()
                 self.state = "closed"
+                close_unneeded()
 
     # -- micro-batches, for loops that cooperate --------------------------------------------------------------------
 
@@ -264,6 +266,7 @@ class Session:
 
     def step_begins(self) -> None:
         """The plan for this step is made and applied, if it is not the first one."""
+        close_unneeded()
         try:
             self.end_step()
             if self.state == "waiting":
