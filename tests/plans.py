@@ -14,6 +14,7 @@ def a_plan(
     num_micro_batches: int = 1,
     device: str = "cpu",
     model_fingerprint: str = "ab" * 32,
+    process_bytes: int = 4 << 30,
 ) -> Plan:
     """A plan file's record around actions chosen by hand."""
     forecast = Forecast(
@@ -22,7 +23,7 @@ def a_plan(
         fits=True,
         budget_bytes=1 << 40,
         margin_bytes=0,
-        peak=PeakBytes(allocated_bytes=3 << 30, process_bytes=4 << 30),
+        peak=PeakBytes(allocated_bytes=process_bytes, process_bytes=process_bytes),
         phases={},
         step_seconds=None,
         not_modelled=(),
@@ -38,5 +39,5 @@ def a_plan(
 
 
 def plan_of(model: nn.Module, *actions: Action, micro_batch: int = 1) -> Plan:
-    """A plan that this model takes."""
-    return a_plan(*actions, micro_batch=micro_batch, model_fingerprint=fingerprint([model]))
+    """A plan that this model takes, and whose forecast nothing is below."""
+    return a_plan(*actions, micro_batch=micro_batch, model_fingerprint=fingerprint([model]), process_bytes=1)

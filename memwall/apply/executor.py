@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from memwall.apply.block_counts import BlockCounts
 from memwall.apply.recompute import recomputed
-from memwall.apply.wrapped_forward import wrap_forward
 from memwall.errors import ApplyError
 from memwall.plan.actions import Action, Offload, Recompute
+from memwall.trace.attached import wrap_forward
 
 __all__ = ["BlockExecutor", "OffloadEngine", "resolve_blocks"]
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memwall.apply.wrapped_forward import wrap_forward
 from memwall.errors import ApplyError
-from memwall.trace.own_hooks import OwnHook
+from memwall.trace.attached import attach_hook, wrap_forward
 
 __all__ = ["GradientScaling", "LowerPrecision", "lower_dtype"]
 
@@ -79,7 +78,7 @@ class LowerPrecision:
             return _in_float32(out)
 
         context.__enter__()
-        handle = self._model.register_forward_hook(OwnHook(leave), always_call=True)
+        handle = attach_hook(self._model.register_forward_hook, leave, always_call=True)
 
     def undo(self) -> None:
         """The model's forward and autograd are as before."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memwall.trace.own_hooks import OwnHook
+from memwall.trace.attached import attach_hook
 
 __all__ = ["Phase", "StepBorders", "StepListener"]
 
@@ -58,8 +58,8 @@ class StepBorders:
         """Begins to follow a model, and its optimizer where it is known."""
         self.model = model
         self._handles += (
-            model.register_forward_pre_hook(OwnHook(self._before_forward), with_kwargs=True, prepend=True),
-            model.register_state_dict_pre_hook(OwnHook(self._before_saving)),
+            attach_hook(model.register_forward_pre_hook, self._before_forward, with_kwargs=True, prepend=True),
+            attach_hook(model.register_state_dict_pre_hook, self._before_saving),
         )
         if optimizer is not None:
             self.set_optimizer(optimizer)

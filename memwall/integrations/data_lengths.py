@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 from torch import Tensor, nn
 
-from memwall.trace.own_hooks import OwnHook
+from memwall.trace.attached import attach_hook
 
 __all__ = ["LengthWatch", "LongestSample", "longest_sample"]
 
@@ -70,7 +70,7 @@ class LengthWatch:
 
     def __init__(self, model: nn.Module, longest: LongestSample) -> None:
         self.longest, self.length = longest, 0
-        self._handle = model.register_forward_pre_hook(OwnHook(self._before_forward), with_kwargs=True)
+        self._handle = attach_hook(model.register_forward_pre_hook, self._before_forward, with_kwargs=True)
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         tokens = kwargs.get(_FIELD)

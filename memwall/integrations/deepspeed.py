@@ -22,8 +22,8 @@ from memwall.integrations.preflight import check_config
 from memwall.plan.actions import AllocatorReuse, Offload, Recompute
 from memwall.plan.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.plan.planfile import Plan
+from memwall.trace.attached import attach_hook
 from memwall.trace.modules import root_names
-from memwall.trace.own_hooks import OwnHook
 
 __all__ = [
     "Rest",
@@ -94,7 +94,7 @@ class Rest:
                 self._allocator.hold_limit()
                 executor.begin_step()
 
-        self._undo.append(model.register_forward_pre_hook(OwnHook(before_forward)).remove)
+        self._undo.append(attach_hook(model.register_forward_pre_hook, before_forward).remove)
 
     def _apply_allocator(self, action: AllocatorReuse) -> None:
         if action.cuda_setting:

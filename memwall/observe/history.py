@@ -18,13 +18,14 @@ import msgspec
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from memwall.apply.cuda_setting import effective_setting
 from memwall.errors import UsageError
 from memwall.observe.history_marks import Marks, TimedCall, TimedPhase, marks_path
 from memwall.predict.cuda_allocator.advice import VARIABLES
+from memwall.trace.attached import AttachedHook, attach_hook
 from memwall.trace.file import save_trace
-from memwall.trace.own_hooks import OwnHook
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
@@ -116,9 +117,9 @@ class MemoryHistory:
         def after_forward(*_: Any) -> None:
             self.mark("backward" if torch.is_grad_enabled() else "other")
 
-        handles = [
-            model.register_forward_pre_hook(OwnHook(before_forward), prepend=True),
-            model.register_forward_hook(OwnHook(after_forward)),
+        handles: list[AttachedHook | RemovableHandle] = [
+            attach_hook(model.register_forward_pre_hook, before_forward, prepend=True),
+            attach_hook(model.register_forward_hook, after_forward),
             register_optimizer_step_pre_hook(lambda *_: self.mark("optimizer")),
             register_optimizer_step_post_hook(lambda *_: self.mark("other")),
         ]

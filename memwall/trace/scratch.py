@@ -70,12 +70,12 @@ class ScratchWorkspaces(Workspaces):
     def measuring(
         self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[Workspace]:
-        """Runs a fake operator; before it, the real one on scratch tensors, if these shapes are new."""
+        """Runs a fake operator; before it, the real one on scratch tensors, if their layout is new."""
         is_measured = func in _MEASURED and not (func in _MATMULS and inputs[0].dtype == torch.float32)
         if not is_measured or not self.is_worth(inputs):
             yield Workspace(0)
             return
-        key = (func, *(tensor.shape for tensor in inputs))
+        key = self.key_of(func, inputs)
         if key not in self.known:
             self.known[key] = Workspace(self._extrapolated(func, args, kwargs))
         yield self.known[key]

@@ -1,7 +1,7 @@
 """What an operator allocates for itself while it runs: invisible outside, and for convolutions as large as a result.
 
 The allocator reports every allocation to torch's legacy profiler, which is cheap to switch on around one operator
-(about 0.1 ms). Each operator is measured once per set of input shapes.
+(about 0.1 ms). Each operator is measured once for each set of dtypes, shapes and strides.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Workspace:
 
 
 class Workspaces:
-    """Measured workspaces by operator and input shapes.
+    """Measured workspaces by operator and the layout of its inputs.
 
     Args:
         is_available: whether operators compute at all; on fake tensors there is nothing to measure.
@@ -50,11 +50,11 @@ class Workspaces:
     def measuring(
         self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[Workspace]:
-        """Runs an operator, with the allocator watched if these shapes are new."""
+        """Runs an operator, with the allocator watched if their layout is new."""
         if not self._is_available or not self.is_worth(inputs):
             yield Workspace(0)
             return
-        key = (func, *(t.shape for t in inputs))
+        key = self.key_of(func, inputs)
         known = self.known.get(key)
         if known is not None:
             yield known
@@ -76,6 +76,11 @@ class Workspaces:
                         live_bytes += event.cpu_memory_usage()
                         workspace.peak_bytes = max(workspace.peak_bytes, live_bytes)
             self.known[key] = workspace
+
+    @staticmethod
+    def key_of(func: Any, inputs: list[Tensor]) -> tuple[Any, ...]:
+        """Calls with the same key need the same: a product copies an operand whose layout it cannot read."""
+        return (func, *((t.dtype, t.shape, t.stride() if t.layout is torch.strided else ()) for t in inputs))
 
     @staticmethod
     def is_worth(inputs: list[Tensor]) -> bool:

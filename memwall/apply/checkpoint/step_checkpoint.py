@@ -37,7 +37,7 @@ from memwall.errors import MemwallError, UsageError
 from memwall.plan.planfile import Plan
 from memwall.store.backend import IOBackend, round_up
 from memwall.store.journal import Journal, Stored
-from memwall.trace.own_hooks import OwnHook
+from memwall.trace.attached import attach_hook
 
 __all__ = ["StepCheckpoint"]
 
@@ -181,7 +181,7 @@ class StepCheckpoint:
             self.failure = error.without_frames()
             raise
         self._handles = [
-            model.register_forward_pre_hook(OwnHook(self._before_forward)),
+            attach_hook(model.register_forward_pre_hook, self._before_forward),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]

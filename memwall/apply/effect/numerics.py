@@ -8,7 +8,7 @@ from torch import nn
 
 from memwall.apply.microbatch import MicroBatches, tensors_in
 from memwall.plan.actions import Accumulate, Autocast
-from memwall.trace.own_hooks import OwnHook
+from memwall.trace.attached import attach_hook
 
 __all__ = ["AccumulationEffect", "AutocastEffect"]
 
@@ -25,7 +25,7 @@ class AutocastEffect:
         self._dtype = torch.bfloat16 if action.dtype == "bfloat16" else torch.float16
         self._is_seen = False
         self._num_nodes = 0
-        self._handle = model.register_forward_hook(OwnHook(self._after_forward))
+        self._handle = attach_hook(model.register_forward_hook, self._after_forward)
 
     def _after_forward(self, _: nn.Module, args: Any, out: Any) -> None:
         if self._is_seen or not torch.is_grad_enabled():
@@ -71,7 +71,7 @@ class AccumulationEffect:
         self._micro_batch, self._micro = action.micro_batch, micro
         self._num_calls = self._num_last = 0
         self._whole = ""
-        self._handle = model.register_forward_pre_hook(OwnHook(self._before_forward), with_kwargs=True)
+        self._handle = attach_hook(model.register_forward_pre_hook, self._before_forward, with_kwargs=True)
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 from memwall.apply.streaming.units import Unit, find_units, repeated_blocks, tensors_in
-from memwall.apply.wrapped_forward import wrap_forward
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.store.location import check_directory, default_directory
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
+from memwall.trace.attached import wrap_forward
 from memwall.units import format_bytes
 
 __all__ = ["ParameterStreaming", "open_parameter_streaming"]

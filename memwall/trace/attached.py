@@ -1,0 +1,131 @@
+"""What memwall attaches to a module while it is at work, and what copies of that module get: nothing of it.
+
+A loop may keep its best weights by `copy.deepcopy(model)`, or save by `torch.save(model)`. Both ask the module for its
+state, by `__getstate__`; a module that something is attached to answers as if nothing were. Such a file needs no
+memwall to be loaded, nor anything that a `weights_only` load would not take.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from memwall.errors import ApplyError
+
+__all__ = ["AttachedHook", "attach_hook", "wrap_forward"]
+
+_ASKED = "__getstate__"
+
+
+class AttachedHook:
+    """A registered hook; `remove` takes it away."""
+
+    def __init__(self, module: nn.Module, handle: RemovableHandle) -> None:
+        self._module, self._handle = module, handle
+
+    def remove(self) -> None:
+        """Takes the hook away. Safe to call twice."""
+        self._handle.remove()
+        _show(self._module)
+
+
+def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any) -> AttachedHook:
+    """Registers a hook that copies of the module do not get.
+
+    Args:
+        register: a module's method for it, as `model.register_forward_hook`.
+        options: for that method.
+    """
+    module: nn.Module = register.__self__  # type: ignore[attr-defined]
+    attached = AttachedHook(module, register(_Hook(hook), **options))
+    _hide(module)
+    return attached
+
+
+def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Callable[[], None]:
+    """Puts a forward on this one module that calls `run(original, *args, **kwargs)`; copies have the original.
+
+    Returns:
+        What gives the module its forward back.
+
+    Raises:
+        ApplyError: the module takes none, as scripted ones; `name` is what it is called.
+    """
+    original, was_own = module.forward, "forward" in module.__dict__
+    try:
+        module.forward = _Forward(original, run, was_own=was_own)
+    except Exception as error:
+        raise ApplyError(f"the forward of '{name}' ({type(module).__name__}) cannot be wrapped: {error}") from error
+    _hide(module)
+
+    def undo() -> None:
+        if was_own:
+            module.forward = original
+        else:
+            del module.__dict__["forward"]
+        _show(module)
+
+    return undo
+
+
+class _Hook:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class _Forward:
+    def __init__(self, original: Callable[..., Any], run: Callable[..., Any], *, was_own: bool) -> None:
+        self._run, self.was_own = run, was_own
+        self.__wrapped__ = original  # its signature is this one's (inspect.signature)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.__wrapped__, *args, **kwargs)
+
+
+def _hide(module: nn.Module) -> None:
+    """From now on the module's state is without what is attached."""
+    vars(module)[_ASKED] = lambda: _state_of(module)
+
+
+def _show(module: nn.Module) -> None:
+    """Nothing is hidden once nothing is attached."""
+    own = vars(module)
+    if not _hook_numbers(own) and not isinstance(own.get("forward"), _Forward):
+        own.pop(_ASKED, None)
+
+
+def _state_of(module: nn.Module) -> Any:
+    state = type(module).__getstate__(module)
+    if isinstance(state, tuple):  # of a class with slots
+        return (_without_attached(state[0]), *state[1:])
+    return _without_attached(state)
+
+
+def _without_attached(state: Any) -> Any:
+    if not isinstance(state, dict):  # a class that says itself what its state is
+        return state
+    numbers = _hook_numbers(state)
+    clean = {name: value for name, value in state.items() if name != _ASKED}
+    for name, hooks in _hook_tables(clean):
+        if not numbers.isdisjoint(hooks):
+            clean[name] = type(hooks)((number, hook) for number, hook in hooks.items() if number not in numbers)
+    while isinstance(forward := clean.get("forward"), _Forward):
+        if forward.was_own:
+            clean["forward"] = forward.__wrapped__
+        else:
+            del clean["forward"]
+    return clean
+
+
+def _hook_numbers(state: Mapping[str, Any]) -> set[int]:
+    """Those of attached hooks; a hook has the same number in all tables of its module."""
+    return {number for _, hooks in _hook_tables(state) for number, hook in hooks.items() if isinstance(hook, _Hook)}
+
+
+def _hook_tables(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Hooks by number, and what is noted of them (`_forward_hooks_with_kwargs` and others)."""
+    return [(name, value) for name, value in state.items() if "_hooks" in name and isinstance(value, dict)]
