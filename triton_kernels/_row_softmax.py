@@ -52,7 +52,7 @@ def row_sums(
     plain_sum = tl.full((), 0.0, tl.float32)
     for start in range(0, columns, BLOCK):
         inside = lanes < columns - start
-        pointers = logits_ptr + (start + lanes) * column_stride
+        pointers = logits_ptr + start * column_stride + lanes * column_stride
         logits = scaled_logits(pointers, lanes < readable - start, inside, logit_scale, softcap, HAS_SOFTCAP)
         new_max = tl.maximum(running_max, tl.max(logits, 0))
         # A block of nothing but -inf (a masked vocabulary) must not become NaN by -inf - -inf.

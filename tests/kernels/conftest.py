@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -274,13 +274,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def mutant(tmp_path: Path) -> Callable[..., Any]:
-    """Makes a kernel module with one thing wrong."""
+    """Makes a kernel module with one thing wrong, in itself or in one of the named modules that it imports from."""
 
-    def make(source: Path, old: str, new: str) -> Any:
-        text = source.read_text()
-        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+    def loaded(source: Path, text: str) -> Any:
         path = tmp_path / source.name
-        path.write_text(text.replace(old, new))
+        path.write_text(text)
         spec = importlib.util.spec_from_file_location(f"memwall.triton_kernels._mutant_{source.stem}", path)
         assert spec is not None
         assert spec.loader is not None
@@ -288,6 +286,19 @@ def mutant(tmp_path: Path) -> Callable[..., Any]:
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         return module
+
+    def make(source: Path, old: str, new: str, *, parts: Sequence[str] = ()) -> Any:
+        texts = {path: path.read_text() for path in (source, *(source.with_name(f"{name}.py") for name in parts))}
+        found = [path for path, text in texts.items() if text.count(old) == 1]
+        assert len(found) == 1, (
+            f"{old!r} is there { {path.name: text.count(old) for path, text in texts.items()} } times"
+        )
+        module = loaded(found[0], texts[found[0]].replace(old, new))
+        if found[0] == source:
+            return module
+        name = found[0].stem
+        assert f"from .{name} import" in texts[source]
+        return loaded(source, texts[source].replace(f"from .{name} import", f"from ._mutant_{name} import"))
 
     return make
 

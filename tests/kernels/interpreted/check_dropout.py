@@ -61,8 +61,7 @@ def test_a_kernel_with_one_thing_wrong_fails(
 def test_random_bits_with_one_thing_wrong_fail(
     mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    mutant(SOURCE.with_name("_random_bits.py"), old, new)
-    wrong = mutant(SOURCE, "from ._random_bits import", "from ._mutant__random_bits import")
+    wrong = mutant(SOURCE, old, new, parts=["_random_bits"])
     monkeypatch.setattr(kernel_module, "launch_dropout", wrong.launch_dropout)
     with pytest.raises(AssertionError):
         check()
