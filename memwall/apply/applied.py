@@ -19,6 +19,7 @@ from memwall.apply.offload import ActivationOffload
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.parking import open_engine
 from memwall.apply.precision import LowerPrecision
+from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.errors import ApplyError, MemwallError
 from memwall.plan.actions import (
     Accumulate,
@@ -27,6 +28,7 @@ from memwall.plan.actions import (
     Autocast,
     Offload,
     OptimizerPlacement,
+    ParameterPlacement,
     Recompute,
 )
 from memwall.plan.planfile import Plan
@@ -42,6 +44,7 @@ class AppliedPlan:
         model: the root the plan was made for.
         optimizer: what trains it; None where it is not known yet, see `set_optimizer`.
         keeper: holds the optimizer's state, which may be on disk already.
+        parameters: holds the model's parameters, which may be on disk already.
         block_order: paths of all blocks in forward order, so that a block can be read back while the next one runs
             its backward; () where only the plan is known, then blocks with an action count.
         is_cooperative: whether the loop takes its micro-batches from the session.
@@ -63,6 +66,7 @@ class AppliedPlan:
         allocator: AllocatorHandler,
         micro: MicroBatches,
         keeper: StateKeeper,
+        parameters: ParameterKeeper,
         is_cooperative: bool,
         is_running: bool = False,
         set_by_loop: tuple[type, ...] = (),
@@ -74,7 +78,7 @@ class AppliedPlan:
         self.allocator, self.micro, self.is_cooperative = allocator, micro, is_cooperative
         self.is_running, self.set_by_loop = is_running, set_by_loop
         self.block_order = block_order
-        self.optimizer, self.keeper = optimizer, keeper
+        self.optimizer, self.keeper, self.parameters = optimizer, keeper, parameters
         self.engine: ActivationOffload | None = None
         self.executor: BlockExecutor | None = None
         self.effects = Effects([])
@@ -84,6 +88,8 @@ class AppliedPlan:
     def apply(self) -> None:
         """Applies every action, or none."""
         try:
+            if not any(isinstance(action, ParameterPlacement) for action in self.plan.actions):
+                self.parameters.bring_back()
             if not any(isinstance(action, OptimizerPlacement) for action in self.plan.actions):
                 self.keeper.bring_back()
             done: set[Callable[..., Any]] = set()
@@ -102,11 +108,12 @@ class AppliedPlan:
         """Takes everything back, last first, whatever of it fails.
 
         Args:
-            keeps_state: leave the optimizer's state where it is, for the plan that follows.
+            keeps_state: leave the optimizer's state and the parameters where they are, for the plan that follows.
         """
         failure: MemwallError | None = None
         if keeps_state:
-            self._undo = [undo for undo in self._undo if undo != self.keeper.bring_back]
+            kept = (self.keeper.bring_back, self.parameters.bring_back)
+            self._undo = [undo for undo in self._undo if undo not in kept]
         while self._undo:
             try:
                 self._undo.pop()()
@@ -197,12 +204,22 @@ class AppliedPlan:
         self._undo.append(self.keeper.bring_back)
         self.keeper.place(optimizer, action)
 
+    def _apply_parameter_placement(self, action: Action) -> None:
+        assert isinstance(action, ParameterPlacement)
+        if not any(isinstance(other, OptimizerPlacement) for other in self.plan.actions):
+            raise ApplyError(
+                "the plan keeps parameters on disk and the optimizer's state in memory; a step has a few parameters "
+                "in memory only where their state comes from disk too: make the plan again with `memwall plan`"
+            )
+        self._undo.append(self.parameters.bring_back)
+        self.parameters.place(self.model, action)
+
     def _capacity_left_bytes(self) -> int | None:
-        """What saved tensors may use of the disk: without the part that the plan means for optimizer state."""
+        """What saved tensors may use of the disk: without the part that the plan means for state and parameters."""
         if self.disk_capacity_bytes is None:
             return None
-        state_bytes = sum(a.saved_bytes or 0 for a in self.plan.actions if isinstance(a, OptimizerPlacement))
-        return self.disk_capacity_bytes - state_bytes
+        placements = (a for a in self.plan.actions if isinstance(a, OptimizerPlacement | ParameterPlacement))
+        return self.disk_capacity_bytes - sum(action.saved_bytes or 0 for action in placements)
 
 
 HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
@@ -212,4 +229,5 @@ HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
     Accumulate: AppliedPlan._apply_accumulate,
     Autocast: AppliedPlan._apply_autocast,
     OptimizerPlacement: AppliedPlan._apply_optimizer_placement,
+    ParameterPlacement: AppliedPlan._apply_parameter_placement,
 }

@@ -17,6 +17,7 @@ from memwall.apply.optimizer_state.keeper import StateKeeper, can_place
 from memwall.apply.planning import MAX_REPLANS, planned, planned_after, planned_again
 from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.apply.recorded_step import RecordedStep
+from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import InfeasibleError, MemwallError
 from memwall.plan.actions import AllocatorReuse
 from memwall.plan.blocks import find_blocks
@@ -59,7 +60,8 @@ class LivePlan:
         self.is_cooperative = False
         """Whether the loop takes its micro-batches from the session."""
         self.allocator = AllocatorHandler()
-        self.keeper = StateKeeper(settings.disk, settings.disk_capacity_bytes)
+        self.parameters = ParameterKeeper(settings.disk, settings.disk_capacity_bytes)
+        self.keeper = StateKeeper(settings.disk, settings.disk_capacity_bytes, self.parameters.around_step)
         self.micro = MicroBatches()
         self.recorded: RecordedStep | None = None
         self.applied: AppliedPlan | None = None
@@ -70,7 +72,7 @@ class LivePlan:
     def failure(self) -> MemwallError | None:
         """What failed where no hook of the session sees the error pass: a transfer in autograd, an action's effect."""
         applied = () if self.applied is None else (self.applied.engine, self.applied.effects)
-        parts = (self.recorded, *applied, self.keeper)
+        parts = (self.recorded, *applied, self.keeper, self.parameters)
         return next((part.failure for part in parts if part and part.failure), None)
 
     # -- the recorded step -------------------------------------------------------------------------------------------
@@ -81,8 +83,15 @@ class LivePlan:
         Raises:
             StoreError: the disk cannot be used.
         """
+        self.parameters.spill_recorded(model, optimizer, self.allocator, budget_bytes=self.settings.budget_bytes)
+        self._measured.note_peak()
         self.recorded = RecordedStep(
-            model, optimizer, settings=self.settings, allocator=self.allocator, keeper=self.keeper
+            model,
+            optimizer,
+            settings=self.settings,
+            allocator=self.allocator,
+            keeper=self.keeper,
+            parameters=self.parameters,
         )
 
     def stop_recording(self) -> None:
@@ -112,7 +121,7 @@ class LivePlan:
         self.stop_recording()
         self._measured.note_first_step(peak_bytes)
         try:
-            self.trace, self.plan = planned(self.trace, self._present_settings(optimizer), self.allocator)
+            self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizer), self.allocator)
         except InfeasibleError:
             if can_autocast(self.trace, self.settings.allow) is not None:
                 raise
@@ -150,6 +159,7 @@ class LivePlan:
             set_by_loop=self._set_by_loop,
             optimizer=optimizer,
             keeper=self.keeper,
+            parameters=self.parameters,
         )
         if not any(isinstance(action, AllocatorReuse) for action in self.plan.actions):
             self.allocator.undo()
@@ -169,7 +179,7 @@ class LivePlan:
             Whether that may be done once more.
         """
         assert self.trace is not None
-        found = planned_again(self.trace, self._present_settings(optimizer), excess_bytes)
+        found = planned_again(self.trace, self._present_settings(model, optimizer), excess_bytes)
         if found is None:
             return False
         self._measured.num_replans += 1
@@ -185,7 +195,7 @@ class LivePlan:
         assert self.trace is not None
         assert self.plan is not None
         self.allocator.trim()
-        made = planned_after(self.trace, self._present_settings(optimizer), self.plan, found)
+        made = planned_after(self.trace, self._present_settings(model, optimizer), self.plan, found)
         if made is None:
             return False
         trace, settings, plan = made
@@ -206,7 +216,7 @@ class LivePlan:
         """The model is as before.
 
         Args:
-            keeps_state: leave the optimizer's state where it is, for the plan that follows.
+            keeps_state: leave the optimizer's state and the parameters where they are, for the plan that follows.
         """
         self._count_state_bytes()
         if self.applied is not None:
@@ -216,6 +226,7 @@ class LivePlan:
             applied, self.applied = self.applied, None
             applied.undo(keeps_state=keeps_state)
         if not keeps_state:
+            self.parameters.bring_back()
             self.keeper.bring_back()
 
     def end(self) -> None:
@@ -229,14 +240,18 @@ class LivePlan:
             self._undo_autocast = None
 
     def _count_state_bytes(self) -> int:
-        """Counts what of the optimizer's state was moved since the last time; returns the bytes written."""
-        out_bytes, in_bytes = self.keeper.moved_bytes()
+        """Counts what of state and parameters was moved since the last time; returns the bytes written."""
+        moved = (self.keeper.moved_bytes(), self.parameters.moved_bytes())
+        out_bytes, in_bytes = (sum(counts) for counts in zip(*moved, strict=True))
         self._measured.bytes_to_tier += out_bytes
         self._measured.bytes_from_tier += in_bytes
         return out_bytes
 
-    def _present_settings(self, optimizer: torch.optim.Optimizer | None) -> Settings:
-        """What the user asked for, and what of it this loop and its optimizer allow."""
+    def _present_settings(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
+        """What the user asked for, and what of it this loop, its model and its optimizer allow."""
         return msgspec.structs.replace(
-            self.settings, allow_accumulation=self.is_cooperative, can_move_state=can_place(optimizer)
+            self.settings,
+            allow_accumulation=self.is_cooperative,
+            can_move_state=can_place(optimizer),
+            parameters_stay=why_not_streamed(model, optimizer) or "",
         )

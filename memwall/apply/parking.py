@@ -25,9 +25,10 @@ backward, as that of a generator does while its discriminator steps."""
 
 def parameter_guard(roots: Sequence[nn.Module]) -> Callable[[Tensor], bool]:
     """Says which tensors share memory with a parameter or buffer: autograd saves those too, and they stay."""
-    addresses = {
-        tensor.untyped_storage().data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())
-    }
+    with torch._C.DisableTorchFunctionSubclass():  # an address does not bring a parameter in
+        addresses = {
+            tensor.untyped_storage().data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())
+        }
 
     def is_excluded(tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in addresses

@@ -1,7 +1,8 @@
 """The first step of a run, recorded under the safest plan there is.
 
 Every large saved tensor leaves the device, free memory goes back to the system before the budget is passed, and the
-optimizer's state goes to disk bucket by bucket, as it is made, where the budget has no room for all of it.
+optimizer's state goes to disk bucket by bucket, as it is made, where the budget has no room for all of it. Where it has
+none for gradients beside parameters, both are on disk already when the step begins.
 """
 
 import torch
@@ -11,8 +12,10 @@ from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.measurements import standing_bytes
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.parking import Parked
+from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.errors import MemwallError
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.plan.parameters import as_streamed
 from memwall.plan.placement import MIN_STATE_BYTES
 from memwall.plan.settings import Settings
 from memwall.predict.process import calibrated
@@ -38,8 +41,10 @@ class RecordedStep:
         settings: Settings,
         allocator: AllocatorHandler,
         keeper: StateKeeper,
+        parameters: ParameterKeeper,
     ) -> None:
-        self._model, self._settings, self._allocator, self._keeper = model, settings, allocator, keeper
+        self._model, self._settings, self._allocator = model, settings, allocator
+        self._keeper, self._parameters = keeper, parameters
         self._peak_before_optimizer_bytes = 0
         self.moved_bytes = 0
         """Saved tensors that left the device; known once the recording has ended."""
@@ -61,8 +66,10 @@ class RecordedStep:
         assert self._parked is not None
         self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
         self._builder = TraceBuilder([self._model], self._parked.engine)
-        with self._keeper.shown():
+        # To look at parameters does not bring them in.
+        with self._keeper.shown(), torch._C.DisableTorchFunctionSubclass():
             self._builder.start_step(optimizer, running_root=self._model)
+        self._parameters.follow(self._builder.stands_for)
         if optimizer is not None and optimizer.state and self._is_on_cpu:
             # The step needs room for gradients and for moving tensors, beside the state that is there.
             gradients = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
@@ -79,6 +86,8 @@ class RecordedStep:
             self._peak_before_optimizer_bytes = meter_of(self._model).peak_bytes()
         if self._is_on_cpu:
             self._spill(optimizer)
+        if self._parameters.away_bytes and not self._keeper.is_away:
+            self._parameters.bring_back()  # nothing else steps a few of them at a time
 
     def finish(self, optimizer: torch.optim.Optimizer | None) -> tuple[Trace, int]:
         """Ends the recording.
@@ -98,18 +107,23 @@ class RecordedStep:
         self.stop()
         self._allocator.trim()
         trace = builder.trace(optimizer, machine=machine, autocast=self._settings.autocast or "none")
+        with torch._C.DisableTorchFunctionSubclass():
+            present_bytes = standing_bytes(self._model, optimizer, trace) - self._parameters.absent_bytes
+        modules, is_streamed = trace.modules, self._parameters.away_bytes > 0
         trace = calibrated(
             trace,
-            base_bytes=meter_of(self._model).base_bytes(standing_bytes(self._model, optimizer, trace)),
+            base_bytes=meter_of(self._model).base_bytes(present_bytes),
             window_bytes=window_bytes,
             min_bytes=MIN_MOVED_BYTES,
             away_min_bytes=MIN_STATE_BYTES if self._keeper.is_away else None,
             peak_before_optimizer_bytes=self._peak_before_optimizer_bytes,
+            as_run=(lambda plain: as_streamed(plain, modules)) if is_streamed else (lambda plain: plain),
         )
         return trace, step.process_peak_bytes
 
     def stop(self) -> None:
         """Takes the recording away. Safe to call twice."""
+        self._parameters.follow(None)
         if self._builder is not None:
             self._builder.cancel_step()
             self._builder = None
@@ -129,4 +143,5 @@ class RecordedStep:
             budget_bytes=self._settings.budget_bytes,
             coming_bytes=coming_bytes,
             used_bytes=used_bytes,
+            must=self._parameters.away_bytes > 0,
         )

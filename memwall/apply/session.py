@@ -130,8 +130,13 @@ class Session:
         """What a failure to get memory means for this run, and what to do; None of any other failure."""
         return self._redo.explained(error)
 
-    def close(self, *, completed: bool = True) -> None:
-        """Ends the session: the model and the process are as before. A first step that was alone is still planned."""
+    def close(self, *, completed: bool = True, brings_back: bool = True) -> None:
+        """Ends the session: the model and the process are as before. A first step that was alone is still planned.
+
+        Args:
+            brings_back: optimizer state and parameters that are on disk come back into memory, which they may have no
+                room in; where the process ends next they can stay, and are fetched by whoever uses them all the same.
+        """
         if self.state == "closed":
             return
         self._note_engine_failure()
@@ -142,7 +147,7 @@ class Session:
         finally:
             self._live.stop_recording()
             try:
-                self._live.take_back()
+                self._live.take_back(keeps_state=not brings_back)
             finally:
                 self._borders.detach()
                 self._live.end()

@@ -85,7 +85,7 @@ def run(
     from memwall.integrations.launcher import run_script
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
-    from memwall.plan.actions import AllocatorReuse, Offload, OptimizerPlacement
+    from memwall.plan.actions import AllocatorReuse, Offload, OptimizerPlacement, ParameterPlacement
     from memwall.plan.planfile import Plan
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
@@ -102,7 +102,8 @@ def run(
         for action in given.actions if given is not None else ():
             if isinstance(action, AllocatorReuse) and action.cuda_setting:
                 require_cuda_setting(action.cuda_setting)
-        needs_disk = given is None or any(isinstance(a, (Offload, OptimizerPlacement)) for a in given.actions)
+        uses_disk = (Offload, OptimizerPlacement, ParameterPlacement)
+        needs_disk = given is None or any(isinstance(action, uses_disk) for action in given.actions)
         if needs_disk and disk_tier is None and not torch.cuda.is_available():
             # Found out before the script builds its model; on CUDA bytes leave for host memory instead.
             require_disk()
@@ -128,6 +129,7 @@ def run(
                 is_module=script.is_module,
                 checkpoint=checkpoint,
                 history=history,
+                is_last=True,
             )
     if session.plan is None or session.measured.num_steps == 0:
         ending = f"memwall: {script.target} ended with status {status} before a step under a plan"

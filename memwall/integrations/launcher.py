@@ -105,12 +105,15 @@ def run_script(
     is_module: bool = False,
     checkpoint: StepCheckpoint | None = None,
     history: MemoryHistory | None = None,
+    is_last: bool = False,
 ) -> int:
     """Runs a script, or a module, under a session, which is closed at the end.
 
     Args:
         checkpoint: where its steps are committed; closed at the end as well.
         history: what records the device's allocator, begun already; closed at the end as well.
+        is_last: the process ends when the script has ended. What is on disk stays there then: the budget may have no
+            room for it.
 
     Returns:
         The script's own status.
@@ -164,7 +167,7 @@ def run_script(
         if history is not None:
             history.close(completed=completed)
         try:
-            session.close(completed=completed)
+            session.close(completed=completed, brings_back=not is_last or checkpoint is not None)
         finally:
             if checkpoint is not None:
                 checkpoint.close(completed=completed and session.failure is None)

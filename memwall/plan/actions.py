@@ -16,6 +16,7 @@ __all__ = [
     "Exactness",
     "Offload",
     "OptimizerPlacement",
+    "ParameterPlacement",
     "Recompute",
     "kinds",
 ]
@@ -109,10 +110,32 @@ class OptimizerPlacement(
     exactness: Exactness = "bit-exact"
 
 
-Action = Recompute | Offload | Accumulate | Autocast | AllocatorReuse | OptimizerPlacement
+class ParameterPlacement(
+    Struct, frozen=True, kw_only=True, tag_field="kind", tag="parameter-placement", forbid_unknown_fields=True
+):
+    """Keeps parameters and gradients on the next tier between their uses; goes with all optimizer state there."""
+
+    tier: Literal["disk"]
+    blocks: tuple[str, ...]
+    """Modules whose parameters are brought in as one; outside them each module with parameters is one by itself."""
+    window_bytes: int
+    """Parameters stepped at a time, and what may wait to be written; one parameter may always."""
+    min_bytes: int
+    """Smaller parameters stay in memory, with their gradients."""
+    written_bytes: int
+    """What of parameters and gradients is written in a step."""
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "bit-exact"
+
+
+Action = Recompute | Offload | Accumulate | Autocast | AllocatorReuse | OptimizerPlacement | ParameterPlacement
 
 
 def kinds() -> dict[str, type[Struct]]:
     """Action records by the name they have in a plan file."""
-    records: tuple[type[Struct], ...] = (Recompute, Offload, Accumulate, Autocast, AllocatorReuse, OptimizerPlacement)
+    records: tuple[type[Struct], ...] = (
+        *(Recompute, Offload, Accumulate, Autocast),
+        *(AllocatorReuse, OptimizerPlacement, ParameterPlacement),
+    )
     return {str(record.__struct_config__.tag): record for record in records}

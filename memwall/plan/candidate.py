@@ -5,10 +5,11 @@ import hashlib
 import msgspec
 from msgspec import Struct
 
-from memwall.plan.actions import Action, OptimizerPlacement
+from memwall.plan.actions import Action
 from memwall.plan.explain import disk_wear
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.orders import MIN_MOVED_BYTES
+from memwall.plan.places import Place
 from memwall.plan.planfile import Plan
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.process import Process
@@ -23,12 +24,14 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
     actions: tuple[Action, ...]
     process_bytes: int
+    built_bytes: int
+    """What the process holds before parameters leave it for disk; 0 where they stay."""
     live_bytes: int
     extra_seconds: float
     moved_bytes: int
     """Saved tensors, in one optimizer step."""
-    placement: OptimizerPlacement | None = None
-    """Where the optimizer's state is, if not in memory; each optimizer step reads and writes what is away."""
+    place: Place
+    """Where the optimizer's state and the parameters are."""
     num_parts: int
     """Micro-batches that the recorded one is split into."""
     lower_bound_seconds: float
@@ -53,8 +56,7 @@ def plan_of(
         smallest_budget_bytes: for which any plan exists.
     """
     plain_seconds = step_seconds(steady)
-    state_bytes = 0 if found.placement is None else found.placement.saved_bytes or 0
-    held_bytes = found.moved_bytes // found.num_parts + state_bytes
+    held_bytes = found.moved_bytes // found.num_parts + found.place.away_bytes
     peak = PeakBytes(
         allocated_bytes=found.live_bytes,
         reserved_bytes=process.reserved_bytes(found.process_bytes),
@@ -62,8 +64,13 @@ def plan_of(
         host_bytes=held_bytes if process.next_tier == "host" else None,
         disk_bytes=held_bytes if process.next_tier == "disk" else None,
     )
-    written_bytes = found.moved_bytes + state_bytes if process.next_tier == "disk" else 0
+    moved_bytes = found.moved_bytes + found.place.written_bytes
+    written_bytes = moved_bytes if process.next_tier == "disk" else 0
     phases = {"steady_step": peak}
+    if found.built_bytes:
+        phases["build"] = PeakBytes(
+            allocated_bytes=found.built_bytes - process.base_bytes, process_bytes=found.built_bytes
+        )
     first = trace.steps[0]
     if trace.is_parked and first.process_peak_bytes:
         # It ran under the safest plan and has been measured already.
@@ -93,7 +100,7 @@ def plan_of(
             process_bytes=process.free(steady).process_bytes,
         ),
         plain_step_seconds=plain_seconds,
-        moved_bytes_per_step=found.moved_bytes + state_bytes,
+        moved_bytes_per_step=moved_bytes,
         lower_bound_seconds=plain_seconds + found.lower_bound_seconds,
         allocator=process.allocator_advice,
     )

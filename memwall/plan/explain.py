@@ -1,5 +1,8 @@
 """Why a plan is what it is, in words: what binds, what is missing, and what would help, cheapest first."""
 
+from collections.abc import Sequence
+
+from memwall.plan.actions import Action, OptimizerPlacement, ParameterPlacement
 from memwall.plan.legality import can_accumulate, can_autocast, can_offload
 from memwall.predict.curve import peak_of
 from memwall.trace.records import Step, Trace
@@ -10,8 +13,13 @@ __all__ = ["binding_reasons", "disk_wear", "infeasible_message", "relaxations"]
 _SECONDS_PER_DAY = 86_400
 
 
-def binding_reasons(trace: Trace, step: Step, moved_bytes: int, state_bytes: int = 0) -> tuple[str, ...]:
-    """What stops the step from being faster: the instant at which the bytes are tight, and the link if one is used."""
+def binding_reasons(trace: Trace, step: Step, moved_bytes: int, placements: Sequence[Action] = ()) -> tuple[str, ...]:
+    """What stops the step from being faster: the instant at which the bytes are tight, and the link if one is used.
+
+    Args:
+        moved_bytes: saved tensors that leave in a step.
+        placements: what says where state and parameters are.
+    """
     peak = peak_of(trace, step)
     where = f"{peak.phase} in {peak.module}"
     largest = ", ".join(f"{share.name} {format_bytes(share.num_bytes)}" for share in peak.by_category[:3])
@@ -19,8 +27,15 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, state_bytes: int
     if moved_bytes:
         tier = "disk" if trace.device == "cpu" else "host memory"
         reasons.append(f"{format_bytes(moved_bytes)} go to {tier} and come back in each step")
-    if state_bytes:
-        reasons.append(f"{format_bytes(state_bytes)} of optimizer state are read from disk and written in each step")
+    for action in placements:
+        saved_text = format_bytes(action.saved_bytes or 0)
+        if isinstance(action, OptimizerPlacement):
+            reasons.append(f"{saved_text} of optimizer state are read from disk and written in each step")
+        if isinstance(action, ParameterPlacement):
+            reasons.append(
+                f"{saved_text} of parameters and gradients are on disk between their uses: parameters are read in each "
+                f"forward, backward and optimizer step, {format_bytes(action.written_bytes)} are written in a step"
+            )
     return tuple(reasons)
 
 
@@ -50,8 +65,14 @@ def relaxations(trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> tup
     return tuple(found)
 
 
-def infeasible_message(trace: Trace, budget_bytes: int, smallest_bytes: int, helps: tuple[str, ...]) -> str:
-    """One message: asked, found, what to do."""
+def infeasible_message(
+    trace: Trace, budget_bytes: int, smallest_bytes: int, helps: tuple[str, ...], *, parameters_stay: str = ""
+) -> str:
+    """One message: asked, found, what to do.
+
+    Args:
+        parameters_stay: why parameters and gradients cannot be on disk, if they cannot.
+    """
     parameters = sum(s.nbytes for s in trace.steps[0].storages if s.category == "parameter")
     largest = max(trace.modules, key=lambda module: module.parameter_bytes, default=None)
     lines = [
@@ -60,6 +81,7 @@ def infeasible_message(trace: Trace, budget_bytes: int, smallest_bytes: int, hel
         f"of that, {format_bytes(trace.base_bytes)} are the process before the step, "
         f"{format_bytes(parameters)} parameters"
         + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),
+        *([f"parameters and gradients stay in memory: {parameters_stay}"] if parameters_stay else []),
         *(f"  - {help_line}" for help_line in helps),
     ]
     return "\n".join(lines)

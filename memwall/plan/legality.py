@@ -10,6 +10,7 @@ __all__ = [
     "can_accumulate",
     "can_autocast",
     "can_move_optimizer_state",
+    "can_move_parameters",
     "can_offload",
     "can_recompute",
     "can_reuse_allocator",
@@ -99,4 +100,25 @@ def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int
         return f"{trace.optimizer} has no state that is large enough to move"
     if state_bytes > capacity_bytes:
         return f"the state needs {format_bytes(state_bytes)} of disk, there are {format_bytes(capacity_bytes)}"
+    return None
+
+
+def can_move_parameters(trace: Trace, away_bytes: int, capacity_bytes: int) -> str | None:
+    """None if parameters and gradients can be on disk between their uses, once the optimizer's state is, else why not.
+
+    Args:
+        away_bytes: what would be on disk: parameters, gradients and state.
+        capacity_bytes: what the disk may be used for.
+    """
+    if trace.device != "cpu":
+        return f"parameters move to disk from CPU memory only; the trace is of device '{trace.device}'"
+    if trace.autocast != "none":
+        return f"autocast to {trace.autocast} keeps copies of parameters in memory through a whole forward"
+    if away_bytes == 0:
+        return "no parameter is large enough to move, and used by its own module alone"
+    if away_bytes > capacity_bytes:
+        return (
+            f"parameters, gradients and optimizer state need {format_bytes(away_bytes)} of disk, there are "
+            f"{format_bytes(capacity_bytes)}"
+        )
     return None

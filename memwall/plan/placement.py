@@ -13,7 +13,7 @@ from memwall.predict.state_on_disk import (
 )
 from memwall.trace.records import Machine, Step, Trace
 
-__all__ = ["MIN_STATE_BYTES", "bucket_choices", "optimizer_placements", "placed"]
+__all__ = ["CPU_SECONDS_PER_BYTE", "MIN_STATE_BYTES", "bucket_choices", "optimizer_placements", "placed"]
 
 MIN_STATE_BYTES = 64 << 10
 """Smaller tensors of state stay in memory: a model has many of them, and together they are little."""
@@ -25,9 +25,9 @@ _MIN_BUCKET_BYTES = 2 << 20
 _BUFFERED_SHARE = 1 / 3
 # Parts of the state that stay in memory; the first one frees most.
 _RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75)
-# A worker's checksum, system call and hand-over for each byte read or written, beside the optimizer on the same cores:
-# 0.17 s for 671 MB (two cores, torch 2.13, 2026-11-21).
-_CPU_SECONDS_PER_BYTE = 0.25e-9
+CPU_SECONDS_PER_BYTE = 0.25e-9
+"""A worker's checksum, system call and hand-over for each byte read or written, beside the computation on the same
+cores: 0.17 s for 671 MB (two cores, torch 2.13, 2026-11-21)."""
 
 
 def optimizer_placements(trace: Trace, steady: Step, *, capacity_bytes: int) -> tuple[OptimizerPlacement, ...]:
@@ -104,7 +104,7 @@ def _seconds(trace: Trace, steady: Step, sizes: Sequence[int], away_bytes: int, 
     alone_share = sum(size for size in sizes if size > bucket_bytes) / total_bytes
     moving_share = (1 - alone_share) * away_bytes / total_bytes
     disk_seconds = (1 - alone_share) * away_bytes * per_byte
-    cpu_seconds = 2 * (1 - alone_share) * away_bytes * _CPU_SECONDS_PER_BYTE / max(1, trace.num_threads)
+    cpu_seconds = 2 * (1 - alone_share) * away_bytes * CPU_SECONDS_PER_BYTE / max(1, trace.num_threads)
     edge_seconds = min(bucket_bytes, (1 - alone_share) * away_bytes) * per_byte
     overlapped_seconds = computing_seconds * moving_share
     ring_seconds = max(disk_seconds, overlapped_seconds + cpu_seconds + edge_seconds) - overlapped_seconds

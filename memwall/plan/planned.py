@@ -1,9 +1,9 @@
 """The step that a plan makes of a trace: what runs, recomputed operations and second lives included."""
 
-from memwall.plan.actions import Accumulate, Offload, OptimizerPlacement, Recompute
+from memwall.plan.actions import Accumulate, Offload, OptimizerPlacement, ParameterPlacement, Recompute
 from memwall.plan.blocks import find_blocks
 from memwall.plan.microbatch import with_micro_batch
-from memwall.plan.placement import placed
+from memwall.plan.places import Place, place_step
 from memwall.plan.planfile import Plan
 from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.build import steady_step
@@ -29,10 +29,10 @@ def _treatments_of(plan: Plan) -> dict[str, Treatment]:
 
 def planned_step(trace: Trace, plan: Plan) -> Step:
     """The steady step of a trace under a plan made from it."""
-    step = steady_step(trace)
+    state = next((action for action in plan.actions if isinstance(action, OptimizerPlacement)), None)
+    parameters = next((action for action in plan.actions if isinstance(action, ParameterPlacement)), None)
+    step = place_step(trace, steady_step(trace), Place(state, parameters))
     for action in plan.actions:
-        if isinstance(action, OptimizerPlacement):
-            step = placed(step, action)
         if isinstance(action, Accumulate):
             step = with_micro_batch(trace, step, action.micro_batch)
     return StepModel(step, trace.names, find_blocks(trace, step)).treated(_treatments_of(plan))

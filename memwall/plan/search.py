@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from memwall.errors import InfeasibleError, PlanError, UsageError
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, OptimizerPlacement
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast
 from memwall.plan.blocks import find_blocks
 from memwall.plan.candidate import Candidate, plan_of
 from memwall.plan.device_phases import with_device_phases
@@ -21,7 +21,8 @@ from memwall.plan.live_budgets import LiveBudgets, Shares, Tightening
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
-from memwall.plan.placement import optimizer_placements, placed
+from memwall.plan.parameters import built_bytes, streamed_bytes
+from memwall.plan.places import IN_MEMORY, Place, parameters_away, place_step, state_away
 from memwall.plan.planfile import Plan
 from memwall.plan.relaxations import plan_relaxations
 from memwall.plan.settings import Settings
@@ -134,33 +135,45 @@ class _Search:
             self.plain.fault_seconds, first_touch_seconds(self.steady, trace.machine.fault_seconds_per_byte)
         )
         """Of the recorded times, what another way of reusing memory can save."""
-        self.placements: tuple[OptimizerPlacement, ...] = ()
+        self.places: tuple[Place, ...] = ()
         """Ways to have the optimizer's state on disk, the one that frees most first."""
         if settings.can_move_state:
-            self.placements = optimizer_placements(trace, self.steady, capacity_bytes=self._capacity_bytes)
-        self.placement: OptimizerPlacement | None = None
-        """Where the optimizer's state is, in the candidates that are tried now; None for memory."""
+            self.places = state_away(trace, self.steady, capacity_bytes=self._capacity_bytes)
+        self.last_resort: Place | None = None
+        """Parameters on disk as well."""
+        self.parameters_stay = settings.parameters_stay
+        """Why there is no such way; "" where there is, or where not even the state can be on disk."""
+        if self.places and not self.parameters_stay:
+            found = parameters_away(trace, self.steady, self.places[0], capacity_bytes=self._capacity_bytes)
+            if isinstance(found, Place):
+                self.last_resort = found
+            else:
+                self.parameters_stay = found
+        self.place = IN_MEMORY
+        """Where state and parameters are, in the candidates that are tried now."""
         self._smallest_bytes: int | None = None
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
     def best(self) -> Candidate | None:
         """The cheapest candidate that fits; the user's own micro-batch first, so that equal costs leave it alone."""
-        best = in_memory = self._best_at(None)
-        for placement in self.placements:
+        best = in_memory = self._best_at(IN_MEMORY)
+        for place in self.places:
             at_most = math.inf if best is None else best.extra_seconds
             if in_memory is not None:
                 plain_seconds = step_seconds(self.steady)
                 at_most = min(at_most, (plain_seconds + in_memory.extra_seconds) / _CLEARLY_SHORTER - plain_seconds)
-            if (placement.cost_seconds or 0.0) < at_most:
-                found = self._best_at(placement)
+            if place.seconds < at_most:
+                found = self._best_at(place)
                 if found is not None and found.extra_seconds < at_most:
                     best = found
-        return best
+        return best if best is not None or self.last_resort is None else self._best_at(self.last_resort)
 
-    def _best_at(self, placement: OptimizerPlacement | None) -> Candidate | None:
-        self.placement = placement
+    def _best_at(self, place: Place) -> Candidate | None:
+        self.place = place
         best: Candidate | None = None
+        if self._built_bytes > self._limit_bytes():
+            return None
         for model, num_parts in self._models():
             found = self._best_for(model, num_parts)
             if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
@@ -171,7 +184,7 @@ class _Search:
 
     def _models(self) -> Iterator[tuple[StepModel, int]]:
         """The step of each micro-batch there is, and how many of them the recorded one is split into."""
-        steady = self.steady if self.placement is None else placed(self.steady, self.placement)
+        steady = place_step(self.trace, self.steady, self.place)
         whole = self.trace.micro_batch
         can_split = can_accumulate(self.trace, is_cooperative=self.settings.allow_accumulation) is None
         for micro_batch in candidate_micro_batches(self.trace) if can_split else (whole,):
@@ -180,12 +193,17 @@ class _Search:
             yield StepModel(step, self.trace.names, blocks), whole // micro_batch if micro_batch else 1
 
     def _tiers(self) -> tuple[bool, ...]:
-        """Whether to move bytes: without, and where there is a tier to move them to, with."""
-        return (False,) if can_offload(self.trace) is not None else (False, True)
+        """Whether to move saved tensors: without, and where there is a tier to move them to, with.
+
+        A disk that parameters pass through again and again has no time for them.
+        """
+        is_free = can_offload(self.trace) is None and self.place.parameters is None
+        return (False, True) if is_free else (False,)
 
     def _best_for(self, model: StepModel, num_parts: int) -> Candidate | None:
         plain = self.process.untreated(model.step)
-        if self.process.fits_untouched(
+        # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
+        if self.place.parameters is None and self.process.fits_untouched(
             plain.process_bytes, budget_bytes=self.settings.budget_bytes, limit_bytes=self._limit_bytes()
         ):
             return self._found(model, num_parts, {}, plain, None, 0)
@@ -193,7 +211,7 @@ class _Search:
         return min((f for f in found if f is not None), key=lambda f: f.extra_seconds, default=None)
 
     def _fixed_actions(self, num_parts: int) -> list[Action]:
-        actions: list[Action] = [] if self.placement is None else [self.placement]
+        actions: list[Action] = list(self.place.actions)
         if self.settings.autocast is not None:
             actions.append(Autocast(dtype=self.settings.autocast))
         if num_parts > 1:
@@ -233,14 +251,22 @@ class _Search:
     def _capacity_bytes(self) -> int:
         return self.settings.disk_capacity_bytes or self.trace.machine.disk_free_bytes
 
-    @property
-    def _state_bytes(self) -> int:
-        return 0 if self.placement is None else self.placement.saved_bytes or 0
-
     def _resident(self, step: Step, limit_bytes: int) -> Resident:
         if can_reuse_allocator(self.trace) is not None:
             return self.process.bare(step)
-        return self.process.treated(step, limit_bytes)
+        resident = self.process.treated(step, limit_bytes)
+        parameters = self.place.parameters
+        if parameters is None:
+            return resident
+        # What passes through lies outside the heap.
+        paged_bytes = streamed_bytes(self.trace, self.steady, parameters)
+        return msgspec.structs.replace(resident, outside_bytes=resident.outside_bytes + paged_bytes)
+
+    @property
+    def _built_bytes(self) -> int:
+        """What the process holds before parameters leave it; 0 where they stay."""
+        parameters = self.place.parameters
+        return 0 if parameters is None else built_bytes(self.trace, parameters)
 
     def _limit_bytes(self) -> int:
         """Process bytes up to which a plan may go: the budget without the margin."""
@@ -263,7 +289,7 @@ class _Search:
                 write_bytes_per_second=machine.disk_write_bytes_per_second / num_parts,
                 read_bytes_per_second=machine.disk_read_bytes_per_second / num_parts,
                 window_bytes=WINDOW_BYTES,
-                capacity_bytes=self._capacity_bytes - self._state_bytes,
+                capacity_bytes=self._capacity_bytes - self.place.away_bytes,
             )
         return menus, build_instance(model, menus, budget_bytes=0, device=self.trace.device, link=link)
 
@@ -302,17 +328,17 @@ class _Search:
                     cost_seconds=fault_seconds,
                 )
             )
-        state_seconds = 0.0 if self.placement is None else self.placement.cost_seconds or 0.0
         return Candidate(
             actions=tuple(actions),
             process_bytes=process_bytes,
+            built_bytes=self._built_bytes,
             live_bytes=live_peak_bytes(step, self.trace.device),
-            extra_seconds=extra_seconds + fault_seconds + state_seconds,
+            extra_seconds=extra_seconds + fault_seconds + self.place.seconds,
             moved_bytes=moved_bytes,
-            placement=self.placement,
+            place=self.place,
             num_parts=num_parts,
-            lower_bound_seconds=bound + state_seconds,
-            binding=binding_reasons(self.trace, step, moved_bytes, self._state_bytes),
+            lower_bound_seconds=bound + self.place.seconds,
+            binding=binding_reasons(self.trace, step, moved_bytes, self.place.actions),
         )
 
     # -- answers ---------------------------------------------------------------------------------------------------
@@ -338,11 +364,12 @@ class _Search:
     def smallest_bytes(self) -> int:
         """The smallest budget for which a plan exists, margin included, with every tier that is there."""
         if self._smallest_bytes is None:
-            self._smallest_bytes = self._smallest_at(next(iter(self.placements), None))
+            leanest = [next(iter(self.places), IN_MEMORY), self.last_resort]
+            self._smallest_bytes = min(self._smallest_at(place) for place in leanest if place is not None)
         return self._smallest_bytes
 
-    def _smallest_at(self, placement: OptimizerPlacement | None) -> int:
-        self.placement = placement
+    def _smallest_at(self, place: Place) -> int:
+        self.place = place
         return min(
             self._smallest_for(model, num_parts, with_disk)
             for model, num_parts in self._models()
@@ -357,13 +384,15 @@ class _Search:
         treatments = treatments_of_choice(menus, choice)
         step = model.treated(treatments)
         process_bytes = self._resident(step, 0).process_bytes + window_bytes_of(menus, choice)
-        return self.process.budget_for(process_bytes)
+        return self.process.budget_for(max(process_bytes, self._built_bytes))
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""
         helps, smallest = self._relaxations(), self.smallest_bytes()
         return InfeasibleError(
-            infeasible_message(self.trace, self.settings.budget_bytes, smallest, helps),
+            infeasible_message(
+                self.trace, self.settings.budget_bytes, smallest, helps, parameters_stay=self.parameters_stay
+            ),
             budget_bytes=self.settings.budget_bytes,
             smallest_feasible_bytes=smallest,
             relaxations=helps,

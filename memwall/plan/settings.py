@@ -23,6 +23,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Whether the loop can be given smaller micro-batches."""
     can_move_state: bool = True
     """Whether the optimizer, as far as it is known, can be stepped a few parameters at a time."""
+    parameters_stay: str = ""
+    """Why the model's parameters cannot be on disk between their uses; "" where nothing is known against it."""
     hardware: Hardware | None = None
     """The device to plan for where it is not here; the trace is translated to it."""
     autocast: Literal["bfloat16", "float16"] | None = None

@@ -6,6 +6,7 @@ nothing and can be replayed to the page, or else has malloc map each by itself.
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -204,6 +205,7 @@ def calibrated(
     min_bytes: int,
     away_min_bytes: int | None = None,
     peak_before_optimizer_bytes: int = 0,
+    as_run: Callable[[Step], Step] = lambda step: step,
 ) -> Trace:
     """The trace with base and workspace as measured after its first step, which was recorded parked.
 
@@ -214,10 +216,11 @@ def calibrated(
         min_bytes: from which size on saved tensors were moved.
         away_min_bytes: from which size on the optimizer's state was on disk, outside the optimizer; None if none was.
         peak_before_optimizer_bytes: where state was on disk, what the process held at most before the optimizer ran.
+        as_run: what else differs between the step that the trace describes and the one that ran.
     """
     step = trace.steps[0]
     peak_bytes = step.process_peak_bytes
-    parked = StepModel(step, trace.names, ()).parked(min_bytes)
+    parked = StepModel(as_run(step), trace.names, ()).parked(min_bytes)
     if away_min_bytes is not None:
         parked, peak_bytes = before_optimizer(parked, away_min_bytes), peak_before_optimizer_bytes
     if trace.device == "cpu" and not heap_unavailable_reason():

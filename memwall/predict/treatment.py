@@ -94,7 +94,8 @@ class StepModel:
         starts = [span[0] for span in spans]
         for index, storage in enumerate(step.storages):
             place = bisect_left(starts, storage.birth + 1) - 1
-            if place >= 0 and storage.birth < spans[place][1]:
+            # A parameter that comes from disk meanwhile is not of the block's making.
+            if place >= 0 and storage.birth < spans[place][1] and storage.category != "parameter":
                 self._born_in[spans[place][2]][spans[place][3]].append(index)
         # The executor starts reading a block back when the block after it in forward begins its backward.
         order = sorted((call.start, call) for block in self.blocks for call in block.calls if call.backward_start >= 0)

@@ -11,6 +11,7 @@ from memwall.plan.actions import (
     Autocast,
     Offload,
     OptimizerPlacement,
+    ParameterPlacement,
     Recompute,
 )
 from memwall.plan.forecast import Forecast, PeakBytes
@@ -162,6 +163,8 @@ def _what(action: Action) -> str:
             return f"allocator policy {action.policy}"
         case OptimizerPlacement():
             return f"optimizer state to {action.tier}"
+        case ParameterPlacement():
+            return f"parameters and gradients to {action.tier}"
         case _:
             assert_never(action)
 
@@ -181,6 +184,8 @@ def _where(actions: Sequence[Action]) -> str:
             return "process" + (f"; free pages returned above {format_bytes(limit_bytes)}" if limit_bytes else "")
         case OptimizerPlacement(resident_bytes=resident_bytes):
             return "between steps" + (f"; {format_bytes(resident_bytes)} stay" if resident_bytes else "")
+        case ParameterPlacement():
+            return "between uses"
         case _:
             return DASH
 

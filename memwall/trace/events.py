@@ -76,11 +76,20 @@ class EventLog:
 
     def alias(self, tensor: Tensor, saved_index: int) -> None:
         """Says that this tensor holds the bytes of a saved one that had been moved away."""
+        self._stands_for(tensor, self.saved_storage[saved_index])
+
+    def stands_for(self, tensor: Tensor, original: Tensor) -> None:
+        """Says that this tensor holds the bytes of a known one, which has none any more."""
+        index = self._find(original)
+        if index >= 0:
+            self._stands_for(tensor, index)
+
+    def _stands_for(self, tensor: Tensor, index: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
-        self._live[key] = self.saved_storage[saved_index]
+        self._live[key] = index
         self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
 
     def _forget(self, key: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memwall.errors import TraceError
 from memwall.trace.build import build_step
@@ -97,6 +97,11 @@ class TraceBuilder:
     def place(self) -> str:
         """What runs in the step being recorded, for messages: "forward of blocks.3 (Block)"; "" outside a step."""
         return self._recorder.place if self._recorder is not None else ""
+
+    def stands_for(self, tensor: Tensor, original: Tensor) -> None:
+        """Says that a tensor holds from now on what another one of the step held, which has no memory any more."""
+        if self._recorder is not None:
+            self._recorder.log.stands_for(tensor, original)
 
     def cancel_step(self) -> None:
         """Takes the recording away without a result."""

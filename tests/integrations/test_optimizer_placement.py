@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from memwall.apply.optimizer_state import keeper as state_keeper
 from memwall.apply.session import Session
 from memwall.integrations.launcher import run_script
-from memwall.plan.actions import OptimizerPlacement
+from memwall.plan.actions import OptimizerPlacement, ParameterPlacement
 from memwall.plan.planfile import Plan
 
 KIB = 1 << 10
@@ -26,6 +26,12 @@ pytestmark = [pytest.mark.requires("transformers", "accelerate"), pytest.mark.ti
 def all_on_disk(model: nn.Module) -> Plan:
     action = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=200 * KIB, min_bytes=4 * KIB)
     return plan_of(model, action, micro_batch=16)
+
+
+def parameters_on_disk(model: nn.Module) -> Plan:
+    away = ParameterPlacement(tier="disk", blocks=(), window_bytes=16 * KIB, min_bytes=4 * KIB, written_bytes=0)
+    state = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=200 * KIB, min_bytes=4 * KIB)
+    return plan_of(model, away, state, micro_batch=16)
 
 
 def state_in_memory(optimizer: torch.optim.Optimizer) -> int:
@@ -71,6 +77,38 @@ def test_a_trainer_saves_and_resumes_state_that_is_on_disk(
     resumed = trained("disk", MemwallCallback(plan=plan, disk=str(tmp_path)), str(tmp_path / "plain" / "checkpoint-2"))
     assert digest(resumed) == plain
     assert seen == [0, 0, 0, 0]
+
+
+def test_a_trainer_trains_and_saves_parameters_that_are_on_disk(
+    make_model: Any, samples: Any, digest: Callable[[nn.Module], str], tmp_path: Path
+) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from memwall.integrations.trainer import MemwallCallback
+
+    def trained(folder: str, callback: Any = None) -> nn.Module:
+        args = TrainingArguments(
+            output_dir=str(tmp_path / folder),
+            per_device_train_batch_size=16,
+            num_train_epochs=1,
+            save_strategy="steps",
+            save_steps=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        model = make_model()
+        trainer = Trainer(
+            model=model, args=args, train_dataset=samples, callbacks=[] if callback is None else [callback]
+        )
+        trainer.train()
+        return model
+
+    plain = trained("plain")
+    callback = MemwallCallback(plan=parameters_on_disk(make_model()), disk=str(tmp_path))
+    assert digest(trained("disk", callback)) == digest(plain)
+    saved = [load_file(tmp_path / folder / "checkpoint-2" / "model.safetensors") for folder in ("plain", "disk")]
+    assert {name: t.tolist() for name, t in saved[0].items()} == {name: t.tolist() for name, t in saved[1].items()}
 
 
 def test_accelerates_optimizer_keeps_its_state_on_disk(
@@ -135,3 +173,22 @@ def test_the_launcher_follows_a_plan_file_with_a_placement(
     assert run_script(str(SCRIPT), ["--out", str(out)], second) == 0
     assert second.measured.bytes_from_tier > 0
     assert {name: t.tolist() for name, t in load_file(out).items()} == {n: t.tolist() for n, t in plain_weights.items()}
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_is_on_disk_when_the_process_ends_is_not_brought_back(
+    is_last: bool, plain_weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.safetensors"
+    first = Session(budget_bytes=1 << 40, disk=str(tmp_path))
+    assert run_script(str(SCRIPT), ["--out", str(out)], first) == 0
+    assert first.plan is not None
+    plan = msgspec.structs.replace(parameters_on_disk(nn.Module()), model_fingerprint=first.plan.model_fingerprint)
+    session = Session(plan=plan, disk=str(tmp_path))
+    assert run_script(str(SCRIPT), ["--out", str(out)], session, is_last=is_last) == 0
+    assert (session._live.keeper.away_bytes > 0) == is_last
+    assert (session._live.parameters.away_bytes > 0) == is_last
+    assert session.measured.bytes_from_tier > 0
+    assert {name: t.tolist() for name, t in load_file(out).items()} == {n: t.tolist() for n, t in plain_weights.items()}
+    session._live.parameters.bring_back()
+    session._live.keeper.bring_back()

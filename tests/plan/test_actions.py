@@ -16,6 +16,7 @@ from memwall.plan.actions import (
     Autocast,
     Offload,
     OptimizerPlacement,
+    ParameterPlacement,
     Recompute,
     kinds,
 )
@@ -41,6 +42,10 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
         OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=2, min_bytes=1),
         ("optimizer state to disk", "between steps", "bit-exact"),
     ),
+    "parameter-placement": (
+        ParameterPlacement(tier="disk", blocks=("h.0", "h.1"), window_bytes=2, min_bytes=1, written_bytes=3),
+        ("parameters and gradients to disk", "between uses", "bit-exact"),
+    ),
 }
 LEGALITY = {
     "recompute": "can_recompute",
@@ -49,6 +54,7 @@ LEGALITY = {
     "autocast": "can_autocast",
     "allocator": "can_reuse_allocator",
     "optimizer-placement": "can_move_optimizer_state",
+    "parameter-placement": "can_move_parameters",
 }
 
 

@@ -31,7 +31,7 @@ def smallest_without(monkeypatch: pytest.MonkeyPatch, smallest_bytes: Callable[.
 
     def smallest(trace: Trace) -> int:
         with monkeypatch.context() as patch:
-            patch.setattr(search, "optimizer_placements", lambda *_, **__: ())
+            patch.setattr(search, "state_away", lambda *_, **__: ())
             return smallest_bytes(trace)
 
     return smallest
@@ -209,7 +209,7 @@ def test_a_plan_that_costs_less_without_it_stays_as_it_is(
     least = smallest_without(slow)
     budget_bytes = int(least + share * (plain_bytes(slow) - least))
     found = plan(slow, budget=budget_bytes).forecast
-    monkeypatch.setattr(search, "optimizer_placements", lambda *_, **__: ())
+    monkeypatch.setattr(search, "state_away", lambda *_, **__: ())
     without = plan(slow, budget=budget_bytes).forecast
     assert found.actions == without.actions
     assert found.step_seconds == without.step_seconds

@@ -156,7 +156,7 @@ def test_a_full_disk_is_not_used_beyond_its_room(
     a_trace: Callable[[str], Trace], budgets: Callable[..., list[int]], fast_disk: Machine
 ) -> None:
     trace = msgspec.structs.replace(a_trace("gpt"), machine=fast_disk)
-    (budget_bytes,) = budgets(trace, (0.3,))
+    (budget_bytes,) = budgets(trace, (0.6,))
     free = plan(trace, budget=budget_bytes).forecast
     assert free.moved_bytes_per_step > 0
     room_bytes = free.moved_bytes_per_step // 2

@@ -4,7 +4,16 @@ import msgspec
 import pytest
 
 from memwall.observe.run_report import Measured, RunReport
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, OptimizerPlacement, Recompute
+from memwall.plan.actions import (
+    Accumulate,
+    Action,
+    AllocatorReuse,
+    Autocast,
+    Offload,
+    OptimizerPlacement,
+    ParameterPlacement,
+    Recompute,
+)
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.report.run_grids import Outcome
@@ -136,6 +145,15 @@ def actions() -> tuple[Action, ...]:
             min_bytes=MIB // 16,
             saved_bytes=300 * MIB,
             cost_seconds=0.3,
+        ),
+        ParameterPlacement(
+            tier="disk",
+            blocks=("blocks.0", "blocks.1"),
+            window_bytes=4 * MIB,
+            min_bytes=MIB // 4,
+            written_bytes=330 * MIB,
+            saved_bytes=330 * MIB,
+            cost_seconds=0.4,
         ),
         AllocatorReuse(policy="tight", limit_bytes=470 * MIB),
     )

@@ -7,7 +7,17 @@ from memwall.apply.effect.blocks import OffloadEffect, RecomputeEffect, Watched,
 from memwall.apply.effect.effect import Effect, Effects
 from memwall.apply.effect.memory import AllocatorEffect, PlacementEffect
 from memwall.apply.effect.numerics import AccumulationEffect, AutocastEffect
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, OptimizerPlacement, Recompute
+from memwall.apply.effect.parameters import ParameterEffect
+from memwall.plan.actions import (
+    Accumulate,
+    Action,
+    AllocatorReuse,
+    Autocast,
+    Offload,
+    OptimizerPlacement,
+    ParameterPlacement,
+    Recompute,
+)
 
 if TYPE_CHECKING:
     from memwall.apply.applied import AppliedPlan
@@ -64,6 +74,11 @@ def _placement(applied: "AppliedPlan", action: Action) -> Effect:
     return PlacementEffect(action, applied.model, applied.keeper, lambda: applied.optimizer)
 
 
+def _parameters(applied: "AppliedPlan", action: Action) -> Effect:
+    assert isinstance(action, ParameterPlacement)
+    return ParameterEffect(action, applied.parameters)
+
+
 EFFECTS: dict[type, Callable[["AppliedPlan", Action], Effect | None]] = {
     Recompute: _recompute,
     Offload: _offload,
@@ -71,4 +86,5 @@ EFFECTS: dict[type, Callable[["AppliedPlan", Action], Effect | None]] = {
     Autocast: _autocast,
     AllocatorReuse: _allocator,
     OptimizerPlacement: _placement,
+    ParameterPlacement: _parameters,
 }

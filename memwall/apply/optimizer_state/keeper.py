@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -41,10 +42,16 @@ class StateKeeper:
     Args:
         disk: directory; None for the default one.
         capacity_bytes: what a plan may use of it.
+        around_step: wraps the step of a few parameters, to bring them in.
     """
 
-    def __init__(self, disk: str | None, capacity_bytes: int | None) -> None:
-        self._disk, self._capacity_bytes = disk, capacity_bytes
+    def __init__(
+        self,
+        disk: str | None,
+        capacity_bytes: int | None,
+        around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
+    ) -> None:
+        self._disk, self._capacity_bytes, self._around_step = disk, capacity_bytes, around_step
         self._state: OptimizerState | None = None
         self._close: Callable[[], None] | None = None
         self._counted = (0, 0)
@@ -82,6 +89,7 @@ class StateKeeper:
             resident_bytes=action.resident_bytes,
             bucket_bytes=action.bucket_bytes,
             min_bytes=action.min_bytes,
+            around_step=self._around_step,
         )
 
     def spill_recorded(
@@ -92,18 +100,22 @@ class StateKeeper:
         budget_bytes: int,
         coming_bytes: int = 0,
         used_bytes: int = 0,
+        must: bool = False,
     ) -> bool:
         """Has a step that is being recorded keep its state on disk, if the budget has no room for it in memory.
 
         Args:
+            must: whatever room there is.
             coming_bytes: what the step makes before its optimizer runs.
             used_bytes: what else of the step is on the disk.
 
         Returns:
             Whether the state is, or will be, on disk.
         """
-        if self._state is not None or not _lacks_room(optimizer, allocator, budget_bytes - coming_bytes):
-            return self._state is not None
+        if self._state is not None:
+            return True
+        if not must and not _lacks_room(optimizer, allocator, budget_bytes - coming_bytes):
+            return False
         sizes = [
             num_bytes
             for group in optimizer.param_groups
@@ -119,6 +131,7 @@ class StateKeeper:
                 bucket_bytes=bucket_choices(sizes)[0],
                 min_bytes=MIN_STATE_BYTES,
                 is_recorded=True,
+                around_step=self._around_step,
             )
         except (ApplyError, StoreError) as reason:
             _log.info("the first step keeps the optimizer's state in memory: %s", reason)

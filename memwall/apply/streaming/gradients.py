@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memwall.errors import ApplyError
 from memwall.store.paged import PagedTensor, WriteBehind
 from memwall.store.transfer import TransferPool
 
-__all__ = ["GradientStore", "Reductions", "SpilledGradient"]
+__all__ = ["GradientStore", "Reductions", "SpilledGradient", "StandsFor"]
 
 _aten: Any = torch.ops.aten
 # Written in place, element by element, from numbers alone: these may wait.
@@ -51,6 +52,10 @@ class Reductions:
         return {name: func(gradient, *args, **kwargs) for name, (func, args, kwargs) in self._operations.items()}
 
 
+StandsFor = Callable[[Tensor, Tensor], None]
+"""Tells a recorder that the first tensor holds what the second one held, which stays without memory."""
+
+
 class GradientStore:
     """Where one parameter's gradient is, over all steps.
 
@@ -82,6 +87,8 @@ class GradientStore:
         self._num_done = 0
         self.handle: SpilledGradient | None = None
         """Stands for the gradient; None while there is none here."""
+        self._plain: Tensor | None = None
+        """While a step is recorded: the gradient of the plain step, without its memory."""
 
     @property
     def resident_bytes(self) -> int:
@@ -93,13 +100,26 @@ class GradientStore:
         """Where its elements lie whenever they are in memory."""
         return self._paged_tensor().tensor.data_ptr()
 
-    def add(self, new: Tensor) -> None:
-        """Takes what a backward has computed: the gradient, or one more term of it."""
+    def add(self, new: Tensor, stands_for: StandsFor | None = None) -> None:
+        """Takes what a backward has computed: the gradient, or one more term of it.
+
+        Args:
+            stands_for: who is to be told, while the step is recorded.
+        """
+        with _disable_current_modes():  # a move is no part of the step
+            self._add(new, stands_for)
+
+    def _add(self, new: Tensor, stands_for: StandsFor | None) -> None:
         if self.handle is None:
             paged = self._paged_tensor()
             paged.overwrite()
             paged.tensor.copy_(new)
             self.handle = SpilledGradient(self, paged.tensor)
+            if stands_for is not None and new.untyped_storage().resizable():
+                stands_for(self.handle, new)
+                stands_for(paged.tensor, new)
+                self._plain = new
+                new.untyped_storage().resize_(0)
         else:
             self.load()
             paged = self._paged_tensor()
@@ -124,8 +144,9 @@ class GradientStore:
         if self._num_done < len(self._deferred):
             paged.finish_write()
             # On disk it stays as it was: what is noted is done again at the next load.
-            for func, args, kwargs in self._deferred[self._num_done :]:
-                func(paged.tensor, *args, **kwargs)
+            with _disable_current_modes():
+                for func, args, kwargs in self._deferred[self._num_done :]:
+                    func(paged.tensor, *args, **kwargs)
             self._num_done = len(self._deferred)
         return paged.tensor
 
@@ -142,13 +163,14 @@ class GradientStore:
     def drop(self) -> None:
         """Forgets the gradient; its place on disk is kept for the next one."""
         if self.handle is not None:
-            self.handle, self._deferred, self._numbers = None, [], {}
+            self.handle, self._plain, self._deferred, self._numbers = None, None, [], {}
             self._paged_tensor().let_go()
 
     def take(self) -> Tensor:
         """Puts the gradient back into memory for good."""
         assert self.handle is not None
-        handle, taken = self.handle, self.load().clone()
+        with _disable_current_modes():
+            handle, taken = self.handle, self.load().clone()
         self.drop()
         handle.taken = taken
         self._put_back(taken)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 from memwall.apply.streaming.units import Unit, find_units, repeated_blocks, tensors_in
@@ -56,13 +57,17 @@ class ParameterStreaming:
         model: on the CPU.
         tier: where parameters go; those of the model that are in it already stay there.
         blocks: paths of the modules that are brought in as one; None finds what is repeated in the model.
+        has_root: whether the model's own parameters leave too, those that are in none of its children. Where its
+            forward has begun they cannot.
 
     Raises:
         ApplyError: a block is missing or cannot be wrapped; nothing has changed then.
         StoreError: no room on disk, or a transfer failed; the parameters are in memory as before then.
     """
 
-    def __init__(self, model: nn.Module, tier: ParameterTier, *, blocks: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, tier: ParameterTier, *, blocks: Sequence[str] | None = None, has_root: bool = True
+    ) -> None:
         self._tier = tier
         self.failure: MemwallError | None = None
         """The first error in a backward: autograd passes it through the caller's code, which may drop it."""
@@ -79,6 +84,7 @@ class ParameterStreaming:
         self._held: dict[_Stream, object] = {}
         self._step = StreamedStep(tier)
         units = find_units(model, repeated_blocks(model) if blocks is None else blocks)
+        units = units if has_root else tuple(unit for unit in units if unit.module is not model)
         _refuse_hooked(model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._order: list[_Stream] = []
@@ -99,6 +105,10 @@ class ParameterStreaming:
         except BaseException:
             self.undo()
             raise
+
+    def follow(self, stands_for: StandsFor | None) -> None:
+        """While a step is recorded: whom to tell what stands for a gradient that has left; None ends that."""
+        self._tier.stands_for = stands_for
 
     @property
     def away_bytes(self) -> int:
@@ -349,6 +359,7 @@ def open_parameter_streaming(
     window_bytes: int,
     min_bytes: int,
     blocks: Sequence[str] | None = None,
+    has_root: bool = True,
 ) -> tuple[ParameterStreaming, Callable[[], None]]:
     """Puts a model's parameters and gradients on disk.
 
@@ -364,7 +375,7 @@ def open_parameter_streaming(
     pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
     try:
         tier = ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes)
-        streaming = ParameterStreaming(model, tier, blocks=blocks)
+        streaming = ParameterStreaming(model, tier, blocks=blocks, has_root=has_root)
     except BaseException:
         pool.close()
         raise

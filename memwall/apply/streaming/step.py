@@ -29,10 +29,12 @@ class StreamedStep:
         # Which parameter was stepped after which.
         self._after: dict[StreamedParameter, StreamedParameter] = {}
         self._last: StreamedParameter | None = None
+        self._ahead: list[StreamedParameter] = []
 
     def end(self) -> None:
         """Says that a step is over: what is stepped next is not stepped after what was stepped last."""
         self._last = None
+        self._stop_reading_ahead_but(())
 
     def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """See `ParameterStreaming.around_step`."""
@@ -72,7 +74,10 @@ class StreamedStep:
             self._after[one] = other
         if members:
             self._last = members[-1]
-        for member in (*members, *self._next(members)):
+        following = self._next(members)
+        self._stop_reading_ahead_but((*members, *following))
+        self._ahead = following
+        for member in (*members, *following):
             member.values.begin_read()
             member.gradient.begin_load()
         spilled = [member for member in members if member.gradient.handle is not None]
@@ -88,6 +93,14 @@ class StreamedStep:
                 member.parameter.grad = None
                 member.gradient.unload()
             self._tier.release(members, is_exposed=True)
+
+    def _stop_reading_ahead_but(self, members: Sequence[StreamedParameter]) -> None:
+        """Lets go of what was read ahead in vain: steps may come in another order than the last time."""
+        wrong = [member for member in self._ahead if member not in members]
+        self._ahead = []
+        self._tier.put_away(wrong)
+        for member in wrong:
+            member.gradient.unload()
 
     def _next(self, members: Sequence[StreamedParameter]) -> list[StreamedParameter]:
         """Of those to come, as many as are stepped now, but one at least."""

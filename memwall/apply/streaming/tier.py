@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memwall.apply.streaming.gradients import GradientStore, Reductions
+from memwall.apply.streaming.gradients import GradientStore, Reductions, StandsFor
 from memwall.apply.streaming.guard import Guard, guarded, unguarded
 from memwall.store.buckets import can_move
 from memwall.store.paged import PagedTensor, WriteBehind
@@ -70,7 +70,7 @@ class StreamedParameter:
         """Takes the gradient that lies in memory, if it is an ordinary one; to be called without guards."""
         new = self.parameter.grad
         if type(new) is Tensor and new.layout is torch.strided and new.dtype == self.parameter.dtype:
-            self.gradient.add(new)
+            self.gradient.add(new, self._tier.stands_for)
             self.parameter.grad = None
 
     # -- the guard's side ------------------------------------------------------------------------------------------
@@ -107,6 +107,8 @@ class ParameterTier:
         self.pool, self.window_bytes, self.min_bytes = pool, window_bytes, min_bytes
         self.writes = WriteBehind(window_bytes)
         self.reductions = Reductions()
+        self.stands_for: StandsFor | None = None
+        """While a step is recorded: who is told what stands for a gradient that has left."""
         self._members: dict[int, StreamedParameter] = {}
         # Used outside blocks, the longest ago first; in memory until the window is full.
         self._used: dict[StreamedParameter, None] = {}

@@ -69,7 +69,7 @@ if mode == "probe":
         train(1, after_first=session.end_step)
     except InfeasibleError as error:
         out["with"] = error.smallest_feasible_bytes
-    search.optimizer_placements = lambda *_, **__: ()
+    search.state_away = lambda *_, **__: ()
     out["without"] = smallest(session.trace, 1 << 20)
     session.close()
     model, optimizer = make()

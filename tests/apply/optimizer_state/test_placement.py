@@ -15,6 +15,7 @@ from memwall.apply.applied import AppliedPlan
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.errors import StoreError
 from memwall.plan.actions import OptimizerPlacement
 from memwall.plan.planfile import Plan
@@ -38,6 +39,7 @@ def applied_to(model: torch.nn.Module, keeper: StateKeeper) -> AppliedPlan:
         allocator=AllocatorHandler(),
         micro=MicroBatches(),
         keeper=keeper,
+        parameters=ParameterKeeper(None, None),
         is_cooperative=False,
     )
 

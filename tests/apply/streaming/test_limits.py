@@ -1,6 +1,7 @@
 """Parameters on disk when things go wrong: refused beforehand, a typed error, or the same bits all the same."""
 
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from streamed_models import GPT, KIB, everything, loss_of, streamed, train_gpt
 from torch import Tensor, nn
 
+from memwall.apply.partial_step import inner_step_of
 from memwall.apply.streaming.parameters import ParameterStreaming, open_parameter_streaming
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.errors import ApplyError, MemwallError, OffloadIOError, StoreError
@@ -112,6 +114,25 @@ def test_an_error_in_the_loop_leaves_a_model_that_trains_on(place: str, state_po
             run()
         found.append(everything(model))
     assert [name for name, value in found[0].items() if not torch.equal(found[1][name], value)] == []
+
+
+def test_what_is_read_ahead_for_a_step_that_goes_another_way_does_not_stay(state_pool: TransferPool) -> None:
+    model = GPT()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = optimizer.param_groups[0]["params"]
+    with streamed(model, state_pool, window_bytes=KIB) as streaming:
+        step = streaming.around_step(inner_step_of(optimizer))
+        for number in range(4):
+            loss_of(model, number).backward()
+            random.Random(number).shuffle(order)
+            for half in (order[: len(order) // 2], order[len(order) // 2 :]):
+                optimizer.param_groups[0]["params"] = half
+                with torch.no_grad():
+                    step(optimizer)
+            # Gradients are there still: of two parameters at most, which are 48 KiB each at most.
+            assert streaming.resident_bytes <= 4 * 48 * KIB
+            for parameter in order:
+                parameter.grad = None
 
 
 class Aside(nn.Module):

@@ -1,0 +1,38 @@
+"""The place of parameters between their uses: seen in what is away between steps."""
+
+from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.plan.actions import ParameterPlacement
+from memwall.units import format_bytes
+
+__all__ = ["ParameterEffect"]
+
+# A last block may wait for the backward that does not come, and what the loop has read itself.
+_PRESENT_SHARE = 0.5
+
+
+class ParameterEffect:
+    """Parameters are on disk between steps."""
+
+    def __init__(self, action: ParameterPlacement, parameters: ParameterKeeper) -> None:
+        self.name = f"parameters on the {action.tier}"
+        self.expected = f"between steps parameters and gradients, {format_bytes(action.saved_bytes or 0)}, are away"
+        self._parameters = parameters
+
+    def is_seen(self) -> bool:
+        """See `Effect`."""
+        return not self.contrary()
+
+    def contrary(self) -> str:
+        """See `Effect`."""
+        away_bytes, absent_bytes = self._parameters.away_bytes, self._parameters.absent_bytes
+        if absent_bytes > _PRESENT_SHARE * away_bytes:
+            return ""
+        if away_bytes == 0:
+            return "all of them are in memory: they share it with other tensors, or are used outside their modules"
+        return (
+            f"{format_bytes(away_bytes - absent_bytes)} of {format_bytes(away_bytes)} are in memory: the loop holds "
+            "tensors that share memory with parameters, or they are used outside their modules"
+        )
+
+    def close(self) -> None:
+        """See `Effect`."""

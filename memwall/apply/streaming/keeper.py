@@ -1,0 +1,186 @@
+"""Where a session's parameters are: in memory until a step or a plan moves them, and carried over between plans."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.optimizer_state.keeper import can_place
+from memwall.apply.optimizer_state.kept_space import kept_space
+from memwall.apply.streaming.gradients import StandsFor
+from memwall.apply.streaming.parameters import ParameterStreaming, open_parameter_streaming
+from memwall.errors import ApplyError, MemwallError, StoreError
+from memwall.plan.actions import ParameterPlacement
+from memwall.plan.orders import WINDOW_BYTES
+from memwall.plan.parameters import MIN_PARAMETER_BYTES, parameter_window_bytes
+from memwall.trace.meter import process_bytes
+from memwall.units import format_bytes
+
+__all__ = ["ParameterKeeper", "why_not_streamed"]
+
+_log = logging.getLogger(__name__)
+
+# What a step makes beside parameters and gradients, at least: small tensors, graph nodes, Python objects.
+_SLACK_BYTES = 16 << 20
+
+
+def why_not_streamed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """None if a model's parameters can be on disk between their uses, as far as it is known, else why not."""
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return "parameters move to disk from CPU memory only"
+    if not can_place(optimizer):
+        return f"{type(optimizer).__name__} cannot be stepped a few parameters at a time"
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return f"this is one of {distributed.get_world_size()} processes, which exchange gradients in memory"
+    if kept_space() is not None:
+        return "the run commits its steps (--checkpoint), which reads all parameters after each"
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) and not is_streamed(parameter):
+            return f"{name} has a hook that runs when its gradient is accumulated"
+    return None
+
+
+def is_streamed(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is on disk between its uses."""
+    return type(parameter) is not nn.Parameter
+
+
+class ParameterKeeper:
+    """Holds the parameters of one model, or nothing.
+
+    Args:
+        disk: directory; None for the default one.
+        capacity_bytes: what a plan may use of it.
+    """
+
+    def __init__(self, disk: str | None, capacity_bytes: int | None) -> None:
+        self._disk, self._capacity_bytes = disk, capacity_bytes
+        self._streaming: ParameterStreaming | None = None
+        self._close: Callable[[], None] | None = None
+        self._counted = (0, 0)
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """The first error in a backward."""
+        return self._streaming.failure if self._streaming is not None else None
+
+    @property
+    def away_bytes(self) -> int:
+        """Parameters that have their place on disk."""
+        return self._streaming.away_bytes if self._streaming is not None else 0
+
+    @property
+    def absent_bytes(self) -> int:
+        """Of these, what is not in memory now."""
+        streaming = self._streaming
+        return 0 if streaming is None else streaming.away_bytes - streaming.resident_bytes
+
+    def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """An optimizer's step below its hooks that brings in the parameters it steps, as long as they are away."""
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            streaming = self._streaming
+            (inner if streaming is None else streaming.around_step(inner))(optimizer, *args, **kwargs)
+
+        return step
+
+    def place(self, model: nn.Module, action: ParameterPlacement) -> None:
+        """Puts parameters where a plan has them, from wherever they are.
+
+        Raises:
+            ApplyError: this model cannot have its parameters there.
+            StoreError: the directory is missing, read-only, full, or a RAM disk.
+        """
+        if self._streaming is not None:
+            return
+        reason = why_not_streamed(model, None)
+        if reason is not None:
+            raise ApplyError(
+                f"the plan keeps parameters on the {action.tier}, which cannot be done here: {reason}; make a plan "
+                "without that, for a larger budget"
+            )
+        self._open(model, action.blocks, action.window_bytes, action.min_bytes)
+
+    def spill_recorded(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        allocator: AllocatorHandler,
+        *,
+        budget_bytes: int,
+    ) -> bool:
+        """Has a step that is to be recorded keep its parameters on disk, if the budget has no room for gradients.
+
+        Returns:
+            Whether they are on disk.
+        """
+        if not _lacks_room(model, allocator, budget_bytes):
+            return False
+        reason = why_not_streamed(model, optimizer)
+        try:
+            if reason is None:
+                whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
+                self._open(model, None, parameter_window_bytes(whole_bytes), MIN_PARAMETER_BYTES)
+                allocator.trim()
+        except (ApplyError, StoreError) as error:
+            reason = str(error)
+        if reason is not None:
+            _log.info("the first step keeps parameters and gradients in memory: %s", reason)
+        return reason is None
+
+    def follow(self, stands_for: StandsFor | None) -> None:
+        """While a step is recorded: whom to tell what stands for a gradient that has left."""
+        if self._streaming is not None:
+            self._streaming.follow(stands_for)
+
+    def bring_back(self) -> None:
+        """All parameters and gradients are in memory again, and nothing on disk.
+
+        Raises:
+            StoreError: some cannot be read back, and no step has failed for that reason before.
+        """
+        close, self._close = self._close, None
+        try:
+            if close is not None:
+                close()
+        finally:
+            counts = self._counts()
+            self._counted = (self._counted[0] - counts[0], self._counted[1] - counts[1])
+            self._streaming = None
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes written to disk and read from it since this was asked last."""
+        counts = self._counts()
+        moved = counts[0] - self._counted[0], counts[1] - self._counted[1]
+        self._counted = counts
+        return moved
+
+    def _counts(self) -> tuple[int, int]:
+        streaming = self._streaming
+        return (0, 0) if streaming is None else (streaming.bytes_written, streaming.bytes_read)
+
+    def _open(self, model: nn.Module, blocks: tuple[str, ...] | None, window_bytes: int, min_bytes: int) -> None:
+        self._streaming, self._close = open_parameter_streaming(
+            model,
+            disk=self._disk,
+            capacity_bytes=self._capacity_bytes,
+            window_bytes=window_bytes,
+            min_bytes=min_bytes,
+            blocks=blocks,
+            has_root=False,  # the session comes in when the model is being called
+        )
+
+
+def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int) -> bool:
+    """Whether a step whose gradients are all in memory would pass the budget."""
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    room_bytes = budget_bytes - gradient_bytes - WINDOW_BYTES - _SLACK_BYTES
+    if process_bytes() > room_bytes:
+        allocator.trim()
+    lacks = process_bytes() > room_bytes
+    if lacks:
+        _log.info("the first step's parameters and %s of gradients go to disk", format_bytes(gradient_bytes))
+    return lacks

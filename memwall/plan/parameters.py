@@ -1,0 +1,118 @@
+"""Parameters and gradients on disk: what that frees and what it costs; the last resort of the search."""
+
+from collections.abc import Sequence
+
+from memwall.plan.actions import OptimizerPlacement, ParameterPlacement
+from memwall.plan.legality import can_move_parameters
+from memwall.plan.placement import CPU_SECONDS_PER_BYTE
+from memwall.predict.parameters_on_disk import Away, away_from, paged_bytes, streamed_blocks, with_parameters_on_disk
+from memwall.trace.records import Module, Step, Trace
+
+__all__ = [
+    "MIN_PARAMETER_BYTES",
+    "as_streamed",
+    "built_bytes",
+    "parameter_placement",
+    "parameter_window_bytes",
+    "streamed",
+    "streamed_bytes",
+]
+
+MIN_PARAMETER_BYTES = 256 << 10
+"""Smaller parameters stay in memory with their gradients: norms and biases, as a rule."""
+# What is stepped at a time: enough to keep a disk busy; of few parameters a part that is little beside them.
+_WINDOW_BYTES = 32 << 20
+_MIN_WINDOW_BYTES = 1 << 20
+_WINDOW_SHARE = 1 / 32
+
+
+def parameter_window_bytes(parameter_bytes: int) -> int:
+    """The window for so many bytes of parameters."""
+    return min(max(int(parameter_bytes * _WINDOW_SHARE), _MIN_WINDOW_BYTES), _WINDOW_BYTES)
+
+
+def parameter_placement(
+    trace: Trace, steady: Step, state: OptimizerPlacement, *, capacity_bytes: int
+) -> ParameterPlacement | str:
+    """The way to have parameters and gradients on disk; the reason where that is not legal.
+
+    Args:
+        steady: the step that repeats, as it was recorded.
+        state: where the optimizer's state is: all of it on disk, too.
+        capacity_bytes: what the disk may be used for.
+    """
+    blocks = streamed_blocks(trace.modules)
+    away = away_from(steady, trace.modules, blocks, MIN_PARAMETER_BYTES)
+    parameter_bytes = away.parameter_bytes + away.gradient_bytes
+    away_bytes = parameter_bytes + (state.saved_bytes or 0) if away.users else 0
+    reason = can_move_parameters(trace, away_bytes, capacity_bytes)
+    if reason is not None:
+        return reason
+    return ParameterPlacement(
+        tier="disk",
+        blocks=blocks,
+        window_bytes=_window_of(steady),
+        min_bytes=MIN_PARAMETER_BYTES,
+        written_bytes=away.gradient_bytes * (1 + trace.num_micro_batches),
+        saved_bytes=parameter_bytes,
+        cost_seconds=_seconds(trace, steady, away),
+    )
+
+
+def streamed(trace: Trace, step: Step, placement: ParameterPlacement) -> Step:
+    """The step under a placement."""
+    return with_parameters_on_disk(
+        step, trace.modules, _away(trace, step, placement), window_bytes=placement.window_bytes
+    )
+
+
+def as_streamed(step: Step, modules: Sequence[Module]) -> Step:
+    """The step with all parameters on disk that can be, as they are while a step is recorded."""
+    away = away_from(step, modules, streamed_blocks(modules), MIN_PARAMETER_BYTES)
+    return with_parameters_on_disk(step, modules, away, window_bytes=_window_of(step)) if away.users else step
+
+
+def streamed_bytes(trace: Trace, step: Step, placement: ParameterPlacement) -> int:
+    """The most that is in memory at once, outside the tensor heap, of what a placement has on disk."""
+    return paged_bytes(step, trace.modules, _away(trace, step, placement), window_bytes=placement.window_bytes)
+
+
+def built_bytes(trace: Trace, placement: ParameterPlacement) -> int:
+    """What the process holds when parameters begin to leave it: all of them, and one that waits to be written."""
+    sizes = [s.nbytes for s in trace.steps[0].storages if s.category == "parameter"]
+    return trace.base_bytes + sum(sizes) + placement.window_bytes + max(sizes, default=0)
+
+
+def _window_of(step: Step) -> int:
+    return parameter_window_bytes(sum(s.nbytes for s in step.storages if s.category == "parameter"))
+
+
+def _away(trace: Trace, step: Step, placement: ParameterPlacement) -> Away:
+    return away_from(step, trace.modules, placement.blocks, placement.min_bytes)
+
+
+def _seconds(trace: Trace, steady: Step, away: Away) -> float:
+    """What a step takes longer than with parameters and gradients in memory.
+
+    The disk either reads or writes. Parameters are read in each forward and each backward, beside which gradients are
+    written; what these phases compute hides that as far as it goes. The optimizer's own transfers overlap with those of
+    its state, which hide behind it already: nothing is left to hide these.
+    """
+    machine, num_passes = trace.machine, trace.num_micro_batches
+    per_read, per_write = 1 / machine.disk_read_bytes_per_second, 1 / machine.disk_write_bytes_per_second
+    computing = {"forward": 0.0, "backward": 0.0}
+    for op in steady.ops:
+        if op.phase in computing:
+            computing[op.phase] += op.seconds
+    read_bytes, gradient_bytes = num_passes * away.parameter_bytes, num_passes * away.gradient_bytes
+    again_bytes = (num_passes - 1) * away.gradient_bytes
+    passing_bytes = {"forward": read_bytes, "backward": read_bytes + gradient_bytes + again_bytes}
+    disk_seconds = {
+        "forward": read_bytes * per_read,
+        "backward": (read_bytes + again_bytes) * per_read + gradient_bytes * per_write,
+    }
+    seconds = away.gradient_bytes * (2 * per_read + per_write)
+    for phase, computed in computing.items():
+        cpu_seconds = passing_bytes[phase] * CPU_SECONDS_PER_BYTE / max(1, trace.num_threads)
+        seconds += max(disk_seconds[phase] - computed, cpu_seconds)
+    return seconds

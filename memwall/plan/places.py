@@ -1,0 +1,61 @@
+"""Where what stands between steps may be, beside memory: the optimizer's state, and with it the parameters."""
+
+from typing import NamedTuple
+
+from memwall.plan.actions import Action, OptimizerPlacement, ParameterPlacement
+from memwall.plan.parameters import parameter_placement, streamed
+from memwall.plan.placement import optimizer_placements, placed
+from memwall.trace.records import Step, Trace
+
+__all__ = ["IN_MEMORY", "Place", "parameters_away", "place_step", "state_away"]
+
+
+class Place(NamedTuple):
+    """Where state and parameters are; None for memory."""
+
+    state: OptimizerPlacement | None = None
+    parameters: ParameterPlacement | None = None
+    """Only where all of the state is away, too."""
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """In the order in which they are applied."""
+        return tuple(action for action in (self.parameters, self.state) if action is not None)
+
+    @property
+    def seconds(self) -> float:
+        """What a step takes longer."""
+        return sum(action.cost_seconds or 0.0 for action in (self.state, self.parameters) if action is not None)
+
+    @property
+    def away_bytes(self) -> int:
+        """What has its place on disk."""
+        return sum(action.saved_bytes or 0 for action in (self.state, self.parameters) if action is not None)
+
+    @property
+    def written_bytes(self) -> int:
+        """What each step writes: state once, parameters once, gradients as often as they are added to."""
+        state_bytes = 0 if self.state is None else self.state.saved_bytes or 0
+        return state_bytes + (0 if self.parameters is None else self.parameters.written_bytes)
+
+
+IN_MEMORY = Place()
+
+
+def state_away(trace: Trace, steady: Step, *, capacity_bytes: int) -> tuple[Place, ...]:
+    """Ways to have the optimizer's state on disk, the one that frees most first; none where that is not legal."""
+    return tuple(Place(state) for state in optimizer_placements(trace, steady, capacity_bytes=capacity_bytes))
+
+
+def parameters_away(trace: Trace, steady: Step, place: Place, *, capacity_bytes: int) -> Place | str:
+    """The same with parameters and gradients on disk as well; the reason where that is not legal."""
+    assert place.state is not None
+    found = parameter_placement(trace, steady, place.state, capacity_bytes=capacity_bytes)
+    return found if isinstance(found, str) else place._replace(parameters=found)
+
+
+def place_step(trace: Trace, step: Step, place: Place) -> Step:
+    """The step with state and parameters there."""
+    if place.state is not None:
+        step = placed(step, place.state)
+    return step if place.parameters is None else streamed(trace, step, place.parameters)

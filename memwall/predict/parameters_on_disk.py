@@ -1,0 +1,219 @@
+"""A step whose parameters and gradients are on disk, but for a few blocks at a time: what leaves, and the step then.
+
+A unit is a block, or a module outside blocks with parameters of its own. In forward a unit is in memory while it runs
+and while the one before it does, which reads it ahead; in backward from the unit after it to the unit before it. A
+gradient leaves once it is accumulated, through a copy that is written behind. The optimizer has a window of parameters
+with their gradients in memory, the next window on its way in and the last one on its way out.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from memwall.store.backend import round_up
+from memwall.trace.records import Module, ModuleCall, Step, Storage
+
+__all__ = ["Away", "away_from", "paged_bytes", "streamed_blocks", "with_parameters_on_disk"]
+
+
+class Away(NamedTuple):
+    """What of a step is on disk between its uses, as indices of storages."""
+
+    users: dict[int, frozenset[int]]
+    """Of each parameter, the units that use it."""
+    gradients: tuple[int, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+
+
+def streamed_blocks(modules: Sequence[Module]) -> tuple[str, ...]:
+    """Paths of the modules that stand side by side in a list or sequence with others of their class."""
+    children: dict[int, list[int]] = {}
+    for index, module in enumerate(modules):
+        children.setdefault(module.parent, []).append(index)
+    found: list[str] = []
+
+    def search(index: int) -> None:
+        for child in children.get(index, ()):
+            module = modules[child]
+            like = [c for c in children[index] if modules[c].class_name == module.class_name]
+            if module.container != "none" and len(like) > 1 and not module.is_leaf:
+                found.append(module.path)
+            else:
+                search(child)
+
+    search(0)
+    return tuple(found)
+
+
+def away_from(step: Step, modules: Sequence[Module], blocks: Iterable[str], min_bytes: int) -> Away:
+    """What can be on disk: parameters that nothing but their units uses, and the gradients of those.
+
+    The root's own stay: its forward runs already when they would have to be brought in.
+    """
+    units = _units(modules, frozenset(blocks))
+    users: dict[int, set[int]] = {}
+    for op in step.ops:
+        if op.phase in ("forward", "loss"):
+            for index in op.inputs:
+                if step.storages[index].category == "parameter":
+                    users.setdefault(index, set()).add(units[op.module] if op.module >= 0 else -1)
+    candidates = [i for i, s in enumerate(step.storages) if s.category == "parameter" and _is_large(s, min_bytes)]
+    away = {i: frozenset(users[i]) for i in candidates if i in users and -1 not in users[i]}
+    # A trace does not know whose gradient is whose; they have their parameters' sizes.
+    staying = Counter(step.storages[i].nbytes for i in candidates if i not in away)
+    gradients: list[int] = []
+    for index, storage in enumerate(step.storages):
+        if storage.category == "gradient" and _is_large(storage, min_bytes):
+            if staying[storage.nbytes] > 0:
+                staying[storage.nbytes] -= 1
+            else:
+                gradients.append(index)
+    return Away(
+        away,
+        tuple(gradients),
+        sum(round_up(step.storages[i].nbytes) for i in away),
+        sum(round_up(step.storages[i].nbytes) for i in gradients),
+    )
+
+
+def with_parameters_on_disk(step: Step, modules: Sequence[Module], away: Away, *, window_bytes: int) -> Step:
+    """The step with so much of it on disk between its uses.
+
+    Args:
+        away: as found in this step, or in one with the same operations.
+        window_bytes: what the optimizer steps at a time, and again what waits to be written; one tensor may always.
+    """
+    storages = list(step.storages)
+    for index in away.users:
+        storages[index] = msgspec.structs.replace(storages[index], nbytes=0)
+    last_uses = _last_uses(step, away.gradients)
+    for index in away.gradients:
+        storage = storages[index]
+        end = last_uses[index] + 1
+        is_new = storage.birth >= 0
+        storages[index] = msgspec.structs.replace(
+            storage, nbytes=storage.nbytes if is_new else 0, dropped=end if is_new else -1, death=end if is_new else -1
+        )
+    # At the end, so that the numbers operations refer to stay.
+    storages.extend(_paged(step, modules, away, window_bytes))
+    return msgspec.structs.replace(step, storages=tuple(storages))
+
+
+def paged_bytes(step: Step, modules: Sequence[Module], away: Away, *, window_bytes: int) -> int:
+    """The most that is in memory at once of what is on disk, in maps of its own."""
+    change = [0] * (len(step.ops) + 1)
+    for storage in _paged(step, modules, away, window_bytes):
+        change[storage.birth] += storage.nbytes
+        change[storage.death] -= storage.nbytes
+    most_bytes = held_bytes = 0
+    for num_bytes in change:
+        held_bytes += num_bytes
+        most_bytes = max(most_bytes, held_bytes)
+    return most_bytes
+
+
+def _is_large(storage: Storage, min_bytes: int) -> bool:
+    return storage.device == "cpu" and storage.nbytes >= max(1, min_bytes)
+
+
+def _units(modules: Sequence[Module], blocks: frozenset[str]) -> list[int]:
+    """Of each module, the unit that its operations belong to; -1 for none."""
+    units: list[int] = []
+    for index, module in enumerate(modules):
+        above = units[module.parent] if module.parent >= 0 else -1
+        if above >= 0 and modules[above].path in blocks:
+            units.append(above)
+        elif module.path in blocks or (module.parameter_bytes > 0 and module.parent >= 0):
+            units.append(index)
+        else:
+            units.append(-1)
+    return units
+
+
+def _paged(step: Step, modules: Sequence[Module], away: Away, window_bytes: int) -> list[Storage]:
+    like = {index: step.storages[index] for index in away.users}
+    spans = _spans(step, {unit for users in away.users.values() for unit in users})
+    found: list[Storage] = []
+    for index, users in sorted(away.users.items()):
+        for begin, end in _merged(span for unit in users for span in spans.get(unit, ())):
+            found.append(_stay(like[index], round_up(like[index].nbytes), begin, end, step))
+    sizes = sorted((round_up(step.storages[i].nbytes) for i in away.gradients), reverse=True)
+    for phase, num_bytes in (
+        ("backward", _spilling_bytes(sizes, window_bytes)),
+        ("optimizer", _stepping_bytes(sizes, window_bytes)),
+    ):
+        ops = [number for number, op in enumerate(step.ops) if op.phase == phase]
+        if ops and num_bytes:
+            found.append(_stay(next(iter(like.values())), num_bytes, ops[0], ops[-1] + 1, step))
+    return found
+
+
+def _stay(like: Storage, num_bytes: int, begin: int, end: int, step: Step) -> Storage:
+    return msgspec.structs.replace(
+        like, nbytes=num_bytes, birth=begin, dropped=end, death=end, phase=step.ops[begin].phase, batched=False
+    )
+
+
+def _spilling_bytes(sizes: Sequence[int], window_bytes: int) -> int:
+    """Copies of gradients in memory during backward: one being made while others wait to be written."""
+    if not sizes:
+        return 0
+    return min(sizes[0] + max(window_bytes, sizes[0]), sum(sizes))
+
+
+def _stepping_bytes(sizes: Sequence[int], window_bytes: int) -> int:
+    """Parameters and gradients in memory in the optimizer's step: a window, the next one, and one being written."""
+    first, second, third = (max(size, window_bytes) for size in (*sizes[:3], 0, 0, 0)[:3])
+    most_bytes = max(2 * (first + second) + second, 2 * (second + third) + first)
+    return min(most_bytes, 3 * sum(sizes))
+
+
+def _spans(step: Step, units: set[int]) -> dict[int, list[tuple[int, int]]]:
+    """When the parameters of each unit are in memory in forward and backward, as [begin, end) of operations."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    calls = [call for call in step.calls if call.module in units]
+    forward = sorted(calls, key=lambda call: (call.start, -call.end))
+    for before, call in zip((None, *forward), forward, strict=False):
+        is_ahead = before is not None and not 0 <= before.backward_start <= call.start
+        spans.setdefault(call.module, []).append(
+            (before.start if before is not None and is_ahead else call.start, call.end)
+        )
+    backward = sorted((call for call in calls if call.backward_start >= 0), key=lambda call: call.backward_start)
+    for before, call, after in zip((None, *backward), backward, (*backward[1:], None), strict=False):
+        # The last unit of a forward stays for the backward, which begins with it.
+        begin = call.end if before is None or not _is_one_backward(before, call) else before.backward_start
+        end = call.backward_end if after is None or not _is_one_backward(call, after) else after.backward_start
+        spans[call.module].append((begin, end))
+    return spans
+
+
+def _is_one_backward(one: ModuleCall, next_one: ModuleCall) -> bool:
+    """Whether no forward lies between the backwards of two calls."""
+    return next_one.end <= one.backward_start
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(span for span in spans if span[0] < span[1]):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _last_uses(step: Step, gradients: Sequence[int]) -> dict[int, int]:
+    """The last operation that each gradient takes part in of the backward that makes it."""
+    found = {index: max(step.storages[index].birth, 0) for index in gradients}
+    present: set[int] = set()
+    for number, op in enumerate(step.ops):
+        if op.phase != "backward":
+            present.clear()
+            continue
+        present.update(index for index in op.outputs if index in found and step.storages[index].birth == number)
+        for index in present.intersection((*op.inputs, *op.outputs)):
+            found[index] = number
+    return found

@@ -1,0 +1,107 @@
+"""A budget below parameters, gradients and optimizer state: a script that knows nothing of it keeps to it, to the bit.
+
+Each run is a process of its own; the meter is the process's own high-water mark.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memwall.predict.tensor_heap import heap_unavailable_reason
+
+pytestmark = [
+    pytest.mark.timeout(540),
+    pytest.mark.skipif(bool(heap_unavailable_reason()), reason=f"no tensor heap: {heap_unavailable_reason()}"),
+]
+MIB = 1 << 20
+WEIGHT_BYTES = 24 * 1024 * 1024 * 4
+
+_SCRIPT = """
+import hashlib, sys
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(24)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(3):
+    x = torch.randn(16, 1024, generator=torch.Generator().manual_seed(step))
+    (model(x) - x).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+found = hashlib.sha256()
+for parameter in model.parameters():
+    found.update(parameter.detach().numpy().data)
+print("weights", found.hexdigest())
+"""
+
+# What is the smallest budget with parameters on disk, and what without?
+_PROBE = """
+import json, runpy, sys
+from memwall.apply.session import Session
+from memwall.errors import InfeasibleError
+from memwall.integrations.launcher import run_script
+from memwall.plan import search
+
+session = Session(budget_bytes=1 << 20, disk=sys.argv[2])
+found = {}
+try:
+    run_script(sys.argv[1], [], session)
+except InfeasibleError as error:
+    found["with"] = error.smallest_feasible_bytes
+search.parameters_away = lambda *_, **__: "they stay here"
+try:
+    search.make_plan(session.trace, search.Settings(budget_bytes=1 << 20))
+except InfeasibleError as error:
+    found["without"] = error.smallest_feasible_bytes
+print(json.dumps(found))
+"""
+
+
+def output_of(*command: str, cwd: Path) -> str:
+    """What a Python process prints."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_script_keeps_to_a_budget_that_has_no_room_for_gradients_beside_parameters(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    (plain,) = output_of("train.py", cwd=tmp_path).splitlines()
+    smallest = json.loads(output_of("-c", _PROBE, "train.py", str(tmp_path), cwd=tmp_path).splitlines()[-1])
+    assert smallest["with"] < smallest["without"] - 0.5 * WEIGHT_BYTES
+    budget_bytes = smallest["with"] + (smallest["without"] - smallest["with"]) // 3
+
+    options = ("--budget", str(budget_bytes), "--disk", str(tmp_path), "--report", "run.json")
+    planned = output_of("-m", "memwall", "run", *options, "train.py", cwd=tmp_path)
+    assert plain in planned.splitlines()
+    run: dict[str, Any] = json.loads((tmp_path / "run.json").read_text())
+    forecast = run["forecast"]
+    kinds = [action["kind"] for action in forecast["actions"]]
+    assert kinds[:2] == ["parameter-placement", "optimizer-placement"]
+    assert run["within_budget"]
+    # The first step too: it never had all gradients in memory beside the parameters.
+    assert run["measured"]["first_step_peak_bytes"] < smallest["without"] - 0.5 * WEIGHT_BYTES
+    predicted_bytes = forecast["phases"]["steady_step"]["process_bytes"]
+    assert abs(run["measured"]["steady_peak_bytes"] - predicted_bytes) <= forecast["margin_bytes"]
+    assert run["measured"]["num_replans"] == 0
+    # What the script itself reads, once in two steps, counts as changed.
+    own_bytes = WEIGHT_BYTES / 2
+    moved_bytes = run["measured"]["bytes_moved_per_step"] - forecast["moved_bytes_per_step"]
+    assert -0.01 * own_bytes <= moved_bytes <= 1.01 * own_bytes

@@ -1,0 +1,273 @@
+"""Parameters on disk as a plan's action: applied and taken back by a session, the same bits, refused where need be."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import plan_of
+from streamed_models import GPT, KIB, everything, loss_of
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import memwall
+from memwall.apply.optimizer_state import keeper as state_keeper
+from memwall.apply.session import Session
+from memwall.apply.streaming import keeper as parameter_keeper
+from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
+from memwall.apply.streaming.parameters import ParameterStreaming
+from memwall.errors import ApplyError, NoEffectError
+from memwall.plan.actions import OptimizerPlacement, ParameterPlacement, Recompute
+from memwall.plan.planfile import Plan
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+
+BLOCKS = tuple(f"layers.{number}" for number in range(4))
+PARAMETERS = ParameterPlacement(
+    tier="disk", blocks=BLOCKS, window_bytes=16 * KIB, min_bytes=4 * KIB, written_bytes=0, saved_bytes=1
+)
+STATE = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=4 * KIB)
+
+
+def plan_for(model: nn.Module) -> Plan:
+    return plan_of(model, PARAMETERS, STATE, Recompute(block="layers.1"), Recompute(block="layers.2"))
+
+
+@pytest.fixture
+def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step finds no room for gradients."""
+    monkeypatch.setattr(parameter_keeper, "_lacks_room", lambda *_: True)
+    monkeypatch.setattr(parameter_keeper, "MIN_PARAMETER_BYTES", 4 * KIB)
+    monkeypatch.setattr(parameter_keeper, "parameter_window_bytes", lambda _: 16 * KIB)
+    monkeypatch.setattr(state_keeper, "MIN_STATE_BYTES", 4 * KIB)
+    monkeypatch.setattr("memwall.apply.recorded_step.MIN_STATE_BYTES", 4 * KIB)
+
+
+def made() -> tuple[GPT, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = GPT()
+    matrices, rest = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    *,
+    first: int = 0,
+    num_steps: int = 4,
+    after: Callable[[], None] = lambda: None,
+    set_to_none: bool = True,
+) -> list[float]:
+    """Accumulates, clips by norm, steps, schedules, evaluates; every number that the loop sees."""
+    numbers: list[float] = []
+    for step in range(first, first + num_steps):
+        for micro in range(2):
+            loss = loss_of(model, 10 * step + micro)
+            (loss / 2).backward()
+            numbers.append(loss.item())
+        numbers.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        after()
+        with torch.no_grad():
+            numbers.append(loss_of(model, 99).item())
+    return numbers
+
+
+@pytest.fixture(params=[True, False], ids=["gradients dropped", "gradients zeroed"])
+def set_to_none(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not torch.equal(other[name], value)]
+
+
+# A plan that was given.
+
+
+def test_a_plan_with_parameters_on_disk_trains_to_the_same_bits(set_to_none: bool, tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    plain_numbers = train(model, optimizer, scheduler, set_to_none=set_to_none)
+    plain = everything(model, optimizer)
+
+    model, optimizer, scheduler = made()
+    absent: list[int] = []
+    with memwall.fit(model, optimizer, plan=plan_for(model), disk=str(tmp_path)) as session:
+        keeper = session._live.parameters
+        numbers = train(
+            model,
+            optimizer,
+            scheduler,
+            after=lambda: absent.append(keeper.away_bytes - keeper.absent_bytes),
+            set_to_none=set_to_none,
+        )
+        assert keeper.away_bytes > 400 * KIB
+    assert numbers == plain_numbers
+    assert differing(plain, everything(model, optimizer)) == []
+    assert max(absent) <= 128 * KIB  # of parameters and as many gradients
+    assert session.measured.bytes_to_tier > 0
+    assert session.measured.bytes_from_tier > session.measured.bytes_to_tier
+    # Nothing is left of it.
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_an_optimizer_that_shows_itself_in_its_first_step_is_stepped_in_parts(tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    train(model, optimizer, scheduler, num_steps=2)
+    plain = everything(model, optimizer)
+    model, optimizer, scheduler = made()
+    session = Session(plan=plan_for(model), disk=str(tmp_path))
+    session.attach(model, None)
+    handle = register_optimizer_step_pre_hook(lambda found, *_: session.set_optimizer(found))
+    train(model, optimizer, scheduler, num_steps=2)
+    handle.remove()
+    session.close()
+    assert differing(plain, everything(model, optimizer)) == []
+
+
+# A step that is recorded.
+
+
+def test_a_first_step_without_room_has_parameters_on_disk_until_a_plan_brings_them_back(
+    without_room: None, set_to_none: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, scheduler = made()
+    plain_numbers = train(model, optimizer, scheduler, set_to_none=set_to_none)
+    plain = everything(model, optimizer)
+
+    model, optimizer, scheduler = made()
+    away: list[int] = []
+    with memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)) as session:
+        numbers = train(
+            model,
+            optimizer,
+            scheduler,
+            after=lambda: away.append(session._live.parameters.away_bytes),
+            set_to_none=set_to_none,
+        )
+        assert session.plan is not None
+        assert session.plan.actions == ()
+    assert away[0] > 400 * KIB
+    assert away[1:] == [0] * 3
+    assert numbers == plain_numbers
+    assert differing(plain, everything(model, optimizer)) == []
+
+
+def test_an_optimizer_that_cannot_be_stepped_in_parts_brings_them_back_before_its_step(
+    without_room: None, tmp_path: Path
+) -> None:
+    found = []
+    for is_under_session in (False, True):
+        torch.manual_seed(0)
+        model = GPT()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            loss.backward()
+            return loss
+
+        if is_under_session:
+            session = Session(budget_bytes=1 << 40, disk=str(tmp_path))
+            session.attach(model, None)
+            handle = register_optimizer_step_pre_hook(lambda found, *_, session=session: session.set_optimizer(found))
+            closure()
+            assert session._live.parameters.away_bytes > 0
+        else:
+            closure()
+        optimizer.step(closure)
+        if is_under_session:
+            assert session._live.parameters.away_bytes == 0
+            handle.remove()
+            session.close()
+        found.append(everything(model))
+    assert differing(*found) == []
+
+
+def test_parameters_stay_away_while_one_plan_follows_another(
+    without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, scheduler = made()
+    train(model, optimizer, scheduler)
+    plain = everything(model, optimizer)
+    opened: list[ParameterStreaming] = []
+    opening = parameter_keeper.open_parameter_streaming
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        found = opening(*args, **settings)
+        opened.append(found[0])
+        return found
+
+    monkeypatch.setattr(parameter_keeper, "open_parameter_streaming", counted)
+    model, optimizer, scheduler = made()
+    with memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)) as session:
+        session.on_plan = lambda ready: setattr(ready._live, "plan", plan_for(model))
+        train(model, optimizer, scheduler, num_steps=2)
+        session._live._change_to(session.trace, plan_for(model), model, optimizer, is_running=False)
+        train(model, optimizer, scheduler, first=2, num_steps=2)
+    assert len(opened) == 1
+    assert differing(plain, everything(model, optimizer)) == []
+
+
+# Refused.
+
+
+def test_parameters_go_only_where_the_optimizers_state_goes_too(tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    with (
+        memwall.fit(model, optimizer, plan=plan_of(model, PARAMETERS), disk=str(tmp_path)),
+        pytest.raises(ApplyError, match="parameters on disk and the optimizer's state in memory"),
+    ):
+        train(model, optimizer, scheduler)
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+
+
+def test_a_model_whose_gradients_are_used_inside_backward_is_refused(tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    model.layers[0].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    reason = "layers.0.up.weight has a hook that runs when its gradient is accumulated"
+    assert why_not_streamed(model, optimizer) == reason
+    with (
+        memwall.fit(model, optimizer, plan=plan_for(model), disk=str(tmp_path)),
+        pytest.raises(ApplyError, match=f"keeps parameters on the disk, which cannot be done here: {reason}"),
+    ):
+        train(model, optimizer, scheduler)
+
+
+def test_an_optimizer_that_mixes_parameters_is_a_reason_too() -> None:
+    model = GPT()
+    reason = "LBFGS cannot be stepped a few parameters at a time"
+    assert why_not_streamed(model, torch.optim.LBFGS(model.parameters())) == reason
+    assert why_not_streamed(model, None) is None
+
+
+def test_a_first_step_that_cannot_have_them_on_disk_says_why(
+    without_room: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = GPT()
+    keeper = ParameterKeeper(str(tmp_path / "none"), None)
+    allocator: Any = None
+    assert not keeper.spill_recorded(model, None, allocator, budget_bytes=1)
+    assert "the first step keeps parameters and gradients in memory" in caplog.text
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+
+
+def test_a_loop_that_keeps_all_parameters_in_memory_ends_with_what_was_expected(tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    with memwall.fit(model, optimizer, plan=plan_for(model), disk=str(tmp_path)):
+        loss_of(model, 0)
+        held = model.state_dict()
+        with pytest.raises(NoEffectError, match=r"parameters on the disk .*KiB are in memory"):
+            train(model, optimizer, scheduler)
+    assert held

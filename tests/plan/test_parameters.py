@@ -1,0 +1,189 @@
+"""Parameters on disk as the last alternative: where it is offered, what it costs, and that it changes no other plan."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from memwall.errors import InfeasibleError
+from memwall.plan import search
+from memwall.plan.actions import Offload, OptimizerPlacement, ParameterPlacement
+from memwall.plan.legality import can_move_parameters
+from memwall.plan.parameters import built_bytes, parameter_window_bytes
+from memwall.plan.places import IN_MEMORY, Place, parameters_away, place_step, state_away
+from memwall.plan.planned import planned_step
+from memwall.plan.search import Settings, make_plan, plan
+from memwall.predict.curve import live_peak_bytes
+from memwall.trace.build import steady_step
+from memwall.trace.records import Trace
+
+MIB = 1 << 20
+CAPACITY_BYTES = 1 << 40
+
+pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
+
+
+@pytest.fixture
+def smallest_without(monkeypatch: pytest.MonkeyPatch, smallest_bytes: Callable[..., int]) -> Callable[[Trace], int]:
+    """The smallest feasible budget where parameters stay in memory."""
+
+    def smallest(trace: Trace) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(search, "parameters_away", lambda *_, **__: "they stay in this test")
+            return smallest_bytes(trace)
+
+    return smallest
+
+
+def changed(trace: Trace, **machine: object) -> Trace:
+    return msgspec.structs.replace(trace, machine=msgspec.structs.replace(trace.machine, **machine))
+
+
+def offered(trace: Trace, capacity_bytes: int = CAPACITY_BYTES) -> Place | str:
+    steady = steady_step(trace)
+    return parameters_away(
+        trace, steady, state_away(trace, steady, capacity_bytes=CAPACITY_BYTES)[0], capacity_bytes=capacity_bytes
+    )
+
+
+def placed_parameters(trace: Trace) -> ParameterPlacement:
+    found = offered(trace)
+    assert isinstance(found, Place)
+    assert found.parameters is not None
+    return found.parameters
+
+
+# Legality.
+
+
+def test_it_is_legal_on_a_cpu_without_autocast_for_parameters_that_their_own_modules_use(
+    a_trace: Callable[[str], Trace],
+) -> None:
+    trace = a_trace("gpt")
+    assert can_move_parameters(trace, MIB, MIB) is None
+    elsewhere = msgspec.structs.replace(trace, device="cuda")
+    assert can_move_parameters(elsewhere, MIB, MIB) == (
+        "parameters move to disk from CPU memory only; the trace is of device 'cuda'"
+    )
+    lower = msgspec.structs.replace(trace, autocast="bfloat16")
+    assert can_move_parameters(lower, MIB, MIB) == (
+        "autocast to bfloat16 keeps copies of parameters in memory through a whole forward"
+    )
+    assert can_move_parameters(trace, 0, MIB) == (
+        "no parameter is large enough to move, and used by its own module alone"
+    )
+    assert can_move_parameters(trace, 2 * MIB, MIB) == (
+        "parameters, gradients and optimizer state need 2.0 MiB of disk, there are 1.0 MiB"
+    )
+    assert offered(lower) == can_move_parameters(lower, 1, 1)
+    assert str(offered(trace, MIB)).endswith("of disk, there are 1.0 MiB")
+
+
+# What is offered.
+
+
+def test_it_frees_parameters_and_gradients_and_writes_both_once(a_trace: Callable[[str], Trace]) -> None:
+    trace = a_trace("gpt")
+    steady, placement = steady_step(trace), placed_parameters(trace)
+    parameters = sum(s.nbytes for s in steady.storages if s.category == "parameter")
+    assert 1.9 * parameters < (placement.saved_bytes or 0) < 2.01 * parameters
+    assert placement.written_bytes == placement.saved_bytes
+    assert placement.window_bytes == parameter_window_bytes(parameters)
+    twice = msgspec.structs.replace(trace, num_micro_batches=2)
+    assert placed_parameters(twice).written_bytes == 3 * (placement.saved_bytes or 0) // 2
+    assert built_bytes(trace, placement) > trace.base_bytes + parameters
+
+
+@pytest.mark.parametrize(("num_bytes", "window_bytes"), [(0, MIB), (320 * MIB, 10 * MIB), (1 << 40, 32 * MIB)])
+def test_the_window_is_a_small_part_of_the_parameters(num_bytes: int, window_bytes: int) -> None:
+    assert parameter_window_bytes(num_bytes) == window_bytes
+
+
+def test_it_costs_the_disks_time_less_what_forward_and_backward_compute_meanwhile(
+    a_trace: Callable[[str], Trace],
+) -> None:
+    trace = a_trace("gpt")
+    half_bytes = (placed_parameters(trace).saved_bytes or 0) / 2
+    slow = changed(trace, disk_read_bytes_per_second=2e7, disk_write_bytes_per_second=1e7)
+    computing = sum(op.seconds for op in steady_step(trace).ops if op.phase in ("forward", "backward"))
+    # Read in forward, backward and step, written as gradients and as parameters; gradients are read in the step.
+    disk_seconds = 4 * half_bytes / 2e7 + 2 * half_bytes / 1e7
+    assert placed_parameters(slow).cost_seconds == pytest.approx(disk_seconds - computing, rel=0.01)
+    fast = changed(trace, disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
+    # Of a disk that takes no time the threads' own work is left.
+    assert 0.1e-9 < (placed_parameters(fast).cost_seconds or 0.0) / (3 * half_bytes) < 1e-9
+
+
+# In the search.
+
+
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_a_budget_that_nothing_else_meets_is_met_with_parameters_on_disk(
+    name: str,
+    a_trace: Callable[[str], Trace],
+    smallest_without: Callable[[Trace], int],
+    smallest_bytes: Callable[..., int],
+) -> None:
+    trace = a_trace(name)
+    least, least_without = smallest_bytes(trace), smallest_without(trace)
+    assert least < least_without
+    budget_bytes = (least + least_without) // 2
+    found = plan(trace, budget=budget_bytes)
+    parameters, state = (a for a in found.actions if isinstance(a, OptimizerPlacement | ParameterPlacement))
+    # In the order in which they are applied.
+    assert isinstance(parameters, ParameterPlacement)
+    assert isinstance(state, OptimizerPlacement)
+    assert state.resident_bytes == 0
+    assert not any(isinstance(action, Offload) for action in found.actions)
+    forecast = found.forecast
+    assert forecast.fits
+    assert forecast.peak.process_bytes + forecast.margin_bytes <= budget_bytes
+    assert forecast.smallest_feasible_budget_bytes == least
+    assert forecast.phases["steady_step"].allocated_bytes == live_peak_bytes(planned_step(trace, found), "cpu")
+    assert forecast.phases["build"].process_bytes == built_bytes(trace, parameters)
+    away_bytes = (parameters.saved_bytes or 0) + (state.saved_bytes or 0)
+    assert forecast.phases["steady_step"].disk_bytes == away_bytes
+    assert forecast.moved_bytes_per_step == parameters.written_bytes + (state.saved_bytes or 0)
+    assert forecast.step_seconds is not None
+    assert forecast.plain_step_seconds is not None
+    assert forecast.step_seconds >= forecast.plain_step_seconds + (parameters.cost_seconds or 0.0)
+    assert any("of parameters and gradients are on disk between their uses" in line for line in forecast.binding)
+    assert any("are written to the disk in a day of such steps" in line for line in forecast.binding)
+
+
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_a_budget_that_something_else_meets_is_met_without(
+    name: str, a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int]
+) -> None:
+    # Not even where it would cost nothing.
+    trace = changed(a_trace(name), disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
+    found = plan(trace, budget=smallest_without(trace) + MIB)
+    assert not any(isinstance(action, ParameterPlacement) for action in found.actions)
+
+
+def test_no_budget_is_met_that_the_model_does_not_fit_into_when_it_is_built(
+    a_trace: Callable[[str], Trace], smallest_bytes: Callable[..., int]
+) -> None:
+    trace = a_trace("gpt")
+    assert smallest_bytes(trace) >= built_bytes(trace, placed_parameters(trace))
+
+
+def test_what_keeps_parameters_in_memory_is_in_the_message(
+    a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], smallest_bytes: Callable[..., int]
+) -> None:
+    trace = a_trace("gpt")
+    budget_bytes = (smallest_bytes(trace) + smallest_without(trace)) // 2
+    with pytest.raises(InfeasibleError) as error:
+        make_plan(trace, Settings(budget_bytes=budget_bytes, parameters_stay="blocks.0.up has a hook"))
+    assert error.value.smallest_feasible_bytes == smallest_without(trace)
+    assert "\nparameters and gradients stay in memory: blocks.0.up has a hook\n" in str(error.value)
+    with pytest.raises(InfeasibleError) as error:
+        make_plan(trace, Settings(budget_bytes=budget_bytes // 2))
+    assert "stay in memory" not in str(error.value)
+
+
+def test_in_memory_nothing_changes(a_trace: Callable[[str], Trace]) -> None:
+    trace = a_trace("gpt")
+    step = steady_step(trace)
+    assert place_step(trace, step, IN_MEMORY) is step
+    assert (IN_MEMORY.actions, IN_MEMORY.seconds, IN_MEMORY.away_bytes, IN_MEMORY.written_bytes) == ((), 0, 0, 0)

@@ -1,0 +1,157 @@
+"""A step with parameters and gradients on disk: what of them is in memory when, to the byte."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memwall.plan.blocks import find_blocks
+from memwall.predict.curve import live_curve
+from memwall.predict.parameters_on_disk import (
+    Away,
+    away_from,
+    paged_bytes,
+    streamed_blocks,
+    with_parameters_on_disk,
+)
+from memwall.predict.treatment import StepModel, Treatment
+from memwall.trace.build import steady_step
+from memwall.trace.record import record
+from memwall.trace.records import Step, Trace
+from memwall.trace.workload import Workload
+
+KIB = 1 << 10
+WIDTH, NUM_BLOCKS = 64, 6
+MATRIX_BYTES = WIDTH * WIDTH * 4
+BLOCK_BYTES = 2 * MATRIX_BYTES
+WINDOW_BYTES = KIB  # less than any parameter: one at a time
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+class Model(nn.Module):
+    """Blocks, a matrix that the loop's module uses itself, and one that only the root has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x) @ self.scale
+        return out
+
+
+@cache
+def trace(num_micro_batches: int = 1) -> Trace:
+    workload = Workload(
+        model=Model,
+        batch=lambda: torch.ones(4, WIDTH),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    )
+    return record(workload, num_micro_batches=num_micro_batches)
+
+
+@cache
+def step_and_away(num_micro_batches: int = 1) -> tuple[Step, Away]:
+    recorded = trace(num_micro_batches)
+    step = steady_step(recorded)
+    return step, away_from(step, recorded.modules, streamed_blocks(recorded.modules), KIB)
+
+
+def streamed(num_micro_batches: int = 1, window_bytes: int = WINDOW_BYTES) -> Step:
+    step, away = step_and_away(num_micro_batches)
+    return with_parameters_on_disk(step, trace(num_micro_batches).modules, away, window_bytes=window_bytes)
+
+
+def parameters_at(step: Step) -> list[int]:
+    """Bytes of parameters that are in memory, by operation."""
+    parameters = [s for s in step.storages if s.category == "parameter" and s.nbytes >= KIB]
+    return [int(value) for value in live_curve(parameters, len(step.ops))]
+
+
+def test_blocks_are_what_stands_side_by_side_in_a_list() -> None:
+    assert streamed_blocks(trace().modules) == tuple(f"blocks.{number}" for number in range(NUM_BLOCKS))
+
+
+def test_matrices_of_modules_leave_and_the_roots_own_stays() -> None:
+    step, away = step_and_away()
+    assert away.parameter_bytes == away.gradient_bytes == NUM_BLOCKS * BLOCK_BYTES + MATRIX_BYTES
+    names = {trace().modules[unit].path for units in away.users.values() for unit in units}
+    assert names == {*streamed_blocks(trace().modules), "head"}
+    assert len([s for s in step.storages if s.category == "gradient" and s.nbytes >= KIB]) == len(away.gradients) + 1
+
+
+def test_in_forward_a_block_and_the_one_after_it_are_in_memory() -> None:
+    step = streamed()
+    present = parameters_at(step)
+    calls = [call for call in step.calls if trace().modules[call.module].path.startswith("blocks.")]
+    blocks = [call for call in calls if not trace().modules[call.module].is_leaf]
+    assert len(blocks) == NUM_BLOCKS
+    for call in blocks[:-1]:
+        assert set(present[call.start : call.end]) == {2 * BLOCK_BYTES + MATRIX_BYTES}
+    assert set(present[blocks[-1].start : blocks[-1].end]) == {BLOCK_BYTES + 2 * MATRIX_BYTES}
+
+
+def test_in_backward_a_block_and_the_one_before_it_are_in_memory_beside_gradients_on_their_way() -> None:
+    step = streamed()
+    present = parameters_at(step)
+    on_their_way_bytes = 2 * MATRIX_BYTES
+    calls = {trace().modules[call.module].path: call for call in step.calls}
+    for number in range(1, NUM_BLOCKS):
+        call, before = calls[f"blocks.{number}"], calls[f"blocks.{number - 1}"]
+        between = set(present[call.backward_start : before.backward_start])
+        assert between == {2 * BLOCK_BYTES + MATRIX_BYTES + on_their_way_bytes}
+    for gradient in (s for s in step.storages if s.category == "gradient" and s.nbytes >= KIB):
+        assert gradient.birth >= 0
+    live = live_curve([s for s in step.storages if s.category == "gradient"], len(step.ops))
+    assert live.max() <= 3 * MATRIX_BYTES + 8 * KIB  # the root's own, one that was just made, and biases
+
+
+def test_in_the_optimizer_three_windows_of_parameters_are_in_memory_two_of_them_with_gradients() -> None:
+    step = streamed()
+    present = parameters_at(step)
+    in_optimizer = {present[number] for number, op in enumerate(step.ops) if op.phase == "optimizer"}
+    assert in_optimizer == {MATRIX_BYTES + 5 * MATRIX_BYTES}
+    wide = parameters_at(streamed(window_bytes=2 * MATRIX_BYTES))
+    assert wide[-1] == MATRIX_BYTES
+    assert max(wide[number] for number, op in enumerate(step.ops) if op.phase == "optimizer") == 11 * MATRIX_BYTES
+
+
+def test_what_lies_in_maps_of_its_own_is_the_most_of_these() -> None:
+    step, away = step_and_away()
+    staying = MATRIX_BYTES
+    found = paged_bytes(step, trace().modules, away, window_bytes=WINDOW_BYTES)
+    assert found == max(parameters_at(streamed())) - staying
+
+
+def test_each_micro_batch_has_a_backward_of_its_own() -> None:
+    step = streamed(2)
+    present = parameters_at(step)
+    second = next(number for name, number in step.marks if name == "accumulation")
+    assert max(present[:second]) == max(present[second : -sum(op.phase == "optimizer" for op in step.ops)])
+    assert max(present) < NUM_BLOCKS * BLOCK_BYTES
+
+
+def test_a_block_that_is_recomputed_has_its_parameters_once() -> None:
+    recorded = trace()
+    step, away = step_and_away()
+    under = with_parameters_on_disk(step, recorded.modules, away, window_bytes=WINDOW_BYTES)
+    model = StepModel(under, recorded.names, find_blocks(recorded, under))
+    treated = model.treated({block.path: Treatment(recompute=True) for block in model.blocks})
+    assert len(treated.ops) > len(under.ops)
+    assert max(parameters_at(treated)) == max(parameters_at(under))
