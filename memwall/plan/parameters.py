@@ -96,23 +96,27 @@ def _seconds(trace: Trace, steady: Step, away: Away) -> float:
 
     The disk either reads or writes. Parameters are read in each forward and each backward, beside which gradients are
     written; what these phases compute hides that as far as it goes. The optimizer's own transfers overlap with those of
-    its state, which hide behind it already: nothing is left to hide these.
+    its state, which hide behind it already: nothing is left to hide these. What is read arrives in pages that become
+    resident anew, on the cores that compute; a gradient is copied to where it is written from.
     """
     machine, num_passes = trace.machine, trace.num_micro_batches
     per_read, per_write = 1 / machine.disk_read_bytes_per_second, 1 / machine.disk_write_bytes_per_second
+    num_cores = max(1, trace.num_threads)
     computing = {"forward": 0.0, "backward": 0.0}
     for op in steady.ops:
         if op.phase in computing:
             computing[op.phase] += op.seconds
-    read_bytes, gradient_bytes = num_passes * away.parameter_bytes, num_passes * away.gradient_bytes
-    again_bytes = (num_passes - 1) * away.gradient_bytes
-    passing_bytes = {"forward": read_bytes, "backward": read_bytes + gradient_bytes + again_bytes}
-    disk_seconds = {
-        "forward": read_bytes * per_read,
-        "backward": (read_bytes + again_bytes) * per_read + gradient_bytes * per_write,
+    written_bytes = num_passes * away.gradient_bytes
+    read_bytes = {
+        "forward": num_passes * away.parameter_bytes,
+        "backward": num_passes * away.parameter_bytes + (num_passes - 1) * away.gradient_bytes,
     }
-    seconds = away.gradient_bytes * (2 * per_read + per_write)
+    stepping_seconds = 2 * (per_read + machine.fault_seconds_per_byte / num_cores) + per_write
+    seconds = away.gradient_bytes * stepping_seconds + written_bytes * machine.copy_seconds_per_byte
     for phase, computed in computing.items():
-        cpu_seconds = passing_bytes[phase] * CPU_SECONDS_PER_BYTE / max(1, trace.num_threads)
-        seconds += max(disk_seconds[phase] - computed, cpu_seconds)
+        out_bytes = written_bytes if phase == "backward" else 0
+        disk_seconds = read_bytes[phase] * per_read + out_bytes * per_write
+        cpu_seconds = (read_bytes[phase] + out_bytes) * CPU_SECONDS_PER_BYTE
+        cpu_seconds += read_bytes[phase] * machine.fault_seconds_per_byte
+        seconds += max(disk_seconds - computed, cpu_seconds / num_cores)
     return seconds

@@ -108,10 +108,25 @@ def test_it_costs_the_disks_time_less_what_forward_and_backward_compute_meanwhil
     computing = sum(op.seconds for op in steady_step(trace).ops if op.phase in ("forward", "backward"))
     # Read in forward, backward and step, written as gradients and as parameters; gradients are read in the step.
     disk_seconds = 4 * half_bytes / 2e7 + 2 * half_bytes / 1e7
-    assert placed_parameters(slow).cost_seconds == pytest.approx(disk_seconds - computing, rel=0.01)
-    fast = changed(trace, disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
-    # Of a disk that takes no time the threads' own work is left.
-    assert 0.1e-9 < (placed_parameters(fast).cost_seconds or 0.0) / (3 * half_bytes) < 1e-9
+    copying_seconds = half_bytes * trace.machine.copy_seconds_per_byte
+    expected = disk_seconds - computing + copying_seconds
+    assert placed_parameters(slow).cost_seconds == pytest.approx(expected, rel=0.01)
+
+
+def test_of_a_disk_that_takes_no_time_copies_pages_and_the_threads_own_work_are_left(
+    a_trace: Callable[[str], Trace],
+) -> None:
+    trace = changed(a_trace("gpt"), disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
+    half_bytes = (placed_parameters(trace).saved_bytes or 0) / 2
+    seconds = placed_parameters(changed(trace, copy_seconds_per_byte=0.0)).cost_seconds or 0.0
+    assert 0.1e-9 < seconds / (3 * half_bytes) < 1e-9
+    copied = placed_parameters(changed(trace, copy_seconds_per_byte=2e-9)).cost_seconds
+    with_copies = changed(trace, copy_seconds_per_byte=2e-9, fault_seconds_per_byte=1e-9)
+    assert copied == pytest.approx(seconds + half_bytes * 2e-9)
+    # Two reads of parameters before the step, parameters and gradients in it.
+    assert placed_parameters(with_copies).cost_seconds == pytest.approx((copied or 0.0) + 4 * half_bytes * 1e-9)
+    on_two_cores = placed_parameters(msgspec.structs.replace(with_copies, num_threads=2)).cost_seconds
+    assert on_two_cores == pytest.approx(seconds / 2 + half_bytes * 2e-9 + 2 * half_bytes * 1e-9)
 
 
 # In the search.
