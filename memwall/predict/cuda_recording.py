@@ -6,7 +6,7 @@ choices in place of the CPU's, and autocast to CUDA is not silently off.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memwall.predict.cuda_attention import run_attention
 from memwall.predict.cuda_autocast import cuda_autocast_lists
+from memwall.predict.cuda_norms import fused_rms_norm
 from memwall.predict.cuda_workspaces import CudaWorkspaces
 
 __all__ = ["CudaRecording"]
@@ -47,9 +48,11 @@ class CudaRecording:
         before = [getattr(owner, name) for owner, name, _ in replaced]
         for owner, name, function in replaced:
             setattr(owner, name, function)
-        lists = cuda_autocast_lists() if "autocast-lists" in self._rules else nullcontext()
         try:
-            with lists:
+            with ExitStack() as operators:
+                for rule, registered in (("autocast-lists", cuda_autocast_lists), ("rms-norm", fused_rms_norm)):
+                    if rule in self._rules:
+                        operators.enter_context(registered())
                 yield
         finally:
             for (owner, name, _), function in zip(replaced, before, strict=True):

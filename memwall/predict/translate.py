@@ -54,6 +54,12 @@ RULES = (
         source="aten/src/ATen/autocast_mode.h: AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE",
     ),
     Rule(
+        name="rms-norm",
+        stage="recording",
+        changes="torch's RMS norm is one operator, and saves its input and a number per row, not the parts of its sum",
+        source="aten/src/ATen/native/layer_norm.cpp: rms_norm_symint; cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda",
+    ),
+    Rule(
         name="foreach-optimizer",
         stage="recording",
         changes="optimizers left to torch run their foreach implementation, with its temporaries",
@@ -117,6 +123,8 @@ _ROCM_BYTES, _ROCM_BYTES_GFX94 = 32 << 20, 128 << 20
 _PRODUCTS = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_grouped_mm")
 )
+# Which of them a CPU has an operator for, and which it takes to pieces, hangs on the layer, its dtype and the build.
+_RECURRENT = frozenset(("RNN", "LSTM", "GRU", "LSTMCell", "GRUCell"))
 _COUNTER_BYTES = 8
 # Read in code that is compiled for CUDA alone: on ROCm AOTriton stands in its place.
 _CUDA_ONLY = frozenset(("attention-kernel", "flash-backward", "efficient-backward", "cudnn-backward"))
@@ -216,9 +224,9 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
         found.append("reserve space of cuDNN's batch normalisation")
     if has("sort", "topk", "cumsum", "unique", "nonzero", "embedding_dense_backward", "index_put"):
         found.append("temporaries of CUB inside sorting, scanning and selecting")
-    if has("lstm", "gru", "rnn"):
-        found.append("cuDNN's recurrent layers")
-    if has("layer_norm", "group_norm"):
+    if any(module.class_name in _RECURRENT for module in trace.modules):
+        found.append("cuDNN's recurrent layers, and fused recurrent cells")
+    if has("layer_norm", "group_norm", "rms_norm"):
         found.append("partial sums of normalisation layers' backward, where there are many more rows than columns")
     if trace.autocast != "none":
         found.append("rare operators that autocast treats differently on a CPU and on CUDA; gradient scaling")

@@ -34,6 +34,82 @@ def test_dropout_saves_a_mask_of_bools(workload_of: Callable[..., Workload], rec
     assert 4 * 32 not in saved("dropout-mask")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "is_cast"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_an_rms_norm_saves_its_input_and_a_number_per_row(
+    dtype: torch.dtype, is_cast: bool, workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """GIVEN 8 rows of 64 WHEN they are normalised on CUDA THEN no copy of them is saved but the one autocast makes."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=is_cast):
+            return model(batch).float().sum()
+
+    def saved(*without: str) -> list[int]:
+        workload = workload_of(
+            lambda: nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64)),
+            lambda: torch.ones(8, 64),
+            torch.float32 if is_cast else dtype,
+            loss=loss,
+        )
+        step = recorded(workload, "a100-80gb", *without).steps[-1]
+        numbers = {save.storage for save in step.saved if step.storages[save.storage].category == "activation"}
+        return sorted(step.storages[number].nbytes for number in numbers)
+
+    rows, wide_rows = dtype.itemsize * 8 * 64, 4 * 8 * 64
+    input_copy = [rows] if is_cast else []  # of the linear layer
+    assert saved() == sorted([4 * 8, *input_copy, wide_rows if is_cast else rows])
+    assert saved("rms-norm").count(wide_rows) > saved().count(wide_rows)
+
+
+def test_a_weight_of_another_dtype_has_an_rms_norm_taken_to_pieces(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """As on CUDA: layer_norm.cpp has no fused operator for it."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, dtype=torch.float32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.rms_norm(x, (64,), self.weight)
+
+    trace = recorded(workload_of(Mixed, lambda: torch.ones(8, 64), torch.bfloat16), "a100-80gb")
+    assert "aten._fused_rms_norm.default" not in trace.names
+    assert "aten.rsqrt.default" in trace.names
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "batch_format", "is_copied"),
+    [
+        (torch.contiguous_format, torch.contiguous_format, False),
+        (torch.channels_last, torch.channels_last, False),
+        (torch.contiguous_format, torch.channels_last, True),
+    ],
+)
+def test_a_gradient_lies_as_its_parameter_does(
+    weight_format: torch.memory_format,
+    batch_format: torch.memory_format,
+    is_copied: bool,
+    workload_of: Callable[..., Workload],
+    recorded: Callable[..., Trace],
+) -> None:
+    """The result of backward becomes the gradient, or where it lies otherwise a copy: both are there for a moment."""
+    workload = workload_of(
+        lambda: nn.Conv2d(8, 16, 3, bias=False).to(memory_format=weight_format),
+        lambda: torch.ones(2, 8, 9, 9).to(memory_format=batch_format),
+    )
+    trace = recorded(workload, "a100-80gb")
+    step = trace.steps[-1]
+    (gradient,) = (storage for storage in step.storages if storage.category == "gradient")
+    made_by = "new_empty_strided" if is_copied else "convolution_backward"
+    assert trace.names[step.ops[gradient.birth].name] == f"aten.{made_by}.default"
+    at_once = [s for s in step.storages if s.nbytes == gradient.nbytes and s.birth <= gradient.birth < s.death]
+    assert len(at_once) == 2 + is_copied  # the weight, too
+
+
 def test_autocast_to_cuda_is_not_silently_off(
     workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
 ) -> None:

@@ -130,4 +130,18 @@ def test_what_is_not_modelled_is_named_where_the_trace_calls_for_it(
         assert "torch.compile" in text
         assert "each communicator holds 518.8 MiB to 1.49 GiB more" in text
     assert "cuDNN's convolutions" not in without
+    assert "recurrent" not in without
     assert "workspaces of cuDNN's convolutions" in with_convolution
+
+
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM, nn.LSTMCell])
+def test_recurrent_layers_are_named_however_a_cpu_runs_them(
+    layer: Callable[..., nn.Module], workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """A CPU has an operator for some, and takes others to pieces; CUDA has cuDNN and fused cells for them."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return model(batch)[0].sum()  # type: ignore[no-any-return]
+
+    workload = workload_of(lambda: layer(8, 8), lambda: torch.ones(4, 8), loss=loss)
+    assert any("recurrent" in line for line in not_modelled(recorded(workload, "l4"), hardware_named("l4")))
