@@ -11,6 +11,8 @@ from prediction_claims import claims_table
 from prediction_metrics import MARGINS_PERCENT
 from prediction_rows import T4_CONTEXT_BYTES
 
+from memwall.predict.device import CONVOLUTION_SHARE, MARGIN_SHARE
+
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "cpu" / "prediction.json"
 README = FOLDER / "README.md"
@@ -122,7 +124,7 @@ def _external_text(part: Mapping[str, Any]) -> str:
         for kind, arms in tables["kinds"].items()
         if "median" in arms[_OURS]
     )
-    by_kind = ", ".join(f"{kind} {share:.1%}" for kind, share in sorted(shipped["shipped_coverage_by_kind"].items()))
+    by_kind = ", ".join(f"{kind} {share:.1%}" for kind, share in sorted(shipped["fitted_coverage_by_kind"].items()))
     text = [
         "**Against others' A100** (external). What nvidia-smi showed for the card while timm models trained, "
         f"{ours['num_rows']} of {tables['num_runs']} runs of GPUMemNet (those not flagged as spikes).{failed} memwall: "
@@ -132,12 +134,13 @@ def _external_text(part: Mapping[str, Any]) -> str:
         arm_table(tables["ok"]),
         f"A margin of {margin['margin']:.1%}, calibrated on the other families for {margin['wanted_coverage']:.0%}, "
         f"covers {margin['measured_coverage']:.1%} of the runs of families left out, in the worst family "
-        f"{margin['lowest_family_coverage']:.0%}. The margin that `memwall estimate` adds (10 % of reserved bytes, the "
-        "published range of the context, the tensors of the largest convolution) covers "
-        f"{shipped['shipped_coverage']:.1%} ({by_kind}), at {shipped['shipped_median_waste']:.0%} above the need in "
-        "the median; what it does not cover are convolutions whose runs needed up to three times the memory at one "
-        "batch size and not at the next, as `cudnn.benchmark` does. Shares of the same form, fitted on the other "
-        f"families for {shipped['wanted_coverage']:.0%}, cover {shipped['fitted_coverage']:.1%}. "
+        f"{margin['lowest_family_coverage']:.0%}. The margin that `memwall estimate` adds is the published range of "
+        f"the context, {MARGIN_SHARE:.0%} of reserved bytes and {CONVOLUTION_SHARE} times the tensors of the largest "
+        f"convolution: the least that covers {shipped['wanted_coverage']:.0%} of these runs, rounded up. It is "
+        f"{shipped['shipped_median_waste']:.0%} above the need in the median. Fitted on the other families it covers "
+        f"{shipped['fitted_coverage']:.1%} of the runs of families left out ({by_kind}); what it does not cover are "
+        "convolutions whose runs needed up to three times the memory at one batch size and not at the next, as "
+        "`cudnn.benchmark` does. "
         f"Median and p90 by kind, in percent: {kinds}.",
         "All runs, with those flagged as spikes:",
         arm_table({name: tables["all"][name] for name in (_THREE_TERMS, _OURS)}),

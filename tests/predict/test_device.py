@@ -92,7 +92,7 @@ def test_the_process_is_context_plus_reserved_with_a_margin_that_says_where_it_c
     reserved = max(peak.reserved_bytes for peak in peaks or ())
     low, high = hardware.context_bytes
     assert resident.process_bytes == low + reserved
-    assert model.margin_bytes(resident.process_bytes) == high - low + reserved // 10
+    assert model.margin_bytes(resident.process_bytes) == pytest.approx(high - low + 0.07 * reserved, abs=1)
     budget = model.budget_for(resident.process_bytes)
     assert resident.process_bytes + model.margin_bytes(budget) <= budget
     assert resident.process_bytes + model.margin_bytes(budget - 4) > budget - 4
@@ -113,8 +113,9 @@ def test_the_margin_grows_with_the_largest_convolution(recorded: Callable[..., T
     outer, inner, weight = (size * 4 for size in (2 * 16 * 64 * 64, 2 * 8 * 64 * 64, 16 * 8 * 9))
     assert convolution_bytes(trace) == pytest.approx(outer + 2 * inner + 2 * weight, abs=1024)
     without = margin_bytes(hardware, 1000 * MIB, 0)
-    assert margin_bytes(hardware, 1000 * MIB, 5 * MIB) == without + 5 * MIB
+    assert margin_bytes(hardware, 1000 * MIB, 100 * MIB) == pytest.approx(without + 141 * MIB, abs=1)
     model = DeviceModel(trace, hardware, "2.13.0")
-    assert model.margin_bytes(model.base_bytes + 1000 * MIB) == without + convolution_bytes(trace)
+    own = margin_bytes(hardware, 1000 * MIB, convolution_bytes(trace))
+    assert model.margin_bytes(model.base_bytes + 1000 * MIB) == own > without
     budget = model.budget_for(model.base_bytes + 1000 * MIB)
     assert model.margin_bytes(budget) <= budget - model.base_bytes - 1000 * MIB
