@@ -175,7 +175,7 @@ class _Search:
         if self._built_bytes > self._limit_bytes():
             return None
         for model, num_parts in self._models():
-            found = self._best_for(model, num_parts)
+            found = self._best_for(model, num_parts, math.inf if best is None else best.extra_seconds)
             if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
                 best = found
             if best is not None and not best.actions:
@@ -200,15 +200,20 @@ class _Search:
         is_free = can_offload(self.trace) is None and self.place.parameters is None
         return (False, True) if is_free else (False,)
 
-    def _best_for(self, model: StepModel, num_parts: int) -> Candidate | None:
+    def _best_for(self, model: StepModel, num_parts: int, at_most: float) -> Candidate | None:
+        """The cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
         plain = self.process.untreated(model.step)
         # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
         if self.place.parameters is None and self.process.fits_untouched(
             plain.process_bytes, budget_bytes=self.settings.budget_bytes, limit_bytes=self._limit_bytes()
         ):
             return self._found(model, num_parts, {}, plain, None, 0)
-        found = [self._solve_for(model, num_parts, with_disk) for with_disk in self._tiers()]
-        return min((f for f in found if f is not None), key=lambda f: f.extra_seconds, default=None)
+        best: Candidate | None = None
+        for with_disk in self._tiers():
+            found = self._solve_for(model, num_parts, with_disk, at_most)
+            if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
+                best, at_most = found, min(at_most, found.extra_seconds)
+        return best
 
     def _fixed_actions(self, num_parts: int) -> list[Action]:
         actions: list[Action] = list(self.place.actions)
@@ -221,18 +226,25 @@ class _Search:
             )
         return actions
 
-    def _solve_for(self, model: StepModel, num_parts: int, with_disk: bool) -> Candidate | None:
-        """Solves for several live budgets: more live bytes cost less recomputation, but more page faults."""
+    def _solve_for(self, model: StepModel, num_parts: int, with_disk: bool, at_most: float) -> Candidate | None:
+        """Solves for several live budgets: more live bytes cost less recomputation, but more page faults.
+
+        Ends as soon as nothing that is left can cost less than `at_most`: replays are what takes long.
+        """
         menus, instance = self._instance(model, num_parts, with_disk)
         limit_bytes = self._limit_bytes()
         room_bytes = limit_bytes - self.process.base_bytes - self.process.workspace_bytes
         best: Candidate | None = None
         tried: set[tuple[int, ...]] = set()
+        # What a choice costs besides its own seconds; of page faults it can save no more than there are.
+        least_seconds = self._split_seconds(model, num_parts) + self.place.seconds - self.plain_fault_seconds
         budgets = self.live_budgets(room_bytes, lambda: smallest_feasible_bytes(instance))
         for live_bytes in budgets:
             choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
             if choice is None or (best is not None and choice.extra_seconds >= best.extra_seconds):
                 break  # fewer live bytes are harder still, and cost more
+            if choice.extra_seconds + least_seconds >= at_most:
+                break
             if choice.options in tried:
                 continue
             tried.add(choice.options)
@@ -250,6 +262,10 @@ class _Search:
     @property
     def _capacity_bytes(self) -> int:
         return self.settings.disk_capacity_bytes or self.trace.machine.disk_free_bytes
+
+    @staticmethod
+    def _split_seconds(model: StepModel, num_parts: int) -> float:
+        return (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
 
     def _resident(self, step: Step, limit_bytes: int) -> Resident:
         if can_reuse_allocator(self.trace) is not None:
@@ -304,7 +320,7 @@ class _Search:
     ) -> Candidate:
         step = model.treated(treatments) if treatments else model.step
         actions = self._fixed_actions(num_parts)
-        split_seconds = (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
+        split_seconds = self._split_seconds(model, num_parts)
         extra_seconds, moved_bytes, bound = split_seconds, 0, 0.0
         if solved is not None:
             menus, choice = solved

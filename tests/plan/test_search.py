@@ -4,8 +4,10 @@ The traces are of small models, their bytes multiplied until tensors are as larg
 left out of these forecasts but for one test, so that each number can be added up by hand.
 """
 
+import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ from memwall.plan.blocks import find_blocks
 from memwall.plan.menu import Costs, build_menus
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
-from memwall.plan.search import Settings, make_plan, plan
+from memwall.plan.search import Settings, _Search, make_plan, plan
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.build import steady_step
@@ -214,6 +216,39 @@ def test_planning_twice_gives_the_same_bytes(
 
 
 @without_malloc
+@pytest.mark.parametrize("name", ["gpt", "moe", "vit"])
+def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
+    name: str, a_trace: Callable[[str], Trace], budgets: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN that the batch may be split WHEN candidates are tried to their end THEN that finds the same, with more."""
+    trace = a_trace(name)
+    samples = trace.micro_batch * trace.num_micro_batches
+    replay, solve_for = _Search._resident, _Search._solve_for
+    num_replays = 0
+
+    def counted(search: Any, *args: Any) -> Any:
+        nonlocal num_replays
+        num_replays += 1
+        return replay(search, *args)
+
+    def planned() -> tuple[list[bytes], int]:
+        nonlocal num_replays
+        num_replays = 0
+        shares = budgets(trace, (0.1, 0.4, 0.7))
+        return [plan(trace, budget=share, global_batch=samples).encode() for share in shares], num_replays
+
+    monkeypatch.setattr(_Search, "_resident", counted)
+    plans, few = planned()
+    monkeypatch.setattr(
+        _Search,
+        "_solve_for",
+        lambda search, model, parts, disk, at_most: solve_for(search, model, parts, disk, math.inf),
+    )
+    exhaustive, many = planned()
+    assert plans == exhaustive
+    assert few < many
+
+
 def test_an_infeasible_budget_says_by_how_much_and_what_would_help(
     a_trace: Callable[[str], Trace], without_disk: Callable[[Trace], Trace]
 ) -> None:
