@@ -14,8 +14,11 @@ from plans import plan_of
 from torch import nn
 
 import memwall
-from memwall.plan.actions import Action, Autocast, Recompute
+from memwall.plan.actions import Action, Autocast, ParameterPlacement, Recompute
 
+STREAMED = ParameterPlacement(
+    tier="disk", blocks=("0", "1", "2"), window_bytes=1 << 16, min_bytes=1024, written_bytes=0, saved_bytes=1
+)
 MADE: dict[str, Callable[[Any], Any]] = {
     "copy.deepcopy": copy.deepcopy,
     "pickle": lambda it: pickle.loads(pickle.dumps(it)),
@@ -27,6 +30,7 @@ ACTIONS: dict[str, tuple[Action, ...]] = {
     "offload": (offload("0"), offload("1")),
     "autocast": (Autocast(dtype="bfloat16"),),
     "state on disk": (PLACED,),
+    "parameters on disk": (STREAMED, PLACED),
 }
 
 
