@@ -271,3 +271,50 @@ def test_a_loop_that_keeps_all_parameters_in_memory_ends_with_what_was_expected(
         with pytest.raises(NoEffectError, match=r"parameters on the disk .*KiB are in memory"):
             train(model, optimizer, scheduler)
     assert held
+
+
+# A step that is done again.
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_step_that_ran_out_of_memory_is_done_again_with_parameters_where_they_are(
+    place: str, without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        handles.pop().remove()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB. GPU 0 has no more")
+
+    def arm(model: GPT) -> None:
+        if place == "forward":
+            handles.append(model.layers[2].up.register_forward_pre_hook(fail))
+        else:
+            handles.append(model.layers[2].up.register_full_backward_hook(fail))
+
+    handles: list[Any] = []
+    found = []
+    for is_planned in (False, True):
+        model, optimizer, _ = made()
+        session = memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)) if is_planned else None
+        if session is not None:
+            session.on_plan = lambda ready, model=model: setattr(ready._live, "plan", plan_for(model))
+            monkeypatch.setattr(
+                "memwall.apply.live_plan.planned_after",
+                lambda trace, settings, plan, _, model=model: (trace, settings, plan_for(model)),
+            )
+        for step in range(3):
+            if session is None:
+                loss_of(model, step).backward()
+            else:
+                if step == 1:
+                    arm(model)
+                session.compute_gradients(torch.tensor([step]), lambda seed, model=model: loss_of(model, int(seed)))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if session is not None:
+            assert session.measured.oom_recoveries == 1
+            assert session._live.parameters.away_bytes > 400 * KIB
+            session.close()
+        found.append(everything(model, optimizer))
+    assert handles == []
+    assert differing(*found) == []
