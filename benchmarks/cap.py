@@ -1,9 +1,12 @@
 """The claim: a script that the kernel kills at a memory cap finishes below it under memwall, with the same weights.
 
     python benchmarks/cap.py [--steps 20] [--shares 75 60]
+    python benchmarks/cap.py --model weights --shares 45
 
-Per share of the plain peak, in one memory control group each: the plain script, and the same script under
-`memwall run --budget SIZE`. The reference is the plain script without a cap. Writes results/cpu/cap.json.
+The first model is large by its activations, the second by its weights: below half of its plain peak there is no room
+for gradients beside parameters. Per share of the plain peak, in one memory control group each: the plain script, and
+the same script under `memwall run --budget SIZE`. The reference is the plain script without a cap. Writes
+results/cpu/cap.json, or cap_weights.json.
 """
 
 import argparse
@@ -24,11 +27,15 @@ from typing import Any
 
 from cgroup import CappedRun, CapUnavailable, memory_cap, own_group
 
-__all__ = ["MODEL", "Case", "Reference", "run_case", "run_reference"]
+__all__ = ["MODEL", "MODELS", "Case", "Reference", "run_case", "run_reference"]
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "scripts" / "train_plain.py"
 MODEL = ("--width", "128", "--layers", "8", "--batch", "28", "--sequence", "256")
+MODELS = {
+    "activations": MODEL,
+    "weights": ("--width", "768", "--layers", "12", "--batch", "1", "--sequence", "64"),
+}
 _TIMEOUT_S = 900.0
 
 
@@ -55,7 +62,7 @@ class Case:
     """What `memwall run --report` wrote; {} if it wrote nothing."""
 
 
-def run_reference(folder: Path, num_steps: int) -> Reference:
+def run_reference(folder: Path, num_steps: int, model: Sequence[str] = MODEL) -> Reference:
     """Runs the plain script in a group that limits nothing.
 
     Raises:
@@ -64,7 +71,7 @@ def run_reference(folder: Path, num_steps: int) -> Reference:
     """
     weights = folder / "plain.safetensors"
     with memory_cap(None) as meter:
-        done = meter.run(_script(num_steps, weights), timeout_s=_TIMEOUT_S)
+        done = meter.run(_script(num_steps, weights, model), timeout_s=_TIMEOUT_S)
     found = re.search(r"^peak_bytes (\d+)$", done.output, re.MULTILINE)
     if done.status or found is None:
         raise RuntimeError(f"the plain script ended with status {done.status}: {done.errors[-2000:]}")
@@ -76,16 +83,18 @@ def run_reference(folder: Path, num_steps: int) -> Reference:
     )
 
 
-def run_case(folder: Path, num_steps: int, cap_bytes: int) -> Case:
+def run_case(folder: Path, num_steps: int, cap_bytes: int, model: Sequence[str] = MODEL) -> Case:
     """Runs the script under one cap, plain and under memwall."""
     weights, report = folder / "capped.safetensors", folder / "run.json"
     for path in (weights, report):
         path.unlink(missing_ok=True)
     with memory_cap(cap_bytes) as cap:
-        plain = cap.run(_script(num_steps, folder / "never.safetensors"), timeout_s=_TIMEOUT_S)
+        plain = cap.run(_script(num_steps, folder / "never.safetensors", model), timeout_s=_TIMEOUT_S)
     command = [sys.executable, "-m", "memwall", "run", "--budget", str(cap_bytes), "--disk", str(folder)]
     with memory_cap(cap_bytes) as cap:
-        planned = cap.run([*command, "--report", str(report), *_script(num_steps, weights)[1:]], timeout_s=_TIMEOUT_S)
+        planned = cap.run(
+            [*command, "--report", str(report), *_script(num_steps, weights, model)[1:]], timeout_s=_TIMEOUT_S
+        )
     return Case(
         cap_bytes=cap_bytes,
         plain=plain,
@@ -95,8 +104,8 @@ def run_case(folder: Path, num_steps: int, cap_bytes: int) -> Case:
     )
 
 
-def _script(num_steps: int, weights: Path) -> list[str]:
-    return [sys.executable, str(SCRIPT), *MODEL, "--steps", str(num_steps), "--out", str(weights)]
+def _script(num_steps: int, weights: Path, model: Sequence[str]) -> list[str]:
+    return [sys.executable, str(SCRIPT), *model, "--steps", str(num_steps), "--out", str(weights)]
 
 
 def _sha256(path: Path) -> str:
@@ -146,16 +155,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="a script under a memory cap, plain and under memwall")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--shares", type=int, nargs="+", default=[75, 60], help="caps, in percent of the plain peak")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu" / "cap.json")
+    parser.add_argument("--model", choices=sorted(MODELS), default="activations")
+    parser.add_argument("--out", type=Path, help="by default in results/cpu")
     options = parser.parse_args(arguments)
+    model, is_first = MODELS[options.model], options.model == "activations"
+    out = options.out or ROOT / "benchmarks" / "results" / "cpu" / ("cap.json" if is_first else "cap_weights.json")
     folder = Path(tempfile.mkdtemp(prefix="memwall-cap-"))
     try:
         version = own_group()[1]
-        reference = run_reference(folder, options.steps)
+        reference = run_reference(folder, options.steps, model)
         print(f"plain, no cap: peak {reference.peak_bytes / 2**20:.0f} MiB, {reference.seconds:.0f} s", file=sys.stderr)
         rows = []
         for share in options.shares:
-            row = _row(run_case(folder, options.steps, reference.peak_bytes * share // 100), reference, share)
+            cap_bytes = reference.peak_bytes * share // 100
+            row = _row(run_case(folder, options.steps, cap_bytes, model), reference, share)
             rows.append(row)
             print(json.dumps(row), file=sys.stderr)
     except CapUnavailable as reason:
@@ -166,14 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {
         "schema": "memwall.bench-cap/1",
         "kind": "cpu-measured",
-        "command": f"python benchmarks/cap.py --steps {options.steps} --shares {' '.join(map(str, options.shares))}",
+        "command": f"python benchmarks/cap.py --model {options.model} --steps {options.steps} "
+        f"--shares {' '.join(map(str, options.shares))}",
         "commit": _git("rev-parse", "HEAD"),
         "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": {name: metadata.version(name) for name in ("torch", "highspy")}
         | {"python": platform.python_version()},
         "device": {"num_cores": os.cpu_count(), "machine": platform.machine(), "libc": " ".join(platform.libc_ver())},
         "meter": f"cgroup v{version}: peak of the group with page cache; swap off",
-        "script": [SCRIPT.name, *MODEL],
+        "script": [SCRIPT.name, *model],
         "num_steps": options.steps,
         "reference": {
             "peak_bytes": reference.peak_bytes,
@@ -183,8 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         },
         "rows": rows,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if all(_holds(row) for row in rows) else 1
 
 
