@@ -187,6 +187,8 @@ class _Search:
         steady = place_step(self.trace, self.steady, self.place)
         whole = self.trace.micro_batch
         can_split = can_accumulate(self.trace, is_cooperative=self.settings.allow_accumulation) is None
+        # Parameters on disk are read again for each part, which no cost here knows.
+        can_split &= self.place.parameters is None
         for micro_batch in candidate_micro_batches(self.trace) if can_split else (whole,):
             step = with_micro_batch(self.trace, steady, micro_batch)
             blocks = find_blocks(self.trace, step)

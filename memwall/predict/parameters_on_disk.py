@@ -2,7 +2,8 @@
 
 A unit is a block, or a module outside blocks with parameters of its own. In forward a unit is in memory while it runs
 and while the one before it does, which reads it ahead; in backward from the unit after it to the unit before it. A
-gradient leaves once it is accumulated, through a copy that is written behind. The optimizer has a window of parameters
+gradient leaves once it is accumulated, through a copy that is written behind; where there is one already, of an earlier
+micro-batch, it comes with its parameter. The optimizer has a window of parameters
 with their gradients in memory, the next window on its way in and the last one on its way out.
 """
 
@@ -24,6 +25,8 @@ class Away(NamedTuple):
     users: dict[int, frozenset[int]]
     """Of each parameter, the units that use it."""
     gradients: tuple[int, ...]
+    is_summed: bool
+    """Whether a backward adds to gradients that are on disk: of an earlier micro-batch, or zeros."""
     parameter_bytes: int
     gradient_bytes: int
 
@@ -74,6 +77,7 @@ def away_from(step: Step, modules: Sequence[Module], blocks: Iterable[str], min_
     return Away(
         away,
         tuple(gradients),
+        any(name == "accumulation" for name, _ in step.marks) or any(step.storages[i].birth < 0 for i in gradients),
         sum(round_up(step.storages[i].nbytes) for i in away),
         sum(round_up(step.storages[i].nbytes) for i in gradients),
     )
@@ -137,9 +141,13 @@ def _paged(step: Step, modules: Sequence[Module], away: Away, window_bytes: int)
     like = {index: step.storages[index] for index in away.users}
     spans = _spans(step, {unit for users in away.users.values() for unit in users})
     found: list[Storage] = []
+    summed_sizes = {step.storages[i].nbytes for i in away.gradients} if away.is_summed else set()
     for index, users in sorted(away.users.items()):
+        num_bytes = round_up(like[index].nbytes)
         for begin, end in _merged(span for unit in users for span in spans.get(unit, ())):
-            found.append(_stay(like[index], round_up(like[index].nbytes), begin, end, step))
+            found.append(_stay(like[index], num_bytes, begin, end, step))
+            if like[index].nbytes in summed_sizes and step.ops[end - 1].phase == "backward":
+                found.append(_stay(like[index], num_bytes, max(begin, _backward_start(step, end)), end, step))
     sizes = sorted((round_up(step.storages[i].nbytes) for i in away.gradients), reverse=True)
     for phase, num_bytes in (
         ("backward", _spilling_bytes(sizes, window_bytes)),
@@ -169,6 +177,14 @@ def _stepping_bytes(sizes: Sequence[int], window_bytes: int) -> int:
     first, second, third = (max(size, window_bytes) for size in (*sizes[:3], 0, 0, 0)[:3])
     most_bytes = max(2 * (first + second) + second, 2 * (second + third) + first)
     return min(most_bytes, 3 * sum(sizes))
+
+
+def _backward_start(step: Step, end: int) -> int:
+    """Where the backward begins that the operation before `end` belongs to."""
+    begin = end - 1
+    while begin > 0 and step.ops[begin - 1].phase == "backward":
+        begin -= 1
+    return begin
 
 
 def _spans(step: Step, units: set[int]) -> dict[int, list[tuple[int, int]]]:
