@@ -1,0 +1,45 @@
+"""What the disk does without memwall, in the process that is measured and between its steps."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
+from pathlib import Path
+
+__all__ = ["RawDisk", "io_bytes"]
+
+_BLOCK_BYTES, _PROBE_BYTES, _NUM_THREADS = 2 << 20, 96 << 20, 2
+
+
+class RawDisk:
+    """A file that two threads write and read in blocks of 2 MiB with O_DIRECT."""
+
+    def __init__(self, directory: str) -> None:
+        self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
+        self._buffers = [mmap(-1, _BLOCK_BYTES) for _ in range(_NUM_THREADS)]
+        for buffer in self._buffers:
+            buffer.write(os.urandom(_BLOCK_BYTES))
+        self._pool = ThreadPoolExecutor(_NUM_THREADS)
+        self._pass(is_read=False)  # first writes into fresh extents are slower
+
+    def seconds_per_byte(self) -> tuple[float, float]:
+        """To write and to read, now."""
+        return self._pass(is_read=False), self._pass(is_read=True)
+
+    def _pass(self, *, is_read: bool) -> float:
+        def move(thread: int) -> None:
+            for offset in range(thread * _BLOCK_BYTES, _PROBE_BYTES, _NUM_THREADS * _BLOCK_BYTES):
+                buffers = [self._buffers[thread]]
+                done = os.preadv(self._fd, buffers, offset) if is_read else os.pwritev(self._fd, buffers, offset)
+                if done != _BLOCK_BYTES:
+                    raise OSError(f"{done} of {_BLOCK_BYTES} bytes were moved")
+
+        begin = time.perf_counter()
+        list(self._pool.map(move, range(_NUM_THREADS)))
+        return (time.perf_counter() - begin) / _PROBE_BYTES
+
+
+def io_bytes() -> tuple[int, int]:
+    """Bytes that this process has had the disk read and write so far (proc_pid_io(5))."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
