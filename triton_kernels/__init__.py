@@ -4,6 +4,7 @@ Importing this needs torch only. A kernel's own module is loaded by its first la
 on the CPU, the reference runs instead: the same mathematics, chunked alike.
 """
 
+from . import _own_work as _own_work
 from .adamw import FusedAdamW
 from .cost import KernelCost
 from .dropout import dropout

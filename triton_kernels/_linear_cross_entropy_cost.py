@@ -15,7 +15,7 @@ from ._linear_cross_entropy_chunks import ROW_ALIGNMENT
 from ._linear_cross_entropy_ops import weight_gradient_dtype
 from .cost import UNCALIBRATED, Calibration, KernelCost, Work, seconds_of
 
-__all__ = ["LossShape", "chunk_rows_for", "cost"]
+__all__ = ["LossShape", "chunk_rows_for", "chunks_work", "cost", "losses_work", "rounded_bytes", "scratch_bytes"]
 
 _MIN_CHUNK_ROWS, _MAX_CHUNK_ROWS, _CHUNK_STEP = 256, 4096, 128
 
@@ -35,6 +35,16 @@ class LossShape(Struct, frozen=True, kw_only=True):
     recompute: bool = False
     """Logits are computed again in backward, as `reduction="none"` does."""
     accum_dtype: torch.dtype = torch.float32
+
+    @property
+    def used_rows(self) -> int:
+        """Rows that enter the matmul."""
+        return self.num_rows if self.num_used_rows is None else min(self.num_rows, self.num_used_rows)
+
+    @property
+    def loss_passes(self) -> int:
+        """How often logits are read or written for their loss; a second time from the cache at best: counted as not."""
+        return 3 if self.wants_input_gradient or self.wants_weight_gradient else 1
 
 
 def chunk_rows_for(headroom_bytes: int, vocabulary_size: int, dtype: torch.dtype) -> int:
@@ -56,30 +66,26 @@ def cost(
     """
     if min(shape.num_rows, shape.hidden_size) < 0 or min(shape.vocabulary_size, shape.chunk_rows) < 1:
         raise UsageError(f"linear_cross_entropy has no cost for {shape}; sizes must be positive")
-    element, wide = dtype.itemsize, max(4, dtype.itemsize)
-    rows = shape.num_rows if shape.num_used_rows is None else min(shape.num_rows, shape.num_used_rows)
-    chunk = min(shape.chunk_rows, rows)
-    chunks = _chunks(rows, shape.chunk_rows)
+    element = dtype.itemsize
+    chunks = _chunks(shape.used_rows, shape.chunk_rows)
     buffer = weight_gradient_dtype(dtype, shape.accum_dtype, len(chunks)).itemsize
     head = shape.vocabulary_size * shape.hidden_size
     grad_x_bytes = shape.num_rows * shape.hidden_size * element if shape.wants_input_gradient else 0
     grad_w_bytes = head * buffer if shape.wants_weight_gradient else 0
     # Rounded to the head's dtype in backward.
     cast_bytes = head * element if shape.wants_weight_gradient and (not shape.recompute or buffer != element) else 0
-    slab_bytes = chunk * _padded(shape.vocabulary_size) * element
-    gathered_bytes = 2 * chunk * shape.hidden_size * element if rows < shape.num_rows else 0
-    row_bytes = 2 * shape.num_rows * wide
+    own_bytes = scratch_bytes(shape, dtype)
 
-    work = [part for index, size in enumerate(chunks) for part in _chunk_work(shape, size, element, buffer, index == 0)]
+    work = chunks_work(shape, dtype)
     if shape.recompute:
-        work += [part for size in chunks for part in _loss_only_work(shape, size, element)]
+        work += losses_work(shape, dtype)
         saved_bytes = 0
         # The slab is gone when the head's gradient is rounded.
-        later_bytes = max(slab_bytes + gathered_bytes + row_bytes, cast_bytes)
+        later_bytes = max(own_bytes, cast_bytes)
         transient_bytes = grad_x_bytes + grad_w_bytes + later_bytes
     else:
         saved_bytes = grad_x_bytes + grad_w_bytes
-        forward_bytes = saved_bytes + slab_bytes + gathered_bytes + row_bytes
+        forward_bytes = saved_bytes + own_bytes
         transient_bytes = max(forward_bytes, saved_bytes + grad_x_bytes + cast_bytes)
         work.append(Work(bytes_moved=2 * grad_x_bytes))
     work.append(Work(bytes_moved=grad_w_bytes + cast_bytes if cast_bytes else 0))
@@ -93,16 +99,44 @@ def cost(
     )
 
 
+def scratch_bytes(shape: LossShape, dtype: torch.dtype) -> int:
+    """One chunk's logits, copies of rows where some are left out, and two figures for each row."""
+    chunk = min(shape.chunk_rows, shape.used_rows)
+    slab_bytes = chunk * _padded(shape.vocabulary_size) * dtype.itemsize
+    gathered_bytes = 2 * chunk * shape.hidden_size * dtype.itemsize if shape.used_rows < shape.num_rows else 0
+    return slab_bytes + gathered_bytes + 2 * shape.num_rows * max(4, dtype.itemsize)
+
+
+def chunks_work(shape: LossShape, dtype: torch.dtype) -> list[Work]:
+    """Loss and gradients, chunk by chunk."""
+    chunks = _chunks(shape.used_rows, shape.chunk_rows)
+    buffer = weight_gradient_dtype(dtype, shape.accum_dtype, len(chunks)).itemsize
+    element = dtype.itemsize
+    return [part for index, size in enumerate(chunks) for part in _chunk_work(shape, size, element, buffer, index == 0)]
+
+
+def rounded_bytes(shape: LossShape, dtype: torch.dtype) -> tuple[int, int]:
+    """The head's gradient as it is added up, and in the head's dtype; 0 and 0 for a frozen one."""
+    chunks = _chunks(shape.used_rows, shape.chunk_rows)
+    buffer = weight_gradient_dtype(dtype, shape.accum_dtype, len(chunks)).itemsize
+    head = shape.vocabulary_size * shape.hidden_size if shape.wants_weight_gradient else 0
+    return head * buffer, head * dtype.itemsize
+
+
+def losses_work(shape: LossShape, dtype: torch.dtype) -> list[Work]:
+    """Loss alone, chunk by chunk."""
+    chunks = _chunks(shape.used_rows, shape.chunk_rows)
+    return [part for size in chunks for part in _loss_only_work(shape, size, dtype.itemsize)]
+
+
 def _chunk_work(shape: LossShape, rows: int, element: int, buffer: int, is_first: bool) -> list[Work]:
     """Logits, their loss and gradient in place, then the two gradient GEMMs of one chunk."""
     head = shape.vocabulary_size * shape.hidden_size
     slab_bytes, x_bytes = rows * shape.vocabulary_size * element, rows * shape.hidden_size * element
     flops = 2 * rows * head
-    writes_gradient = shape.wants_input_gradient or shape.wants_weight_gradient
     work = [
         Work(bytes_moved=head * element + x_bytes + slab_bytes, flops=flops),
-        # A second time the row is read from the cache at best; counted as if not.
-        Work(bytes_moved=(3 if writes_gradient else 1) * slab_bytes),
+        Work(bytes_moved=shape.loss_passes * slab_bytes),
     ]
     if shape.wants_input_gradient:
         work.append(Work(bytes_moved=slab_bytes + head * element + x_bytes, flops=flops))

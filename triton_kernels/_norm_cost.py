@@ -11,7 +11,7 @@ from memwall.predict.hardware import Hardware
 from ._configs import norm_backward_launch, num_row_chunks
 from .cost import UNCALIBRATED, Calibration, KernelCost, Work, seconds_of
 
-__all__ = ["NormShape", "cost"]
+__all__ = ["NormShape", "backward_work", "cost", "partial_bytes"]
 
 # Of an H100 or H200: only the buffer in which weight gradients meet depends on it.
 _NUM_MULTIPROCESSORS = 132
@@ -47,16 +47,11 @@ def cost(
     if min(shape.num_rows, shape.num_columns) < 0:
         raise UsageError(f"norms have no cost for {shape}; sizes must not be negative")
     tensor_bytes = shape.num_rows * shape.num_columns * dtype.itemsize
-    row_bytes = shape.num_rows * max(4, dtype.itemsize) * (2 if shape.is_layer_norm else 1)
-    partial_bytes = _partial_bytes(shape)
+    row_bytes = _row_bytes(shape, dtype)
+    sums_bytes = partial_bytes(shape)
     added = 2 if shape.adds_residual else 0
     forward = Work(bytes_moved=(2 + added) * tensor_bytes + row_bytes)
-    backward = [Work(bytes_moved=(3 + added // 2) * tensor_bytes + row_bytes + partial_bytes)]
-    if shape.num_columns > norm_backward_launch(shape.num_columns, 32).block:
-        # A row that no program can hold is read twice.
-        backward.append(Work(bytes_moved=2 * tensor_bytes + row_bytes))
-    if partial_bytes:
-        backward.append(Work(bytes_moved=partial_bytes))
+    backward = backward_work(shape, dtype)
     rebuild = [Work(bytes_moved=2 * tensor_bytes + row_bytes)] if shape.rebuilds_result else []
     work = [forward, *backward, *rebuild]
     input_bytes = tensor_bytes + row_bytes
@@ -65,13 +60,31 @@ def cost(
         flops=0,
         saved_bytes=input_bytes if shape.rebuilds_result else input_bytes + tensor_bytes,
         # In backward: what was normalised, its gradient, partial sums; in forward, with a residual, sum and result.
-        transient_bytes=2 * tensor_bytes + row_bytes + partial_bytes,
+        transient_bytes=2 * tensor_bytes + row_bytes + sums_bytes,
         seconds=seconds_of(work, dtype, device, calibration),
         eager=_eager(shape, dtype, device, calibration),
     )
 
 
-def _partial_bytes(shape: NormShape) -> int:
+def backward_work(shape: NormShape, dtype: torch.dtype) -> list[Work]:
+    """The kernels of backward."""
+    tensor_bytes = shape.num_rows * shape.num_columns * dtype.itemsize
+    row_bytes, sums_bytes = _row_bytes(shape, dtype), partial_bytes(shape)
+    work = [Work(bytes_moved=(3 + shape.adds_residual) * tensor_bytes + row_bytes + sums_bytes)]
+    if shape.num_columns > norm_backward_launch(shape.num_columns, 32).block:
+        # A row that no program can hold is read twice.
+        work.append(Work(bytes_moved=2 * tensor_bytes + row_bytes))
+    if sums_bytes:
+        work.append(Work(bytes_moved=sums_bytes))
+    return work
+
+
+def _row_bytes(shape: NormShape, dtype: torch.dtype) -> int:
+    return shape.num_rows * max(4, dtype.itemsize) * (2 if shape.is_layer_norm else 1)
+
+
+def partial_bytes(shape: NormShape) -> int:
+    """What backward sums up the gradients of weight and bias in."""
     if not shape.wants_weight_gradient or shape.num_rows == 0:
         return 0
     block = norm_backward_launch(shape.num_columns, 32).block

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.trace.own_work import own_work_of
 from memwall.trace.workspace import Workspace, Workspaces
 
 __all__ = ["FORMULAS", "CudaWorkspaces"]
@@ -53,7 +54,8 @@ class CudaWorkspaces(Workspaces):
     ) -> Iterator[Workspace]:
         """Runs a fake operator; its workspace follows from its arguments."""
         formula = self._formulas.get(func)
-        yield Workspace(0 if formula is None else formula(self._capability, args))
+        num_bytes = own_work_of(func, args).workspace_bytes if formula is None else formula(self._capability, args)
+        yield Workspace(num_bytes)
 
 
 def _flash_backward(capability: Capability, args: tuple[Any, ...]) -> int:

@@ -8,6 +8,7 @@ both, and launches are not counted; ratios between operations, which planning ne
 import msgspec
 
 from memwall.predict.hardware import Dtype, Hardware
+from memwall.trace.own_work import Part
 from memwall.trace.records import Step, Trace
 from memwall.trace.work import OpWork
 
@@ -34,9 +35,10 @@ class Roofline:
 
     def __call__(self, work: OpWork) -> float:
         """Seconds of one operation; none for one that only makes a view."""
-        compute_seconds = work.flops / self._rates.get(work.dtype, self._other_rate)
-        moved_bytes = work.read_bytes + work.written_bytes
-        return max(compute_seconds, moved_bytes / self._hardware.memory_bytes_per_second)
+        rate = self._rates.get(work.dtype, self._other_rate)
+        bandwidth = self._hardware.memory_bytes_per_second
+        parts = work.parts or (Part(work.read_bytes + work.written_bytes, work.flops),)
+        return sum(max(part.flops / rate, part.moved_bytes / bandwidth) for part in parts)
 
 
 def with_least_seconds(step: Step, trace: Trace, roofline: Roofline) -> Step:

@@ -19,6 +19,7 @@ from memwall.errors import TraceError
 from memwall.trace.events import EventLog
 from memwall.trace.lines import SourceLines, StepLines
 from memwall.trace.modules import ModuleTable
+from memwall.trace.own_work import own_work_of
 from memwall.trace.records import Phase
 from memwall.trace.work import OpWork, work_of
 from memwall.trace.workspace import Workspaces
@@ -284,7 +285,8 @@ class StepRecorder(TorchDispatchMode):
             written.append(kwargs["out"])
         changed = _tensors(written, []) if written else []
         if self._seconds_of is not None:
-            seconds = self._seconds_of(work_of(str(func), flops, inputs, outputs, changed))
+            own = own_work_of(func, args)
+            seconds = self._seconds_of(work_of(str(func), flops, inputs, outputs, changed, own=own))
         log.end_op(index, seconds, flops, outputs, changed)
         log.workspace(index, workspace.beyond(log.born_bytes(index)))
         return out

@@ -6,6 +6,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from memwall.trace.own_work import OwnWork, Part
+
 __all__ = ["OpWork", "work_of"]
 
 
@@ -21,14 +23,22 @@ class OpWork(Struct, frozen=True, kw_only=True):
     """Bytes of its tensor arguments; 0 for an operation that only makes a view."""
     written_bytes: int
     """Bytes of new results and of arguments changed in place."""
+    parts: tuple[Part, ...] = ()
+    """Kernels that run one after the other inside; () for one alone, whose work the fields above are."""
 
 
 def work_of(
-    name: str, flops: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], written: Sequence[Tensor]
+    name: str,
+    flops: int,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    written: Sequence[Tensor],
+    *,
+    own: OwnWork | None = None,
 ) -> OpWork:
     """The work of an operation that was called with `inputs`, returned `outputs` and changed `written` in place.
 
-    Sparse tensors count nothing: they have no storage of their own.
+    What it does inside is `own`, if it is known. Sparse tensors count nothing: they have no storage of their own.
     """
     dense = [tensor for tensor in inputs if tensor.layout is torch.strided]
     storages = {tensor.untyped_storage()._cdata for tensor in dense}
@@ -39,10 +49,13 @@ def work_of(
     is_view = not new and not changed
     return OpWork(
         name=name,
-        dtype=str(next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0])).removeprefix("torch.")
+        dtype=own.dtype
+        if own is not None and own.dtype
+        else str(next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0])).removeprefix("torch.")
         if dtypes
         else "",
         flops=flops,
         read_bytes=0 if is_view else sum(tensor.nbytes for tensor in dense),
         written_bytes=sum(tensor.nbytes for tensor in (*new, *changed)),
+        parts=() if own is None else own.parts,
     )
