@@ -14,6 +14,7 @@ from memwall.apply.cuda_setting import require_cuda_setting
 from memwall.apply.effect.effect import Effects
 from memwall.apply.effect.watch import effects_of
 from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.kernels import PatchedKernels, apply_kernels
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import ActivationOffload
 from memwall.apply.optimizer_state.keeper import StateKeeper
@@ -26,6 +27,7 @@ from memwall.plan.actions import (
     Action,
     AllocatorReuse,
     Autocast,
+    FusedKernels,
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
@@ -81,6 +83,7 @@ class AppliedPlan:
         self.optimizer, self.keeper, self.parameters = optimizer, keeper, parameters
         self.engine: ActivationOffload | None = None
         self.executor: BlockExecutor | None = None
+        self.kernels: PatchedKernels | None = None
         self.effects = Effects([])
         """To be checked after each optimizer step."""
         self._undo: list[Callable[[], None]] = []
@@ -195,6 +198,11 @@ class AppliedPlan:
         assert isinstance(action, Autocast)
         self._undo.append(LowerPrecision(self.model, action.dtype, is_running=self.is_running).undo)
 
+    def _apply_kernels(self, action: Action) -> None:
+        assert isinstance(action, FusedKernels)
+        self.kernels = apply_kernels(self.model, action.modules, action.chunk_rows)
+        self._undo.append(self.kernels.undo)
+
     def _apply_optimizer_placement(self, action: Action) -> None:
         assert isinstance(action, OptimizerPlacement)
         if self.optimizer is not None:
@@ -228,6 +236,7 @@ HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
     AllocatorReuse: AppliedPlan._apply_allocator,
     Accumulate: AppliedPlan._apply_accumulate,
     Autocast: AppliedPlan._apply_autocast,
+    FusedKernels: AppliedPlan._apply_kernels,
     OptimizerPlacement: AppliedPlan._apply_optimizer_placement,
     ParameterPlacement: AppliedPlan._apply_parameter_placement,
 }

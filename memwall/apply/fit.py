@@ -40,7 +40,7 @@ def fit(
     Args:
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        allow: relaxations: "precision".
+        allow: relaxations: "kernels", "precision".
 
     Raises:
         UsageError: neither or both of budget and plan; a budget that is no size.

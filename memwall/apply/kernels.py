@@ -3,20 +3,25 @@
     patched = patch_kernels(model)
     print(patched.table())
 
-Classes stay as they are, and so do parameter names, the state dict and pickling. With the recompute handles of
-`memwall.triton_kernels` around a step, what these kernels return is not kept for backward either. Label: *equivalent*.
+Classes stay as they are, and so do parameter names and the state dict; copies and pickles have no kernels. With the
+recompute handles of `memwall.triton_kernels` around a step, what these kernels return is not kept for backward either.
+Label: *equivalent*.
 """
 
 import logging
-from typing import Self
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Self
 
 from msgspec import Struct
 from torch import nn
 
-from memwall.apply.kernels_match import candidates, disagreement, obstacle
+from memwall.apply.deferred_logits import LossCounts
+from memwall.apply.kernels_head import HEAD_KERNEL, head_candidate, head_disagreement, head_of
+from memwall.apply.kernels_match import Candidate, candidates, disagreement, obstacle
 from memwall.errors import ApplyError
+from memwall.trace.attached import wrap_forward
 
-__all__ = ["KernelRow", "PatchedKernels", "patch_kernels"]
+__all__ = ["KernelRow", "PatchedKernels", "apply_kernels", "objection", "patch_kernels"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,17 +38,61 @@ class KernelRow(Struct, frozen=True, kw_only=True):
     """Why not."""
 
 
+class _Kernel:
+    """A kernel in a module's place, and how often it was called."""
+
+    def __init__(self, path: str, module: nn.Module, candidate: Candidate) -> None:
+        self.path, self.module = path, module
+        self.num_calls = 0
+        self._candidate = candidate
+        self._unwrap = wrap_forward(module, self._run, path)
+        self._forward = module.__dict__["forward"]
+
+    def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        return self._candidate.forward(*args, **kwargs)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody has replaced it since."""
+        return self.module.__dict__.get("forward") is self._forward
+
+    def undo(self) -> None:
+        """The module has its own forward again."""
+        self._unwrap()
+
+
+def objection(module: nn.Module, candidate: Candidate) -> str | None:
+    """Why a candidate is not to stand in for a module's forward; None where it may."""
+    reason = obstacle(module)
+    if reason is not None:
+        return reason
+    if candidate.kernel == HEAD_KERNEL:
+        assert isinstance(module, nn.Linear)
+        return head_disagreement(module)
+    return disagreement(module, candidate)
+
+
 class PatchedKernels:
     """A model whose modules run fused kernels, until `undo`."""
 
-    def __init__(self, model: nn.Module, rows: tuple[KernelRow, ...], replaced: list[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, rows: tuple[KernelRow, ...], replaced: list[_Kernel], counts: LossCounts
+    ) -> None:
         self.model, self.rows = model, rows
+        self.losses = counts
+        """Of the head."""
         self._replaced = replaced
 
     @property
     def num_replaced(self) -> int:
         """Modules that run a fused kernel now."""
         return len(self._replaced)
+
+    @property
+    def num_calls(self) -> dict[str, int]:
+        """How often each of them was called, by its path."""
+        return {kernel.path: kernel.num_calls for kernel in self._replaced}
 
     def undo(self) -> None:
         """Every module runs its own forward again.
@@ -52,11 +101,11 @@ class PatchedKernels:
             ApplyError: somebody replaced one in between; all others are restored.
         """
         foreign = []
-        for module in self._replaced:
-            if getattr(module.__dict__.get("forward"), "memwall_kernel", None):
-                del module.__dict__["forward"]
+        for kernel in self._replaced:
+            if kernel.is_there:
+                kernel.undo()
             else:
-                foreign.append(type(module).__name__)
+                foreign.append(type(kernel.module).__name__)
         self._replaced = []
         if foreign:
             raise ApplyError(
@@ -84,26 +133,40 @@ class PatchedKernels:
         self.undo()
 
 
-def patch_kernels(model: nn.Module) -> PatchedKernels:
-    """Replaces the forward of every norm and gated MLP of the model that a fused kernel can stand in for.
+def patch_kernels(
+    model: nn.Module,
+    *,
+    chunk_rows: int = 0,
+    paths: Collection[str] | None = None,
+    objection: Callable[[nn.Module, Candidate], str | None] = objection,
+) -> PatchedKernels:
+    """Replaces the forward of every norm and gated MLP of the model that a fused kernel can stand in for, and its head.
 
     Found by structure, not by the model's name. Each replacement has given the module's own results and gradients on a
     small input before; a module for which none does is left alone, with a row that says why. A model without any is
     left as it is, with a warning.
+
+    Args:
+        chunk_rows: rows of logits that the loss may hold at a time; 0 leaves the head alone.
+        paths: of the norms and gated MLPs to look at; None for all.
+        objection: what speaks against a candidate; None where nothing does.
     """
+    counts = LossCounts()
+    head = head_of(model) if chunk_rows else None
     rows: list[KernelRow] = []
-    replaced: list[nn.Module] = []
+    replaced: list[_Kernel] = []
     for path, module in model.named_modules():
-        proposed = list(candidates(module))
+        if head is not None and module is head[1]:
+            proposed = [head_candidate(head[1], chunk_rows, counts)]
+        else:
+            proposed = list(candidates(module)) if paths is None or path in paths else []
         if not proposed:
             continue
-        reason = obstacle(module)
-        for candidate in proposed if reason is None else ():
-            reason = disagreement(module, candidate)
+        reason = None
+        for candidate in proposed:
+            reason = objection(module, candidate)
             if reason is None:
-                candidate.forward.memwall_kernel = candidate.kernel  # type: ignore[attr-defined]
-                module.forward = candidate.forward
-                replaced.append(module)
+                replaced.append(_Kernel(path, module, candidate))
                 break
         rows.append(
             KernelRow(
@@ -114,7 +177,33 @@ def patch_kernels(model: nn.Module) -> PatchedKernels:
                 reason=reason or "",
             )
         )
-    patched = PatchedKernels(model, tuple(rows), replaced)
+    patched = PatchedKernels(model, tuple(rows), replaced, counts)
     if not replaced:
         _log.warning("memwall: no module of %s runs a fused kernel: %s", type(model).__name__, patched.table())
+    return patched
+
+
+def apply_kernels(model: nn.Module, paths: Sequence[str], chunk_rows: int) -> PatchedKernels:
+    """Puts a plan's kernels into a model: all of them, or none.
+
+    Args:
+        paths: of the norms and gated MLPs. chunk_rows: see `patch_kernels`.
+
+    Raises:
+        ApplyError: one of them is not here, or no kernel does what it does.
+    """
+    patched = patch_kernels(model, chunk_rows=chunk_rows, paths=paths)
+    reasons = {row.path: row.reason for row in patched.rows if not row.is_replaced}
+    found = {row.path for row in patched.rows}
+    missing = [(path, "no module of a kernel's structure is there") for path in paths if path not in found]
+    if chunk_rows and not any(row.kernel == HEAD_KERNEL for row in patched.rows):
+        missing.append(("the head", "the model names no linear layer as its output embeddings"))
+    missing.extend(reasons.items())
+    if missing:
+        patched.undo()
+        path, reason = missing[0]
+        raise ApplyError(
+            f"the plan has fused kernels for {len(paths) + bool(chunk_rows)} modules of {type(model).__name__}, and "
+            f"{len(missing)} cannot have one, {path} among them: {reason}; make the plan without --allow kernels"
+        )
     return patched

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memwall.triton_kernels import geglu, layer_norm, rms_norm, swiglu
 
-__all__ = ["Candidate", "candidates", "disagreement", "obstacle"]
+__all__ = ["MAX_DIFFERENCE", "Candidate", "candidates", "disagreement", "obstacle", "relative_difference"]
 
 _ROWS = 6
 # Root mean square of the difference over that of the module's own result: what rounding at other points may cost.
-_MAX_DIFFERENCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+MAX_DIFFERENCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 # Gate, up and down layers, and what may stand before the last; as models call them.
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
@@ -36,7 +37,7 @@ class Candidate(NamedTuple):
 
     kernel: str
     forward: Callable[..., Tensor]
-    """To be called with the module's input; a partial of a function, so that models stay picklable."""
+    """To be called with the module's input."""
     num_features: int
     """Of the input."""
     checked: tuple[str, ...]
@@ -91,18 +92,19 @@ def _child(module: nn.Module, name: str) -> nn.Module | None:
 
 def _activation(module: nn.Module) -> str | None:
     """Which activation stands in the module, told by its values."""
-    x = torch.linspace(-4.0, 4.0, 65)
-    for child in module.children():
-        if list(child.parameters()) or isinstance(child, nn.Dropout):
-            continue
-        with torch.no_grad():
+    # Also of a model without values: an activation has no parameters.
+    with torch.no_grad(), unset_fake_temporarily():
+        x = torch.linspace(-4.0, 4.0, 65)
+        for child in module.children():
+            if list(child.parameters()) or isinstance(child, nn.Dropout):
+                continue
             try:
                 found = child(x)
             except Exception:
                 continue
-        for name, (function, _) in _ACTIVATIONS.items():
-            if isinstance(found, Tensor) and found.shape == x.shape and (found - function(x)).abs().max() < 2e-6:
-                return name
+            for name, (function, _) in _ACTIVATIONS.items():
+                if isinstance(found, Tensor) and found.shape == x.shape and (found - function(x)).abs().max() < 2e-6:
+                    return name
     return None
 
 
@@ -149,7 +151,7 @@ def disagreement(module: nn.Module, candidate: Candidate) -> str | None:
     if not parameters:
         return "it has no parameter that would tell its dtype"
     dtype, device = parameters[0].dtype, parameters[0].device
-    if dtype not in _MAX_DIFFERENCE:
+    if dtype not in MAX_DIFFERENCE:
         return f"its dtype is {dtype}"
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_ROWS, candidate.num_features, generator=generator).to(device, dtype)
@@ -185,11 +187,18 @@ def _difference(module: nn.Module, candidate: Candidate, x: Tensor) -> str | Non
         what = "result" if number == 0 else "gradient"
         if own.shape != ours.shape or own.dtype != ours.dtype:
             return f"its {what} is {own.dtype} {list(own.shape)}, the kernel's {ours.dtype} {list(ours.shape)}"
-        size = own.double().square().mean().sqrt()
-        difference = (own.double() - ours.double()).square().mean().sqrt()
-        if not difference <= _MAX_DIFFERENCE[x.dtype] * size:
-            return f"its {what} differs by {float(difference / size):.1e} of its size"
+        difference = relative_difference(own, ours)
+        if not difference <= MAX_DIFFERENCE[x.dtype]:
+            return f"its {what} differs by {difference:.1e} of its size"
     return None
+
+
+def relative_difference(own: Tensor, ours: Tensor) -> float:
+    """Root mean square of the difference over that of `own`; 0 where both are zero."""
+    own, ours = own.detach().double(), ours.detach().double()
+    size = own.square().mean().sqrt()
+    difference = (own - ours).square().mean().sqrt()
+    return float(difference / size) if difference else 0.0
 
 
 def _outcome(forward: Callable[[Tensor], Any], module: nn.Module, checked: tuple[str, ...], x: Tensor) -> list[Tensor]:

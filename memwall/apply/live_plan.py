@@ -16,6 +16,7 @@ from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place
 from memwall.apply.planning import MAX_REPLANS, planned, planned_after, planned_again
 from memwall.apply.precision import LowerPrecision, lower_dtype
+from memwall.apply.recorded_kernels import RecordedKernels
 from memwall.apply.recorded_step import RecordedStep
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import InfeasibleError, MemwallError
@@ -67,6 +68,7 @@ class LivePlan:
         self.applied: AppliedPlan | None = None
         self._measured, self._on_plan, self._set_by_loop = measured, on_plan, set_by_loop
         self._undo_autocast: Callable[[], None] | None = None
+        self._kernels = RecordedKernels()
 
     @property
     def failure(self) -> MemwallError | None:
@@ -83,8 +85,11 @@ class LivePlan:
         Raises:
             StoreError: the disk cannot be used.
         """
-        self.parameters.spill_recorded(model, optimizer, self.allocator, budget_bytes=self.settings.budget_bytes)
+        is_streamed = self.parameters.spill_recorded(
+            model, optimizer, self.allocator, budget_bytes=self.settings.budget_bytes
+        )
         self._measured.note_peak()
+        self._kernels.begin(model, self.settings.allow, is_streamed=is_streamed)
         self.recorded = RecordedStep(
             model,
             optimizer,
@@ -120,6 +125,7 @@ class LivePlan:
         self.trace, peak_bytes = self.recorded.finish(optimizer)
         self.stop_recording()
         self._measured.note_first_step(peak_bytes)
+        self.settings = msgspec.structs.replace(self.settings, kernels=self._kernels.found_in(self.trace))
         try:
             self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizer), self.allocator)
         except InfeasibleError:
@@ -144,7 +150,9 @@ class LivePlan:
         """
         assert self.plan is not None
         self._on_plan()
-        self._end_autocast()  # the plan's own action takes its place
+        # The plan's own actions take their place.
+        self._end_autocast()
+        self._kernels.end()
         order = () if self.trace is None else tuple(b.path for b in find_blocks(self.trace, steady_step(self.trace)))
         applied = AppliedPlan(
             model,
@@ -232,6 +240,7 @@ class LivePlan:
     def end(self) -> None:
         """The process is as before, too."""
         self._end_autocast()
+        self._kernels.end()
         self.allocator.undo()
 
     def _end_autocast(self) -> None:

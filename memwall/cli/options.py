@@ -45,8 +45,8 @@ __all__ = [
     "write_json",
 ]
 
-Allowable = Literal["precision", "low-bit-optimizer"]
-ALLOWABLE: tuple[Allowable, ...] = ("precision", "low-bit-optimizer")
+Allowable = Literal["precision", "kernels", "low-bit-optimizer"]
+ALLOWABLE: tuple[Allowable, ...] = ("precision", "kernels", "low-bit-optimizer")
 _RULES_TEXT = ", ".join(BATCH_RULES)
 
 PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -62,7 +62,7 @@ DiskOption = Annotated[
 ]
 AllowOption = Annotated[
     str | None,
-    typer.Option("--allow", metavar="KIND,...", help=f"Allow actions that change numerics: {', '.join(ALLOWABLE)}."),
+    typer.Option("--allow", metavar="KIND,...", help=f"Allow what is not bit-exact: {', '.join(ALLOWABLE)}."),
 ]
 WorstBatchOption = Annotated[
     str | None,

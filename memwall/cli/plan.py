@@ -3,7 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memwall.cli.options import DiskTier
+    from memwall.plan.actions import FusedKernels
     from memwall.plan.forecast import Forecast
     from memwall.predict.hardware import Hardware
     from memwall.trace.lengths import BatchChoice
@@ -90,7 +91,7 @@ def plan(
     given |= {"--autocast": autocast, "--checkpointing": checkpointing or None}
     rule = parse_worst_batch(worst_batch, data)
     choice: BatchChoice | None = None
-    under_autocast: Callable[[], Trace] | None = None
+    ways = _Ways()
     if hardware is None or not _is_spec(source):
         given |= {"--worst-batch": rule, "--mask-share": mask_share}
         unused = [option for option, value in given.items() if value is not None]
@@ -100,6 +101,7 @@ def plan(
             raise UsageError(f"{', '.join(unused)}: {source} is a trace, in which that is recorded; leave it out")
     if hardware is None:
         trace = with_disk(load_source(source), disk_tier)
+        ways = _Ways(with_kernels=None if Path(source).exists() else partial(_here_with_kernels, source, disk_tier))
     else:
         if disk_tier is not None:
             raise UsageError(f"--disk {disk}: with --device NAME tensors move to host memory only; use --host SIZE")
@@ -110,7 +112,7 @@ def plan(
 
             choice = batch_of_spec(source, rule, data=data, batch=batch, sequence=seq)
             seq = choice.padded_length
-        trace, under_autocast = _device_trace(
+        trace, ways = _device_trace(
             source,
             hardware,
             host_bytes=host_bytes or 0,
@@ -122,6 +124,11 @@ def plan(
             optimizer=optimizer,
             is_checkpointed=checkpointing,
             is_padded=choice is not None and choice.is_padded,
+        )
+    if "kernels" in allowed and ways.with_kernels is None:
+        raise UsageError(
+            f"--allow kernels: {source} is a trace, and what kernels do to a step is seen by recording it with them; "
+            "plan from the package.module:factory or the config.json, or give --allow kernels to `memwall run`"
         )
     from msgspec.structs import replace
     from rich.console import Group
@@ -149,7 +156,8 @@ def plan(
             allow=allowed,
             global_batch=global_batch,
             hardware=hardware,
-            under_autocast=under_autocast,
+            under_autocast=ways.under_autocast,
+            with_kernels=ways.with_kernels,
         )
     except InfeasibleError as error:
         if as_json:
@@ -177,6 +185,22 @@ def _hardware(device: str | None) -> "Hardware | None":
     return with_measured_context(hardware_named(device))
 
 
+class _Ways(NamedTuple):
+    """How else the step can be recorded; None where it cannot."""
+
+    under_autocast: "Callable[[], Trace] | None" = None
+    with_kernels: "Callable[[str | None], tuple[Trace, FusedKernels | None]] | None" = None
+
+
+def _here_with_kernels(source: str, tier: "DiskTier | None", lower: str | None) -> "tuple[Trace, FusedKernels | None]":
+    """The step of a factory with fused kernels, recorded here and now."""
+    from memwall.integrations.fused_kernels import recorded_with_kernels
+    from memwall.trace.record import record
+    from memwall.trace.spec import load_workload
+
+    return recorded_with_kernels(lambda changed: with_disk(record(changed(load_workload(source))), tier))
+
+
 def _device_trace(
     source: str,
     hardware: "Hardware",
@@ -185,8 +209,8 @@ def _device_trace(
     mask_share: float | None,
     autocast: str | None,
     **model: Any,
-) -> "tuple[Trace, Callable[[], Trace] | None]":
-    """The step as the device would run it, of a trace file or of a SPEC; and what records a SPEC in lower precision.
+) -> "tuple[Trace, _Ways]":
+    """The step as the device would run it, of a trace file or of a SPEC; and how else a SPEC can be recorded.
 
     Args:
         model: what `device_trace_of_spec` is told about a configuration's model and batch.
@@ -195,10 +219,19 @@ def _device_trace(
     from memwall.predict.translate import translated
 
     if not _is_spec(source):
-        return translated(load_source(source), hardware, host_bytes=host_bytes), None
+        return translated(load_source(source), hardware, host_bytes=host_bytes), _Ways()
     record = partial(device_trace_of_spec, source, hardware, host_bytes=host_bytes, mask_share=mask_share, **model)
     lower = "bfloat16" if "bfloat16" in hardware.flops else "float16"
-    return record(autocast=autocast), partial(record, autocast=lower)
+
+    def with_kernels(lower: str | None) -> "tuple[Trace, FusedKernels | None]":
+        from memwall.integrations.fused_kernels import recorded_with_kernels, without_comparison
+
+        precision = autocast if lower is None else lower
+        return recorded_with_kernels(
+            lambda changed: record(autocast=precision, changed=changed), objection=without_comparison
+        )
+
+    return record(autocast=autocast), _Ways(partial(record, autocast=lower), with_kernels)
 
 
 def _is_spec(source: str) -> bool:

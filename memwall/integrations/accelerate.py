@@ -38,7 +38,7 @@ class MemwallPlugin:
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        allow: relaxations: "precision".
+        allow: relaxations: "kernels", "precision".
     """
 
     def __init__(

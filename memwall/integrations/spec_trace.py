@@ -1,6 +1,6 @@
 """From a SPEC to a trace without a device: a Workload's factory or a Hugging Face configuration."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -138,6 +138,7 @@ def device_trace_of_spec(
     is_padded: bool = False,
     host_bytes: int = 0,
     without: Collection[str] = (),
+    changed: Callable[[Workload], Workload] | None = None,
 ) -> Trace:
     """Two steps of a SPEC as a device would run them, with the least seconds that they can take there.
 
@@ -145,6 +146,7 @@ def device_trace_of_spec(
         autocast, is_checkpointed, is_padded: see `workload_of_spec`.
         host_bytes: host memory that saved tensors may move to; 0 for none.
         without: names of rules of `memwall.predict.translate` to leave out.
+        changed: what is recorded in place of the SPEC's own workload.
 
     Raises:
         UsageError: the spec, an option or a rule can't be used.
@@ -160,6 +162,8 @@ def device_trace_of_spec(
         is_checkpointed=is_checkpointed,
         is_padded=is_padded,
     )
+    if changed is not None:
+        workload = changed(workload)
     recording = recording_for(hardware, without=without)
     with _failing_as_trace_error(spec):
         try:

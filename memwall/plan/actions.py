@@ -14,6 +14,7 @@ __all__ = [
     "AllocatorReuse",
     "Autocast",
     "Exactness",
+    "FusedKernels",
     "Offload",
     "OptimizerPlacement",
     "ParameterPlacement",
@@ -77,6 +78,18 @@ class Autocast(Struct, frozen=True, kw_only=True, tag_field="kind", tag="autocas
     exactness: Exactness = "changes-numerics"
 
 
+class FusedKernels(Struct, frozen=True, kw_only=True, tag_field="kind", tag="kernels", forbid_unknown_fields=True):
+    """Runs fused kernels in place of modules' own forwards, and the loss of a language model without its logits."""
+
+    modules: tuple[str, ...]
+    """Paths of the norms and gated MLPs whose forward is replaced."""
+    chunk_rows: int = 0
+    """Rows of logits that the loss holds at a time; 0 where it is left as it is."""
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "equivalent"
+
+
 class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="allocator", forbid_unknown_fields=True):
     """How freed memory is kept or returned: a heap for tensors or malloc thresholds on a CPU, a string on CUDA."""
 
@@ -129,13 +142,22 @@ class ParameterPlacement(
     exactness: Exactness = "bit-exact"
 
 
-Action = Recompute | Offload | Accumulate | Autocast | AllocatorReuse | OptimizerPlacement | ParameterPlacement
+Action = (
+    Recompute
+    | Offload
+    | Accumulate
+    | Autocast
+    | FusedKernels
+    | AllocatorReuse
+    | OptimizerPlacement
+    | ParameterPlacement
+)
 
 
 def kinds() -> dict[str, type[Struct]]:
     """Action records by the name they have in a plan file."""
     records: tuple[type[Struct], ...] = (
-        *(Recompute, Offload, Accumulate, Autocast),
+        *(Recompute, Offload, Accumulate, Autocast, FusedKernels),
         *(AllocatorReuse, OptimizerPlacement, ParameterPlacement),
     )
     return {str(record.__struct_config__.tag): record for record in records}

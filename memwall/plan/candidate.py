@@ -42,6 +42,7 @@ def plan_of(
     found: Candidate,
     trace: Trace,
     steady: Step,
+    plain: Step,
     process: Process,
     *,
     budget_bytes: int,
@@ -51,11 +52,11 @@ def plan_of(
     """The plan file's record of a candidate.
 
     Args:
-        steady: the steady step that the candidate treats.
+        steady: the steady step that the candidate treats. plain: that step without fused kernels, if it has any.
         fits: whether the margin fits as well.
         smallest_budget_bytes: for which any plan exists.
     """
-    plain_seconds = step_seconds(steady)
+    steady_seconds = step_seconds(steady)
     held_bytes = found.moved_bytes // found.num_parts + found.place.away_bytes
     peak = PeakBytes(
         allocated_bytes=found.live_bytes,
@@ -90,18 +91,18 @@ def plan_of(
         phases=phases,
         measured_phases=tuple(name for name in phases if name == "first_step"),
         peak_phase=max(sorted(phases), key=lambda name: phases[name].process_bytes),
-        step_seconds=plain_seconds + found.extra_seconds,
+        step_seconds=steady_seconds + found.extra_seconds,
         not_modelled=process.not_modelled(),
         actions=found.actions,
-        binding=(*found.binding, *disk_wear(written_bytes, plain_seconds + found.extra_seconds)),
+        binding=(*found.binding, *disk_wear(written_bytes, steady_seconds + found.extra_seconds)),
         smallest_feasible_budget_bytes=smallest_budget_bytes,
         plain_peak=PeakBytes(
-            allocated_bytes=live_peak_bytes(steady, trace.device),
-            process_bytes=process.free(steady).process_bytes,
+            allocated_bytes=live_peak_bytes(plain, trace.device),
+            process_bytes=process.free(plain).process_bytes,
         ),
-        plain_step_seconds=plain_seconds,
+        plain_step_seconds=step_seconds(plain),
         moved_bytes_per_step=moved_bytes,
-        lower_bound_seconds=plain_seconds + found.lower_bound_seconds,
+        lower_bound_seconds=steady_seconds + found.lower_bound_seconds,
         allocator=process.allocator_advice,
     )
     return Plan(

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from memwall.plan.actions import Action, OptimizerPlacement, ParameterPlacement
-from memwall.plan.legality import can_accumulate, can_autocast, can_offload
+from memwall.plan.fused import could_have_kernels
+from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can_use_kernels
 from memwall.predict.curve import peak_of
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
@@ -59,6 +60,9 @@ def relaxations(trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> tup
             f"halve the micro-batch and accumulate: batch size {half}, "
             f"{2 * trace.num_micro_batches} accumulation steps (the same global batch)"
         )
+    is_possible = could_have_kernels(trace) and can_use_kernels(trace.device, ("kernels",), is_here=True) is None
+    if is_possible and "kernels" not in allow:
+        found.append("allow fused kernels for norms, gated MLPs and the loss of a language model: --allow kernels")
     if can_autocast(trace, ("precision",)) is None and "precision" not in allow:
         found.append("allow bfloat16 autocast, which changes numerics: --allow precision")
     found.append("shorten the sequence or lower the resolution")

@@ -1,5 +1,7 @@
 """Which actions are legal for a trace, each with the reason when it is not."""
 
+from importlib.util import find_spec
+
 from memwall.predict.half_precision import computes_in_half
 from memwall.predict.treatment import BlockCalls, StepModel
 from memwall.trace.records import Trace
@@ -14,6 +16,7 @@ __all__ = [
     "can_offload",
     "can_recompute",
     "can_reuse_allocator",
+    "can_use_kernels",
 ]
 
 STEPPED_ALONE = frozenset(
@@ -77,6 +80,19 @@ def can_autocast(trace: Trace, allow: tuple[str, ...]) -> str | None:
         return f"the run already uses autocast to {trace.autocast}"
     if computes_in_half(trace):
         return "the weights are in half precision already"
+    return None
+
+
+def can_use_kernels(device: str, allow: tuple[str, ...], *, is_here: bool) -> str | None:
+    """None if modules may run fused kernels, else why not.
+
+    Args:
+        is_here: whether the step will run in this installation, and not on a device that is planned for from afar.
+    """
+    if "kernels" not in allow:
+        return "fused kernels round at other points; allow it with --allow kernels"
+    if is_here and device != "cpu" and find_spec("triton") is None:
+        return f"fused kernels on device '{device}' need triton, which is not installed"
     return None
 
 

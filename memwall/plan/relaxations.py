@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
-from memwall.plan.legality import can_accumulate, can_autocast, can_offload
+from memwall.plan.actions import FusedKernels
+from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can_use_kernels
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.settings import Settings
 from memwall.predict.cuda_allocator.settings import AllocatorSettings
@@ -118,6 +119,7 @@ class _Asked(NamedTuple):
     is_fused: bool = False
     has_host: bool = False
     is_lower: bool = False
+    has_kernels: bool = False
 
 
 def plan_relaxations(
@@ -136,8 +138,15 @@ def plan_relaxations(
     asked_first = _Asked(settings)
     lower = _once(settings.under_autocast)
 
+    @cache
+    def fused(precision: str | None) -> tuple[Trace, FusedKernels | None]:
+        assert settings.with_kernels is not None, "asked for only where it is there"
+        return settings.with_kernels(precision)
+
     def trace_of(asked: _Asked) -> Trace:
         found = lower() if asked.is_lower else trace
+        if asked.has_kernels:
+            found = fused(lower().autocast if asked.is_lower else None)[0]
         if asked.is_fused:
             found = with_fused_optimizer(found)
         return _with_host_memory(found, settings) if asked.has_host else found
@@ -160,13 +169,20 @@ def plan_relaxations(
             return None
         return "host memory for saved tensors: --host SIZE", asked._replace(has_host=True)
 
+    def with_kernels(asked: _Asked) -> tuple[str, _Asked] | None:
+        if settings.with_kernels is None or can_use_kernels(trace.device, settings.allow, is_here=False) is None:
+            return None
+        if fused(None)[1] is None:
+            return None
+        return "fused kernels, which round at other points: --allow kernels", asked._replace(has_kernels=True)
+
     def in_lower(asked: _Asked) -> tuple[str, _Asked] | None:
         if settings.under_autocast is None or can_autocast(trace, ("precision",)) is not None:
             return None
         text = f"{lower().autocast} autocast, which changes numerics: --allow precision"
         return text, asked._replace(is_lower=True)
 
-    ways = (with_fused, split, with_host, in_lower)
+    ways = (with_fused, with_kernels, split, with_host, in_lower)
     found = _ways_out(asked_first, ways, bytes_of=bytes_of, fits=lambda needed: needed <= settings.budget_bytes)
     return (*found, "a shorter sequence, or a lower resolution")
 

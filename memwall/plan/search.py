@@ -6,17 +6,19 @@ budget and solve again. The replayed peak decides; the solver only proposes.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import msgspec
 
 from memwall.errors import InfeasibleError, PlanError, UsageError
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, FusedKernels
 from memwall.plan.blocks import find_blocks
 from memwall.plan.candidate import Candidate, plan_of
 from memwall.plan.device_phases import with_device_phases
 from memwall.plan.explain import binding_reasons, infeasible_message, relaxations
+from memwall.plan.fused import kernels_compared
 from memwall.plan.instance import Choice, Instance, Link
-from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can_reuse_allocator
+from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can_reuse_allocator, can_use_kernels
 from memwall.plan.live_budgets import LiveBudgets, Shares, Tightening
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
@@ -44,6 +46,7 @@ _SECONDS_PER_OP = 8e-6
 # Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk were a quarter
 # off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
 _CLEARLY_SHORTER = 1.3
+_KERNELS_READ_THEM = "fused kernels read them outside their modules' own calls"
 
 
 def plan(
@@ -56,6 +59,7 @@ def plan(
     global_batch: int | None = None,
     hardware: Hardware | None = None,
     under_autocast: Callable[[], Trace] | None = None,
+    with_kernels: Callable[[str | None], tuple[Trace, FusedKernels | None]] | None = None,
 ) -> Plan:
     """The cheapest plan under which the traced run fits `budget`.
 
@@ -65,11 +69,12 @@ def plan(
         budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
         disk: directory of the next tier; by default the one measured when the trace was recorded.
         disk_capacity_bytes: the most to take of it; by default all that is free.
-        allow: relaxations that change numerics: "precision".
+        allow: relaxations: "kernels" round at other points, "precision" changes numerics.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.translate), where it is not here.
         under_autocast: records the same step in the device's lower precision, for when nothing else fits.
+        with_kernels: records the same step with fused kernels, for when a plan without them costs time.
 
     Raises:
         InfeasibleError: nothing fits; says how much would, and what to allow.
@@ -94,6 +99,7 @@ def plan(
         allow_accumulation=global_batch is not None,
         hardware=hardware,
         under_autocast=under_autocast,
+        with_kernels=with_kernels,
     )
     return make_plan(trace, settings)
 
@@ -105,20 +111,38 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
         InfeasibleError: nothing fits.
     """
     search = _Search(trace, settings)
-    for search.has_margin in (True, False):
-        found = search.best()
+    for has_margin in (True, False):
+        found = _best_of(search, has_margin=has_margin)
         if found is not None:
-            return search.as_plan(found)
+            return found
         if settings.under_autocast is not None and can_autocast(trace, settings.allow) is None:
             lower = settings.under_autocast()
             dtype = None if lower.autocast == "none" else lower.autocast
             return make_plan(lower, msgspec.structs.replace(settings, autocast=dtype, under_autocast=None))
-    raise search.infeasible()
+    searches = [search] if search.fused is None else [search, search.fused]
+    raise min(searches, key=_Search.smallest_bytes).infeasible()
+
+
+def _best_of(plain: "_Search", *, has_margin: bool) -> Plan | None:
+    """The plan of the shortest step. One with fused kernels is looked for only where the others cost time."""
+    plain.has_margin = has_margin
+    found = plain.best()
+    if found is not None and not any((action.cost_seconds or 0.0) > 0.0 for action in found.actions):
+        return plain.as_plan(found)
+    fused = plain.fused
+    if fused is not None:
+        fused.has_margin = has_margin
+        other = fused.best()
+        if other is not None and (found is None or fused.seconds_of(other) < plain.seconds_of(found)):
+            return fused.as_plan(other)
+    return None if found is None else plain.as_plan(found)
 
 
 class _Search:
     def __init__(self, trace: Trace, settings: Settings) -> None:
         self.trace, self.settings = trace, settings
+        self.unfused: _Search | None = None
+        """Where this one is for a step with fused kernels, the one without."""
         self.has_margin = True
         """Whether a plan must leave room for the forecast's error."""
         self.process: Process
@@ -141,7 +165,7 @@ class _Search:
             self.places = state_away(trace, self.steady, capacity_bytes=self._capacity_bytes)
         self.last_resort: Place | None = None
         """Parameters on disk as well."""
-        self.parameters_stay = settings.parameters_stay
+        self.parameters_stay = settings.parameters_stay or ("" if settings.kernels is None else _KERNELS_READ_THEM)
         """Why there is no such way; "" where there is, or where not even the state can be on disk."""
         if self.places and not self.parameters_stay:
             found = parameters_away(trace, self.steady, self.places[0], capacity_bytes=self._capacity_bytes)
@@ -152,6 +176,31 @@ class _Search:
         self.place = IN_MEMORY
         """Where state and parameters are, in the candidates that are tried now."""
         self._smallest_bytes: int | None = None
+
+    @cached_property
+    def fused(self) -> "_Search | None":
+        """The search for the same step with fused kernels, where they are allowed and change anything."""
+        settings = self.settings
+        if settings.with_kernels is None:
+            return None
+        if can_use_kernels(self.trace.device, settings.allow, is_here=settings.hardware is None) is not None:
+            return None
+        trace, found = settings.with_kernels(settings.autocast)
+        if found is None:
+            return None
+        kernels = kernels_compared(found, self.trace, trace)
+        lower, with_kernels = settings.under_autocast, settings.with_kernels
+        fused = _Search(
+            trace,
+            msgspec.structs.replace(
+                settings,
+                kernels=kernels,
+                with_kernels=None,
+                under_autocast=None if lower is None else lambda: with_kernels(lower().autocast)[0],
+            ),
+        )
+        fused.unfused = self
+        return fused
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
@@ -221,6 +270,8 @@ class _Search:
         actions: list[Action] = list(self.place.actions)
         if self.settings.autocast is not None:
             actions.append(Autocast(dtype=self.settings.autocast))
+        if self.settings.kernels is not None:
+            actions.append(self.settings.kernels)
         if num_parts > 1:
             micro_batch = self.trace.micro_batch // num_parts
             actions.append(
@@ -359,6 +410,10 @@ class _Search:
             binding=binding_reasons(self.trace, step, moved_bytes, self.place.actions),
         )
 
+    def seconds_of(self, found: Candidate) -> float:
+        """Of a step under a candidate."""
+        return step_seconds(self.steady) + found.extra_seconds
+
     # -- answers ---------------------------------------------------------------------------------------------------
 
     def as_plan(self, found: Candidate) -> Plan:
@@ -367,6 +422,7 @@ class _Search:
             found,
             self.trace,
             self.steady,
+            self.steady if self.unfused is None else self.unfused.steady,
             self.process,
             budget_bytes=self.settings.budget_bytes,
             fits=self.has_margin,

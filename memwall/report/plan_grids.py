@@ -9,6 +9,7 @@ from memwall.plan.actions import (
     Action,
     AllocatorReuse,
     Autocast,
+    FusedKernels,
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
@@ -157,6 +158,10 @@ def _what(action: Action) -> str:
             return f"split the batch: {action.num_micro_batches} x {action.micro_batch}"
         case Autocast():
             return f"autocast to {action.dtype}"
+        case FusedKernels(chunk_rows=0):
+            return "fused kernels"
+        case FusedKernels():
+            return f"fused kernels, logits {action.chunk_rows:,} rows at a time"
         case AllocatorReuse(cuda_setting=setting) if setting:
             return "allocator settings"
         case AllocatorReuse():
@@ -178,6 +183,9 @@ def _where(actions: Sequence[Action]) -> str:
             return "every step"
         case Autocast():
             return "forward"
+        case FusedKernels(modules=modules, chunk_rows=chunk_rows):
+            places = [f"{len(modules)} modules"] if modules else []
+            return ", ".join((*places, "loss") if chunk_rows else places)
         case AllocatorReuse(cuda_setting=setting) if setting:
             return f"process, before CUDA starts: {setting}"
         case AllocatorReuse(limit_bytes=limit_bytes):

@@ -61,6 +61,38 @@ def test_precision_is_offered_with_its_figure_and_planned_where_it_is_allowed(ru
 
 
 @pytest.mark.requires("transformers")
+def test_kernels_are_offered_with_their_figure_and_planned_where_they_are_allowed(run: Run, tmp_path: Path) -> None:
+    """GIVEN a vocabulary that outweighs the layers THEN the loss without logits is what makes it fit."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 2, "vocab_size": 32_000}))
+    command = ("plan", str(path), "--device", "h100-80gb", *OPTIONS)
+    _, refused = run(*command, "--budget", "1GiB")
+    (line,) = (line for line in refused["relaxations"] if "--allow kernels" in line)
+    assert re.search(r"fused kernels, which round at other points: --allow kernels: \S+ \wiB, \S+ \wiB less", line)
+    _, least = run(*command, "--budget", "1GiB", "--allow", "kernels")
+    budget = least["smallest_feasible_budget_bytes"] + 64 * MIB
+    status, found = run(*command, "--budget", str(budget), "--allow", "kernels")
+    jsonschema.validate(found, SCHEMA)
+    assert (status, found["fits"]) == (0, True)
+    kernels = found["actions"][0]
+    assert (kernels["kind"], kernels["exactness"], kernels["chunk_rows"]) == ("kernels", "equivalent", 512)
+    assert "model.layers.1.mlp" in kernels["modules"]
+    assert budget < refused["smallest_feasible_budget_bytes"]
+    # Logits in float32, the log of their softmax and its gradient: none of them is whole any more.
+    assert kernels["saved_bytes"] > 2 * 4 * 1024 * 32_000 * 4
+
+
+@pytest.mark.requires("transformers")
+def test_kernels_of_a_trace_are_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "training.py").write_text(FACTORY)
+    path = tmp_path / "t.trace"
+    save_trace(record(load_workload(f"{tmp_path / 'training.py'}:small")), path)
+    for more in ((), ("--device", "l4")):
+        assert main(["plan", str(path), "--budget", "1GiB", "--allow", "kernels", *more]) == 2
+        assert f"--allow kernels: {path} is a trace, and what kernels do" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.requires("transformers")
 def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, config: str) -> None:
     """Where nothing is to be done both say the same of each; under a plan the steps need less, and resuming does not.
 

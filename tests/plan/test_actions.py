@@ -14,6 +14,7 @@ from memwall.plan.actions import (
     Action,
     AllocatorReuse,
     Autocast,
+    FusedKernels,
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
@@ -37,6 +38,10 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
         ("split the batch: 4 x 2", "every step", "equivalent"),
     ),
     "autocast": (Autocast(dtype="bfloat16"), ("autocast to bfloat16", "forward", "changes-numerics")),
+    "kernels": (
+        FusedKernels(modules=("h.0.norm", "h.0.mlp"), chunk_rows=2048),
+        ("fused kernels, logits 2,048 rows at a time", "2 modules, loss", "equivalent"),
+    ),
     "allocator": (AllocatorReuse(policy="tensor-heap"), ("allocator policy tensor-heap", "process", "bit-exact")),
     "optimizer-placement": (
         OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=2, min_bytes=1),
@@ -52,6 +57,7 @@ LEGALITY = {
     "offload": "can_offload",
     "accumulate": "can_accumulate",
     "autocast": "can_autocast",
+    "kernels": "can_use_kernels",
     "allocator": "can_reuse_allocator",
     "optimizer-placement": "can_move_optimizer_state",
     "parameter-placement": "can_move_parameters",

@@ -266,6 +266,7 @@ def test_an_infeasible_budget_says_by_how_much_and_what_would_help(
         "(largest: tokens)\n"
         "  - give a disk for saved tensors: --disk DIR\n"
         "  - halve the micro-batch and accumulate: batch size 2, 2 accumulation steps (the same global batch)\n"
+        "  - allow fused kernels for norms, gated MLPs and the loss of a language model: --allow kernels\n"
         "  - allow bfloat16 autocast, which changes numerics: --allow precision\n"
         "  - shorten the sequence or lower the resolution"
     )
@@ -276,7 +277,7 @@ def test_an_infeasible_budget_says_by_how_much_and_what_would_help(
 def test_what_was_allowed_already_is_not_offered_again(a_trace: Callable[[str], Trace]) -> None:
     trace = a_trace("gpt")
     with pytest.raises(InfeasibleError) as error:
-        plan(trace, budget=110 * MIB, allow=("precision",), global_batch=4)
+        plan(trace, budget=110 * MIB, allow=("precision", "kernels"), global_batch=4)
     assert error.value.relaxations == ("shorten the sequence or lower the resolution",)
 
 

@@ -9,6 +9,7 @@ from memwall.plan.actions import (
     Action,
     AllocatorReuse,
     Autocast,
+    FusedKernels,
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
@@ -138,6 +139,7 @@ def actions() -> tuple[Action, ...]:
         Offload(block="blocks.0", scope="inputs", tier="host", min_bytes=MIB, window_bytes=MIB),
         Accumulate(micro_batch=2, num_micro_batches=4, saved_bytes=600 * MIB, cost_seconds=0.4),
         Autocast(dtype="bfloat16"),
+        FusedKernels(modules=("blocks.0.norm", "blocks.1.norm")),
         OptimizerPlacement(
             tier="disk",
             resident_bytes=100 * MIB,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from memwall.apply.effect.blocks import OffloadEffect, RecomputeEffect, Watched, own_weight
 from memwall.apply.effect.effect import Effect, Effects
+from memwall.apply.effect.kernels import KernelsEffect
 from memwall.apply.effect.memory import AllocatorEffect, PlacementEffect
 from memwall.apply.effect.numerics import AccumulationEffect, AutocastEffect
 from memwall.apply.effect.parameters import ParameterEffect
@@ -13,6 +14,7 @@ from memwall.plan.actions import (
     Action,
     AllocatorReuse,
     Autocast,
+    FusedKernels,
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
@@ -64,6 +66,12 @@ def _autocast(applied: "AppliedPlan", action: Action) -> Effect:
     return AutocastEffect(action, applied.model)
 
 
+def _kernels(applied: "AppliedPlan", action: Action) -> Effect:
+    assert isinstance(action, FusedKernels)
+    assert applied.kernels is not None
+    return KernelsEffect(action, applied.kernels)
+
+
 def _allocator(applied: "AppliedPlan", action: Action) -> Effect:
     assert isinstance(action, AllocatorReuse)
     return AllocatorEffect(action, applied.allocator)
@@ -84,6 +92,7 @@ EFFECTS: dict[type, Callable[["AppliedPlan", Action], Effect | None]] = {
     Offload: _offload,
     Accumulate: _accumulate,
     Autocast: _autocast,
+    FusedKernels: _kernels,
     AllocatorReuse: _allocator,
     OptimizerPlacement: _placement,
     ParameterPlacement: _parameters,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from block_models import PLACED, WIDTH, Block, Call, Model, offload, train
+from language_model import language_model, tokens
 from plans import plan_of
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from memwall.apply.effect.watch import EFFECTS
 from memwall.apply.session import Session
 from memwall.errors import NoEffectError
-from memwall.plan.actions import Accumulate, AllocatorReuse, Autocast, Recompute, kinds
+from memwall.plan.actions import Accumulate, AllocatorReuse, Autocast, FusedKernels, Recompute, kinds
 from memwall.predict.malloc import unavailable_reason
 from memwall.predict.tensor_heap import heap_library, heap_unavailable_reason
 
@@ -151,6 +152,39 @@ def test_autocast_that_changes_no_operation(model: nn.Module) -> None:
         Session(plan=plan_of(model, Autocast(dtype="bfloat16")), allow=("precision",)) as session,
     ):
         train(session, model, batch=torch.ones(8, WIDTH, dtype=dtype))
+
+
+# -- fused kernels -----------------------------------------------------------------------------------------------------
+
+
+def train_language_model(session: Session, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.attach(model, optimizer)
+    for _ in range(2):
+        model(tokens(rows=2)).backward()
+        optimizer.step()
+
+
+def test_kernels_that_the_model_goes_past() -> None:
+    """GIVEN a model that calls its norm by the class WHEN a step ends THEN the kernels are named."""
+    model = language_model()
+    for layer in model.layers:
+        layer.forward = partial(lambda layer, x: x + layer.mlp(type(layer.norm).forward(layer.norm, x)), layer)
+    action = FusedKernels(modules=("layers.0.norm", "layers.1.norm"))
+    with (
+        pytest.raises(NoEffectError, match=r"fused kernels in 2 modules has no effect: .* none of them was called"),
+        Session(plan=plan_of(model, action)) as session,
+    ):
+        train_language_model(session, model)
+
+
+def test_a_loss_that_asks_for_its_logits() -> None:
+    model = language_model(cap=30.0)
+    with (
+        pytest.raises(NoEffectError, match=r"logits for 256 rows at a time.* the logits were made whole for \w*div"),
+        Session(plan=plan_of(model, FusedKernels(modules=("norm",), chunk_rows=256))) as session,
+    ):
+        train_language_model(session, model)
 
 
 # -- accumulation ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,42 @@
+"""Fused kernels: seen when modules are called through them, and when a loss is computed without its logits."""
+
+from memwall.apply.kernels import PatchedKernels
+from memwall.plan.actions import FusedKernels
+
+__all__ = ["KernelsEffect"]
+
+
+class KernelsEffect:
+    """At least one module was called through its kernel, and the loss did not ask for logits.
+
+    Not every one of them: a mixture of experts calls those that its tokens chose.
+    """
+
+    def __init__(self, action: FusedKernels, kernels: PatchedKernels) -> None:
+        self.name = f"fused kernels in {len(action.modules)} modules"
+        self.expected = "the model calls its norms and gated MLPs"
+        if action.chunk_rows:
+            self.name += " and the loss"
+            self.expected += f", and its loss holds logits for {action.chunk_rows} rows at a time"
+        self._action, self._kernels = action, kernels
+
+    def is_seen(self) -> bool:
+        """See `Effect`."""
+        return self._has_called and (not self._action.chunk_rows or self._kernels.losses.num_losses > 0)
+
+    @property
+    def _has_called(self) -> bool:
+        calls = self._kernels.num_calls
+        return not self._action.modules or any(calls.get(path) for path in self._action.modules)
+
+    def contrary(self) -> str:
+        """See `Effect`."""
+        if not self._has_called:
+            return "none of them was called: their forwards were replaced by others, or the model goes past them"
+        losses = self._kernels.losses
+        if self._action.chunk_rows and not losses.num_losses and losses.asked_by:
+            return f"the logits were made whole for {losses.asked_by}"
+        return ""
+
+    def close(self) -> None:
+        """See `Effect`."""
