@@ -166,9 +166,9 @@ class _Search:
         self.last_resort: Place | None = None
         """Parameters on disk as well."""
         self.parameters_stay = settings.parameters_stay or ("" if settings.kernels is None else _KERNELS_READ_THEM)
-        """Why there is no such way; "" where there is, or where not even the state can be on disk."""
-        if self.places and not self.parameters_stay:
-            found = parameters_away(trace, self.steady, self.places[0], capacity_bytes=self._capacity_bytes)
+        """Why there is no such way; "" where there is, or where nothing is on disk anyway."""
+        if self._has_disk and not self.parameters_stay:
+            found = parameters_away(trace, self.steady, self.places, capacity_bytes=self._capacity_bytes)
             if isinstance(found, Place):
                 self.last_resort = found
             else:
@@ -311,6 +311,10 @@ class _Search:
             if best is None or found.extra_seconds < best.extra_seconds:
                 best = found
         return best
+
+    @property
+    def _has_disk(self) -> bool:
+        return self.trace.device == "cpu" and can_offload(self.trace) is None
 
     @property
     def _capacity_bytes(self) -> int:

@@ -42,7 +42,7 @@ def changed(trace: Trace, **machine: object) -> Trace:
 def offered(trace: Trace, capacity_bytes: int = CAPACITY_BYTES) -> Place | str:
     steady = steady_step(trace)
     return parameters_away(
-        trace, steady, state_away(trace, steady, capacity_bytes=CAPACITY_BYTES)[0], capacity_bytes=capacity_bytes
+        trace, steady, state_away(trace, steady, capacity_bytes=CAPACITY_BYTES), capacity_bytes=capacity_bytes
     )
 
 
@@ -195,6 +195,20 @@ def test_what_keeps_parameters_in_memory_is_in_the_message(
     with pytest.raises(InfeasibleError) as error:
         make_plan(trace, Settings(budget_bytes=budget_bytes // 2))
     assert "stay in memory" not in str(error.value)
+
+
+def test_parameters_go_only_where_state_goes_and_the_message_says_why_that_stays(
+    a_trace: Callable[[str], Trace],
+) -> None:
+    trace = msgspec.structs.replace(a_trace("gpt"), optimizer="LBFGS")
+    reason = "they go to disk only where the optimizer's state goes as well, and LBFGS is not known to step each "
+    assert offered(trace) == f"{reason}parameter alone"
+    with pytest.raises(InfeasibleError, match=f"parameters and gradients stay in memory: {reason}"):
+        make_plan(trace, Settings(budget_bytes=1))
+    without_disk = changed(a_trace("gpt"), disk="")
+    with pytest.raises(InfeasibleError) as error:
+        make_plan(without_disk, Settings(budget_bytes=1))
+    assert "stay in memory" not in str(error.value)  # the way out is a disk, which it names
 
 
 def test_in_memory_nothing_changes(a_trace: Callable[[str], Trace]) -> None:
