@@ -7,12 +7,14 @@ say what a third would need.
 import logging
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import msgspec
 import torch
 
 from memwall.errors import MemwallError, UsageError
+from memwall.predict.communicator import measured_communicator_bytes
 from memwall.predict.hardware import Hardware, hardware_of_device
 from memwall.units import format_bytes
 
@@ -61,26 +63,35 @@ def measured_context_bytes(index: int) -> int:
 
 
 def with_measured_context(hardware: Hardware) -> Hardware:
-    """The device with its context as measured, if this machine has one of its kind; else as it is."""
-    if not torch.cuda.is_available():
+    """The device as this machine has it, with its context measured, and a communicator of several; else as it is."""
+    indices = tuple(_indices_of(hardware))
+    if not indices:
         return hardware
-    for index in range(torch.cuda.device_count()):
+    found = _measured(hardware, "context_bytes", lambda: measured_context_bytes(indices[0]), f"cuda:{indices[0]}")
+    if len(indices) == 1:
+        return found
+    names = ", ".join(f"cuda:{index}" for index in indices)
+    return _measured(found, "communicator_bytes", lambda: measured_communicator_bytes(indices), names)
+
+
+def _indices_of(hardware: Hardware) -> Iterator[int]:
+    """Devices of this machine that are of its kind."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         try:
-            is_same = hardware_of_device(torch.cuda.get_device_name(index)).name == hardware.name
+            if hardware_of_device(torch.cuda.get_device_name(index)).name == hardware.name:
+                yield index
         except UsageError:
             continue
-        if is_same:
-            try:
-                num_bytes = measured_context_bytes(index)
-            except MemwallError as error:
-                _log.warning("%s; the published range is taken instead", error)
-                return hardware
-            return msgspec.structs.replace(
-                hardware,
-                context_bytes=(num_bytes, num_bytes),
-                sources=hardware.sources | {"context_bytes": f"measured on cuda:{index} of this machine"},
-            )
-    return hardware
+
+
+def _measured(hardware: Hardware, figure: str, measure: Callable[[], int], where: str) -> Hardware:
+    try:
+        num_bytes = measure()
+    except MemwallError as error:
+        _log.warning("%s; the published range is taken instead", error)
+        return hardware
+    sources = hardware.sources | {figure: f"measured on {where} of this machine"}
+    return msgspec.structs.replace(hardware, **{figure: (num_bytes, num_bytes)}, sources=sources)
 
 
 def _started(index: int) -> "subprocess.Popen[str]":
