@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from memwall.errors import InfeasibleError
-from memwall.plan import placement, search
+from memwall.plan import placed_search, placement, problem, search
 from memwall.plan.actions import OptimizerPlacement
 from memwall.plan.explain import disk_wear
 from memwall.plan.forecast import Forecast
@@ -221,7 +221,8 @@ def test_where_memory_suffices_state_is_moved_only_for_a_clearly_shorter_step(
 ) -> None:
     fast = changed(a_trace("gpt"), disk_read_bytes_per_second=1e12, disk_write_bytes_per_second=1e12)
     # Saved tensors would be as cheap to move on such a disk; here they cannot.
-    monkeypatch.setattr(search, "can_offload", lambda *_: "there is no such thing")
+    for module in (placed_search, problem):
+        monkeypatch.setattr(module, "can_offload", lambda *_: "there is no such thing")
     budget_bytes = smallest_without(fast) + 16 * MIB
 
     def with_state_moved_from(times_shorter: float) -> Forecast:

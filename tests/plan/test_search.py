@@ -16,9 +16,10 @@ from memwall.errors import InfeasibleError, UsageError
 from memwall.plan.actions import Autocast, Offload, OptimizerPlacement, Recompute
 from memwall.plan.blocks import find_blocks
 from memwall.plan.menu import Costs, build_menus
+from memwall.plan.placed_search import PlacedSearch
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
-from memwall.plan.search import Settings, _Search, make_plan, plan
+from memwall.plan.search import Settings, make_plan, plan
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.build import steady_step
@@ -223,7 +224,7 @@ def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
     """GIVEN that the batch may be split WHEN candidates are tried to their end THEN that finds the same, with more."""
     trace = a_trace(name)
     samples = trace.micro_batch * trace.num_micro_batches
-    replay, solve_for = _Search._resident, _Search._solve_for
+    replay, solve_for = PlacedSearch._resident, PlacedSearch._solve_for
     num_replays = 0
 
     def counted(search: Any, *args: Any) -> Any:
@@ -237,12 +238,12 @@ def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
         shares = budgets(trace, (0.1, 0.4, 0.7))
         return [plan(trace, budget=share, global_batch=samples).encode() for share in shares], num_replays
 
-    monkeypatch.setattr(_Search, "_resident", counted)
+    monkeypatch.setattr(PlacedSearch, "_resident", counted)
     plans, few = planned()
     monkeypatch.setattr(
-        _Search,
+        PlacedSearch,
         "_solve_for",
-        lambda search, model, parts, disk, at_most: solve_for(search, model, parts, disk, math.inf),
+        lambda search, model, parts, disk, limit, at_most: solve_for(search, model, parts, disk, limit, math.inf),
     )
     exhaustive, many = planned()
     assert plans == exhaustive

@@ -1,0 +1,256 @@
+"""Candidates with the optimizer's state and the parameters in one place: what to split, what to treat.
+
+Per candidate: solve for live bytes, replay the treated step through the allocator, take what fragmentation adds off the
+budget and solve again. The replayed peak decides; the solver only proposes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from memwall.errors import PlanError
+from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast
+from memwall.plan.blocks import find_blocks
+from memwall.plan.candidate import Candidate
+from memwall.plan.explain import binding_reasons
+from memwall.plan.instance import Choice, Instance, Link
+from memwall.plan.legality import can_accumulate, can_offload, can_reuse_allocator
+from memwall.plan.menu import Costs, Menu, build_instance, build_menus
+from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
+from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
+from memwall.plan.parameters import built_bytes, streamed_bytes
+from memwall.plan.places import Place, place_step
+from memwall.plan.problem import Problem
+from memwall.plan.solve import smallest_feasible_bytes, solve
+from memwall.predict.curve import live_peak_bytes
+from memwall.predict.process import Resident
+from memwall.predict.treatment import StepModel, Treatment
+from memwall.trace.records import Step
+
+__all__ = ["PlacedSearch"]
+
+# What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
+_SECONDS_PER_OP = 8e-6
+
+
+class PlacedSearch:
+    """The candidates for one place.
+
+    Args:
+        problem: what they share with those for other places.
+        place: where state and parameters are between their uses.
+    """
+
+    def __init__(self, problem: Problem, place: Place) -> None:
+        self._problem, self._place = problem, place
+        self._trace, self._settings = problem.trace, problem.settings
+        self._process, self._steady = problem.process, problem.steady
+
+    def best(self, limit_bytes: int) -> Candidate | None:
+        """The cheapest candidate within so many process bytes.
+
+        The user's own micro-batch comes first, so that equal costs leave it alone.
+        """
+        best: Candidate | None = None
+        if self._built_bytes > limit_bytes:
+            return None
+        for model, num_parts in self._models():
+            found = self._best_for(model, num_parts, limit_bytes, math.inf if best is None else best.extra_seconds)
+            if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
+                best = found
+            if best is not None and not best.actions:
+                break
+        return best
+
+    def smallest_bytes(self) -> int:
+        """The smallest budget for which there is a candidate, margin included."""
+        return min(
+            self._smallest_for(model, num_parts, with_disk)
+            for model, num_parts in self._models()
+            for with_disk in self._tiers()
+        )
+
+    def _models(self) -> Iterator[tuple[StepModel, int]]:
+        """The step of each micro-batch there is, and how many of them the recorded one is split into."""
+        steady = place_step(self._trace, self._steady, self._place)
+        whole = self._trace.micro_batch
+        can_split = can_accumulate(self._trace, is_cooperative=self._settings.allow_accumulation) is None
+        # Parameters on disk are read again for each part, which no cost here knows.
+        can_split &= self._place.parameters is None
+        for micro_batch in candidate_micro_batches(self._trace) if can_split else (whole,):
+            step = with_micro_batch(self._trace, steady, micro_batch)
+            blocks = find_blocks(self._trace, step)
+            yield StepModel(step, self._trace.names, blocks), whole // micro_batch if micro_batch else 1
+
+    def _tiers(self) -> tuple[bool, ...]:
+        """Whether to move saved tensors: without, and where there is a tier to move them to, with.
+
+        A disk that parameters pass through again and again has no time for them.
+        """
+        is_free = can_offload(self._trace) is None and self._place.parameters is None
+        return (False, True) if is_free else (False,)
+
+    def _best_for(self, model: StepModel, num_parts: int, limit_bytes: int, at_most: float) -> Candidate | None:
+        """The cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
+        plain = self._process.untreated(model.step)
+        # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
+        if self._place.parameters is None and self._process.fits_untouched(
+            plain.process_bytes, budget_bytes=self._settings.budget_bytes, limit_bytes=limit_bytes
+        ):
+            return self._found(model, num_parts, {}, plain, None, 0)
+        best: Candidate | None = None
+        for with_disk in self._tiers():
+            found = self._solve_for(model, num_parts, with_disk, limit_bytes, at_most)
+            if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
+                best, at_most = found, min(at_most, found.extra_seconds)
+        return best
+
+    def _fixed_actions(self, num_parts: int) -> list[Action]:
+        actions: list[Action] = list(self._place.actions)
+        if self._settings.autocast is not None:
+            actions.append(Autocast(dtype=self._settings.autocast))
+        if self._settings.kernels is not None:
+            actions.append(self._settings.kernels)
+        if num_parts > 1:
+            micro_batch = self._trace.micro_batch // num_parts
+            actions.append(
+                Accumulate(micro_batch=micro_batch, num_micro_batches=num_parts * self._trace.num_micro_batches)
+            )
+        return actions
+
+    def _solve_for(
+        self, model: StepModel, num_parts: int, with_disk: bool, limit_bytes: int, at_most: float
+    ) -> Candidate | None:
+        """Solves for several live budgets: more live bytes cost less recomputation, but more page faults.
+
+        Ends as soon as nothing that is left can cost less than `at_most`: replays are what takes long.
+        """
+        menus, instance = self._instance(model, num_parts, with_disk)
+        room_bytes = limit_bytes - self._process.base_bytes - self._process.workspace_bytes
+        best: Candidate | None = None
+        tried: set[tuple[int, ...]] = set()
+        # What a choice costs besides its own seconds; of page faults it can save no more than there are.
+        least_seconds = self._split_seconds(model, num_parts) + self._place.seconds - self._problem.plain_fault_seconds
+        budgets = self._problem.live_budgets(room_bytes, lambda: smallest_feasible_bytes(instance))
+        for live_bytes in budgets:
+            choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
+            if choice is None or (best is not None and choice.extra_seconds >= best.extra_seconds):
+                break  # fewer live bytes are harder still, and cost more
+            if choice.extra_seconds + least_seconds >= at_most:
+                break
+            if choice.options in tried:
+                continue
+            tried.add(choice.options)
+            treatments, window_bytes = treatments_of_choice(menus, choice), window_bytes_of(menus, choice)
+            step = model.treated(treatments)
+            resident = self._resident(step, limit_bytes - window_bytes)
+            if resident.process_bytes + window_bytes > limit_bytes:
+                budgets.over(resident.process_bytes + window_bytes - self._process.base_bytes)
+                continue
+            found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
+            if best is None or found.extra_seconds < best.extra_seconds:
+                best = found
+        return best
+
+    @staticmethod
+    def _split_seconds(model: StepModel, num_parts: int) -> float:
+        return (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
+
+    def _resident(self, step: Step, limit_bytes: int) -> Resident:
+        if can_reuse_allocator(self._trace) is not None:
+            return self._process.bare(step)
+        resident = self._process.treated(step, limit_bytes)
+        parameters = self._place.parameters
+        if parameters is None:
+            return resident
+        # What passes through lies outside the heap.
+        paged_bytes = streamed_bytes(self._trace, self._steady, parameters)
+        return msgspec.structs.replace(resident, outside_bytes=resident.outside_bytes + paged_bytes)
+
+    @property
+    def _built_bytes(self) -> int:
+        """What the process holds before parameters leave it; 0 where they stay."""
+        parameters = self._place.parameters
+        return 0 if parameters is None else built_bytes(self._trace, parameters)
+
+    def _instance(self, model: StepModel, num_parts: int, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
+        machine = self._trace.machine
+        costs = Costs(
+            copy_seconds_per_byte=machine.copy_seconds_per_byte,
+            min_bytes=MIN_MOVED_BYTES,
+            can_offload=with_disk,
+            num_passes=num_parts,
+        )
+        menus = build_menus(self._trace, model, costs)
+        link = None
+        if with_disk:
+            # A block's seconds are those of all parts, its bytes those of one, which pass as often as there are parts.
+            link = Link(
+                write_bytes_per_second=machine.disk_write_bytes_per_second / num_parts,
+                read_bytes_per_second=machine.disk_read_bytes_per_second / num_parts,
+                window_bytes=WINDOW_BYTES,
+                capacity_bytes=self._problem.capacity_bytes - self._place.away_bytes,
+            )
+        return menus, build_instance(model, menus, budget_bytes=0, device=self._trace.device, link=link)
+
+    def _found(
+        self,
+        model: StepModel,
+        num_parts: int,
+        treatments: dict[str, Treatment],
+        resident: Resident,
+        solved: tuple[Sequence[Menu], Choice] | None,
+        window_bytes: int,
+    ) -> Candidate:
+        step = model.treated(treatments) if treatments else model.step
+        actions = self._fixed_actions(num_parts)
+        split_seconds = self._split_seconds(model, num_parts)
+        extra_seconds, moved_bytes, bound = split_seconds, 0, 0.0
+        if solved is not None:
+            menus, choice = solved
+            actions.extend(block_actions(menus, choice, self._trace.device))
+            extra_seconds += choice.extra_seconds
+            bound = choice.lower_bound_seconds + split_seconds
+            moved_bytes = num_parts * sum(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
+        process_bytes = resident.process_bytes + window_bytes
+        fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self._problem.plain_fault_seconds
+        if not resident.is_default:
+            actions.append(
+                AllocatorReuse(
+                    policy=resident.policy,
+                    # What else grows in the process is made up for by free pages of the heap.
+                    limit_bytes=0
+                    if resident.cuda_setting
+                    else min(
+                        process_bytes + self._process.margin_bytes(process_bytes) // 2,
+                        self._settings.budget_bytes,
+                    ),
+                    outside_bytes=resident.outside_bytes + window_bytes,
+                    cuda_setting=resident.cuda_setting,
+                    saved_bytes=resident.saved_bytes or None,
+                    cost_seconds=fault_seconds,
+                )
+            )
+        return Candidate(
+            actions=tuple(actions),
+            process_bytes=process_bytes,
+            built_bytes=self._built_bytes,
+            live_bytes=live_peak_bytes(step, self._trace.device),
+            extra_seconds=extra_seconds + fault_seconds + self._place.seconds,
+            moved_bytes=moved_bytes,
+            place=self._place,
+            num_parts=num_parts,
+            lower_bound_seconds=bound + self._place.seconds,
+            binding=binding_reasons(self._trace, step, moved_bytes, self._place.actions),
+        )
+
+    def _smallest_for(self, model: StepModel, num_parts: int, with_disk: bool) -> int:
+        menus, instance = self._instance(model, num_parts, with_disk)
+        choice = solve(msgspec.structs.replace(instance, budget_bytes=smallest_feasible_bytes(instance)))
+        if choice is None:
+            raise PlanError("the solver found no plan at the smallest budget it gave; please report the trace")
+        treatments = treatments_of_choice(menus, choice)
+        step = model.treated(treatments)
+        process_bytes = self._resident(step, 0).process_bytes + window_bytes_of(menus, choice)
+        return self._process.budget_for(max(process_bytes, self._built_bytes))
