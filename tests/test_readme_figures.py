@@ -124,3 +124,28 @@ def test_so_many_times_the_parameters_train_under_one_cap() -> None:
     times = int(min(row["num_times_plain"] for row in rows))
     assert all(row["has_same_losses"] for row in rows)
     assert f"trains {words[times]} times the parameters of plain PyTorch under the same cap" in PAGE
+
+
+def test_what_kernels_leave_room_for_is_what_was_measured() -> None:
+    plain, _, _, without, kernels = result("fused_kernels")["rows"]
+    assert [row["arm"] for row in (plain, without, kernels)] == ["plain", "memwall", "kernels"]
+    assert without["budget_bytes"] == kernels["budget_bytes"] >= kernels["peak_bytes"]
+    peak, step = f"{kernels['peak_bytes'] / 2**20:,.0f} MiB", f"{median(kernels['step_seconds']):.3f} s"
+    assert f"in {peak} at {step} a step" in PAGE
+    peak, step = f"{plain['peak_bytes'] / 2**20:,.0f} MiB", f"{median(plain['step_seconds']):.3f} s"
+    assert f"plain PyTorch needs {peak} and {step}" in PAGE
+    assert f"no plan without kernels fits below {without['smallest_feasible_bytes'] / 2**20:,.0f} MiB" in PAGE
+
+
+def test_saved_tensors_on_disk_cost_what_was_measured() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    shares = {"disk binds": "share_of_disk_speed", "computation binds": "share_hidden"}
+    for cell in result("activation_offload")["cells"]:
+        plain, offloaded, disk = (median(cell[f"{name}_seconds"]) for name in ("plain", "offloaded", "disk"))
+        low, middle, high = (round(100 * value) for value in cell[shares[cell["case"]]])
+        assert cell["has_same_gradients"]
+        (row,) = (
+            line for line in page.splitlines() if line.startswith("| ") and f"{cell['case']} | {plain:.3f}" in line
+        )
+        assert f"| {plain:.3f} s | {offloaded:.3f} s | {disk:.3f} s |" in row
+        assert f"| {middle} % ({low}-{high} %) |" in row
