@@ -105,6 +105,10 @@ def test_state_on_disk_costs_what_was_measured() -> None:
     peak = cell["memwall"]["peak_bytes"] / cell["plain"]["peak_bytes"]
     seconds = median(cell["memwall"]["step_seconds"]) / median(cell["plain"]["step_seconds"])
     assert f"at {peak:.2f} of plain PyTorch's peak and {seconds:.1f} times its step" in PAGE
+    assert "ParameterPlacement" in cell["memwall"]["actions"]
+    # The budget is the smallest, and what makes it so is the model's construction.
+    built = cell["budget_bytes"] / cell["plain"]["peak_bytes"]
+    assert f"building the model first took {built:.2f} of that peak" in PAGE
 
 
 def test_a_table_larger_than_memory_costs_what_was_measured() -> None:

@@ -32,7 +32,7 @@ from memwall.units import parse_size
 
 __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "steady_step"]
 
-# Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk were a quarter
+# Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk a fifth
 # off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
 _CLEARLY_SHORTER = 1.3
 _KERNELS_READ_THEM = "fused kernels read them outside their modules' own calls"
