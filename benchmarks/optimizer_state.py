@@ -6,8 +6,8 @@
 A stack of linear layers with AdamW, in a process of its own for each arm of each round; rounds alternate their order.
 Arms: plain; memwall at the smallest budget there is, where state and parameters are on disk; both with torch's for-loop
 and with its fused step, beside which the disk is what takes the time. Between two steps the disk is read and written
-with O_DIRECT, without memwall: what share of that speed the optimizer's step reaches is the median over steps. Bytes are
-the kernel's (VmHWM, /proc/self/io). Writes results/cpu/optimizer_state.json.
+with O_DIRECT, without memwall: what share of that speed the optimizer's step reaches is the median over steps. Bytes
+are the kernel's (VmHWM, /proc/self/io). Writes results/cpu/optimizer_state.json.
 """
 
 import argparse
