@@ -3,26 +3,19 @@
 A storage lives as long as somebody holds it: the code itself until `dropped`, autograd until each saving is released,
 a checkpoint its inputs until its backward ends. A treatment takes holders away and adds second lives: rematerialised
 storages before backward, reloaded ones. Recomputed operations are inserted before the block's backward.
-
-Times are pairs (operation, position): `(t, LAST)` is operation t itself, `(t, r)` the r-th operation recomputed
-before it; so they sort as they run. What the trace says to end before operation t ends at `(t, 0)`: a recomputation
-begins when backward asks for a block's first tensor, and by then the operations before have let go of theirs.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
 from msgspec import Struct
 
+from memwall.predict.lives import LAST, Life, Time, rebuilt
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
-from memwall.trace.records import ModuleCall, SavedTensor, Step, Storage
+from memwall.trace.records import ModuleCall, Step, Storage
 
-__all__ = ["LAST", "BlockCalls", "Life", "StepModel", "Time", "Treatment"]
-
-LAST = 1 << 40
-Time = tuple[int, int]
+__all__ = ["BlockCalls", "StepModel", "Treatment"]
 
 # Selective checkpointing does not ask its policy about these (torch.utils.checkpoint.SAC_IGNORED_OPS, torch 2.13).
 UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
@@ -49,15 +42,6 @@ class BlockCalls(Struct, frozen=True, kw_only=True):
     module: int
     calls: tuple[ModuleCall, ...]
     saved: tuple[tuple[int, ...], ...]
-
-
-class Life(NamedTuple):
-    """One stay in memory of a storage, or of a copy of it."""
-
-    origin: int
-    nbytes: int
-    begin: Time
-    end: Time
 
 
 class _Reload(NamedTuple):
@@ -287,7 +271,7 @@ class StepModel:
                     if call.backward_start >= 0:
                         again = self.recomputed_ops(call, saved, treatment)
                         insertions.append((self.recomputed_at(call, saved), again))
-        return _rebuilt(self.step, sorted(insertions), self.lives(treatments))
+        return rebuilt(self.step, sorted(insertions), self.lives(treatments))
 
     def parked(self, min_bytes: int) -> Step:
         """The step as it runs while being recorded with every large saved tensor moved away."""
@@ -310,7 +294,7 @@ class StepModel:
             if any(s in taken for s in saves):
                 end = max([storage.dropped, *(self.step.saved[s].released for s in saves if s not in taken)])
             lives.append(Life(index, storage.nbytes, (storage.birth, LAST), (end, 0)))
-        return _rebuilt(self.step, [], lives + come)
+        return rebuilt(self.step, [], lives + come)
 
 
 def _reloaded(storage: Storage, index: int, needs: list[_Reload]) -> list[Life]:
@@ -330,72 +314,3 @@ def _reloaded(storage: Storage, index: int, needs: list[_Reload]) -> list[Life]:
 def _reloaded_bytes(storage: Storage, nbytes: int) -> int:
     """Memory that takes bytes back: a disk reads whole blocks, into memory that begins at one (store.tier)."""
     return round_up(nbytes) + ALIGNMENT_BYTES if storage.device == "cpu" else nbytes
-
-
-def _rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequence[Life]) -> Step:
-    """Renumbers a step's time after inserting operations before others."""
-    at = [op for op, _ in insertions]
-    shifts = [0]
-    for _, ops in insertions:
-        shifts.append(shifts[-1] + len(ops))
-
-    def place(time: Time) -> int:
-        op, position = time
-        if op < 0:
-            return -1
-        if position == LAST:
-            return op + shifts[bisect_left(at, op + 1)]
-        return op + shifts[bisect_left(at, op)] + position
-
-    new_ops = []
-    inserted: dict[int, list[int]] = {}
-    for op, ops in insertions:
-        inserted.setdefault(op, []).extend(ops)
-    for op, record in enumerate(step.ops):
-        for again in inserted.get(op, ()):
-            original = step.ops[again]
-            new_ops.append(msgspec.structs.replace(original, phase="backward", inputs=(), outputs=(), writes=()))
-        new_ops.append(record)
-    storages = []
-    for life in lives:
-        origin = step.storages[life.origin]
-        death = place(life.end)
-        storages.append(
-            Storage(
-                nbytes=life.nbytes,
-                device=origin.device,
-                category=origin.category,
-                birth=place(life.begin),
-                dropped=death,
-                death=death,
-                module=origin.module,
-                phase=origin.phase if life.begin[1] == LAST else "backward",
-                batched=origin.batched,
-                line=origin.line,
-            )
-        )
-    saved = tuple(
-        SavedTensor(
-            storage=save.storage,
-            module=save.module,
-            nbytes=save.nbytes,
-            packed=place((save.packed, LAST)),
-            unpacked=place((save.unpacked, LAST)),
-            released=place((save.released, LAST)),
-        )
-        for save in step.saved
-    )
-    calls = tuple(
-        msgspec.structs.replace(
-            call,
-            start=place((call.start, LAST)),
-            end=place((call.end, LAST)),
-            backward_start=place((call.backward_start, 0)) if call.backward_start >= 0 else -1,
-            backward_end=place((call.backward_end, LAST)) if call.backward_end >= 0 else -1,
-        )
-        for call in step.calls
-    )
-    marks = tuple((name, place((op, LAST))) for name, op in step.marks)
-    return msgspec.structs.replace(
-        step, ops=tuple(new_ops), storages=tuple(storages), saved=saved, calls=calls, marks=marks, process_peak_bytes=0
-    )

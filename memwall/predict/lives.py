@@ -1,0 +1,97 @@
+"""A step put together anew from lives of storages, with operations inserted into it.
+
+Times are pairs (operation, position): `(t, LAST)` is operation t itself, `(t, r)` the r-th operation recomputed
+before it; so they sort as they run. What the trace says to end before operation t ends at `(t, 0)`: a recomputation
+begins when backward asks for a block's first tensor, and by then the operations before have let go of theirs.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from memwall.trace.records import SavedTensor, Step, Storage
+
+__all__ = ["LAST", "Life", "Time", "rebuilt"]
+
+LAST = 1 << 40
+Time = tuple[int, int]
+
+
+class Life(NamedTuple):
+    """One stay in memory of a storage, or of a copy of it."""
+
+    origin: int
+    nbytes: int
+    begin: Time
+    end: Time
+
+
+def rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequence[Life]) -> Step:
+    """Renumbers a step's time after inserting operations before others."""
+    at = [op for op, _ in insertions]
+    shifts = [0]
+    for _, ops in insertions:
+        shifts.append(shifts[-1] + len(ops))
+
+    def place(time: Time) -> int:
+        op, position = time
+        if op < 0:
+            return -1
+        if position == LAST:
+            return op + shifts[bisect_left(at, op + 1)]
+        return op + shifts[bisect_left(at, op)] + position
+
+    new_ops = []
+    inserted: dict[int, list[int]] = {}
+    for op, ops in insertions:
+        inserted.setdefault(op, []).extend(ops)
+    for op, record in enumerate(step.ops):
+        for again in inserted.get(op, ()):
+            original = step.ops[again]
+            new_ops.append(msgspec.structs.replace(original, phase="backward", inputs=(), outputs=(), writes=()))
+        new_ops.append(record)
+    storages = []
+    for life in lives:
+        origin = step.storages[life.origin]
+        death = place(life.end)
+        storages.append(
+            Storage(
+                nbytes=life.nbytes,
+                device=origin.device,
+                category=origin.category,
+                birth=place(life.begin),
+                dropped=death,
+                death=death,
+                module=origin.module,
+                phase=origin.phase if life.begin[1] == LAST else "backward",
+                batched=origin.batched,
+                line=origin.line,
+            )
+        )
+    saved = tuple(
+        SavedTensor(
+            storage=save.storage,
+            module=save.module,
+            nbytes=save.nbytes,
+            packed=place((save.packed, LAST)),
+            unpacked=place((save.unpacked, LAST)),
+            released=place((save.released, LAST)),
+        )
+        for save in step.saved
+    )
+    calls = tuple(
+        msgspec.structs.replace(
+            call,
+            start=place((call.start, LAST)),
+            end=place((call.end, LAST)),
+            backward_start=place((call.backward_start, 0)) if call.backward_start >= 0 else -1,
+            backward_end=place((call.backward_end, LAST)) if call.backward_end >= 0 else -1,
+        )
+        for call in step.calls
+    )
+    marks = tuple((name, place((op, LAST))) for name, op in step.marks)
+    return msgspec.structs.replace(
+        step, ops=tuple(new_ops), storages=tuple(storages), saved=saved, calls=calls, marks=marks, process_peak_bytes=0
+    )
