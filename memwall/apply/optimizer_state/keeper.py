@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.on_disk import OptimizerState, open_optimizer_state
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.apply.partial_step import inner_step_of
@@ -52,9 +53,11 @@ class StateKeeper:
         around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
     ) -> None:
         self._disk, self._capacity_bytes, self._around_step = disk, capacity_bytes, around_step
-        self._state: OptimizerState | None = None
-        self._close: Callable[[], None] | None = None
-        self._counted = (0, 0)
+        self._opened = OpenOnDisk[OptimizerState]()
+
+    @property
+    def _state(self) -> OptimizerState | None:
+        return self._opened.held
 
     @property
     def failure(self) -> MemwallError | None:
@@ -82,14 +85,16 @@ class StateKeeper:
             self._state.end_recording()
             self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
             return
-        self._state, self._close = open_optimizer_state(
-            optimizer,
-            disk=self._disk,
-            capacity_bytes=self._capacity_bytes,
-            resident_bytes=action.resident_bytes,
-            bucket_bytes=action.bucket_bytes,
-            min_bytes=action.min_bytes,
-            around_step=self._around_step,
+        self._opened.hold(
+            open_optimizer_state(
+                optimizer,
+                disk=self._disk,
+                capacity_bytes=self._capacity_bytes,
+                resident_bytes=action.resident_bytes,
+                bucket_bytes=action.bucket_bytes,
+                min_bytes=action.min_bytes,
+                around_step=self._around_step,
+            )
         )
 
     def spill_recorded(
@@ -123,15 +128,17 @@ class StateKeeper:
             if (num_bytes := expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES))
         ]
         try:
-            self._state, self._close = open_optimizer_state(
-                optimizer,
-                disk=self._disk,
-                capacity_bytes=None if self._capacity_bytes is None else max(0, self._capacity_bytes - used_bytes),
-                resident_bytes=0,
-                bucket_bytes=bucket_choices(sizes)[0],
-                min_bytes=MIN_STATE_BYTES,
-                is_recorded=True,
-                around_step=self._around_step,
+            self._opened.hold(
+                open_optimizer_state(
+                    optimizer,
+                    disk=self._disk,
+                    capacity_bytes=None if self._capacity_bytes is None else max(0, self._capacity_bytes - used_bytes),
+                    resident_bytes=0,
+                    bucket_bytes=bucket_choices(sizes)[0],
+                    min_bytes=MIN_STATE_BYTES,
+                    is_recorded=True,
+                    around_step=self._around_step,
+                )
             )
         except (ApplyError, StoreError) as reason:
             _log.info("the first step keeps the optimizer's state in memory: %s", reason)
@@ -150,24 +157,11 @@ class StateKeeper:
         Raises:
             StoreError: state cannot be read back, and no step has failed for that reason before.
         """
-        close, self._close = self._close, None
-        try:
-            if close is not None:
-                close()
-        finally:
-            counts = self._counts()
-            self._counted = (self._counted[0] - counts[0], self._counted[1] - counts[1])
-            self._state = None
+        self._opened.close()
 
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes written to disk and read from it since this was asked last."""
-        counts = self._counts()
-        moved = counts[0] - self._counted[0], counts[1] - self._counted[1]
-        self._counted = counts
-        return moved
-
-    def _counts(self) -> tuple[int, int]:
-        return (self._state.bytes_written, self._state.bytes_read) if self._state is not None else (0, 0)
+        return self._opened.moved_bytes()
 
 
 def _lacks_room(optimizer: torch.optim.Optimizer, allocator: AllocatorHandler, budget_bytes: int) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import distributed, nn
 
 from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.keeper import can_place
 from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.streaming.gradients import StandsFor
@@ -58,9 +59,11 @@ class ParameterKeeper:
 
     def __init__(self, disk: str | None, capacity_bytes: int | None) -> None:
         self._disk, self._capacity_bytes = disk, capacity_bytes
-        self._streaming: ParameterStreaming | None = None
-        self._close: Callable[[], None] | None = None
-        self._counted = (0, 0)
+        self._opened = OpenOnDisk[ParameterStreaming]()
+
+    @property
+    def _streaming(self) -> ParameterStreaming | None:
+        return self._opened.held
 
     @property
     def failure(self) -> MemwallError | None:
@@ -142,35 +145,23 @@ class ParameterKeeper:
         Raises:
             StoreError: some cannot be read back, and no step has failed for that reason before.
         """
-        close, self._close = self._close, None
-        try:
-            if close is not None:
-                close()
-        finally:
-            counts = self._counts()
-            self._counted = (self._counted[0] - counts[0], self._counted[1] - counts[1])
-            self._streaming = None
+        self._opened.close()
 
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes written to disk and read from it since this was asked last."""
-        counts = self._counts()
-        moved = counts[0] - self._counted[0], counts[1] - self._counted[1]
-        self._counted = counts
-        return moved
-
-    def _counts(self) -> tuple[int, int]:
-        streaming = self._streaming
-        return (0, 0) if streaming is None else (streaming.bytes_written, streaming.bytes_read)
+        return self._opened.moved_bytes()
 
     def _open(self, model: nn.Module, blocks: tuple[str, ...] | None, window_bytes: int, min_bytes: int) -> None:
-        self._streaming, self._close = open_parameter_streaming(
-            model,
-            disk=self._disk,
-            capacity_bytes=self._capacity_bytes,
-            window_bytes=window_bytes,
-            min_bytes=min_bytes,
-            blocks=blocks,
-            has_root=False,  # the session comes in when the model is being called
+        self._opened.hold(
+            open_parameter_streaming(
+                model,
+                disk=self._disk,
+                capacity_bytes=self._capacity_bytes,
+                window_bytes=window_bytes,
+                min_bytes=min_bytes,
+                blocks=blocks,
+                has_root=False,  # the session comes in when the model is being called
+            )
         )
 
 
