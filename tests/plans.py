@@ -1,11 +1,13 @@
 """Plans made by hand, for the tests of what applies them."""
 
+import msgspec
 from torch import nn
 
 from memwall.plan.actions import Action
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.trace.modules import fingerprint
+from memwall.trace.records import Trace
 
 
 def a_plan(
@@ -41,3 +43,8 @@ def a_plan(
 def plan_of(model: nn.Module, *actions: Action, micro_batch: int = 1) -> Plan:
     """A plan that this model takes, and whose forecast nothing is below."""
     return a_plan(*actions, micro_batch=micro_batch, model_fingerprint=fingerprint([model]), process_bytes=1)
+
+
+def on_machine(trace: Trace, **facts: object) -> Trace:
+    """The trace as if recorded on another machine."""
+    return msgspec.structs.replace(trace, machine=msgspec.structs.replace(trace.machine, **facts))

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from zoo import MODELS, Case, trained_parameters
 
 from memwall.errors import InfeasibleError
+from memwall.plan import search
 from memwall.plan.dynamic import Chain, ChainBlock, ChainOption
 from memwall.plan.evaluate import Evaluation, evaluate
 from memwall.plan.instance import Block, Instance, Link, Option, Row
@@ -274,6 +275,19 @@ def plain_bytes() -> Callable[[Trace], int]:
 def smallest_bytes() -> Callable[..., int]:
     """(trace, **settings) -> the smallest feasible budget."""
     return _smallest_bytes
+
+
+@pytest.fixture
+def smallest_where(monkeypatch: pytest.MonkeyPatch, smallest_bytes: Callable[..., int]) -> Callable[..., int]:
+    """(trace, **replaced) -> the smallest feasible budget where the search has these functions in place of its own."""
+
+    def smallest(trace: Trace, **replaced: Callable[..., Any]) -> int:
+        with monkeypatch.context() as patch:
+            for name, function in replaced.items():
+                patch.setattr(search, name, function)
+            return smallest_bytes(trace)
+
+    return smallest
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from plans import on_machine
 
 from memwall.errors import InfeasibleError
-from memwall.plan import search
 from memwall.plan.actions import Offload, OptimizerPlacement, ParameterPlacement
 from memwall.plan.legality import can_move_parameters
 from memwall.plan.parameters import built_bytes, parameter_window_bytes
@@ -24,19 +24,9 @@ pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
 
 
 @pytest.fixture
-def smallest_without(monkeypatch: pytest.MonkeyPatch, smallest_bytes: Callable[..., int]) -> Callable[[Trace], int]:
+def smallest_without(smallest_where: Callable[..., int]) -> Callable[[Trace], int]:
     """The smallest feasible budget where parameters stay in memory."""
-
-    def smallest(trace: Trace) -> int:
-        with monkeypatch.context() as patch:
-            patch.setattr(search, "parameters_away", lambda *_, **__: "they stay in this test")
-            return smallest_bytes(trace)
-
-    return smallest
-
-
-def changed(trace: Trace, **machine: object) -> Trace:
-    return msgspec.structs.replace(trace, machine=msgspec.structs.replace(trace.machine, **machine))
+    return lambda trace: smallest_where(trace, parameters_away=lambda *_, **__: "they stay in this test")
 
 
 def offered(trace: Trace, capacity_bytes: int = CAPACITY_BYTES) -> Place | str:
@@ -104,7 +94,7 @@ def test_it_costs_the_disks_time_less_what_forward_and_backward_compute_meanwhil
 ) -> None:
     trace = a_trace("gpt")
     half_bytes = (placed_parameters(trace).saved_bytes or 0) / 2
-    slow = changed(trace, disk_read_bytes_per_second=2e7, disk_write_bytes_per_second=1e7)
+    slow = on_machine(trace, disk_read_bytes_per_second=2e7, disk_write_bytes_per_second=1e7)
     computing = sum(op.seconds for op in steady_step(trace).ops if op.phase in ("forward", "backward"))
     # Read in forward, backward and step, written as gradients and as parameters; gradients are read in the step.
     disk_seconds = 4 * half_bytes / 2e7 + 2 * half_bytes / 1e7
@@ -116,12 +106,12 @@ def test_it_costs_the_disks_time_less_what_forward_and_backward_compute_meanwhil
 def test_of_a_disk_that_takes_no_time_copies_pages_and_the_threads_own_work_are_left(
     a_trace: Callable[[str], Trace],
 ) -> None:
-    trace = changed(a_trace("gpt"), disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
+    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
     half_bytes = (placed_parameters(trace).saved_bytes or 0) / 2
-    seconds = placed_parameters(changed(trace, copy_seconds_per_byte=0.0)).cost_seconds or 0.0
+    seconds = placed_parameters(on_machine(trace, copy_seconds_per_byte=0.0)).cost_seconds or 0.0
     assert 0.1e-9 < seconds / (3 * half_bytes) < 1e-9
-    copied = placed_parameters(changed(trace, copy_seconds_per_byte=2e-9)).cost_seconds
-    with_copies = changed(trace, copy_seconds_per_byte=2e-9, fault_seconds_per_byte=1e-9)
+    copied = placed_parameters(on_machine(trace, copy_seconds_per_byte=2e-9)).cost_seconds
+    with_copies = on_machine(trace, copy_seconds_per_byte=2e-9, fault_seconds_per_byte=1e-9)
     assert copied == pytest.approx(seconds + half_bytes * 2e-9)
     # Two reads of parameters before the step, parameters and gradients in it.
     assert placed_parameters(with_copies).cost_seconds == pytest.approx((copied or 0.0) + 4 * half_bytes * 1e-9)
@@ -171,7 +161,7 @@ def test_a_budget_that_something_else_meets_is_met_without(
     name: str, a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int]
 ) -> None:
     # Not even where it would cost nothing.
-    trace = changed(a_trace(name), disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
+    trace = on_machine(a_trace(name), disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
     found = plan(trace, budget=smallest_without(trace) + MIB)
     assert not any(isinstance(action, ParameterPlacement) for action in found.actions)
 
@@ -205,7 +195,7 @@ def test_parameters_go_only_where_state_goes_and_the_message_says_why_that_stays
     assert offered(trace) == f"{reason}parameter alone"
     with pytest.raises(InfeasibleError, match=f"parameters and gradients stay in memory: {reason}"):
         make_plan(trace, Settings(budget_bytes=1))
-    without_disk = changed(a_trace("gpt"), disk="")
+    without_disk = on_machine(a_trace("gpt"), disk="")
     with pytest.raises(InfeasibleError) as error:
         make_plan(without_disk, Settings(budget_bytes=1))
     assert "stay in memory" not in str(error.value)  # the way out is a disk, which it names

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from plans import on_machine
 
 from memwall.errors import InfeasibleError
 from memwall.plan import placed_search, placement, problem, search
@@ -26,19 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
 
 
 @pytest.fixture
-def smallest_without(monkeypatch: pytest.MonkeyPatch, smallest_bytes: Callable[..., int]) -> Callable[[Trace], int]:
+def smallest_without(smallest_where: Callable[..., int]) -> Callable[[Trace], int]:
     """The smallest feasible budget where optimizer state cannot move."""
-
-    def smallest(trace: Trace) -> int:
-        with monkeypatch.context() as patch:
-            patch.setattr(search, "state_away", lambda *_, **__: ())
-            return smallest_bytes(trace)
-
-    return smallest
-
-
-def changed(trace: Trace, **machine: object) -> Trace:
-    return msgspec.structs.replace(trace, machine=msgspec.structs.replace(trace.machine, **machine))
+    return lambda trace: smallest_where(trace, state_away=lambda *_, **__: ())
 
 
 def scaled(step: Step, factor: float) -> Step:
@@ -59,8 +50,8 @@ def scaled(step: Step, factor: float) -> Step:
     ("change", "words"),
     [
         (lambda t: msgspec.structs.replace(t, device="cuda"), "from CPU memory only; the trace is of device 'cuda'"),
-        (lambda t: changed(t, disk=""), "there is no disk to move optimizer state to; pass --disk DIR"),
-        (lambda t: changed(t, disk_read_bytes_per_second=0.0), "there is no disk"),
+        (lambda t: on_machine(t, disk=""), "there is no disk to move optimizer state to; pass --disk DIR"),
+        (lambda t: on_machine(t, disk_read_bytes_per_second=0.0), "there is no disk"),
         (lambda t: msgspec.structs.replace(t, optimizer="LBFGS"), "LBFGS is not known to step each parameter alone"),
         (lambda t: msgspec.structs.replace(t, optimizer=""), "the optimizer is not known"),
     ],
@@ -113,7 +104,7 @@ def test_a_placement_costs_the_disks_time_less_what_the_optimizer_computes_meanw
 
     def whole(speed: float) -> OptimizerPlacement:
         """All state on a disk so fast."""
-        drive = changed(trace, disk_read_bytes_per_second=speed, disk_write_bytes_per_second=speed)
+        drive = on_machine(trace, disk_read_bytes_per_second=speed, disk_write_bytes_per_second=speed)
         return optimizer_placements(drive, step, capacity_bytes=CAPACITY_BYTES)[0]
 
     slow, fast = whole(2e8), whole(1e15)
@@ -124,7 +115,7 @@ def test_a_placement_costs_the_disks_time_less_what_the_optimizer_computes_meanw
 
 
 def test_state_of_parameters_larger_than_a_bucket_overlaps_nothing(a_trace: Callable[[str], Trace]) -> None:
-    trace = changed(a_trace("gpt"), disk_read_bytes_per_second=1e9, disk_write_bytes_per_second=1e9)
+    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e9, disk_write_bytes_per_second=1e9)
     large = scaled(steady_step(trace), 40)
     sizes = state_sizes(large, MIN_STATE_BYTES)
     tight, fast = optimizer_placements(trace, large, capacity_bytes=CAPACITY_BYTES)[:2]
@@ -205,7 +196,7 @@ def test_a_plan_that_costs_less_without_it_stays_as_it_is(
     plain_bytes: Callable[[Trace], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow = changed(a_trace("gpt"), disk_read_bytes_per_second=1e6, disk_write_bytes_per_second=1e6)
+    slow = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e6, disk_write_bytes_per_second=1e6)
     least = smallest_without(slow)
     budget_bytes = int(least + share * (plain_bytes(slow) - least))
     found = plan(slow, budget=budget_bytes).forecast
@@ -219,7 +210,7 @@ def test_a_plan_that_costs_less_without_it_stays_as_it_is(
 def test_where_memory_suffices_state_is_moved_only_for_a_clearly_shorter_step(
     a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = changed(a_trace("gpt"), disk_read_bytes_per_second=1e12, disk_write_bytes_per_second=1e12)
+    fast = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e12, disk_write_bytes_per_second=1e12)
     # Saved tensors would be as cheap to move on such a disk; here they cannot.
     for module in (placed_search, problem):
         monkeypatch.setattr(module, "can_offload", lambda *_: "there is no such thing")

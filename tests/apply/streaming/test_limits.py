@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,33 @@ def test_gradients_that_exist_already_go_too(state_pool: TransferPool) -> None:
     assert [name for name, value in found[0].items() if not torch.equal(found[1][name], value)] == []
 
 
+def train(model: GPT, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> None:
+    for step in range(num_steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def differences(
+    made: Callable[[], tuple[GPT, torch.optim.Optimizer]],
+    run: Callable[[GPT, torch.optim.Optimizer], None],
+    pool: TransferPool,
+) -> list[str]:
+    """What a run leaves otherwise with its parameters streamed."""
+    found = []
+    for is_streamed in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = made()
+        if is_streamed:
+            with streamed(model, pool, optimizer) as streaming:
+                run(model, optimizer)
+                assert streaming.resident_bytes <= 4 * 64 * KIB
+        else:
+            run(model, optimizer)
+        found.append(everything(model, optimizer))
+    return [name for name, value in found[0].items() if not torch.equal(found[1][name], value)]
+
+
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_an_error_in_the_loop_leaves_a_model_that_trains_on(place: str, state_pool: TransferPool) -> None:
     class Failing(torch.autograd.Function):
@@ -89,31 +117,19 @@ def test_an_error_in_the_loop_leaves_a_model_that_trains_on(place: str, state_po
             raise ValueError("as it happens")
         return (Failing.apply(*args),)
 
-    found = []
-    for is_streamed in (False, True):
-        torch.manual_seed(0)
+    def made() -> tuple[GPT, torch.optim.Optimizer]:
         model = GPT()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def run(model: GPT = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            handle = model.layers[2].qkv.register_forward_pre_hook(fail)
-            with pytest.raises(ValueError, match="as it happens"):
-                loss_of(model, 0).backward()
-            handle.remove()
-            optimizer.zero_grad()
-            for step in range(2):
-                loss_of(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+    def run(model: GPT, optimizer: torch.optim.Optimizer) -> None:
+        handle = model.layers[2].qkv.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="as it happens"):
+            loss_of(model, 0).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        train(model, optimizer, num_steps=2)
 
-        if is_streamed:
-            with streamed(model, state_pool, optimizer) as streaming:
-                run()
-                assert streaming.resident_bytes <= 4 * 64 * KIB
-        else:
-            run()
-        found.append(everything(model))
-    assert [name for name, value in found[0].items() if not torch.equal(found[1][name], value)] == []
+    assert differences(made, run, state_pool) == []
 
 
 def test_what_is_read_ahead_for_a_step_that_goes_another_way_does_not_stay(state_pool: TransferPool) -> None:
@@ -205,29 +221,14 @@ def test_a_block_without_outputs_stays_in_memory(state_pool: TransferPool, caplo
 
 
 def test_frozen_parameters_are_streamed_too(state_pool: TransferPool) -> None:
-    found = []
-    for is_streamed in (False, True):
-        torch.manual_seed(0)
+    def made() -> tuple[GPT, torch.optim.Optimizer]:
         model = GPT()
         for layer in model.layers[::2]:
             layer.up.weight.requires_grad_(False)
         model.layers[1].requires_grad_(False)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 
-        def run(model: GPT = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            for step in range(3):
-                loss_of(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        if is_streamed:
-            with streamed(model, state_pool, optimizer) as streaming:
-                run()
-                assert streaming.resident_bytes <= 4 * 64 * KIB
-        else:
-            run()
-        found.append(everything(model, optimizer))
-    assert [name for name, value in found[0].items() if not torch.equal(found[1][name], value)] == []
+    assert differences(made, train, state_pool) == []
 
 
 def test_sparse_gradients_stay_in_memory(state_pool: TransferPool) -> None:
