@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.first_calls import settle_first_calls
 from memwall.apply.live_plan import LivePlan
 from memwall.apply.measurements import Measurements
 from memwall.apply.microbatch import shifts_labels
@@ -84,6 +85,7 @@ class Session:
         self._can_plan_again = True
         self._has_room = True
         """Whether free memory was returned since the last step ended."""
+        settle_first_calls()
 
     @property
     def plan(self) -> Plan | None:
