@@ -44,6 +44,7 @@ class ActivationOffload:
         min_bytes: tensors whose storage range is smaller stay.
         is_excluded: True for what must stay: parameters, buffers, and whatever shares a storage with them.
         host_limit_bytes: the most pinned host memory for CUDA tensors; None for no limit.
+        holds_sources: False copies CPU tensors, see `DiskTier`.
 
     Raises:
         StoreError: from `pack` and `unpack`, when the tier is full or fails; from the first `pack`, when the window is
@@ -58,8 +59,10 @@ class ActivationOffload:
         min_bytes: int = 1 << 20,
         is_excluded: Callable[[Tensor], bool],
         host_limit_bytes: int | None = None,
+        holds_sources: bool = True,
     ) -> None:
         self._pool = pool
+        self._holds_sources = holds_sources
         self._window_bytes = window_bytes
         self._min_bytes = max(1, min_bytes)
         self._is_excluded = is_excluded
@@ -97,7 +100,7 @@ class ActivationOffload:
 
     @property
     def staging_bytes(self) -> int:
-        """Staging memory that is resident: of each disk tier's window, what was used so far."""
+        """Memory for copies on their way out that is resident: of each disk tier's window, what was used so far."""
         return sum(tier.staging_bytes for tier in self._tiers.values() if isinstance(tier, DiskTier))
 
     @property
@@ -249,7 +252,7 @@ class ActivationOffload:
         tier = self._tiers.get(device)
         if tier is None:
             if device.type == "cpu" and self._pool is not None:
-                tier = DiskTier(self._pool, window_bytes=self._window_bytes)
+                tier = DiskTier(self._pool, window_bytes=self._window_bytes, holds_sources=self._holds_sources)
             else:
                 tier = PinnedTier(device, window_bytes=self._window_bytes, limit_bytes=self._host_limit_bytes)
             self._tiers[device] = tier

@@ -43,11 +43,15 @@ def open_engine(
     capacity_bytes: int | None,
     window_bytes: int,
     min_bytes: int,
+    holds_sources: bool = True,
 ) -> tuple[ActivationOffload, Callable[[], None]]:
     """An offload engine for the devices the modules are on: disk under CPU tensors, pinned host memory under CUDA ones.
 
     Of the host's memory it pins nine tenths of what is free now at most: beyond that it raises, where the kernel would
     kill.
+
+    Args:
+        holds_sources: see `ActivationOffload`, as all others but `roots`: the modules that are trained.
 
     Returns:
         The engine, and what closes it with its files and threads: now, or at a `close_unneeded` after the last backward
@@ -69,6 +73,7 @@ def open_engine(
         min_bytes=min_bytes,
         is_excluded=parameter_guard(roots),
         host_limit_bytes=free_memory_bytes() * 9 // 10 if is_cuda else None,
+        holds_sources=holds_sources,
     )
 
     def close_all() -> None:
@@ -108,8 +113,14 @@ class Parked:
         min_bytes: int,
     ) -> None:
         self.window_bytes = window_bytes
+        # Copies: how long a tensor stays until it is written would show in the peak, which is compared with a replay.
         self._engine, self._close = open_engine(
-            roots, disk=disk, capacity_bytes=capacity_bytes, window_bytes=window_bytes, min_bytes=min_bytes
+            roots,
+            disk=disk,
+            capacity_bytes=capacity_bytes,
+            window_bytes=window_bytes,
+            min_bytes=min_bytes,
+            holds_sources=False,
         )
         directory = "" if self._is_cuda(roots) else disk if disk is not None else default_directory()
         self.machine = measured_machine(directory)

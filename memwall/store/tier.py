@@ -5,6 +5,7 @@
 
 import ctypes
 import mmap
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Tier(Protocol[P, L]):
     """Time `park` waited for room, so far."""
 
     def park(self, source: Tensor, label: str) -> P:
-        """Copy `source` (uint8, one dimension, contiguous) away; its memory may be reused on return."""
+        """Take `source` (uint8, one dimension, contiguous) away; the caller lets go of it on return."""
 
     def load(self, parked: P, *, is_urgent: bool) -> L:
         """Begin to bring the bytes back into fresh memory; may be called again and again."""
@@ -71,10 +72,12 @@ class StagingArena:
         """Bytes of the blocks that were ever in use at once: what of the map takes memory."""
         return self._num_used * self.block_bytes
 
-    @property
-    def has_free(self) -> bool:
-        """True when `take` would succeed."""
-        return bool(self._free)
+    def has_free(self, within_bytes: int) -> bool:
+        """True when `take` would succeed, with no more than so much memory in use."""
+        return bool(self._free) and (
+            len(self._free) > self._num_blocks - self._num_used
+            or self.resident_bytes + self.block_bytes <= within_bytes
+        )
 
     def take(self) -> int:
         """The address of a free block. Raises IndexError where there is none."""
@@ -87,6 +90,62 @@ class StagingArena:
         self._free.appendleft((address - self._address) // self.block_bytes)
 
 
+class Held:
+    """Sources that are written from where they lie, and stay until their last block is; called back by workers."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, source: Tensor, num_blocks: int) -> "HeldSource":
+        """Count a source in."""
+        with self._lock:
+            self.num_bytes += source.numel()
+        return HeldSource(self, source, num_blocks)
+
+    def _drop(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes -= num_bytes
+
+
+class HeldSource:
+    """One of them."""
+
+    __slots__ = ("_address", "_held", "_lock", "_num_blocks", "_source", "_was_intact")
+
+    def __init__(self, held: Held, source: Tensor, num_blocks: int) -> None:
+        self._held, self._num_blocks = held, num_blocks
+        self._source: Tensor | None = source
+        self._address = source.data_ptr()
+        self._lock = threading.Lock()
+        self._was_intact = True
+
+    @property
+    def is_intact(self) -> bool:
+        """False where `resize_` freed the memory before all of it was written."""
+        with self._lock:
+            return self._was_intact if self._source is None else self._source.data_ptr() == self._address
+
+    @property
+    def source(self) -> Tensor | None:
+        """The bytes while they are still here."""
+        with self._lock:
+            return self._source
+
+    def finish_block(self) -> None:
+        """One block is written, or never will be."""
+        with self._lock:
+            self._num_blocks -= 1
+            if self._num_blocks:
+                return
+            source, self._source = self._source, None
+            assert source is not None
+            self._was_intact = source.data_ptr() == self._address
+        num_bytes = source.numel()
+        del source
+        self._held._drop(num_bytes)
+
+
 @dataclass(slots=True, eq=False)
 class DiskParked:
     """Bytes that are on disk, or on their way there."""
@@ -96,6 +155,8 @@ class DiskParked:
     write: Transfer
     label: str
     reads: list[Transfer]
+    held: HeldSource | None
+    """None where the bytes were copied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,24 +164,28 @@ class DiskLoad:
     """Bytes on their way back: `buffer` is theirs once `read` is done."""
 
     buffer: Tensor
-    read: Transfer
+    read: Transfer | None
+    """None where the bytes had not left yet."""
+    parked: DiskParked
 
 
 class DiskTier:
     """CPU memory to a scratch file and back.
 
-    Going out, bytes are copied into a staging block inside `park`, which waits when all blocks are taken. Coming back,
-    the disk writes straight into the memory that the caller will use.
+    Going out, a source of whole pages is written from where it lies, and stays until it is written; any other is
+    copied into staging blocks inside `park`. `park` waits where both together would take more than the window. Coming
+    back, the disk writes straight into the memory that the caller will use.
 
     Args:
         pool: the threads and the file.
-        window_bytes: staging memory; at least two blocks of the pool.
+        window_bytes: memory for bytes on their way out; at least two blocks of the pool.
+        holds_sources: False copies all: `park` then leaves the source as soon as it returns.
 
     Raises:
         StoreError: the window is too small.
     """
 
-    def __init__(self, pool: TransferPool, *, window_bytes: int) -> None:
+    def __init__(self, pool: TransferPool, *, window_bytes: int, holds_sources: bool = True) -> None:
         num_blocks = window_bytes // pool.block_bytes
         if num_blocks < 2:
             raise StoreError(
@@ -129,12 +194,20 @@ class DiskTier:
             )
         self._pool = pool
         self._arena = StagingArena(num_blocks, pool.block_bytes)
+        self._held = Held()
+        self._window_bytes = window_bytes
+        self._holds_sources = holds_sources
         self.stall_seconds = 0.0
 
     @property
     def staging_bytes(self) -> int:
-        """Staging memory that is resident: of the window, what was used so far."""
+        """Staging memory that is resident: of the window, what copies used so far."""
         return self._arena.resident_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of sources that are written from where they lie and are not there yet."""
+        return self._held.num_bytes
 
     def park(self, source: Tensor, label: str) -> DiskParked:
         """See `Tier`. A source larger than the window passes through it in pieces.
@@ -142,40 +215,67 @@ class DiskTier:
         Raises:
             StoreError: no room on disk, or a transfer failed.
         """
-        pool, arena = self._pool, self._arena
-        num_bytes, address = source.numel(), source.data_ptr()
-        slot = pool.scratch.allocate(num_bytes)
+        scratch = self._pool.scratch
+        slot = scratch.allocate(source.numel())
         try:
-            write = pool.open_write(slot, label)
+            write = self._pool.open_write(slot, label)
         except StoreError:
-            pool.scratch.free(slot)
+            scratch.free(slot)
             raise
         try:
-            for start in range(0, num_bytes, arena.block_bytes):
-                size = min(arena.block_bytes, num_bytes - start)
-                if not arena.has_free:
-                    self.stall_seconds += pool.wait_for(lambda: arena.has_free)
-                block = arena.take()
-                ctypes.memmove(block, address + start, size)
-                view = memory_at(block, round_up(size))
-                pool.add_write(write, start, view, keep=arena, after=_giver(arena, block))
+            held = self._hold(source, write) if self._can_hold(source) else None
+            if held is None:
+                self._copy(source, write)
         except BaseException:
             write.cancel()
-            write.then(lambda: pool.scratch.free(slot))
+            write.then(lambda: scratch.free(slot))
             raise
         finally:
             write.seal()
-        return DiskParked(num_bytes=num_bytes, slot=slot, write=write, label=label, reads=[])
+        return DiskParked(num_bytes=source.numel(), slot=slot, write=write, label=label, reads=[], held=held)
+
+    def _can_hold(self, source: Tensor) -> bool:
+        return (
+            self._holds_sources
+            and source.data_ptr() % ALIGNMENT_BYTES == 0
+            and source.numel() % ALIGNMENT_BYTES == 0
+            and source.numel() <= self._window_bytes - self._arena.resident_bytes
+        )
+
+    def _hold(self, source: Tensor, write: Transfer) -> HeldSource:
+        num_bytes, address, block_bytes = source.numel(), source.data_ptr(), self._pool.block_bytes
+        self._wait_for(lambda: self._held.num_bytes + num_bytes + self._arena.resident_bytes <= self._window_bytes)
+        starts = range(0, num_bytes, block_bytes)
+        held = self._held.add(source, len(starts))
+        for start in starts:
+            view = memory_at(address + start, min(block_bytes, num_bytes - start))
+            self._pool.add_write(write, start, view, after=held.finish_block)
+        return held
+
+    def _copy(self, source: Tensor, write: Transfer) -> None:
+        arena, num_bytes, address = self._arena, source.numel(), source.data_ptr()
+        for start in range(0, num_bytes, arena.block_bytes):
+            size = min(arena.block_bytes, num_bytes - start)
+            self._wait_for(lambda: arena.has_free(self._window_bytes - self._held.num_bytes))
+            block = arena.take()
+            ctypes.memmove(block, address + start, size)
+            view = memory_at(block, round_up(size))
+            self._pool.add_write(write, start, view, keep=arena, after=_giver(arena, block))
+
+    def _wait_for(self, is_ready: Callable[[], bool]) -> None:
+        if not is_ready():
+            self.stall_seconds += self._pool.wait_for(is_ready)
 
     def load(self, parked: DiskParked, *, is_urgent: bool) -> DiskLoad:
-        """See `Tier`."""
+        """See `Tier`. What is not written yet is given as it lies."""
+        source = parked.held.source if parked.held is not None else None
+        if source is not None:
+            return DiskLoad(buffer=source, read=None, parked=parked)
         padded_bytes = round_up(parked.num_bytes)
-        memory = torch.empty(padded_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
-        address = memory.data_ptr()
-        skipped_bytes = round_up(address) - address
+        memory, skipped_bytes = _page_aligned(padded_bytes)
         read = self._pool.read(
             parked.slot,
-            memory_at(address + skipped_bytes, padded_bytes),
+            memory_at(memory.data_ptr() + skipped_bytes, padded_bytes),
             label=parked.label,
             keep=memory,
             after=parked.write,
@@ -183,7 +283,8 @@ class DiskTier:
         )
         parked.reads = [other for other in parked.reads if not other.is_done]
         parked.reads.append(read)
-        return DiskLoad(buffer=memory[skipped_bytes : skipped_bytes + parked.num_bytes], read=read)
+        buffer = memory[skipped_bytes : skipped_bytes + parked.num_bytes]
+        return DiskLoad(buffer=buffer, read=read, parked=parked)
 
     def collect(self, load: DiskLoad) -> tuple[Tensor, float]:
         """See `Tier`.
@@ -191,11 +292,19 @@ class DiskTier:
         Raises:
             StoreError: the bytes cannot be had, or came back different.
         """
-        return load.buffer, load.read.wait()
+        seconds = load.read.wait() if load.read is not None else 0.0
+        held = load.parked.held
+        if held is not None and not held.is_intact:
+            raise StoreError(
+                f"the memory of {load.parked.label} was freed while it was written to {self._pool.scratch.place}: "
+                "something resizes the storage of a tensor that backward needs; keep that module out of the plan"
+            )
+        return load.buffer, seconds
 
     def discard(self, load: DiskLoad) -> None:
         """See `Tier`. A block that has begun keeps its memory until it is read."""
-        load.read.cancel()
+        if load.read is not None:
+            load.read.cancel()
 
     def release(self, parked: DiskParked) -> None:
         """See `Tier`. The slot is free once nothing is under way in it, or a late write would hit its next user."""
@@ -216,6 +325,15 @@ class DiskTier:
     def close(self) -> None:
         """See `Tier`. The staging memory goes when the last block in it is written."""
         del self._arena
+
+
+def _page_aligned(num_bytes: int) -> tuple[Tensor, int]:
+    """Fresh memory, and how far into it the first page begins. A hole of just that size may be there to be filled."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    if memory.data_ptr() % ALIGNMENT_BYTES == 0:
+        return memory, 0
+    memory = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
+    return memory, -memory.data_ptr() % ALIGNMENT_BYTES
 
 
 def _giver(arena: StagingArena, block: int) -> Callable[[], None]:

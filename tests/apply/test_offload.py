@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.offload import ActivationOffload, SavedTensorModifiedError
 from memwall.errors import ApplyError
+from memwall.predict.process import TENSOR_HEAP
+from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 
@@ -64,11 +67,18 @@ def shares_with(module: nn.Module) -> Callable[[Tensor], bool]:
     return lambda tensor: tensor.untyped_storage().data_ptr() in held
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[TransferPool]:
-    """Small blocks, so that tiny tensors take several."""
+@pytest.fixture(params=["default", "tensor-heap"])
+def pool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferPool]:
+    """Small blocks, so that tiny tensors take several; in a heap of their own tensors lie on whole pages."""
+    allocator = AllocatorHandler()
+    if request.param == TENSOR_HEAP:
+        if heap_unavailable_reason():
+            pytest.skip(heap_unavailable_reason() or "")
+        monkeypatch.setattr("memwall.apply.allocator.MIN_TENSOR_BYTES", KIB)
+        allocator.apply(TENSOR_HEAP)
     with TransferPool(ScratchFile(tmp_path), block_bytes=8 * KIB) as made:
         yield made
+    allocator.undo()
 
 
 def offload_for(pool: TransferPool, module: nn.Module | None = None, **settings: int) -> ActivationOffload:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty_disk import Faulty
 
 from memwall.errors import OffloadIOError, StoreError
-from memwall.store.backend import SystemBackend, round_up
+from memwall.store.backend import round_up
 from memwall.store.scratch import ScratchFile
-from memwall.store.tier import DiskTier
 from memwall.store.transfer import TransferPool
 
 BLOCK = 64 << 10
@@ -30,25 +30,6 @@ def pages(num_bytes: int, seed: int = 0) -> memoryview:
         torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).numpy()
     )
     return memoryview(memory)[:num_bytes]
-
-
-class Faulty(SystemBackend):
-    """Runs `on_write` and `on_read` in place of the real calls, with the count of calls so far."""
-
-    def __init__(
-        self,
-        on_write: Callable[[int, int, memoryview, int], int] | None = None,
-        on_read: Callable[[int, int, memoryview, int], int] | None = None,
-    ) -> None:
-        self.on_write, self.on_read, self.num_writes, self.num_reads = on_write, on_read, 0, 0
-
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        self.num_writes += 1
-        return self.on_write(self.num_writes, fd, data, offset) if self.on_write else os.pwrite(fd, data, offset)
-
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        self.num_reads += 1
-        return self.on_read(self.num_reads, fd, buffer, offset) if self.on_read else os.preadv(fd, [buffer], offset)
 
 
 def fail_with(number: int) -> Callable[[int, int, memoryview, int], int]:
@@ -240,39 +221,3 @@ os.wait()
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25, check=True)
     assert "was forked from it and has no transfer threads" in result.stdout
-
-
-def test_a_slot_is_not_reused_while_something_is_under_way_in_it(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def wait_for_gate(count: int, fd: int, data: memoryview, offset: int) -> int:
-        gate.wait(10)
-        return os.pwrite(fd, data, offset)
-
-    with TransferPool(ScratchFile(tmp_path, backend=Faulty(wait_for_gate)), block_bytes=BLOCK) as pool:
-        tier = DiskTier(pool, window_bytes=4 * BLOCK)
-        parked = tier.park(torch.ones(BLOCK, dtype=torch.uint8), "x")
-        tier.release(parked)
-        assert pool.scratch.used_bytes == BLOCK
-        gate.set()
-        pool.wait_for(lambda: pool.scratch.used_bytes == 0)
-
-
-def test_a_window_of_less_than_two_blocks_is_refused(tmp_path: Path) -> None:
-    with TransferPool(ScratchFile(tmp_path), block_bytes=BLOCK) as pool:
-        with pytest.raises(StoreError) as caught:
-            DiskTier(pool, window_bytes=BLOCK)
-        assert str(caught.value) == (
-            "an offload window of 64.0 KiB is too small: it must hold at least two blocks of 64.0 KiB; raise it to "
-            "128.0 KiB or more"
-        )
-
-
-def test_bytes_read_back_land_on_a_page_without_a_copy(tmp_path: Path) -> None:
-    with TransferPool(ScratchFile(tmp_path), block_bytes=BLOCK) as pool:
-        tier = DiskTier(pool, window_bytes=2 * BLOCK)
-        source = torch.arange(3 * BLOCK + 5, dtype=torch.int64).to(torch.uint8)
-        parked = tier.park(source, "x")
-        back, _ = tier.collect(tier.load(parked, is_urgent=True))
-        assert back.data_ptr() % 4096 == 0
-        assert torch.equal(back, source)
