@@ -1,11 +1,11 @@
-"""The C library of `memwall/native`; everything else about the distribution is in pyproject.toml."""
+"""The C libraries of `memwall/native`; everything else about the distribution is in pyproject.toml."""
 
 import sys
 
 from setuptools import Extension, setup
 
 # Plain C without Python's headers, loaded by ctypes. Where no compiler is found the installation goes on without it,
-# and memwall has malloc return each large tensor, at the price of page faults.
+# and memwall has malloc return each large tensor, at the price of page faults, and zlib compute checksums.
 TENSOR_HEAP = Extension(
     "memwall.native.tensor_heap",
     sources=["memwall/native/tensor_heap.c", "memwall/native/tensor_heap_hook.c"],
@@ -14,5 +14,11 @@ TENSOR_HEAP = Extension(
     libraries=["dl", "pthread"],
     optional=True,
 )
+CRC32 = Extension(
+    "memwall.native.crc32",
+    sources=["memwall/native/crc32.c"],
+    extra_compile_args=["-O2", "-Wall", "-Wextra"],
+    optional=True,
+)
 
-setup(ext_modules=[TENSOR_HEAP] if sys.platform == "linux" else [])
+setup(ext_modules=[TENSOR_HEAP, CRC32] if sys.platform == "linux" else [])

@@ -3,10 +3,11 @@
     python benchmarks/activation_offload.py [--steps 12] [--disk DIR]
     python benchmarks/activation_offload.py --quick          # few layers and steps; nothing is written
 
-Two chains of operations that save large tensors, forward and backward: one that computes next to nothing, so that the
-disk binds, and one of matrix products that take longer than the disk. Plain steps and steps whose saved tensors are on
-disk alternate in one process, and before each of the latter the disk is written and read with O_DIRECT without memwall
-(`raw_disk.py`). Of the disk's time for the bytes that the kernel counted (/proc/self/io):
+Chains of operations that save large tensors, forward and backward: one that computes next to nothing, so that the disk
+binds, and one of matrix products that take longer than the disk, with tensors of 16 and of 4 MiB. Plain steps and
+steps whose saved tensors are on disk alternate in one process, and before each of the latter the disk is written and
+read with O_DIRECT without memwall (`raw_disk.py`). Of the disk's time for the bytes that the kernel counted
+(/proc/self/io):
 
 - where it binds, the share that it is of the step: 100 % is a disk that never waits;
 - where it does not, the share that the step does not show: 1 - (step - plain step) / disk's time.
@@ -15,21 +16,23 @@ Gradients of all steps are the same bits. Writes results/cpu/activation_offload.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from knob_report import provenance
 from raw_disk import RawDisk, io_bytes
-from torch import Tensor
+from torch import nn
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.parking import open_engine
@@ -37,40 +40,41 @@ from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.predict.process import TENSOR_HEAP
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "activation_offload.json"
-GOALS = {"disk binds": 0.85, "computation binds": 0.9}
 _COLUMNS = 1024
 
 
-def copying(num_layers: int) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Saves a tensor of 16 MiB in each layer, and does no more than read and write it; and how many rows that takes."""
+@dataclass(frozen=True)
+class Case:
+    """A chain of layers, each of which saves a tensor of `num_rows` rows of 4 KiB; and the share that is the goal."""
 
-    def run(x: Tensor) -> Tensor:
-        for _ in range(num_layers):
-            x = torch.relu(x)
-        return x
+    name: str
+    num_rows: int
+    num_layers: int
+    multiplies: bool
+    goal: float
 
-    return run, 4096
-
-
-def multiplying(num_layers: int) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Saves a tensor of 4 MiB in each layer, after a product of a thousand rows and columns; and its rows."""
-    weight = torch.randn(_COLUMNS, _COLUMNS, generator=torch.Generator().manual_seed(1)) / _COLUMNS**0.5
-
-    def run(x: Tensor) -> Tensor:
-        for _ in range(num_layers):
-            x = torch.tanh(x @ weight)  # which needs no gradient, so that only what tanh gives is saved
-        return x
-
-    return run, 1024
+    def chain(self) -> nn.Sequential:
+        """Layers that save what they give: a frozen product before it saves nothing but its weight, which stays."""
+        product = nn.Linear(_COLUMNS, _COLUMNS, bias=False).requires_grad_(False)
+        layers = (product, nn.Tanh()) if self.multiplies else (nn.ReLU(),)
+        return nn.Sequential(*layers * self.num_layers)
 
 
-def measure(make: Callable[[int], Any], num_layers: int, num_steps: int, directory: str) -> dict[str, Any]:
+CASES = (
+    Case("disk binds", 4096, 48, multiplies=False, goal=0.85),
+    Case("computation binds", 4096, 24, multiplies=True, goal=0.9),
+    Case("computation binds, small tensors", 1024, 48, multiplies=True, goal=0.9),
+)
+
+
+def measure(case: Case, num_steps: int, directory: str) -> dict[str, Any]:
     """Alternating steps of one chain."""
-    chain, num_rows = make(num_layers)
-    x = torch.randn(num_rows, _COLUMNS, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    torch.manual_seed(1)
+    chain = case.chain()
+    x = torch.randn(case.num_rows, _COLUMNS, generator=torch.Generator().manual_seed(0)).requires_grad_()
     disk = RawDisk(directory)
     engine, close = open_engine(
-        [], disk=directory, capacity_bytes=None, window_bytes=WINDOW_BYTES, min_bytes=MIN_MOVED_BYTES
+        [chain], disk=directory, capacity_bytes=None, window_bytes=WINDOW_BYTES, min_bytes=MIN_MOVED_BYTES
     )
     rows, plain_seconds, digests = [], [], set()
     allocator = AllocatorHandler()
@@ -126,22 +130,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few layers and steps; nothing is written")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    num_layers, num_steps = (8, 2) if options.quick else (48, options.steps)
+    num_steps = 2 if options.quick else options.steps
     cells = []
-    for name, make in {"disk binds": copying, "computation binds": multiplying}.items():
-        cell = {"case": name, **measure(make, num_layers, num_steps, options.disk)}
-        share = cell["share_of_disk_speed" if name == "disk binds" else "share_hidden"]
-        cell["holds"] = cell["has_same_gradients"] and share[1] >= GOALS[name]
+    for case in CASES:
+        used = dataclasses.replace(case, num_layers=8) if options.quick else case
+        is_bound = not case.multiplies
+        cell = {**dataclasses.asdict(used), **measure(used, num_steps, options.disk)}
+        share = cell["share_of_disk_speed" if is_bound else "share_hidden"]
+        cell["holds"] = cell["has_same_gradients"] and share[1] >= case.goal
         cells.append(cell)
         print(
-            f"{name}: step {cell['plain_seconds'][1]:.3f} -> {cell['offloaded_seconds'][1]:.3f} s, disk "
+            f"{case.name}: step {cell['plain_seconds'][1]:.3f} -> {cell['offloaded_seconds'][1]:.3f} s, disk "
             f"{cell['disk_seconds'][1]:.3f} s for {cell['written_bytes'] / 2**20:,.0f} MiB out and "
-            f"{cell['read_bytes'] / 2**20:,.0f} MiB in; {'of its speed' if name == 'disk binds' else 'hidden'} "
-            f"{share[1]:.0%} ({share[0]:.0%}-{share[2]:.0%}), goal {GOALS[name]:.0%}; "
+            f"{cell['read_bytes'] / 2**20:,.0f} MiB in; {'of its speed' if is_bound else 'hidden'} "
+            f"{share[1]:.0%} ({share[0]:.0%}-{share[2]:.0%}), goal {case.goal:.0%}; "
             f"same gradients: {'yes' if cell['has_same_gradients'] else 'NO'}"
         )
     if not options.quick:
-        facts = {**provenance(), "schema": "memwall.benchmarks.activation-offload/1", "num_layers": num_layers}
+        facts = {**provenance(), "schema": "memwall.benchmarks.activation-offload/2"}
         OUTPUT.write_text(json.dumps({**facts, "num_steps": num_steps, "cells": cells}, indent=1) + "\n")
     return 0 if all(cell["holds"] for cell in cells) else 1
 

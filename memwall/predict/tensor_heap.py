@@ -118,7 +118,7 @@ class TensorHeap:
 @functools.cache
 def heap_library() -> ctypes.CDLL | None:
     """The library with its signatures declared; None where the installation built none."""
-    path = library_path()
+    path = library_path("tensor_heap")
     if path is None:
         return None
     library = ctypes.CDLL(str(path))

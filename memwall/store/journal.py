@@ -14,13 +14,13 @@ import errno
 import logging
 import mmap
 import os
-import zlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from memwall.errors import OffloadIOError, StoreError
 from memwall.store.backend import ALIGNMENT_BYTES, IOBackend, SystemBackend, read_fully, round_up, write_fully
+from memwall.store.checksum import crc32
 from memwall.store.commit_format import (
     COMMIT_BYTES,
     COMMIT_NAME,
@@ -315,7 +315,7 @@ class Journal:
             for offset, checksum in stored.slot.checksums.items():
                 block = pages[: min(self._block_bytes, stored.num_bytes - offset)]
                 self.data.read(stored.slot, offset, block, f"bucket {number}")
-                if zlib.crc32(block) != checksum:
+                if crc32(block) != checksum:
                     raise self._damaged(f"bucket {number}", stored.slot.offset + offset, len(block))
         return Generation(meta.generation, meta.step, buckets, meta.content, meta_slot)
 

@@ -6,7 +6,6 @@ if it has changed. Threads swap pages; the caller waits for those it needs.
 """
 
 import os
-import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from torch import Tensor
 from memwall.errors import OffloadIOError, StoreError, UsageError
 from memwall.store.backend import round_up
 from memwall.store.buckets import BucketBuffer
+from memwall.store.checksum import crc32
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
@@ -295,12 +295,12 @@ class PageCache:
         for frame, leaving, coming in swaps:
             with self._memory[frame * self.page_bytes : (frame + 1) * self.page_bytes] as view:
                 if leaving >= 0:
-                    self._checksums[leaving] = zlib.crc32(view)
+                    self._checksums[leaving] = crc32(view)
                     self._scratch.write(*self._place(leaving), view, f"page {leaving} of a table of rows")
                 if coming >= 0:
                     slot, offset = self._place(coming)
                     self._scratch.read(slot, offset, view, f"page {coming} of a table of rows")
-                    if zlib.crc32(view) != self._checksums[coming]:
+                    if crc32(view) != self._checksums[coming]:
                         raise self._different(coming, slot.offset + offset)
 
     def _place(self, page: int) -> tuple[Slot, int]:

@@ -4,11 +4,11 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable
 
 from memwall.errors import OffloadIOError, StoreError
+from memwall.store.checksum import crc32
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
@@ -190,7 +190,7 @@ class WorkState:
             return
         if not block.is_read:
             if self.has_checksums:
-                transfer.slot.checksums[block.slot_offset] = zlib.crc32(block.view)
+                transfer.slot.checksums[block.slot_offset] = crc32(block.view)
             self.scratch.write(transfer.slot, block.slot_offset, block.view, transfer.label)
             with self.lock:
                 self.bytes_written += size
@@ -198,7 +198,7 @@ class WorkState:
         self.scratch.read(transfer.slot, block.slot_offset, block.view, transfer.label)
         with self.lock:
             self.bytes_read += size
-        if self.has_checksums and transfer.slot.checksums.get(block.slot_offset) != zlib.crc32(block.view):
+        if self.has_checksums and transfer.slot.checksums.get(block.slot_offset) != crc32(block.view):
             offset = transfer.slot.offset + block.slot_offset
             raise OffloadIOError(
                 f"{transfer.label} came back different from {self.scratch.place}: the checksum of "

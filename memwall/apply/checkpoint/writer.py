@@ -6,7 +6,6 @@ they are read then. Whoever changes them waits first (`CommitWriter.wait`).
 
 import queue
 import threading
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor
 from memwall.errors import StoreError
 from memwall.store.backend import round_up
 from memwall.store.buckets import BucketBuffer, is_dense
+from memwall.store.checksum import crc32
 from memwall.store.journal import Journal, Stored
 from memwall.store.transfer import Transfer
 
@@ -157,7 +157,7 @@ class CommitWriter:
             for start in range(0, bucket.num_bytes, self._block_bytes):
                 size = min(self._block_bytes, bucket.num_bytes - start)
                 self._fill(buffer, bucket, start, size)
-                found[start] = zlib.crc32(buffer.view(size))
+                found[start] = crc32(buffer.view(size))
         finally:
             self._staging.put(buffer)
         return found

@@ -1,0 +1,35 @@
+"""The checksum of blocks: zlib's crc32, computed by an instruction for it where the processor has one.
+
+Blocks are checked in threads beside the training, which want the cores too; `benchmarks/checksum.py` has both speeds.
+"""
+
+import ctypes
+import functools
+import zlib
+
+from memwall.native import library_path
+
+__all__ = ["crc32"]
+
+# Below, the call costs what it saves.
+_MIN_BYTES = 4096
+
+
+def crc32(data: memoryview) -> int:
+    """What `zlib.crc32` gives. Other threads run meanwhile."""
+    library = _library()
+    if library is None or data.readonly or data.nbytes < _MIN_BYTES:
+        return zlib.crc32(data)
+    value: int = library.crc32_of(ctypes.byref(ctypes.c_char.from_buffer(data)), data.nbytes)
+    return value
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    path = library_path("crc32")
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    library.crc32_is_fast.restype, library.crc32_is_fast.argtypes = ctypes.c_int, ()
+    library.crc32_of.restype, library.crc32_of.argtypes = ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_uint64)
+    return library if library.crc32_is_fast() else None
