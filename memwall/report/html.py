@@ -160,7 +160,8 @@ def _cards(page: Page) -> list[Card]:
     plain_seconds = forecast.plain_step_seconds
     seconds = page.run.measured.step_seconds_median if page.run is not None else forecast.step_seconds
     if page.outcomes and page.outcomes[0].step_seconds and page.run is not None:
-        plain_seconds = page.outcomes[0].step_seconds
+        # By the script's own clock, as in the table of both runs.
+        plain_seconds, seconds = page.outcomes[0].step_seconds, page.outcomes[-1].step_seconds or seconds
     if seconds is not None:
         kind = "measured" if page.run is not None else "predicted"
         remark = f"{ratio_text(seconds, plain_seconds)} the free run" if plain_seconds else kind

@@ -111,6 +111,13 @@ class TestPage:
             assert expected in text, expected
         assert any("margin of 12.0 MiB. Not modelled: data loading between steps" in line for line in text)
 
+    def test_the_measured_step_is_that_of_the_table_of_both_runs(self, page: Page) -> None:
+        slower = msgspec.structs.replace(page.outcomes[1], step_seconds=1.8)
+        text = _Content(page_html(msgspec.structs.replace(page, outcomes=(page.outcomes[0], slower)))).text
+        at = text.index("measured step")
+        assert text[at + 1 : at + 3] == ["1.80 s", "1.50x the free run"]
+        assert "1.80 s (1.50x)" in text
+
     def test_sizes_are_in_binary_units(self, page: Page) -> None:
         text = "\n".join(_Content(page_html(page)).text)
         assert re.search(r"\d MiB", text)
