@@ -3,7 +3,7 @@
 Adding a technique adds a handler here; `HANDLERS` names the one of each action record.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from memwall.plan.actions import (
 )
 from memwall.plan.planfile import Plan
 from memwall.trace.modules import root_names
+from memwall.trace.optimizers import joint_name
 
 __all__ = ["HANDLERS", "AppliedPlan"]
 
@@ -44,7 +45,7 @@ class AppliedPlan:
 
     Args:
         model: the root the plan was made for.
-        optimizer: what trains it; None where it is not known yet, see `set_optimizer`.
+        optimizers: what steps it, as far as it is known yet, see `add_optimizer`.
         keeper: holds the optimizer's state, which may be on disk already.
         parameters: holds the model's parameters, which may be on disk already.
         block_order: paths of all blocks in forward order, so that a block can be read back while the next one runs
@@ -72,7 +73,7 @@ class AppliedPlan:
         is_cooperative: bool,
         is_running: bool = False,
         set_by_loop: tuple[type, ...] = (),
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self.model = model
         self.plan = plan
@@ -80,7 +81,7 @@ class AppliedPlan:
         self.allocator, self.micro, self.is_cooperative = allocator, micro, is_cooperative
         self.is_running, self.set_by_loop = is_running, set_by_loop
         self.block_order = block_order
-        self.optimizer, self.keeper, self.parameters = optimizer, keeper, parameters
+        self.optimizers, self.keeper, self.parameters = tuple(optimizers), keeper, parameters
         self.engine: ActivationOffload | None = None
         self.executor: BlockExecutor | None = None
         self.kernels: PatchedKernels | None = None
@@ -125,17 +126,18 @@ class AppliedPlan:
         if failure is not None:
             raise failure
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Says which optimizer trains the model, before its first step; what waited for that is applied.
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says that an optimizer steps the model, before its first step; what waited for that is applied.
 
         Raises:
-            MemwallError: the action cannot be applied to this optimizer.
+            MemwallError: an action cannot be applied to this optimizer, or not to several.
         """
-        if self.optimizer is None:
-            self.optimizer = optimizer
-            for action in self.plan.actions:
-                if isinstance(action, OptimizerPlacement):
-                    self._place_state(optimizer, action)
+        if optimizer in self.optimizers:
+            return
+        self.optimizers += (optimizer,)
+        for action in self.plan.actions:
+            if isinstance(action, OptimizerPlacement):
+                self._place_state(action)
 
     def begin_step(self) -> None:
         """To be called before each step's first forward."""
@@ -205,12 +207,18 @@ class AppliedPlan:
 
     def _apply_optimizer_placement(self, action: Action) -> None:
         assert isinstance(action, OptimizerPlacement)
-        if self.optimizer is not None:
-            self._place_state(self.optimizer, action)
+        if self.optimizers:
+            self._place_state(action)
 
-    def _place_state(self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement) -> None:
+    def _place_state(self, action: OptimizerPlacement) -> None:
+        if len(self.optimizers) > 1:
+            raise ApplyError(
+                "the plan keeps the optimizer's state on disk, and this model is stepped by several "
+                f"({joint_name(self.optimizers)}), whose state stays in memory; make a plan from a trace of this "
+                "training, or give a budget in place of a plan"
+            )
         self._undo.append(self.keeper.bring_back)
-        self.keeper.place(optimizer, action)
+        self.keeper.place(self.optimizers[0], action)
 
     def _apply_parameter_placement(self, action: Action) -> None:
         assert isinstance(action, ParameterPlacement)

@@ -1,13 +1,15 @@
 """`memwall.fit`: one line around a training loop."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from memwall.apply.session import Session
+from memwall.errors import UsageError
 from memwall.plan.planfile import Plan
 from memwall.predict.limits import device_total_bytes
+from memwall.trace.optimizers import Optimizers, optimizers_of, trains
 from memwall.units import parse_size
 
 __all__ = ["fit"]
@@ -15,7 +17,7 @@ __all__ = ["fit"]
 
 def fit(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     *,
     budget: str | int | None = None,
     plan: Plan | None = None,
@@ -38,15 +40,33 @@ def fit(
         ()
 
     Args:
+        optimizer: what steps the model: one, or a list of several, as torch.optim.Muon for matrices and AdamW for the
+            rest. Of several the state stays in memory, and so do parameters.
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         allow: relaxations: "kernels", "precision".
 
     Raises:
-        UsageError: neither or both of budget and plan; a budget that is no size.
+        UsageError: neither or both of budget and plan; a budget that is no size; no optimizer of this model.
         StoreError: the disk directory cannot be used.
     """
+    optimizers = _checked(model, optimizer)
     budget_bytes = None if budget is None else parse_size(budget, whole_bytes=device_total_bytes("cpu"))
     session = Session(budget_bytes=budget_bytes, plan=plan, disk=disk, allow=allow)
-    session.attach(model, optimizer)
+    session.attach(model, optimizers)
     return session
+
+
+def _checked(model: nn.Module, given: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    optimizers = optimizers_of(given)
+    if not optimizers:
+        raise UsageError("fit was given no optimizer; expected the one that trains the model, or a list of all that do")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"fit was given a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+        if not trains(optimizer, model):
+            raise UsageError(
+                f"fit was given a {type(optimizer).__name__} that trains no parameter of {type(model).__name__}; give "
+                "each model a session of its own, with its own optimizers"
+            )
+    return optimizers

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -19,7 +19,7 @@ from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.apply.recorded_kernels import RecordedKernels
 from memwall.apply.recorded_step import RecordedStep
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
-from memwall.errors import InfeasibleError, MemwallError
+from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.plan.actions import AllocatorReuse
 from memwall.plan.blocks import find_blocks
 from memwall.plan.legality import can_autocast
@@ -79,20 +79,20 @@ class LivePlan:
 
     # -- the recorded step -------------------------------------------------------------------------------------------
 
-    def record(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def record(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Begins to record the step whose first forward is about to be called.
 
         Raises:
             StoreError: the disk cannot be used.
         """
         is_streamed = self.parameters.spill_recorded(
-            model, optimizer, self.allocator, budget_bytes=self.settings.budget_bytes
+            model, optimizers, self.allocator, budget_bytes=self.settings.budget_bytes
         )
         self._measured.note_peak()
         self._kernels.begin(model, self.settings.allow, is_streamed=is_streamed)
         self.recorded = RecordedStep(
             model,
-            optimizer,
+            optimizers,
             settings=self.settings,
             allocator=self.allocator,
             keeper=self.keeper,
@@ -107,7 +107,7 @@ class LivePlan:
             self._measured.first_step_bytes_to_tier += self.recorded.moved_bytes + self._count_state_bytes()
             self.recorded = None
 
-    def make(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_running: bool) -> bool:
+    def make(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, is_running: bool) -> bool:
         """Plans from the recorded step, and applies the plan.
 
         Args:
@@ -122,12 +122,12 @@ class LivePlan:
         """
         assert self.recorded is not None
         begin = time.perf_counter()
-        self.trace, peak_bytes = self.recorded.finish(optimizer)
+        self.trace, peak_bytes = self.recorded.finish(optimizers)
         self.stop_recording()
         self._measured.note_first_step(peak_bytes)
         self.settings = msgspec.structs.replace(self.settings, kernels=self._kernels.found_in(self.trace))
         try:
-            self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizer), self.allocator)
+            self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizers), self.allocator)
         except InfeasibleError:
             if can_autocast(self.trace, self.settings.allow) is not None:
                 raise
@@ -137,12 +137,12 @@ class LivePlan:
             self._undo_autocast = LowerPrecision(model, dtype, is_running=is_running).undo
             return False
         self._measured.plan_seconds = time.perf_counter() - begin
-        self.apply(model, optimizer, is_running=is_running)
+        self.apply(model, optimizers, is_running=is_running)
         return True
 
     # -- in effect ---------------------------------------------------------------------------------------------------
 
-    def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_running: bool) -> None:
+    def apply(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, is_running: bool) -> None:
         """Applies the plan that stands.
 
         Raises:
@@ -165,7 +165,7 @@ class LivePlan:
             is_cooperative=self.is_cooperative,
             is_running=is_running,
             set_by_loop=self._set_by_loop,
-            optimizer=optimizer,
+            optimizers=optimizers,
             keeper=self.keeper,
             parameters=self.parameters,
         )
@@ -180,21 +180,21 @@ class LivePlan:
         forecast = self.plan.forecast
         _log.info("plan applied: %d actions, %s", len(self.plan.actions), format_bytes(forecast.peak.process_bytes))
 
-    def replace(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, excess_bytes: int) -> bool:
+    def replace(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], excess_bytes: int) -> bool:
         """Charges what was measured beyond the forecast to the process, plans with that, and applies the plan.
 
         Returns:
             Whether that may be done once more.
         """
         assert self.trace is not None
-        found = planned_again(self.trace, self._present_settings(model, optimizer), excess_bytes)
+        found = planned_again(self.trace, self._present_settings(model, optimizers), excess_bytes)
         if found is None:
             return False
         self._measured.num_replans += 1
-        self._change_to(*found, model, optimizer, is_running=True)
+        self._change_to(*found, model, optimizers, is_running=True)
         return self._measured.num_replans < MAX_REPLANS
 
-    def replace_after(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Exhaustion) -> bool:
+    def replace_after(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], found: Exhaustion) -> bool:
         """Plans from a failure to get memory, and applies the plan.
 
         Returns:
@@ -203,22 +203,49 @@ class LivePlan:
         assert self.trace is not None
         assert self.plan is not None
         self.allocator.trim()
-        made = planned_after(self.trace, self._present_settings(model, optimizer), self.plan, found)
+        made = planned_after(self.trace, self._present_settings(model, optimizers), self.plan, found)
         if made is None:
             return False
         trace, settings, plan = made
         self.settings = msgspec.structs.replace(self.settings, budget_bytes=settings.budget_bytes)
-        self._change_to(trace, plan, model, optimizer, is_running=False)
+        self._change_to(trace, plan, model, optimizers, is_running=False)
         return True
 
     def _change_to(
-        self, trace: Trace, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_running: bool
+        self,
+        trace: Trace,
+        plan: Plan,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        is_running: bool,
     ) -> None:
         self.take_back(keeps_state=True)
         self.trace, self.plan = trace, plan
-        # What was measured so far was another plan's.
-        self._measured.peak_bytes, self._measured.step_seconds = 0, []
-        self.apply(model, optimizer, is_running=is_running)
+        self._measured.forget_steps()
+        self.apply(model, optimizers, is_running=is_running)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says that an optimizer steps the model, before its first step; what waited for that is applied.
+
+        Raises:
+            MemwallError: the plan cannot be applied to it.
+        """
+        if self.keeper.is_away:
+            raise ApplyError(
+                f"{type(optimizer).__name__} begins to step the model while another optimizer's state is on disk, and "
+                "of several it stays in memory; have every optimizer step in the first step, hand all of them to "
+                "memwall.fit(model, [first, second], budget=...), or give a larger budget"
+            )
+        if self.applied is not None:
+            self.applied.add_optimizer(optimizer)
+
+    def forget_plan(self) -> None:
+        """The step that follows is recorded again, and planned from."""
+        self.take_back()
+        self.trace = self.plan = None
+        self.settings = msgspec.structs.replace(self.settings, autocast=None)  # the plan's own has been taken back
+        self._measured.forget_steps()
 
     def take_back(self, *, keeps_state: bool = False) -> None:
         """The model is as before.
@@ -256,11 +283,11 @@ class LivePlan:
         self._measured.bytes_from_tier += in_bytes
         return out_bytes
 
-    def _present_settings(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Settings:
-        """What the user asked for, and what of it this loop, its model and its optimizer allow."""
+    def _present_settings(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
+        """What the user asked for, and what of it this loop, its model and its optimizers allow."""
         return msgspec.structs.replace(
             self.settings,
             allow_accumulation=self.is_cooperative,
-            can_move_state=can_place(optimizer),
-            parameters_stay=why_not_streamed(model, optimizer) or "",
+            can_move_state=can_place(optimizers),
+            parameters_stay=why_not_streamed(model, optimizers) or "",
         )

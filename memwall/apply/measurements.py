@@ -6,6 +6,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.trace.meter import HostMeter, Meter
+from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
 __all__ = ["Measurements", "standing_bytes"]
@@ -41,18 +42,22 @@ class Measurements(Struct, kw_only=True):
         self.meter.reset_peak()
         self.base_bytes = self.meter.now_bytes() if base_bytes is None else base_bytes
 
+    def forget_steps(self) -> None:
+        """What was measured so far was another plan's."""
+        self.peak_bytes, self.step_seconds = 0, []
+
     def note_first_step(self, peak_bytes: int) -> None:
         """A recorded step has ended; there are two where the first was not the last."""
         self.first_step_peak_bytes = max(self.first_step_peak_bytes, peak_bytes)
         self.overall_peak_bytes = max(self.overall_peak_bytes, peak_bytes)
 
 
-def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, trace: Trace) -> int:
+def standing_bytes(model: nn.Module, optimizers: Optimizers, trace: Trace) -> int:
     """Bytes of tensors in the machine's memory that stand between steps: parameters, buffers, gradients, optimizer
     state, and the batch."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    if optimizer is not None:
+    for optimizer in optimizers_of(optimizers):
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
     dense = [part for tensor in tensors for part in _dense_parts(tensor)]

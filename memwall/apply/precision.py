@@ -236,9 +236,10 @@ class GradientScaling:
                 f"float16: {type(optimizer).__name__}.step was given a closure, whose gradients come too late to leave "
                 "the step out; call the closure before step(), or leave precision alone: without --allow precision"
             )
-        largest = [self._largest.pop(id(p)) for p in parameters if id(p) in self._largest]
-        if not largest:
+        if not parameters or not self._largest:
             return
+        # Of all parameters: where several optimizers step, the first of them leaves the step out for the others, too.
+        largest, self._largest = list(self._largest.values()), {}
         if torch.isfinite(torch.stack([value.to(largest[0].device) for value in largest]).max()):
             self._steps_at_scale += 1
             if self._steps_at_scale == GROWTH_STEPS:
@@ -247,7 +248,7 @@ class GradientScaling:
         self.scale, self._steps_at_scale = max(self.scale / 2, _LEAST_SCALE), 0
         self.num_skipped_steps += 1
         _log.warning("float16: a gradient overflowed; this step changes nothing, scale now %g", self.scale)
-        for parameter in parameters:  # an optimizer passes over parameters without a gradient
+        for parameter, _ in self._hooked.values():  # an optimizer passes over parameters without a gradient
             parameter.grad = None
 
 

@@ -5,6 +5,8 @@ optimizer's state goes to disk bucket by bucket, as it is made, where the budget
 none for gradients beside parameters, both are on disk already when the step begins.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -12,7 +14,7 @@ from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.measurements import standing_bytes
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.parking import Parked
-from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.streaming.keeper import ParameterKeeper, is_streamed
 from memwall.errors import MemwallError
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.plan.parameters import as_streamed
@@ -36,7 +38,7 @@ class RecordedStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         *,
         settings: Settings,
         allocator: AllocatorHandler,
@@ -57,39 +59,38 @@ class RecordedStep:
             min_bytes=MIN_MOVED_BYTES,
         )
         try:
-            self._start(optimizer)
+            self._start(optimizers)
         except BaseException:
             self.stop()
             raise
 
-    def _start(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _start(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         assert self._parked is not None
         self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
         self._builder = TraceBuilder([self._model], self._parked.engine)
         # To look at parameters does not bring them in.
         with self._keeper.shown(), torch._C.DisableTorchFunctionSubclass():
-            self._builder.start_step(optimizer, running_root=self._model)
+            self._builder.start_step(optimizers, running_root=self._model)
         self._parameters.follow(self._builder.stands_for)
-        if optimizer is not None and optimizer.state and self._is_on_cpu:
+        if any(optimizer.state for optimizer in optimizers):
             # The step needs room for gradients and for moving tensors, beside the state that is there.
             gradients = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
-            self._spill(optimizer, coming_bytes=gradients + WINDOW_BYTES)
+            self._spill(optimizers, coming_bytes=gradients + WINDOW_BYTES)
 
     @property
     def failure(self) -> MemwallError | None:
         """A transfer of saved tensors that failed inside autograd, where no hook sees the error pass."""
         return self._parked.engine.failure if self._parked is not None else None
 
-    def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """To be called before the optimizer's step."""
+    def before_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """To be called before the step of each of the model's optimizers, with those that are known by then."""
         if not self._peak_before_optimizer_bytes:
             self._peak_before_optimizer_bytes = meter_of(self._model).peak_bytes()
-        if self._is_on_cpu:
-            self._spill(optimizer)
+        self._spill(optimizers)
         if self._parameters.away_bytes and not self._keeper.is_away:
             self._parameters.bring_back()  # nothing else steps a few of them at a time
 
-    def finish(self, optimizer: torch.optim.Optimizer | None) -> tuple[Trace, int]:
+    def finish(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Trace, int]:
         """Ends the recording.
 
         Returns:
@@ -102,13 +103,13 @@ class RecordedStep:
         assert self._builder is not None
         builder, machine = self._builder, self._parked.machine
         with self._keeper.shown():
-            step = builder.finish_step(optimizer)
+            step = builder.finish_step(optimizers)
         window_bytes = self._parked.engine.staging_bytes
         self.stop()
         self._allocator.trim()
-        trace = builder.trace(optimizer, machine=machine, autocast=self._settings.autocast or "none")
+        trace = builder.trace(optimizers, machine=machine, autocast=self._settings.autocast or "none")
         with torch._C.DisableTorchFunctionSubclass():
-            present_bytes = standing_bytes(self._model, optimizer, trace) - self._parameters.absent_bytes
+            present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
         modules, is_streamed = trace.modules, self._parameters.away_bytes > 0
         trace = calibrated(
             trace,
@@ -135,10 +136,19 @@ class RecordedStep:
     def _is_on_cpu(self) -> bool:
         return all(parameter.device.type == "cpu" for parameter in self._model.parameters())
 
-    def _spill(self, optimizer: torch.optim.Optimizer, coming_bytes: int = 0) -> None:
+    def _steps_alone(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether there is one optimizer, which leaves no gradient to another that has not shown itself yet."""
+        if len(optimizers) != 1:
+            return False
+        own = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
+        return all(id(p) in own for p in self._model.parameters() if is_streamed(p) or p.grad is not None)
+
+    def _spill(self, optimizers: Sequence[torch.optim.Optimizer], coming_bytes: int = 0) -> None:
+        if not self._is_on_cpu or not self._steps_alone(optimizers):
+            return
         used_bytes = self._parked.engine.bytes_written if self._parked is not None else 0
         self._keeper.spill_recorded(
-            optimizer,
+            optimizers[0],
             self._allocator,
             budget_bytes=self._settings.budget_bytes,
             coming_bytes=coming_bytes,

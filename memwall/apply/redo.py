@@ -135,7 +135,7 @@ class Redo:
             torch.cuda.empty_cache()
         state.restore()
         self._borders.in_step = False
-        if not self._live.replace_after(self._model, self._borders.optimizer, found):
+        if not self._live.replace_after(self._model, self._borders.optimizers, found):
             raise self._error(found, "no plan needs less than that", has_next=False) from failure
         self._measured.oom_recoveries += 1
         assert self._live.plan is not None

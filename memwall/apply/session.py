@@ -26,6 +26,7 @@ from memwall.plan.actions import Accumulate
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings
 from memwall.trace.meter import meter_of
+from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
 __all__ = ["Session"]
@@ -34,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class Session:
-    """See `memwall.fit`. One model and one optimizer; a context manager that takes everything back when it ends."""
+    """See `memwall.fit`. One model and what steps it; a context manager that takes everything back when it ends."""
 
     def __init__(
         self,
@@ -83,6 +84,8 @@ class Session:
         self._excess_bytes = 0
         """By how much the last step under the plan exceeded what the plan promised, the budget being near."""
         self._can_plan_again = True
+        self._num_planned_for = 0
+        """Optimizers that had stepped when the plan was made."""
         self._has_room = True
         """Whether free memory was returned since the last step ended."""
         settle_first_calls()
@@ -104,20 +107,23 @@ class Session:
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Says which model and optimizer this session trains. The optimizer may follow at its first step."""
+    def attach(self, model: nn.Module, optimizers: Optimizers) -> None:
+        """Says which model this session trains, and what steps it. Optimizers may follow at their first steps."""
         if self._borders.model is not None:
             raise ApplyError("this session already trains a model; use one session for each")
         if self.plan is not None:
             check_plan_is_for(self.plan, model)
-        self._borders.attach(model, optimizer)
+        self._borders.attach(model, optimizers_of(optimizers))
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Says which optimizer trains the model, once it shows itself."""
-        if self._borders.optimizer is None:
-            self._borders.set_optimizer(optimizer)
-            if self._live.applied is not None:
-                self._live.applied.set_optimizer(optimizer)
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says that an optimizer steps the model, once it shows itself: before its first step.
+
+        Raises:
+            ApplyError: another one's state is on disk, where there can be one optimizer's alone.
+        """
+        if optimizer not in self._borders.optimizers:
+            self._borders.add_optimizer(optimizer)
+            self._live.add_optimizer(optimizer)
 
     def __enter__(self) -> Self:
         return self
@@ -232,7 +238,7 @@ class Session:
         self._borders.enter_forward()
 
     def end_step(self) -> None:
-        """Says that the optimizer has stepped and gradients are dropped: what runs next is no part of the step.
+        """Says that every optimizer has stepped and gradients are dropped: what runs next is no part of the step.
 
         Without it the step ends at the next forward, be that of the next step or of an evaluation.
 
@@ -243,9 +249,11 @@ class Session:
             return
         assert self._borders.model is not None
         self._redo.before_plan()
+        self._num_planned_for = len(self._borders.stepped)
+        self._borders.goes_on = False
         try:
             is_made = self._live.make(
-                self._borders.model, self._borders.optimizer, is_running=self._borders.in_first_forward
+                self._borders.model, self._borders.optimizers, is_running=self._borders.in_first_forward
             )
         except MemwallError as error:
             self.failure = error.without_frames()
@@ -276,6 +284,9 @@ class Session:
         close_unneeded()
         try:
             self.end_step()
+            if self.state == "running" and self._has_newcomer:
+                self._live.forget_plan()
+                self.state, self._excess_bytes = "waiting", 0
             if self.state == "waiting":
                 self._begin_run()
             if self._excess_bytes:
@@ -297,32 +308,40 @@ class Session:
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Of a step that is recorded, the state that has no room goes to disk."""
         if self._live.recorded is not None:
-            self._live.recorded.before_optimizer(optimizer)
+            self._live.recorded.before_optimizer(self._borders.optimizers)
 
-    def optimizer_stepped(self) -> None:
-        """A step has ended: what it needed is known, and what the plan's actions did in it."""
+    def optimizer_stepped(self, *, is_first: bool) -> None:
+        """A step has ended, or went on: what it needed is known, and what the plan's actions did in it."""
         self._has_room = False
-        self._redo.end_step()
-        self.measured.num_steps += 1
+        if is_first:
+            self._redo.end_step()
+            self.measured.num_steps += 1
         peak_bytes = self.measured.meter.peak_bytes()
         self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, peak_bytes)
         if self.state == "running":
+            if not is_first:
+                self.measured.step_seconds.pop()
             self.measured.step_seconds.append(time.perf_counter() - self._step_begin)
             self.measured.peak_bytes = max(self.measured.peak_bytes, peak_bytes)
             if self.plan is not None and self.trace is not None and self._can_plan_again:
                 self._excess_bytes = excess_bytes(self.plan, peak_bytes)
-        if self._live.applied is not None:
+        if is_first and self._live.applied is not None:
             self._live.applied.effects.check()
+
+    @property
+    def _has_newcomer(self) -> bool:
+        """Whether an optimizer has stepped for the first time since the plan was made: its state is in no forecast."""
+        return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
 
     def _begin_run(self) -> None:
         assert self._borders.model is not None
         self.measured.meter = meter_of(self._borders.model)
         self.measured.note_peak()
         if self._live.is_given:
-            self._live.apply(self._borders.model, self._borders.optimizer, is_running=True)
+            self._live.apply(self._borders.model, self._borders.optimizers, is_running=True)
             self.state = "running"
             return
-        self._live.record(self._borders.model, self._borders.optimizer)
+        self._live.record(self._borders.model, self._borders.optimizers)
         self._borders.watch_optimizers()
         self.state = "recording"
 
@@ -330,7 +349,7 @@ class Session:
         """Between two steps: the last one used more than foreseen."""
         assert self._borders.model is not None
         excess, self._excess_bytes = self._excess_bytes, 0
-        self._can_plan_again = self._live.replace(self._borders.model, self._borders.optimizer, excess)
+        self._can_plan_again = self._live.replace(self._borders.model, self._borders.optimizers, excess)
 
     def _make_room(self) -> None:
         if self._live.applied is not None:

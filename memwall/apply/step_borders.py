@@ -1,5 +1,10 @@
-"""Where training steps begin and end in a loop that says nothing of them: hooks on its model and its optimizer."""
+"""Where training steps begin and end in a loop that says nothing of them: hooks on its model and its optimizers.
 
+A step begins at the first forward after another step, and is over when an optimizer has stepped. Where several step one
+model, what steps after the first of them, before the next forward, belongs to the same step.
+"""
+
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,7 +28,7 @@ class StepListener(Protocol):
         """A forward without gradients begins, between two steps."""
 
     def saving_begins(self) -> None:
-        """A state dictionary of the model or the optimizer is about to be made, between two steps."""
+        """A state dictionary of the model or an optimizer is about to be made, between two steps."""
 
     def step_begins(self) -> None:
         """The first forward of a training step begins; the step before, if there was one, is over."""
@@ -32,41 +37,46 @@ class StepListener(Protocol):
         """What was to be done between the steps is done."""
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer is about to step."""
+        """An optimizer of the model is about to step."""
 
-    def optimizer_stepped(self) -> None:
-        """The optimizer has stepped, which ends a training step that was begun."""
+    def optimizer_stepped(self, *, is_first: bool) -> None:
+        """An optimizer has stepped: the first of a training step that was begun, which ends it, or a further one."""
 
 
 class StepBorders:
-    """Follows one model and one optimizer, which may show itself later."""
+    """Follows one model and its optimizers, which may show themselves later."""
 
     def __init__(self, listener: StepListener) -> None:
         self._listener = listener
         self._handles: list[Any] = []
         self.model: nn.Module | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self.stepped: list[torch.optim.Optimizer] = []
+        """Those that have stepped so far, in the order of their first steps."""
         self.phase: Phase = "between steps"
         """What runs now, or ran last: an evaluation, say, lasts until the next step or saving begins. Of a step whose
-        optimizer has not stepped it is "forward": a backward tells nobody that it begins."""
+        optimizers have not stepped it is "forward": a backward tells nobody that it begins."""
         self.in_step = False
-        """Whether a step has begun whose optimizer has not stepped yet."""
+        """Whether a step has begun in which no optimizer has stepped yet."""
+        self.goes_on = False
+        """Whether a further optimizer's step would belong to the step that one has ended."""
+        self._is_watching = False
         self.in_first_forward = False
         """Whether the model's forward is about to be called, from within the hook before it."""
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Begins to follow a model, and its optimizer where it is known."""
+    def attach(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Begins to follow a model, and its optimizers as far as they are known."""
         self.model = model
         self._handles += (
             attach_hook(model.register_forward_pre_hook, self._before_forward, with_kwargs=True, prepend=True),
             attach_hook(model.register_state_dict_pre_hook, self._before_saving),
         )
-        if optimizer is not None:
-            self.set_optimizer(optimizer)
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins to follow an optimizer."""
-        self.optimizer = optimizer
+        self.optimizers += (optimizer,)
         self._handles += (
             optimizer.register_step_pre_hook(self._enter_optimizer),
             optimizer.register_step_post_hook(self._after_optimizer),
@@ -74,8 +84,10 @@ class StepBorders:
         )
 
     def watch_optimizers(self) -> None:
-        """From now on the listener is told before the optimizer steps, after every other hook of it."""
-        self._handles.append(register_optimizer_step_pre_hook(self._before_optimizer))
+        """From now on the listener is told before an optimizer steps, after every other hook of it."""
+        if not self._is_watching:
+            self._is_watching = True
+            self._handles.append(register_optimizer_step_pre_hook(self._before_optimizer))
 
     def detach(self) -> None:
         """Takes all hooks away."""
@@ -86,6 +98,7 @@ class StepBorders:
     def enter_forward(self) -> None:
         """What the hook before each forward does; to be called where that hook came too late for one."""
         self._listener.before_forward()
+        self.goes_on = False
         if not torch.is_grad_enabled():
             if not self.in_step:
                 self.phase = "evaluation"
@@ -108,18 +121,20 @@ class StepBorders:
 
     def _before_saving(self, *_: Any) -> None:
         if not self.in_step:
-            self.phase = "saving"
+            self.phase, self.goes_on = "saving", False
             self._listener.saving_begins()
 
     def _enter_optimizer(self, *_: Any) -> None:
-        if self.in_step:
+        if self.in_step or self.goes_on:
             self.phase = "optimizer step"
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is self.optimizer:
+        if optimizer in self.optimizers:
             self._listener.optimizer_begins(optimizer)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.in_step:
-            self.in_step, self.phase = False, "between steps"
-            self._listener.optimizer_stepped()
+        if optimizer not in self.stepped:
+            self.stepped.append(optimizer)
+        if self.in_step or self.goes_on:
+            is_first, self.in_step, self.goes_on, self.phase = self.in_step, False, True, "between steps"
+            self._listener.optimizer_stepped(is_first=is_first)

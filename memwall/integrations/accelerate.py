@@ -19,6 +19,7 @@ from memwall.observe.run_report import RunReport
 from memwall.plan.actions import Accumulate, Autocast
 from memwall.plan.planfile import Plan
 from memwall.predict.limits import device_total_bytes
+from memwall.trace.optimizers import Optimizers
 from memwall.units import parse_size
 
 __all__ = ["MemwallPlugin", "open_session", "precision_name", "torch_optimizer"]
@@ -56,6 +57,8 @@ class MemwallPlugin:
     def prepare(self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> Any:
         """What `accelerator.prepare(model, optimizer, *rest)` returns, with a session on the model.
 
+        Further optimizers of the model may be among the rest.
+
         Raises:
             IntegrationError: the accelerator or the data loader is not what the plan needs, the model is wrapped in a
                 way that fails, or this plugin trains a model already.
@@ -72,7 +75,7 @@ class MemwallPlugin:
         trained = accelerator.unwrap_model(prepared[0])
         self.session = open_session(
             trained,
-            torch_optimizer(prepared[1]),
+            [torch_optimizer(prepared[1]), *_optimizers_among(prepared[2:])],
             budget=self._budget,
             plan=self._plan,
             disk=self._disk,
@@ -137,7 +140,7 @@ class MemwallPlugin:
 
 def open_session(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers,
     *,
     budget: str | int | None,
     plan: Plan | None,
@@ -159,8 +162,12 @@ def open_session(
         allow=allow,
         set_by_loop=(Accumulate, Autocast) if plan is not None else (),
     )
-    session.attach(model, optimizer)
+    session.attach(model, optimizers)
     return session
+
+
+def _optimizers_among(prepared: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    return [torch_optimizer(part) for part in prepared if isinstance(part, torch.optim.Optimizer)]
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:

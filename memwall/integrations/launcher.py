@@ -1,7 +1,7 @@
 """Runs an unmodified training script under a session: finds its model and optimizer while it runs.
 
-The first module called with gradients on that holds trainable parameters is the model; the optimizer is the one that
-steps. Nothing in the script changes; what memwall hooks is taken away when the script ends.
+The first module called with gradients on that holds trainable parameters is the model; its optimizers are those that
+step. Nothing in the script changes; what memwall hooks is taken away when the script ends.
 """
 
 import os
@@ -30,6 +30,7 @@ from memwall.integrations.preflight import check_model
 from memwall.observe.history import MemoryHistory
 from memwall.store.location import default_directory
 from memwall.trace.meter import meter_of, return_free_memory
+from memwall.trace.optimizers import trains
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Machine, Trace
 
@@ -46,12 +47,12 @@ class ScriptEnded(BaseException):
 
 
 class _Watch:
-    """Waits for the model and the optimizer of a script to show themselves, and remembers what memwall refused."""
+    """Waits for the model and the optimizers of a script to show themselves, and remembers what memwall refused."""
 
     def __init__(self, script: str) -> None:
         self.script = script
         self.model: nn.Module | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.failure: MemwallError | None = None
 
     @contextmanager
@@ -74,27 +75,20 @@ class _Watch:
         )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses a second optimizer: a session plans the step of one model with one optimizer.
+        """Refuses an optimizer of another model: a session plans the step of one.
 
         Raises:
-            UsageError: another optimizer steps, or the optimizer trains none of the model's parameters.
+            UsageError: it trains none of the model's parameters.
         """
-        if self.optimizer is not None and self.optimizer is not optimizer:
+        if self.model is not None and not trains(optimizer, self.model):
             raise UsageError(
-                f"{self.script} steps two models or two optimizers ({type(self.optimizer).__name__} and "
-                f"{type(optimizer).__name__}); memwall plans one model with one optimizer: train them in separate "
-                "scripts, or put the parameters into groups of one optimizer"
+                f"{self.script} called {type(self.model).__name__} with gradients on, but its optimizer "
+                f"{type(optimizer).__name__} trains other parameters; a script that trains two models cannot be "
+                "planned as one: train them in separate scripts, or call the one that is not trained under "
+                "torch.no_grad()"
             )
-        if self.model is not None:
-            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if not any(id(p) in trained for p in self.model.parameters()):
-                raise UsageError(
-                    f"{self.script} called {type(self.model).__name__} with gradients on, but its optimizer "
-                    f"{type(optimizer).__name__} trains other parameters; a script that trains two models cannot be "
-                    "planned as one: train them in separate scripts, or call the one that is not trained under "
-                    "torch.no_grad()"
-                )
-        self.optimizer = optimizer
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
 
 
 def run_script(
@@ -144,7 +138,7 @@ def run_script(
     def before_step(optimizer: Any, *_: Any) -> None:
         with watch.guarded():
             watch.check_optimizer(optimizer)
-            session.set_optimizer(optimizer)
+            session.add_optimizer(optimizer)
 
     def failed(error: BaseException) -> None:
         if history is not None:
@@ -205,16 +199,16 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
             if builder.is_recording:
                 if builder.num_optimizer_steps == 0:
                     return
-                builder.finish_step(watch.optimizer)
+                builder.finish_step(watch.optimizers)
                 num_recorded += 1
             if num_recorded >= num_steps:
-                standing = standing_bytes(module, watch.optimizer, builder.trace(watch.optimizer))
+                standing = standing_bytes(module, watch.optimizers, builder.trace(watch.optimizers))
                 return_free_memory()
                 # After the steps: threads, loaded code and caches of the libraries are part of what every further step
                 # finds.
                 base_bytes = meter_of(module).base_bytes(standing)
                 raise ScriptEnded
-            builder.start_step(watch.optimizer, running_root=module)
+            builder.start_step(watch.optimizers, running_root=module)
 
     def before_step(optimizer: Any, *_: Any) -> None:
         with watch.guarded():
@@ -225,7 +219,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
         status = _execute(name, args, is_module=is_module)
         is_last_whole = builder is not None and builder.is_recording and builder.num_optimizer_steps > 0
         if status == 0 and watch.failure is None and builder is not None and is_last_whole:
-            builder.finish_step(watch.optimizer)
+            builder.finish_step(watch.optimizers)
             num_recorded += 1
     except ScriptEnded:
         status = 0
@@ -239,7 +233,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
     if builder is None or num_recorded == 0:
         raise UsageError(_without_step(name, status))
     model = builder.roots[0]
-    trace = builder.trace(watch.optimizer, machine=_machine_of(model))
+    trace = builder.trace(watch.optimizers, machine=_machine_of(model))
     return trace if base_bytes is None else msgspec.structs.replace(trace, base_bytes=base_bytes)
 
 

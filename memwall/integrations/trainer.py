@@ -151,7 +151,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         if self.session.state != "waiting":
             self.close(completed=False)
             self._open(self._model)
-        self.session.set_optimizer(torch_optimizer(optimizer))
+        self.session.add_optimizer(torch_optimizer(optimizer))
         longest = longest_sample(getattr(kwargs.get("train_dataloader"), "dataset", None))
         self._lengths = None if longest is None else LengthWatch(self._model, longest)
         if self._steps is not None:

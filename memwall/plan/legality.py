@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from memwall.predict.half_precision import computes_in_half
 from memwall.predict.treatment import BlockCalls, StepModel
+from memwall.trace.optimizers import JOINT
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
@@ -110,6 +111,8 @@ def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int
         return f"optimizer state moves to disk from CPU memory only; the trace is of device '{trace.device}'"
     if not (machine.disk and machine.disk_write_bytes_per_second and machine.disk_read_bytes_per_second):
         return "there is no disk to move optimizer state to; pass --disk DIR"
+    if JOINT in trace.optimizer:
+        return f"several optimizers step the model ({trace.optimizer}), and their state stays in memory"
     if trace.optimizer not in STEPPED_ALONE:
         return f"{trace.optimizer or 'the optimizer'} is not known to step each parameter alone"
     if state_bytes == 0:

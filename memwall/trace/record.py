@@ -13,6 +13,7 @@ from memwall.trace.events import EventLog
 from memwall.trace.lines import SourceLines
 from memwall.trace.meter import meter_of, return_free_memory
 from memwall.trace.modules import ModuleTable, fingerprint
+from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.trace.recorder import Parking, StepRecorder
 from memwall.trace.records import Machine, Step, Trace
 from memwall.trace.work import OpWork
@@ -70,9 +71,10 @@ class TraceBuilder:
         """Whether a step is being recorded now."""
         return self._recorder is not None
 
-    def start_step(self, optimizer: torch.optim.Optimizer | None, *, running_root: nn.Module | None = None) -> None:
+    def start_step(self, optimizers: Optimizers, *, running_root: nn.Module | None = None) -> None:
         """Begins to record a step; `running_root` is the root whose forward is about to begin, if one is."""
-        self._had_state = optimizer is not None and bool(optimizer.state)
+        states = [optimizer.state for optimizer in optimizers_of(optimizers)]
+        self._had_state = bool(states) and all(states)
         self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
         recorder = StepRecorder(self.roots, self._parking, self._workspaces, self._seconds_of, self._lines)
         is_first = not self._steps and not self._is_fake
@@ -82,7 +84,7 @@ class TraceBuilder:
             self._base_bytes = self._meter.base_bytes(0)  # on a CPU with tensors, which are known only then
         if not self._is_fake:
             self._meter.reset_peak()
-        recorder.start(optimizer, running_root)
+        recorder.start(optimizers, running_root)
         if is_first and self._meter.device == "cpu":
             self._base_bytes -= _existing_bytes(recorder.log)
         self._recorder = recorder
@@ -109,7 +111,7 @@ class TraceBuilder:
             self._recorder.stop()
             self._recorder = None
 
-    def finish_step(self, optimizer: torch.optim.Optimizer | None, *, is_evaluation: bool = False) -> Step:
+    def finish_step(self, optimizers: Optimizers, *, is_evaluation: bool = False) -> Step:
         """Ends the recording of a step and returns it.
 
         Args:
@@ -123,7 +125,7 @@ class TraceBuilder:
         wall_seconds = 0.0 if self._is_fake else time.perf_counter() - self._begin
         peak_bytes = 0 if self._is_fake else self._meter.peak_bytes()
         recorder, self._recorder = self._recorder, None
-        log = recorder.finish(optimizer)
+        log = recorder.finish(optimizers)
         for phase, hint in _EVALUATION if is_evaluation else _TRAINING:
             if not log.has_mark(phase):
                 whole = "evaluation" if is_evaluation else "training step"
@@ -153,7 +155,7 @@ class TraceBuilder:
 
     def trace(
         self,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers,
         *,
         machine: Machine | None = None,
         autocast: Literal["none", "bfloat16", "float16"] = "none",
@@ -172,7 +174,7 @@ class TraceBuilder:
             torch_version=str(torch.__version__),
             num_threads=torch.get_num_threads(),
             model_fingerprint=fingerprint(self.roots),
-            optimizer=type(optimizer).__name__ if optimizer is not None else "",
+            optimizer=joint_name(optimizers_of(optimizers)),
             micro_batch=self._micro_batch,
             gradients_persist=self._gradients_persist,
             num_micro_batches=self._num_micro_batches,

@@ -19,6 +19,7 @@ from memwall.errors import TraceError
 from memwall.trace.events import EventLog
 from memwall.trace.lines import SourceLines, StepLines
 from memwall.trace.modules import ModuleTable
+from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.own_work import own_work_of
 from memwall.trace.records import Phase
 from memwall.trace.work import OpWork, work_of
@@ -63,6 +64,13 @@ def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
     return found
 
 
+def _state_of(optimizers: Optimizers) -> list[Tensor]:
+    found: list[Tensor] = []
+    for optimizer in optimizers_of(optimizers):
+        _tensors(optimizer.state.values(), found)
+    return found
+
+
 class StepRecorder(TorchDispatchMode):
     """Records from `start()` to `finish()`; between them at least one forward, backward and optimizer step run.
 
@@ -100,7 +108,7 @@ class StepRecorder(TorchDispatchMode):
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
-    def start(self, optimizer: torch.optim.Optimizer | None = None, running_root: nn.Module | None = None) -> None:
+    def start(self, optimizers: Optimizers = None, running_root: nn.Module | None = None) -> None:
         """Begins recording. Parameters, buffers, gradients and optimizer state count as there before the step.
 
         Args:
@@ -113,9 +121,8 @@ class StepRecorder(TorchDispatchMode):
                     self.log.existing(parameter.grad, "gradient")
             for buffer in root.buffers():
                 self.log.existing(buffer, "buffer")
-        if optimizer is not None:
-            for tensor in _tensors(optimizer.state.values(), []):
-                self.log.existing(tensor, "optimizer_state")
+        for tensor in _state_of(optimizers):
+            self.log.existing(tensor, "optimizer_state")
         hooks = torch.nn.modules.module
         self._hook_handles = [
             hooks.register_module_forward_pre_hook(self._enter_module),
@@ -140,7 +147,7 @@ class StepRecorder(TorchDispatchMode):
             handle.remove()
         self._hook_handles = []
 
-    def finish(self, optimizer: torch.optim.Optimizer | None) -> EventLog:
+    def finish(self, optimizers: Optimizers) -> EventLog:
         """Ends recording and settles what only the end of the step can tell: gradients, state, device times."""
         self.stop()
         if self._cuda_events:
@@ -152,9 +159,8 @@ class StepRecorder(TorchDispatchMode):
             for parameter in root.parameters():
                 if parameter.grad is not None:
                     self.log.categorise(parameter.grad, "gradient")
-        if optimizer is not None:
-            for tensor in _tensors(optimizer.state.values(), []):
-                self.log.categorise(tensor, "optimizer_state")
+        for tensor in _state_of(optimizers):
+            self.log.categorise(tensor, "optimizer_state")
         if not self.log.op_name:
             raise TraceError("the recorded step ran no tensor operation; nothing can be planned from it")
         return self.log

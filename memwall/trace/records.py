@@ -153,6 +153,7 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model_fingerprint: str
     """SHA-256 over module paths, classes, and parameter names, shapes and dtypes."""
     optimizer: str
+    """Its class; of several that step the model all of them, as "Muon + AdamW"."""
     micro_batch: int
     """Samples in one forward; 0 if it could not be told."""
     gradients_persist: bool

@@ -1,4 +1,4 @@
-"""What the tests of recomputation share, and those of optimizer state on disk."""
+"""What the tests of recomputation share, and those of optimizer state and parameters on disk."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from zoo import trained_parameters
 
 from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.optimizer_state import keeper as state_keeper
 from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.streaming import keeper as parameter_keeper
 from memwall.plan.actions import Recompute
 from memwall.plan.blocks import find_blocks
 from memwall.plan.menu import Costs, Menu, build_menus
@@ -21,6 +23,16 @@ from memwall.store.transfer import TransferPool
 from memwall.trace.record import TraceBuilder
 
 KIB = 1 << 10
+
+
+@pytest.fixture
+def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step finds no room for gradients."""
+    monkeypatch.setattr(parameter_keeper, "_lacks_room", lambda *_: True)
+    monkeypatch.setattr(parameter_keeper, "MIN_PARAMETER_BYTES", 4 * KIB)
+    monkeypatch.setattr(parameter_keeper, "parameter_window_bytes", lambda _: 16 * KIB)
+    monkeypatch.setattr(state_keeper, "MIN_STATE_BYTES", 4 * KIB)
+    monkeypatch.setattr("memwall.apply.recorded_step.MIN_STATE_BYTES", 4 * KIB)
 
 
 @pytest.fixture

@@ -149,6 +149,20 @@ def test_a_step_whose_gradients_overflow_changes_nothing_and_halves_the_scale(lo
     assert scaling.scale == INITIAL_SCALE / 2
 
 
+def test_an_overflow_in_the_gradients_of_one_of_several_optimizers_leaves_the_step_out_for_all(lower: Lower):
+    model = Net()
+    model.last.weight.register_hook(lambda gradient: gradient * torch.inf)
+    scaling = lower(model).scaling
+    assert scaling is not None
+    optimizers = [torch.optim.AdamW(part.parameters(), weight_decay=0.5) for part in (model.first, model.last)]
+    before = [p.detach().clone() for p in model.parameters()]
+    mean_square(model, torch.ones(1, 8)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert (scaling.num_skipped_steps, scaling.scale) == (1, INITIAL_SCALE / 2)
+
+
 def test_the_scale_grows_again_after_many_good_steps(lower: Lower):
     model = Net()
     scaling = lower(model).scaling

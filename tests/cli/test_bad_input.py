@@ -80,17 +80,32 @@ def test_a_script_that_steps_two_models(refused: Refused, command: tuple[str, ..
     )
 
 
-def test_a_script_that_steps_two_optimizers(refused: Refused, folder: Path) -> None:
-    (folder / "both.py").write_text(
-        "import torch\n"
-        "model = torch.nn.Linear(4, 2)\n"
-        "optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]\n"
-        "model(torch.ones(3, 4)).sum().backward()\n"
-        "for optimizer in optimizers:\n"
-        "    optimizer.step()\n"
+TWO_OPTIMIZERS = """
+import torch
+model, other = torch.nn.Linear(4, 2), torch.nn.Linear(2, 2)
+optimizers = [torch.optim.SGD([p], lr=0.1) for p in PARAMETERS]
+for _ in range(2):
+    model(torch.ones(3, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("command", [("run", "--budget", "8GiB"), ("profile",)])
+def test_a_script_whose_second_optimizer_is_another_model_s(
+    refused: Refused, folder: Path, command: tuple[str, ...]
+) -> None:
+    (folder / "two.py").write_text(TWO_OPTIMIZERS.replace("PARAMETERS", "(model.weight, other.weight)"))
+    assert refused(*command, "two.py").startswith(
+        "two.py called Linear with gradients on, but its optimizer SGD trains other parameters; "
     )
-    assert refused("run", "--budget", "8GiB", "both.py").startswith(
-        "both.py steps two models or two optimizers (SGD and SGD); memwall plans one model with one optimizer: "
+
+
+def test_steps_of_several_optimizers_are_not_committed(refused: Refused, folder: Path) -> None:
+    (folder / "both.py").write_text(TWO_OPTIMIZERS.replace("PARAMETERS", "model.parameters()"))
+    assert refused("run", "--budget", "8GiB", "--checkpoint", "kept", "both.py") == (
+        "--checkpoint kept commits one model and one optimizer, and this model is stepped by SGD + SGD; run it without "
+        "--checkpoint, and save in the script"
     )
 
 

@@ -181,6 +181,23 @@ def test_explain(folder: Path, name: str, words: str, capsys: pytest.CaptureFixt
     assert words in capsys.readouterr().out
 
 
+def test_a_script_that_steps_muon_and_adamw_fits_with_the_same_weights(folder: Path) -> None:
+    """GIVEN two optimizers on one model WHEN the budget needs recomputation THEN weights are the plain run's."""
+    script = (*SCRIPT, "--muon")
+    assert memwall(folder, "profile", "-o", "muon.trace", *script).returncode == 0
+    roomy = json.loads(memwall(folder, "plan", "muon.trace", "--budget", "8GiB", "--json").stdout)
+    budget = (roomy["smallest_feasible_budget_bytes"] + 2 * roomy["plain_peak"]["process_bytes"]) // 3
+    run = memwall(folder, "run", "--budget", str(budget), "--report", "muon.json", *script, "--out", "muon_planned.bin")
+    assert run.returncode == 0, run.stderr
+    subprocess.run([sys.executable, *script, "--out", "muon_plain.bin"], cwd=folder, check=True, timeout=100)
+    assert (folder / "muon_planned.bin").read_bytes() == (folder / "muon_plain.bin").read_bytes()
+    report = valid(json.loads((folder / "muon.json").read_text()), "run.schema.json")
+    forecast, measured = report["forecast"], report["measured"]
+    assert report["within_budget"]
+    assert "recompute" in {action["kind"] for action in forecast["actions"]}
+    assert measured["steady_peak_bytes"] <= forecast["peak"]["process_bytes"] + forecast["margin_bytes"]
+
+
 def test_run_with_json_prints_nothing_but_the_object(folder: Path) -> None:
     done = memwall(folder, "run", "--budget", "8GiB", "--json", *SCRIPT)
     assert done.returncode == 0

@@ -79,6 +79,23 @@ class TestTraining:
         assert found == digest(train())
         assert (session.state, session.measured.num_steps) == ("closed", 3)
 
+    def test_further_optimizers_are_part_of_the_step(self, make_model: Any, samples: Any):
+        from accelerate import Accelerator
+
+        from memwall.integrations.accelerate import MemwallPlugin
+
+        accelerator, model = Accelerator(cpu=True), make_model()
+        matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == flag] for flag in (True, False))
+        parts = (torch.optim.Muon(matrices), torch.optim.AdamW(rest), DataLoader(samples, batch_size=16))
+        with MemwallPlugin(budget="1TiB") as plugin:
+            model, muon, adamw, loader = plugin.prepare(accelerator, model, *parts)
+            for batch in loader:
+                accelerator.backward(model(**batch).loss)
+                for optimizer in (muon, adamw):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert plugin.session.trace.optimizer == "Muon + AdamW"
+
     def test_an_evaluation_between_steps_is_no_part_of_the_step(self, recorded: Any):
         step = recorded[1].trace.steps[0]
         assert step.marks[-1] == ("eval", len(step.ops)), "recording ends where the evaluation begins"

@@ -54,8 +54,12 @@ def scaled(step: Step, factor: float) -> Step:
         (lambda t: on_machine(t, disk_read_bytes_per_second=0.0), "there is no disk"),
         (lambda t: msgspec.structs.replace(t, optimizer="LBFGS"), "LBFGS is not known to step each parameter alone"),
         (lambda t: msgspec.structs.replace(t, optimizer=""), "the optimizer is not known"),
+        (
+            lambda t: msgspec.structs.replace(t, optimizer="Muon + AdamW"),
+            "several optimizers step the model (Muon + AdamW), and their state stays in memory",
+        ),
     ],
-    ids=["device", "no disk", "no speed", "LBFGS", "no optimizer"],
+    ids=["device", "no disk", "no speed", "LBFGS", "no optimizer", "several"],
 )
 def test_it_is_legal_on_a_cpu_with_a_disk_for_optimizers_that_are_known(
     change: Callable[[Trace], Trace], words: str, a_trace: Callable[[str], Trace]

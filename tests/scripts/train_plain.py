@@ -64,20 +64,27 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--muon", action="store_true", help="for the matrices of blocks, beside AdamW for the rest")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
     torch.manual_seed(0)
     text = read_text(1 << 20)
     model = GPT(args.width, args.layers, args.heads, args.sequence)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2] if args.muon else []
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=1e-3)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=1e-3))
     for step in range(args.steps):
         starts = torch.randint(len(text) - args.sequence - 1, (args.batch,)).tolist()
         rows = torch.stack([text[start : start + args.sequence + 1] for start in starts]).long()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         print(f"step {step} loss {loss.item():.6f}", flush=True)
     if args.out is not None:
         save_file(model.state_dict(), args.out)

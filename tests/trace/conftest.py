@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from zoo import trained_parameters
 
+from memwall.trace.optimizers import Optimizers
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload
@@ -29,7 +30,7 @@ def _names_of(trace: Trace, step: Step) -> list[str]:
 
 
 def _record_steps(
-    model: nn.Module, steps: Sequence[Callable[[], object]], optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, steps: Sequence[Callable[[], object]], optimizer: Optimizers = None
 ) -> tuple[Trace, list[Step]]:
     """Each callable as one recorded step."""
     builder = TraceBuilder([model])

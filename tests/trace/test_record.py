@@ -46,6 +46,50 @@ def test_the_first_step_makes_the_optimizers_state_and_predicts_the_steady_one(
     assert steady_after(second, gradients_persist=False) is second
 
 
+def test_the_state_of_several_optimizers_is_found_and_predicted(
+    record_steps: Callable[..., tuple[Trace, list[Step]]],
+) -> None:
+    case = MODELS["gpt"]("tiny")
+    parameters = trained_parameters(case.model)
+    muon = torch.optim.Muon([p for p in parameters if p.ndim == 2])
+    adamw = torch.optim.AdamW([p for p in parameters if p.ndim != 2])
+
+    def step() -> None:
+        case.loss(case.model, case.batch).backward()
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace, (first, second) = record_steps(case.model, [step, step], [muon, adamw])
+    assert trace.optimizer == "Muon + AdamW"
+    assert (first.kind, second.kind) == ("first", "steady")
+    expected = sum(p.nbytes if p.ndim == 2 else 2 * p.nbytes for p in parameters)
+    for recorded in (first, second):
+        state = (s.nbytes for s in recorded.storages if s.category == "optimizer_state")
+        assert sum(nbytes for nbytes in state if nbytes > FLOAT_BYTES) == expected
+    derived = steady_after(first, gradients_persist=False)
+    peaks = [int(live_curve(s.storages, len(s.ops)).max()) for s in (derived, second)]
+    assert peaks[1] <= peaks[0] <= 1.01 * peaks[1]
+
+
+def test_a_step_in_which_one_of_several_optimizers_makes_its_state_is_a_first_one(
+    record_steps: Callable[..., tuple[Trace, list[Step]]], mlp: type[nn.Module]
+) -> None:
+    model = mlp()
+    optimizers = [torch.optim.Adam([parameter]) for parameter in model.parameters()]
+
+    def step_of(due: list[torch.optim.Optimizer]) -> Callable[[], None]:
+        def step() -> None:
+            model(torch.randn(5, 8)).sum().backward()
+            for optimizer in due:
+                optimizer.step()
+
+        return step
+
+    _, steps = record_steps(model, [step_of(optimizers[:1]), step_of(optimizers), step_of(optimizers)], optimizers)
+    assert [step.kind for step in steps] == ["first", "first", "steady"]
+
+
 def test_gradients_that_are_zeroed_in_place_stand_through_the_next_step(
     record_steps: Callable[..., tuple[Trace, list[Step]]], mlp: type[nn.Module]
 ) -> None:

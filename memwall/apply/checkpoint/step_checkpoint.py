@@ -38,6 +38,7 @@ from memwall.plan.planfile import Plan
 from memwall.store.backend import IOBackend, round_up
 from memwall.store.journal import Journal, Stored
 from memwall.trace.attached import attach_hook
+from memwall.trace.optimizers import joint_name, trains
 
 __all__ = ["StepCheckpoint"]
 
@@ -266,6 +267,11 @@ class StepCheckpoint:
             if self._optimizer is None:
                 self._optimizer = optimizer
                 self._look(self._model)
+            elif optimizer is not self._optimizer and trains(optimizer, self._model):
+                raise UsageError(
+                    f"--checkpoint {self.directory} commits one model and one optimizer, and this model is stepped by "
+                    f"{joint_name((self._optimizer, optimizer))}; run it without --checkpoint, and save in the script"
+                )
             if self._restoration is not None and not self._restoration.has_state:
                 self._restoration.check_complete(self._helpers)
                 # Not earlier: only now it is certain whether the state is to live on disk.

@@ -79,7 +79,7 @@ def _allocator(applied: "AppliedPlan", action: Action) -> Effect:
 
 def _placement(applied: "AppliedPlan", action: Action) -> Effect:
     assert isinstance(action, OptimizerPlacement)
-    return PlacementEffect(action, applied.model, applied.keeper, lambda: applied.optimizer)
+    return PlacementEffect(action, applied.model, applied.keeper, lambda: next(iter(applied.optimizers), None))
 
 
 def _parameters(applied: "AppliedPlan", action: Action) -> Effect:

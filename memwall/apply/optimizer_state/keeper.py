@@ -16,6 +16,7 @@ from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.plan.actions import OptimizerPlacement
 from memwall.plan.placement import MIN_STATE_BYTES, bucket_choices
 from memwall.trace.meter import process_bytes
+from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.units import format_bytes
 
 __all__ = ["StateKeeper", "can_place"]
@@ -27,14 +28,15 @@ _TEMPORARIES = 2
 _SLACK_BYTES = 16 << 20
 
 
-def can_place(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether an optimizer's state can be on disk between steps; of an unknown one nothing speaks against it."""
+def can_place(given: Optimizers) -> bool:
+    """Whether a model's optimizer state can be on disk between steps: one optimizer's; an unknown one may be such."""
+    optimizers = optimizers_of(given)
     try:
-        if optimizer is not None:
+        for optimizer in optimizers:
             inner_step_of(optimizer)
     except ApplyError:
         return False
-    return True
+    return len(optimizers) <= 1
 
 
 class StateKeeper:

@@ -18,6 +18,7 @@ from memwall.plan.actions import ParameterPlacement
 from memwall.plan.orders import WINDOW_BYTES
 from memwall.plan.parameters import MIN_PARAMETER_BYTES, parameter_window_bytes
 from memwall.trace.meter import process_bytes
+from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.units import format_bytes
 
 __all__ = ["ParameterKeeper", "why_not_streamed"]
@@ -28,12 +29,15 @@ _log = logging.getLogger(__name__)
 _SLACK_BYTES = 16 << 20
 
 
-def why_not_streamed(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
+def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
     """None if a model's parameters can be on disk between their uses, as far as it is known, else why not."""
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return "parameters move to disk from CPU memory only"
-    if not can_place(optimizer):
-        return f"{type(optimizer).__name__} cannot be stepped a few parameters at a time"
+    optimizers = optimizers_of(given)
+    if len(optimizers) > 1:
+        return f"several optimizers step the model ({joint_name(optimizers)}), whose state stays in memory"
+    if not can_place(optimizers):
+        return f"{joint_name(optimizers)} cannot be stepped a few parameters at a time"
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return f"this is one of {distributed.get_world_size()} processes, which exchange gradients in memory"
     if kept_space() is not None:
@@ -110,7 +114,7 @@ class ParameterKeeper:
     def spill_recorded(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers,
         allocator: AllocatorHandler,
         *,
         budget_bytes: int,
@@ -122,7 +126,7 @@ class ParameterKeeper:
         """
         if not _lacks_room(model, allocator, budget_bytes):
             return False
-        reason = why_not_streamed(model, optimizer)
+        reason = why_not_streamed(model, optimizers)
         try:
             if reason is None:
                 whole_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -72,7 +72,7 @@ def test_an_optimizer_that_shows_itself_at_its_first_step_is_placed_then(tmp_pat
     applied = applied_to(model, keeper)
     applied.apply()
     optimizer = torch.optim.AdamW(model.parameters())
-    handle = register_optimizer_step_pre_hook(lambda found, *_: applied.set_optimizer(found))
+    handle = register_optimizer_step_pre_hook(lambda found, *_: applied.add_optimizer(found))
     try:
         train_step(model, optimizer, 0)
     finally:
@@ -89,7 +89,7 @@ def test_state_that_the_next_plan_wants_on_disk_stays_there_and_else_comes_back(
     train_step(model, optimizer, 0)
     keeper = StateKeeper(str(tmp_path), None)
     first, second = applied_to(model, keeper), applied_to(model, keeper)
-    first.optimizer = second.optimizer = optimizer
+    first.optimizers = second.optimizers = (optimizer,)
     first.apply()
     written_bytes, _ = keeper.moved_bytes()
     assert written_bytes > 0

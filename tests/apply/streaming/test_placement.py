@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply.optimizer_state import keeper as state_keeper
 from memwall.apply.session import Session
 from memwall.apply.streaming import keeper as parameter_keeper
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
@@ -33,16 +32,6 @@ STATE = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB,
 
 def plan_for(model: nn.Module) -> Plan:
     return plan_of(model, PARAMETERS, STATE, Recompute(block="layers.1"), Recompute(block="layers.2"))
-
-
-@pytest.fixture
-def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step finds no room for gradients."""
-    monkeypatch.setattr(parameter_keeper, "_lacks_room", lambda *_: True)
-    monkeypatch.setattr(parameter_keeper, "MIN_PARAMETER_BYTES", 4 * KIB)
-    monkeypatch.setattr(parameter_keeper, "parameter_window_bytes", lambda _: 16 * KIB)
-    monkeypatch.setattr(state_keeper, "MIN_STATE_BYTES", 4 * KIB)
-    monkeypatch.setattr("memwall.apply.recorded_step.MIN_STATE_BYTES", 4 * KIB)
 
 
 def made() -> tuple[GPT, torch.optim.Optimizer, Any]:
@@ -127,7 +116,7 @@ def test_an_optimizer_that_shows_itself_in_its_first_step_is_stepped_in_parts(tm
     model, optimizer, scheduler = made()
     session = Session(plan=plan_for(model), disk=str(tmp_path))
     session.attach(model, None)
-    handle = register_optimizer_step_pre_hook(lambda found, *_: session.set_optimizer(found))
+    handle = register_optimizer_step_pre_hook(lambda found, *_: session.add_optimizer(found))
     train(model, optimizer, scheduler, num_steps=2)
     handle.remove()
     session.close()
@@ -180,7 +169,7 @@ def test_an_optimizer_that_cannot_be_stepped_in_parts_brings_them_back_before_it
         if is_under_session:
             session = Session(budget_bytes=1 << 40, disk=str(tmp_path))
             session.attach(model, None)
-            handle = register_optimizer_step_pre_hook(lambda found, *_, session=session: session.set_optimizer(found))
+            handle = register_optimizer_step_pre_hook(lambda found, *_, session=session: session.add_optimizer(found))
             closure()
             assert session._live.parameters.away_bytes > 0
         else:
@@ -213,7 +202,7 @@ def test_parameters_stay_away_while_one_plan_follows_another(
     with memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)) as session:
         session.on_plan = lambda ready: setattr(ready._live, "plan", plan_for(model))
         train(model, optimizer, scheduler, num_steps=2)
-        session._live._change_to(session.trace, plan_for(model), model, optimizer, is_running=False)
+        session._live._change_to(session.trace, plan_for(model), model, (optimizer,), is_running=False)
         train(model, optimizer, scheduler, first=2, num_steps=2)
     assert len(opened) == 1
     assert differing(plain, everything(model, optimizer)) == []
