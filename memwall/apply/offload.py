@@ -313,7 +313,7 @@ class ActivationOffload:
         self._loaded_bytes -= entry.num_bytes
 
     def _read_ahead(self, entry: Entry) -> None:
-        """Begin loads of what was saved before `entry`, newest first, up to the window."""
+        """Begin loads of what was saved before `entry`, newest first, up to the window, which `entry` is no part of."""
         older = entry.older
         while older is not None:
             if older.load is None and older.num_unread > 0 and older.tier is entry.tier:
@@ -324,10 +324,11 @@ class ActivationOffload:
 
     def _make_room(self, num_bytes: int, current: Entry) -> bool:
         """True if `num_bytes` more fit the window, at the cost of loads that backward has passed by already."""
-        if self._loaded_bytes + num_bytes > self._window_bytes:
+        room_bytes = self._window_bytes + (current.num_bytes if current.load is not None else 0) - num_bytes
+        if self._loaded_bytes > room_bytes:
             for passed in [entry for entry in self._loaded if entry.number > current.number]:
                 self._drop_load(passed, is_collected=False)
-        return self._loaded_bytes + num_bytes <= self._window_bytes
+        return self._loaded_bytes <= room_bytes
 
     def _reap(self) -> None:
         """Act on the deaths of handles; entries without a handle go."""

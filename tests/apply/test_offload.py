@@ -172,10 +172,21 @@ def test_reading_ahead_stays_within_the_window_and_leaves_nothing_to_wait_for(po
         packed = [offload.pack(source) for source in sources]
         for left in reversed(range(12)):
             assert torch.equal(offload.unpack(packed[left]), sources[left])
-            # The window of five holds the one being taken and four ahead of it.
-            assert offload.loaded_bytes == min(left, 4) * 8 * KIB
+            # The window of five is for what comes after the one being taken.
+            assert offload.loaded_bytes == min(left, 5) * 8 * KIB
             packed.pop()
         assert offload.bytes_read == 12 * 8 * KIB
+
+
+def test_a_range_that_every_layer_shares_leaves_room_to_read_ahead(pool: TransferPool) -> None:
+    with offload_for(pool, window_bytes=40 * KIB) as offload:
+        shared, sources = torch.randn(2048), [torch.randn(8192) for _ in range(4)]  # 8 and 32 KiB
+        packed = [(offload.pack(shared), offload.pack(source)) for source in sources]
+        pool.wait_for(lambda: not any(tier.held_bytes for tier in offload._tiers.values()))
+        kept = offload.unpack(packed[3][0])
+        offload.unpack(packed[3][1])
+        assert offload.loaded_bytes == 40 * KIB  # the shared one for its other readers, and the next layer's own
+        assert torch.equal(kept, shared)
 
 
 def test_the_graph_may_change_between_steps(pool: TransferPool) -> None:
