@@ -73,11 +73,16 @@ def measure(case: Case, num_steps: int, directory: str) -> dict[str, Any]:
     chain = case.chain()
     x = torch.randn(case.num_rows, _COLUMNS, generator=torch.Generator().manual_seed(0)).requires_grad_()
     disk = RawDisk(directory)
+    allocator = AllocatorHandler()
     engine, close = open_engine(
-        [chain], disk=directory, capacity_bytes=None, window_bytes=WINDOW_BYTES, min_bytes=MIN_MOVED_BYTES
+        [chain],
+        disk=directory,
+        capacity_bytes=None,
+        window_bytes=WINDOW_BYTES,
+        min_bytes=MIN_MOVED_BYTES,
+        owns_pages=allocator.owns_pages,
     )
     rows, plain_seconds, digests = [], [], set()
-    allocator = AllocatorHandler()
     allocator.apply(TENSOR_HEAP)  # as under every plan: malloc would fault in all pages of each tensor again
     try:
         for number in range(2 * (num_steps + 1)):

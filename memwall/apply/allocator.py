@@ -117,6 +117,10 @@ class AllocatorHandler:
         assert self._heap is not None
         return process_bytes() - self._heap.figures().resident_bytes
 
+    def owns_pages(self, address: int) -> bool:
+        """Whether a tensor that begins there lies in the heap: on pages of its own, which stay mapped."""
+        return self._heap is not None and self._heap.contains(address)
+
     def takes_tensors(self) -> bool:
         """Whether a tensor made now lies in the heap."""
         heap = self._heap

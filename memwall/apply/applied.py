@@ -162,6 +162,7 @@ class AppliedPlan:
                 capacity_bytes=self._capacity_left_bytes(),
                 window_bytes=offload[0].window_bytes,
                 min_bytes=offload[0].min_bytes,
+                owns_pages=self.allocator.owns_pages,
             )
             self._undo.append(close)
         executor = BlockExecutor(

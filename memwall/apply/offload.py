@@ -44,7 +44,7 @@ class ActivationOffload:
         min_bytes: tensors whose storage range is smaller stay.
         is_excluded: True for what must stay: parameters, buffers, and whatever shares a storage with them.
         host_limit_bytes: the most pinned host memory for CUDA tensors; None for no limit.
-        holds_sources: False copies CPU tensors, see `DiskTier`.
+        owns_pages: which CPU tensors need no copy on their way out, see `DiskTier`.
 
     Raises:
         StoreError: from `pack` and `unpack`, when the tier is full or fails; from the first `pack`, when the window is
@@ -59,10 +59,10 @@ class ActivationOffload:
         min_bytes: int = 1 << 20,
         is_excluded: Callable[[Tensor], bool],
         host_limit_bytes: int | None = None,
-        holds_sources: bool = True,
+        owns_pages: Callable[[int], bool] | None = None,
     ) -> None:
         self._pool = pool
-        self._holds_sources = holds_sources
+        self._owns_pages = owns_pages
         self._window_bytes = window_bytes
         self._min_bytes = max(1, min_bytes)
         self._is_excluded = is_excluded
@@ -252,7 +252,7 @@ class ActivationOffload:
         tier = self._tiers.get(device)
         if tier is None:
             if device.type == "cpu" and self._pool is not None:
-                tier = DiskTier(self._pool, window_bytes=self._window_bytes, holds_sources=self._holds_sources)
+                tier = DiskTier(self._pool, window_bytes=self._window_bytes, owns_pages=self._owns_pages)
             else:
                 tier = PinnedTier(device, window_bytes=self._window_bytes, limit_bytes=self._host_limit_bytes)
             self._tiers[device] = tier
@@ -287,6 +287,8 @@ class ActivationOffload:
         entry = saved.entry
         buffer = entry.restored_buffer()
         if buffer is None:
+            if entry.load is not None and entry.was_written:
+                self._drop_load(entry, is_collected=True)
             if entry.load is None:
                 self._begin_load(entry, is_urgent=True)
             self._read_ahead(entry)

@@ -75,22 +75,30 @@ class Entry:
     """Handles that backward has not asked for yet."""
     _restored: StorageWeakRef | None = None
     _restored_offset: int = 0
+    _restored_guard: Tensor | None = None
+    _restored_version: int = 0
 
     def remember(self, buffer: Tensor) -> None:
-        """Let later readers share `buffer` for as long as somebody else keeps it."""
+        """Let later readers share `buffer` for as long as somebody else keeps it, and nobody writes into it."""
         self._restored = StorageWeakRef(buffer.untyped_storage())
         self._restored_offset = int(buffer.storage_offset())
+        self._restored_guard, self._restored_version = _guard_of(buffer), buffer._version
+
+    @property
+    def was_written(self) -> bool:
+        """True when a reader wrote into the remembered buffer: autograd makes a gradient of what a function returns."""
+        return self._restored_guard is not None and self._restored_guard._version != self._restored_version
 
     def restored_buffer(self) -> Tensor | None:
-        """The buffer last remembered, if it still lives."""
-        if self._restored is None:
+        """The buffer last remembered, if it still lives and is as it was."""
+        if self._restored is None or self._restored_guard is None or self.was_written:
             return None
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._restored.cdata)
         if storage is None:
             self._restored = None
             return None
-        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return empty.set_(storage, self._restored_offset, (self.num_bytes,), (1,))
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return _sharing(self._restored_guard, view.set_(storage, self._restored_offset, (self.num_bytes,), (1,)))
 
 
 class EntryList:
@@ -164,10 +172,7 @@ class Kept:
 
 
 class Saved:
-    """A saved tensor whose bytes are parked: its geometry, and a guard that sees in-place writes to the source.
-
-    The guard is an alias that shares the source's version counter but none of its memory.
-    """
+    """A saved tensor whose bytes are parked: its geometry, and a guard that sees in-place writes to the source."""
 
     __slots__ = ("_dead", "_guard", "_is_read", "_offset_bytes", "dtype", "entry", "shape", "stride", "version")
 
@@ -182,12 +187,7 @@ class Saved:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self._offset_bytes = tensor.storage_offset() * tensor.itemsize - entry.start
-        place = (tensor.device, tensor.dtype)
-        empty = _EMPTY.get(place)
-        if empty is None:
-            empty = _EMPTY[place] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._guard = tensor.detach()
-        self._guard.data = empty
+        self._guard = _guard_of(tensor)
 
     def __del__(self) -> None:
         self._dead.append((self.entry, self._is_read))
@@ -212,7 +212,24 @@ class Saved:
             self.entry.num_unread -= 1
 
     def view_of(self, buffer: Tensor) -> Tensor:
-        """The tensor, with its strides, in `buffer`: the bytes of its entry."""
+        """The tensor, with its strides, in `buffer`, the bytes of its entry; it shares the buffer's version counter."""
         offset_bytes = int(buffer.storage_offset()) + self._offset_bytes
-        empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        return empty.set_(buffer.untyped_storage(), offset_bytes // self.dtype.itemsize, self.shape, self.stride)
+        view = torch.empty(0, dtype=self.dtype, device=buffer.device)
+        view.set_(buffer.untyped_storage(), offset_bytes // self.dtype.itemsize, self.shape, self.stride)
+        return _sharing(buffer, view)
+
+
+def _guard_of(tensor: Tensor) -> Tensor:
+    """An alias that shares the tensor's version counter but none of its memory."""
+    place = (tensor.device, tensor.dtype)
+    empty = _EMPTY.get(place)
+    if empty is None:
+        empty = _EMPTY[place] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return _sharing(tensor, empty)
+
+
+def _sharing(counter: Tensor, data: Tensor) -> Tensor:
+    """`data` as a tensor that counts its writes together with `counter`."""
+    tensor = counter.detach()
+    tensor.data = data
+    return tensor

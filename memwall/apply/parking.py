@@ -43,7 +43,7 @@ def open_engine(
     capacity_bytes: int | None,
     window_bytes: int,
     min_bytes: int,
-    holds_sources: bool = True,
+    owns_pages: Callable[[int], bool] | None = None,
 ) -> tuple[ActivationOffload, Callable[[], None]]:
     """An offload engine for the devices the modules are on: disk under CPU tensors, pinned host memory under CUDA ones.
 
@@ -51,7 +51,7 @@ def open_engine(
     kill.
 
     Args:
-        holds_sources: see `ActivationOffload`, as all others but `roots`: the modules that are trained.
+        owns_pages: see `ActivationOffload`, as all others but `roots`: the modules that are trained.
 
     Returns:
         The engine, and what closes it with its files and threads: now, or at a `close_unneeded` after the last backward
@@ -73,7 +73,7 @@ def open_engine(
         min_bytes=min_bytes,
         is_excluded=parameter_guard(roots),
         host_limit_bytes=free_memory_bytes() * 9 // 10 if is_cuda else None,
-        holds_sources=holds_sources,
+        owns_pages=owns_pages,
     )
 
     def close_all() -> None:
@@ -113,14 +113,10 @@ class Parked:
         min_bytes: int,
     ) -> None:
         self.window_bytes = window_bytes
-        # Copies: how long a tensor stays until it is written would show in the peak, which is compared with a replay.
+        # All are copied: how long a tensor stays until it is written would show in the peak, which a replay is compared
+        # with.
         self._engine, self._close = open_engine(
-            roots,
-            disk=disk,
-            capacity_bytes=capacity_bytes,
-            window_bytes=window_bytes,
-            min_bytes=min_bytes,
-            holds_sources=False,
+            roots, disk=disk, capacity_bytes=capacity_bytes, window_bytes=window_bytes, min_bytes=min_bytes
         )
         directory = "" if self._is_cuda(roots) else disk if disk is not None else default_directory()
         self.machine = measured_machine(directory)

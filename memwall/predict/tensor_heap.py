@@ -100,6 +100,10 @@ class TensorHeap:
         """Ends a block; False if this heap has none there."""
         return bool(self._library.heap_free(self._handle, address) == 0)
 
+    def contains(self, address: int) -> bool:
+        """Whether an address lies in the range that this heap's blocks are taken from."""
+        return bool(self._library.heap_contains(self._handle, address))
+
     def set_ceiling(self, ceiling_bytes: int) -> None:
         """From now on free pages are returned before more would be resident; 0 for no ceiling."""
         self._library.heap_set_ceiling(self._handle, ceiling_bytes)
@@ -127,6 +131,7 @@ def heap_library() -> ctypes.CDLL | None:
         "heap_create": (handle, (nbytes, ctypes.c_int)),
         "heap_destroy": (None, (handle,)),
         "heap_allocate": (handle, (handle, nbytes)),
+        "heap_contains": (ctypes.c_int, (handle, ctypes.c_void_p)),
         "heap_free": (ctypes.c_int, (handle, ctypes.c_void_p)),
         "heap_set_ceiling": (None, (handle, nbytes)),
         "heap_trim": (None, (handle,)),

@@ -21,14 +21,16 @@ class Slot:
 
     Attributes:
         checksums: what was written, offset within the slot -> crc32 of that block; filled by the writer.
+        is_torn: whether the memory changed while it was written, so that nobody knows what is here.
     """
 
-    __slots__ = ("checksums", "num_bytes", "offset")
+    __slots__ = ("checksums", "is_torn", "num_bytes", "offset")
 
     def __init__(self, offset: int, num_bytes: int) -> None:
         self.offset = offset
         self.num_bytes = num_bytes
         self.checksums: dict[int, int] = {}
+        self.is_torn = False
 
 
 class ScratchFile:

@@ -60,7 +60,7 @@ class StagingArena:
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self._map = mmap.mmap(-1, num_blocks * block_bytes)
+        self._map = mmap.mmap(-1, num_blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._owner = ctypes.c_char.from_buffer(self._map)
         self._address = ctypes.addressof(self._owner)
         self._num_blocks = num_blocks
@@ -69,7 +69,7 @@ class StagingArena:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the blocks that were ever in use at once: what of the map takes memory."""
+        """Bytes of the blocks that were in use at once: what of the map takes memory."""
         return self._num_used * self.block_bytes
 
     def has_free(self, within_bytes: int) -> bool:
@@ -78,6 +78,12 @@ class StagingArena:
             len(self._free) > self._num_blocks - self._num_used
             or self.resident_bytes + self.block_bytes <= within_bytes
         )
+
+    def shrink(self) -> None:
+        """Gives the memory of all blocks back to the system, if none is in use."""
+        if self._num_used and len(self._free) == self._num_blocks:
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._num_used = 0
 
     def take(self) -> int:
         """The address of a free block. Raises IndexError where there is none."""
@@ -90,60 +96,25 @@ class StagingArena:
         self._free.appendleft((address - self._address) // self.block_bytes)
 
 
-class Held:
-    """Sources that are written from where they lie, and stay until their last block is; called back by workers."""
+class LeavingSource:
+    """A source that is written from where it lies, and kept until its last block is; called back by workers."""
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._lock = threading.Lock()
+    __slots__ = ("_num_blocks", "_source", "_tier")
 
-    def add(self, source: Tensor, num_blocks: int) -> "HeldSource":
-        """Count a source in."""
-        with self._lock:
-            self.num_bytes += source.numel()
-        return HeldSource(self, source, num_blocks)
-
-    def _drop(self, num_bytes: int) -> None:
-        with self._lock:
-            self.num_bytes -= num_bytes
-
-
-class HeldSource:
-    """One of them."""
-
-    __slots__ = ("_address", "_held", "_lock", "_num_blocks", "_source", "_was_intact")
-
-    def __init__(self, held: Held, source: Tensor, num_blocks: int) -> None:
-        self._held, self._num_blocks = held, num_blocks
+    def __init__(self, tier: "DiskTier", source: Tensor, num_blocks: int) -> None:
+        self._tier, self._num_blocks = tier, num_blocks
         self._source: Tensor | None = source
-        self._address = source.data_ptr()
-        self._lock = threading.Lock()
-        self._was_intact = True
-
-    @property
-    def is_intact(self) -> bool:
-        """False where `resize_` freed the memory before all of it was written."""
-        with self._lock:
-            return self._was_intact if self._source is None else self._source.data_ptr() == self._address
-
-    @property
-    def source(self) -> Tensor | None:
-        """The bytes while they are still here."""
-        with self._lock:
-            return self._source
+        with tier.leaving_lock:
+            tier.leaving_bytes += source.numel()
 
     def finish_block(self) -> None:
         """One block is written, or never will be."""
-        with self._lock:
+        with self._tier.leaving_lock:
             self._num_blocks -= 1
-            if self._num_blocks:
-                return
-            source, self._source = self._source, None
-            assert source is not None
-            self._was_intact = source.data_ptr() == self._address
-        num_bytes = source.numel()
-        del source
-        self._held._drop(num_bytes)
+            if self._num_blocks == 0:
+                source, self._source = self._source, None
+                assert source is not None
+                self._tier.leaving_bytes -= source.numel()
 
 
 @dataclass(slots=True, eq=False)
@@ -155,8 +126,8 @@ class DiskParked:
     write: Transfer
     label: str
     reads: list[Transfer]
-    held: HeldSource | None
-    """None where the bytes were copied."""
+    is_copied: bool
+    """Whether they left through staging memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -164,28 +135,32 @@ class DiskLoad:
     """Bytes on their way back: `buffer` is theirs once `read` is done."""
 
     buffer: Tensor
-    read: Transfer | None
-    """None where the bytes had not left yet."""
+    read: Transfer
     parked: DiskParked
 
 
 class DiskTier:
     """CPU memory to a scratch file and back.
 
-    Going out, a source of whole pages is written from where it lies, and stays until it is written; any other is
-    copied into staging blocks inside `park`. `park` waits where both together would take more than the window. Coming
-    back, the disk writes straight into the memory that the caller will use.
+    Going out, a storage of whole pages that are its own is written from where it lies, and stays until it is written;
+    anything else is copied into staging blocks inside `park`. `park` waits where both together would take more than the
+    window. Coming back, the disk writes straight into the memory that the caller will use.
+
+    What lies there may be changed by others in the meantime: nobody asks for such bytes again, or a `StoreError` says
+    so. Pages must stay mapped for as long as they are written, whatever becomes of the tensor.
 
     Args:
         pool: the threads and the file.
         window_bytes: memory for bytes on their way out; at least two blocks of the pool.
-        holds_sources: False copies all: `park` then leaves the source as soon as it returns.
+        owns_pages: whether the storage that begins at an address may be written from there; None copies all.
 
     Raises:
         StoreError: the window is too small.
     """
 
-    def __init__(self, pool: TransferPool, *, window_bytes: int, holds_sources: bool = True) -> None:
+    def __init__(
+        self, pool: TransferPool, *, window_bytes: int, owns_pages: Callable[[int], bool] | None = None
+    ) -> None:
         num_blocks = window_bytes // pool.block_bytes
         if num_blocks < 2:
             raise StoreError(
@@ -194,20 +169,18 @@ class DiskTier:
             )
         self._pool = pool
         self._arena = StagingArena(num_blocks, pool.block_bytes)
-        self._held = Held()
         self._window_bytes = window_bytes
-        self._holds_sources = holds_sources
+        self._owns_pages = owns_pages
+        self.leaving_bytes = 0
+        """Bytes of sources that are written from where they lie and are not there yet."""
+        # Reentrant: a garbage collection inside may run a callback.
+        self.leaving_lock = threading.RLock()
         self.stall_seconds = 0.0
 
     @property
     def staging_bytes(self) -> int:
         """Staging memory that is resident: of the window, what copies used so far."""
         return self._arena.resident_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of sources that are written from where they lie and are not there yet."""
-        return self._held.num_bytes
 
     def park(self, source: Tensor, label: str) -> DiskParked:
         """See `Tier`. A source larger than the window passes through it in pieces.
@@ -222,41 +195,53 @@ class DiskTier:
         except StoreError:
             scratch.free(slot)
             raise
+        is_copied = not self._can_leave_from_there(source)
         try:
-            held = self._hold(source, write) if self._can_hold(source) else None
-            if held is None:
-                self._copy(source, write)
+            (self._copy if is_copied else self._let_leave)(source, write)
         except BaseException:
             write.cancel()
             write.then(lambda: scratch.free(slot))
             raise
         finally:
             write.seal()
-        return DiskParked(num_bytes=source.numel(), slot=slot, write=write, label=label, reads=[], held=held)
+        return DiskParked(num_bytes=source.numel(), slot=slot, write=write, label=label, reads=[], is_copied=is_copied)
 
-    def _can_hold(self, source: Tensor) -> bool:
+    def _can_leave_from_there(self, source: Tensor) -> bool:
+        # Of a larger storage more would stay than is counted.
         return (
-            self._holds_sources
-            and source.data_ptr() % ALIGNMENT_BYTES == 0
+            self._owns_pages is not None
+            and source.numel() <= self._window_bytes
             and source.numel() % ALIGNMENT_BYTES == 0
-            and source.numel() <= self._window_bytes - self._arena.resident_bytes
+            and source.data_ptr() % ALIGNMENT_BYTES == 0
+            and source.untyped_storage().nbytes() == source.numel()
+            and self._owns_pages(source.data_ptr())
         )
 
-    def _hold(self, source: Tensor, write: Transfer) -> HeldSource:
+    def _let_leave(self, source: Tensor, write: Transfer) -> None:
         num_bytes, address, block_bytes = source.numel(), source.data_ptr(), self._pool.block_bytes
-        self._wait_for(lambda: self._held.num_bytes + num_bytes + self._arena.resident_bytes <= self._window_bytes)
+
+        def has_room() -> bool:
+            self._arena.shrink()
+            return self.leaving_bytes + num_bytes + self._arena.resident_bytes <= self._window_bytes
+
+        self._wait_for(has_room)
         starts = range(0, num_bytes, block_bytes)
-        held = self._held.add(source, len(starts))
-        for start in starts:
-            view = memory_at(address + start, min(block_bytes, num_bytes - start))
-            self._pool.add_write(write, start, view, after=held.finish_block)
-        return held
+        leaving, num_queued = LeavingSource(self, source, len(starts)), 0
+        try:
+            for start in starts:
+                view = memory_at(address + start, min(block_bytes, num_bytes - start))
+                self._pool.add_write(write, start, view, after=leaving.finish_block, may_change=True)
+                num_queued += 1
+        except BaseException:
+            for _ in starts[num_queued:]:
+                leaving.finish_block()
+            raise
 
     def _copy(self, source: Tensor, write: Transfer) -> None:
         arena, num_bytes, address = self._arena, source.numel(), source.data_ptr()
         for start in range(0, num_bytes, arena.block_bytes):
             size = min(arena.block_bytes, num_bytes - start)
-            self._wait_for(lambda: arena.has_free(self._window_bytes - self._held.num_bytes))
+            self._wait_for(lambda: arena.has_free(self._window_bytes - self.leaving_bytes))
             block = arena.take()
             ctypes.memmove(block, address + start, size)
             view = memory_at(block, round_up(size))
@@ -267,12 +252,13 @@ class DiskTier:
             self.stall_seconds += self._pool.wait_for(is_ready)
 
     def load(self, parked: DiskParked, *, is_urgent: bool) -> DiskLoad:
-        """See `Tier`. What is not written yet is given as it lies."""
-        source = parked.held.source if parked.held is not None else None
-        if source is not None:
-            return DiskLoad(buffer=source, read=None, parked=parked)
+        """See `Tier`."""
         padded_bytes = round_up(parked.num_bytes)
-        memory, skipped_bytes = _page_aligned(padded_bytes)
+        # What lay on whole pages comes back to some, and fits a hole of just that size.
+        memory, skipped_bytes = torch.empty(padded_bytes, dtype=torch.uint8, device="cpu"), 0
+        if parked.is_copied or memory.data_ptr() % ALIGNMENT_BYTES:
+            memory = torch.empty(padded_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
+            skipped_bytes = -memory.data_ptr() % ALIGNMENT_BYTES
         read = self._pool.read(
             parked.slot,
             memory_at(memory.data_ptr() + skipped_bytes, padded_bytes),
@@ -292,19 +278,17 @@ class DiskTier:
         Raises:
             StoreError: the bytes cannot be had, or came back different.
         """
-        seconds = load.read.wait() if load.read is not None else 0.0
-        held = load.parked.held
-        if held is not None and not held.is_intact:
+        seconds = load.read.wait()
+        if load.parked.slot.is_torn:
             raise StoreError(
-                f"the memory of {load.parked.label} was freed while it was written to {self._pool.scratch.place}: "
-                "something resizes the storage of a tensor that backward needs; keep that module out of the plan"
+                f"{load.parked.label}: something wrote into its memory, or freed it, while it was on its way to "
+                f"{self._pool.scratch.place}, and autograd was not told; write into a copy, not into `.data`"
             )
         return load.buffer, seconds
 
     def discard(self, load: DiskLoad) -> None:
         """See `Tier`. A block that has begun keeps its memory until it is read."""
-        if load.read is not None:
-            load.read.cancel()
+        load.read.cancel()
 
     def release(self, parked: DiskParked) -> None:
         """See `Tier`. The slot is free once nothing is under way in it, or a late write would hit its next user."""
@@ -325,15 +309,6 @@ class DiskTier:
     def close(self) -> None:
         """See `Tier`. The staging memory goes when the last block in it is written."""
         del self._arena
-
-
-def _page_aligned(num_bytes: int) -> tuple[Tensor, int]:
-    """Fresh memory, and how far into it the first page begins. A hole of just that size may be there to be filled."""
-    memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    if memory.data_ptr() % ALIGNMENT_BYTES == 0:
-        return memory, 0
-    memory = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
-    return memory, -memory.data_ptr() % ALIGNMENT_BYTES
 
 
 def _giver(arena: StagingArena, block: int) -> Callable[[], None]:

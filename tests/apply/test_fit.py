@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_models import WIDTH, Model, offload
 from plans import plan_of
 from torch import nn
 from zoo import MODELS, Case, optimizers, trained_parameters
@@ -21,6 +22,7 @@ from memwall.plan.menu import Costs, build_menus
 from memwall.predict.malloc import unavailable_reason
 from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
+from memwall.store.tier import DiskTier
 from memwall.trace.meter import process_bytes
 from memwall.trace.record import TraceBuilder
 
@@ -104,6 +106,26 @@ def test_where_memory_comes_from_changes_no_bit(policy: str) -> None:
         assert train(case, planned, session) == expected
         assert session._allocator.policy == policy
     assert session._allocator.policy is None
+
+
+@pytest.mark.skipif(bool(heap_unavailable_reason()), reason="no tensor heap here")
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_tensors_of_the_heap_leave_from_where_they_lie_but_for_the_recorded_step(
+    is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN saved tensors of whole pages WHEN they move THEN under a plan nothing copies them; the first step does."""
+    moved: list[str] = []
+    for name in ("_copy", "_let_leave"):
+        original = getattr(DiskTier, name)
+        monkeypatch.setattr(DiskTier, name, lambda *a, do=original, name=name: (moved.append(name), do(*a))[1])
+    model = Model()
+    plan = plan_of(model, offload("blocks.0"), offload("blocks.1"), AllocatorReuse(policy="tensor-heap"))
+    settings = {"budget_bytes": 1 << 40} if is_recorded else {"plan": plan}
+    with Session(**settings, disk=str(tmp_path)) as session:  # type: ignore[arg-type]
+        session.attach(model, torch.optim.SGD(model.parameters()))
+        model(torch.randn(4096, WIDTH)).sum().backward()
+    assert moved
+    assert ("_let_leave" in moved) is not is_recorded
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Offloaded activations: the same gradients to the bit, each range moved once, nothing left behind."""
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +69,9 @@ def shares_with(module: nn.Module) -> Callable[[Tensor], bool]:
     return lambda tensor: tensor.untyped_storage().data_ptr() in held
 
 
+OWNERS: "weakref.WeakKeyDictionary[TransferPool, AllocatorHandler]" = weakref.WeakKeyDictionary()
+
+
 @pytest.fixture(params=["default", "tensor-heap"])
 def pool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferPool]:
     """Small blocks, so that tiny tensors take several; in a heap of their own tensors lie on whole pages."""
@@ -77,6 +82,7 @@ def pool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr("memwall.apply.allocator.MIN_TENSOR_BYTES", KIB)
         allocator.apply(TENSOR_HEAP)
     with TransferPool(ScratchFile(tmp_path), block_bytes=8 * KIB) as made:
+        OWNERS[made] = allocator
         yield made
     allocator.undo()
 
@@ -84,7 +90,8 @@ def pool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def offload_for(pool: TransferPool, module: nn.Module | None = None, **settings: int) -> ActivationOffload:
     """An engine that moves almost everything through a window smaller than the largest tensor."""
     excluded = shares_with(module) if module is not None else (lambda tensor: False)
-    return ActivationOffload(pool, is_excluded=excluded, **({"window_bytes": 32 * KIB, "min_bytes": 1024} | settings))
+    sizes = {"window_bytes": 32 * KIB, "min_bytes": 1024} | settings
+    return ActivationOffload(pool, is_excluded=excluded, owns_pages=OWNERS[pool].owns_pages, **sizes)
 
 
 def train(
@@ -182,7 +189,6 @@ def test_a_range_that_every_layer_shares_leaves_room_to_read_ahead(pool: Transfe
     with offload_for(pool, window_bytes=40 * KIB) as offload:
         shared, sources = torch.randn(2048), [torch.randn(8192) for _ in range(4)]  # 8 and 32 KiB
         packed = [(offload.pack(shared), offload.pack(source)) for source in sources]
-        pool.wait_for(lambda: not any(tier.held_bytes for tier in offload._tiers.values()))
         kept = offload.unpack(packed[3][0])
         offload.unpack(packed[3][1])
         assert offload.loaded_bytes == 40 * KIB  # the shared one for its other readers, and the next layer's own
@@ -325,6 +331,57 @@ def test_retained_graphs_and_double_backward(pool: TransferPool) -> None:
         assert offload.bytes_written > 0
         del y, first
         assert is_empty(offload, pool)
+
+
+class GradientIsSaved(torch.autograd.Function):
+    """As losses do whose forward has the gradient already: what it returns autograd may keep as `.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return (weight.detach() * gradient).sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("window_bytes", [16 * KIB, 1 << 20])
+def test_what_becomes_a_gradient_may_be_written_and_what_was_saved_stays(pool: TransferPool, window_bytes: int) -> None:
+    weight, gradient = torch.ones(2048, requires_grad=True), torch.full((2048,), 3.0)
+    with offload_for(pool, window_bytes=window_bytes) as offload:
+        with offload.hooks():
+            losses = [GradientIsSaved.apply(weight, gradient) for _ in range(4)]
+        for number, loss in enumerate(losses, start=1):
+            loss.backward()
+            assert weight.grad is not None
+            assert weight.grad[0] == 3 * number
+            assert gradient[0] == 3
+        with offload.hooks():
+            total = sum(GradientIsSaved.apply(weight, gradient) for _ in range(4))
+        for number in range(5, 21, 4):
+            total.backward(retain_graph=True)
+            assert weight.grad[0] == 3 * (number + 3)
+        torch.nn.utils.clip_grad_norm_([weight], 1e-3)
+        assert gradient[0] == 3
+
+
+def test_a_second_derivative_saves_what_it_was_given_under_its_own_name(pool: TransferPool) -> None:
+    x = torch.full((2048,), 2.0, requires_grad=True)
+    with offload_for(pool) as offload:
+        with offload.hooks():
+            y = x * 1.0
+            with torch.no_grad():
+                y.mul_(1.0)
+            unused = y**2
+            with torch.no_grad():
+                y.mul_(3.0)
+            z = (y**3).sum()
+            del y
+            (first,) = torch.autograd.grad(z, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert second[0] == 36  # 6y where y is 6
+        assert unused.grad_fn is not None
 
 
 def test_a_forward_without_backward_leaves_nothing(pool: TransferPool) -> None:
