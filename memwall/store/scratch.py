@@ -21,16 +21,17 @@ class Slot:
 
     Attributes:
         checksums: what was written, offset within the slot -> crc32 of that block; filled by the writer.
-        is_torn: whether the memory changed while it was written, so that nobody knows what is here.
+        may_change: whether others may write into the memory while it is written; a checksum that differs is theirs.
+        is_torn: whether they did, so that nobody knows what is here.
     """
 
-    __slots__ = ("checksums", "is_torn", "num_bytes", "offset")
+    __slots__ = ("checksums", "is_torn", "may_change", "num_bytes", "offset")
 
     def __init__(self, offset: int, num_bytes: int) -> None:
         self.offset = offset
         self.num_bytes = num_bytes
         self.checksums: dict[int, int] = {}
-        self.is_torn = False
+        self.may_change = self.is_torn = False
 
 
 class ScratchFile:

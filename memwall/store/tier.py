@@ -99,13 +99,22 @@ class StagingArena:
 class LeavingSource:
     """A source that is written from where it lies, and kept until its last block is; called back by workers."""
 
-    __slots__ = ("_num_blocks", "_source", "_tier")
+    __slots__ = ("_num_blocks", "_slot", "_source", "_tier")
 
-    def __init__(self, tier: "DiskTier", source: Tensor, num_blocks: int) -> None:
-        self._tier, self._num_blocks = tier, num_blocks
+    def __init__(self, tier: "DiskTier", source: Tensor, slot: Slot, num_blocks: int) -> None:
+        self._tier, self._slot, self._num_blocks = tier, slot, num_blocks
         self._source: Tensor | None = source
         with tier.leaving_lock:
             tier.leaving_bytes += source.numel()
+
+    def copy_into(self, target: Tensor) -> bool:
+        """Fills `target` if all of the bytes are still here."""
+        with self._tier.leaving_lock:
+            source = self._source
+        if source is None or _is_freed(source):
+            return False
+        target.copy_(source)
+        return True
 
     def finish_block(self) -> None:
         """One block is written, or never will be."""
@@ -114,7 +123,13 @@ class LeavingSource:
             if self._num_blocks == 0:
                 source, self._source = self._source, None
                 assert source is not None
+                self._slot.is_torn |= _is_freed(source)
                 self._tier.leaving_bytes -= source.numel()
+
+
+def _is_freed(source: Tensor) -> bool:
+    """By `resize_`, which leaves the tensor as it was."""
+    return source.untyped_storage().nbytes() != source.numel()
 
 
 @dataclass(slots=True, eq=False)
@@ -126,8 +141,8 @@ class DiskParked:
     write: Transfer
     label: str
     reads: list[Transfer]
-    is_copied: bool
-    """Whether they left through staging memory."""
+    leaving: LeavingSource | None
+    """None where they leave through staging memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +150,8 @@ class DiskLoad:
     """Bytes on their way back: `buffer` is theirs once `read` is done."""
 
     buffer: Tensor
-    read: Transfer
+    read: Transfer | None
+    """None where the bytes are all there."""
     parked: DiskParked
 
 
@@ -195,16 +211,19 @@ class DiskTier:
         except StoreError:
             scratch.free(slot)
             raise
-        is_copied = not self._can_leave_from_there(source)
+        leaving = None
         try:
-            (self._copy if is_copied else self._let_leave)(source, write)
+            if self._can_leave_from_there(source):
+                leaving = self._let_leave(source, write)
+            else:
+                self._copy(source, write)
         except BaseException:
             write.cancel()
             write.then(lambda: scratch.free(slot))
             raise
         finally:
             write.seal()
-        return DiskParked(num_bytes=source.numel(), slot=slot, write=write, label=label, reads=[], is_copied=is_copied)
+        return DiskParked(num_bytes=source.numel(), slot=slot, write=write, label=label, reads=[], leaving=leaving)
 
     def _can_leave_from_there(self, source: Tensor) -> bool:
         # Of a larger storage more would stay than is counted.
@@ -217,7 +236,7 @@ class DiskTier:
             and self._owns_pages(source.data_ptr())
         )
 
-    def _let_leave(self, source: Tensor, write: Transfer) -> None:
+    def _let_leave(self, source: Tensor, write: Transfer) -> LeavingSource:
         num_bytes, address, block_bytes = source.numel(), source.data_ptr(), self._pool.block_bytes
 
         def has_room() -> bool:
@@ -226,16 +245,18 @@ class DiskTier:
 
         self._wait_for(has_room)
         starts = range(0, num_bytes, block_bytes)
-        leaving, num_queued = LeavingSource(self, source, len(starts)), 0
+        write.slot.may_change = True
+        leaving, num_queued = LeavingSource(self, source, write.slot, len(starts)), 0
         try:
             for start in starts:
                 view = memory_at(address + start, min(block_bytes, num_bytes - start))
-                self._pool.add_write(write, start, view, after=leaving.finish_block, may_change=True)
+                self._pool.add_write(write, start, view, after=leaving.finish_block)
                 num_queued += 1
         except BaseException:
             for _ in starts[num_queued:]:
                 leaving.finish_block()
             raise
+        return leaving
 
     def _copy(self, source: Tensor, write: Transfer) -> None:
         arena, num_bytes, address = self._arena, source.numel(), source.data_ptr()
@@ -252,13 +273,17 @@ class DiskTier:
             self.stall_seconds += self._pool.wait_for(is_ready)
 
     def load(self, parked: DiskParked, *, is_urgent: bool) -> DiskLoad:
-        """See `Tier`."""
+        """See `Tier`. What is wanted at once and has not left yet is copied: the disk has much to write before it."""
+        self._pool.raise_failure()
         padded_bytes = round_up(parked.num_bytes)
         # What lay on whole pages comes back to some, and fits a hole of just that size.
         memory, skipped_bytes = torch.empty(padded_bytes, dtype=torch.uint8, device="cpu"), 0
-        if parked.is_copied or memory.data_ptr() % ALIGNMENT_BYTES:
+        if parked.leaving is None or memory.data_ptr() % ALIGNMENT_BYTES:
             memory = torch.empty(padded_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
             skipped_bytes = -memory.data_ptr() % ALIGNMENT_BYTES
+        buffer = memory[skipped_bytes : skipped_bytes + parked.num_bytes]
+        if is_urgent and parked.leaving is not None and parked.leaving.copy_into(buffer):
+            return DiskLoad(buffer=buffer, read=None, parked=parked)
         read = self._pool.read(
             parked.slot,
             memory_at(memory.data_ptr() + skipped_bytes, padded_bytes),
@@ -269,7 +294,6 @@ class DiskTier:
         )
         parked.reads = [other for other in parked.reads if not other.is_done]
         parked.reads.append(read)
-        buffer = memory[skipped_bytes : skipped_bytes + parked.num_bytes]
         return DiskLoad(buffer=buffer, read=read, parked=parked)
 
     def collect(self, load: DiskLoad) -> tuple[Tensor, float]:
@@ -278,17 +302,21 @@ class DiskTier:
         Raises:
             StoreError: the bytes cannot be had, or came back different.
         """
+        if load.read is None:
+            return load.buffer, 0.0
         seconds = load.read.wait()
         if load.parked.slot.is_torn:
             raise StoreError(
-                f"{load.parked.label}: something wrote into its memory, or freed it, while it was on its way to "
-                f"{self._pool.scratch.place}, and autograd was not told; write into a copy, not into `.data`"
+                f"{load.parked.label} came back different from {self._pool.scratch.place}: something wrote into its "
+                "memory or freed it while it was on its way, and autograd was not told (write into a copy, not into "
+                "`.data`), or the disk loses data (try another --disk DIR)"
             )
         return load.buffer, seconds
 
     def discard(self, load: DiskLoad) -> None:
         """See `Tier`. A block that has begun keeps its memory until it is read."""
-        load.read.cancel()
+        if load.read is not None:
+            load.read.cancel()
 
     def release(self, parked: DiskParked) -> None:
         """See `Tier`. The slot is free once nothing is under way in it, or a late write would hit its next user."""

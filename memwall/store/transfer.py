@@ -92,20 +92,10 @@ class TransferPool:
         *,
         keep: object = None,
         after: Callable[[], None] | None = None,
-        may_change: bool = False,
     ) -> None:
-        """Queue one block of an open write.
-
-        Args:
-            transfer: the open write.
-            slot_offset: where in its slot.
-            data: must not change until `after` is called.
-            keep: the owner of the memory behind `data`.
-            after: called by a worker when the block is written, or never will be.
-            may_change: `data` may change after all; the slot is torn then.
-        """
+        """Queue one block of an open write. `data` must not change until `after` is called, from a worker."""
         self._state.add_shares(transfer, 1)
-        self._state.queue([Block(transfer, slot_offset, data, False, keep, after, may_change)], is_urgent=False)
+        self._state.queue([Block(transfer, slot_offset, data, False, keep, after)], is_urgent=False)
 
     def write(self, slot: Slot, data: memoryview, *, label: str = "a buffer", keep: object = None) -> Transfer:
         """Write aligned `data` (at most the slot's size) into `slot`. It must not change until the transfer is done.

@@ -68,7 +68,7 @@ class Transfer:
 class Block:
     """One read or write. `keep` is whatever must outlive it: the buffer's owner."""
 
-    __slots__ = ("after", "is_read", "keep", "may_change", "slot_offset", "transfer", "view")
+    __slots__ = ("after", "is_read", "keep", "slot_offset", "transfer", "view")
 
     def __init__(
         self,
@@ -78,9 +78,7 @@ class Block:
         is_read: bool,
         keep: object,
         after: Callable[[], None] | None,
-        may_change: bool = False,
     ) -> None:
-        self.may_change = may_change
         self.transfer = transfer
         self.slot_offset = slot_offset
         self.view = view
@@ -194,17 +192,16 @@ class WorkState:
             if self.has_checksums:
                 transfer.slot.checksums[block.slot_offset] = crc32(block.view)
             self.scratch.write(transfer.slot, block.slot_offset, block.view, transfer.label)
-            if block.may_change and transfer.slot.checksums.get(block.slot_offset) != crc32(block.view):
-                transfer.slot.is_torn = True
             with self.lock:
                 self.bytes_written += size
-            return
-        if transfer.slot.is_torn:  # its reader is told
             return
         self.scratch.read(transfer.slot, block.slot_offset, block.view, transfer.label)
         with self.lock:
             self.bytes_read += size
         if self.has_checksums and transfer.slot.checksums.get(block.slot_offset) != crc32(block.view):
+            if transfer.slot.may_change:  # perhaps nobody wants these bytes, or who does is told
+                transfer.slot.is_torn = True
+                return
             offset = transfer.slot.offset + block.slot_offset
             raise OffloadIOError(
                 f"{transfer.label} came back different from {self.scratch.place}: the checksum of "

@@ -1,6 +1,7 @@
 """Offloaded activations: the same gradients to the bit, each range moved once, nothing left behind."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.offload import ActivationOffload, SavedTensorModifiedError
-from memwall.errors import ApplyError
+from memwall.errors import ApplyError, StoreError
 from memwall.predict.process import TENSOR_HEAP
 from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.store.scratch import ScratchFile
@@ -364,6 +365,32 @@ def test_what_becomes_a_gradient_may_be_written_and_what_was_saved_stays(pool: T
             assert weight.grad[0] == 3 * (number + 3)
         torch.nn.utils.clip_grad_norm_([weight], 1e-3)
         assert gradient[0] == 3
+
+
+def test_a_storage_freed_behind_autograds_back_is_an_error_not_other_bytes(
+    pool: TransferPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not OWNERS[pool].policy:
+        pytest.skip("what malloc gave is copied at once")
+    begun, gate, write = threading.Event(), threading.Event(), pool.scratch.write
+
+    def waits(*arguments: Any) -> None:
+        begun.set()
+        gate.wait(10)
+        write(*arguments)
+
+    monkeypatch.setattr(pool.scratch, "write", waits)
+    with offload_for(pool) as offload:
+        first, source = torch.ones(4096), torch.ones(2048)
+        offload.pack(first)  # two blocks: both workers are busy
+        begun.wait(10)
+        packed = offload.pack(source)
+        source.untyped_storage().resize_(0)
+        refill = [torch.zeros(2048) for _ in range(4)]
+        gate.set()
+        with pytest.raises(StoreError, match="something wrote into its memory or freed it"):
+            offload.unpack(packed)
+        assert len(refill) == 4
 
 
 def test_a_second_derivative_saves_what_it_was_given_under_its_own_name(pool: TransferPool) -> None:
