@@ -31,7 +31,7 @@ class Costs(Struct, frozen=True, kw_only=True):
     """What moving bytes costs the computing thread, besides waiting for the link."""
 
     copy_seconds_per_byte: float
-    """Out and back together: the copy into staging and the page faults of the returning tensor."""
+    """Out and back together: a copy into staging, or what transfers beside it cost, and page faults of what returns."""
     min_bytes: int
     """Tensors below this are not moved."""
     can_offload: bool

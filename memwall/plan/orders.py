@@ -9,13 +9,13 @@ from memwall.predict.treatment import Treatment
 
 __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "block_actions", "treatments_of_choice", "window_bytes_of"]
 
-# Staging for bytes on their way out. Smaller makes the computing thread wait, larger costs memory all the time.
+# Memory for bytes on their way out. Smaller makes the computing thread wait, larger costs memory.
 WINDOW_BYTES = 32 << 20
 MIN_MOVED_BYTES = 1 << 20
 
 
 def window_bytes_of(menus: Sequence[Menu], choice: Choice) -> int:
-    """Staging memory a choice needs: none if it moves nothing."""
+    """Memory for bytes on their way out that a choice needs: none if it moves nothing."""
     moves = any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
     return WINDOW_BYTES if moves else 0
 

@@ -276,9 +276,11 @@ class DiskTier:
         """See `Tier`. What is wanted at once and has not left yet is copied: the disk has much to write before it."""
         self._pool.raise_failure()
         padded_bytes = round_up(parked.num_bytes)
-        # What lay on whole pages comes back to some, and fits a hole of just that size.
-        memory, skipped_bytes = torch.empty(padded_bytes, dtype=torch.uint8, device="cpu"), 0
-        if parked.leaving is None or memory.data_ptr() % ALIGNMENT_BYTES:
+        # Where tensors lie on whole pages, these fit a hole of just their size.
+        spare_bytes = ALIGNMENT_BYTES if parked.leaving is None else 0
+        memory = torch.empty(padded_bytes + spare_bytes, dtype=torch.uint8, device="cpu")
+        skipped_bytes = -memory.data_ptr() % ALIGNMENT_BYTES
+        if skipped_bytes > spare_bytes:
             memory = torch.empty(padded_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
             skipped_bytes = -memory.data_ptr() % ALIGNMENT_BYTES
         buffer = memory[skipped_bytes : skipped_bytes + parked.num_bytes]
