@@ -116,6 +116,8 @@ def chunked_loss(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradi
     row_loss = _row_loss(x)
     stride = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
     slab = x.new_empty(min(chunk_rows, num_used), stride)
+    # oneDNN's products in bfloat16 read what lies between the rows, and a NaN there is one in the gradient.
+    slab[:, num_columns:].zero_()
     with on_device(x):
         for begin in range(0, num_used, chunk_rows):
             end = min(begin + chunk_rows, num_used)
