@@ -1,11 +1,12 @@
 """A disk whose calls a test replaces."""
 
 import os
+import threading
 from collections.abc import Callable
 
 from memwall.store.backend import SystemBackend
 
-__all__ = ["Faulty"]
+__all__ = ["Faulty", "Gate"]
 
 
 class Faulty(SystemBackend):
@@ -25,3 +26,19 @@ class Faulty(SystemBackend):
     def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
         self.num_reads += 1
         return self.on_read(self.num_reads, fd, buffer, offset) if self.on_read else os.preadv(fd, [buffer], offset)
+
+
+class Gate:
+    """A disk that writes nothing before it is opened, and asks `look` at each write."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.backend = Faulty(self._write)
+        self.num_waiting = 0
+        self.look: Callable[[], None] = lambda: None
+
+    def _write(self, count: int, fd: int, data: memoryview, offset: int) -> int:
+        self.num_waiting += 1
+        self.event.wait(10)
+        self.look()
+        return os.pwrite(fd, data, offset)

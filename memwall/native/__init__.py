@@ -1,17 +1,32 @@
 """C sources of the tensor heap and of a fast crc32, and the libraries that the installation built, if it could.
 
-They need Linux and a C compiler where no wheel is used. Without them `library_path` is None, and memwall goes on with
-what malloc offers, and with zlib.
+They need Linux and a C compiler where no wheel is used. Without them memwall goes on with what malloc offers, and with
+zlib.
 """
 
+import ctypes
+from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["library_path"]
+__all__ = ["load_library"]
 
 
-def library_path(name: Literal["tensor_heap", "crc32"]) -> Path | None:
-    """A built library, for ctypes; None if the installation has none."""
+def load_library(
+    name: Literal["tensor_heap", "crc32"], signatures: Mapping[str, tuple[object, tuple[object, ...]]]
+) -> ctypes.CDLL | None:
+    """A built library with the types of its functions declared; None if the installation has none.
+
+    Args:
+        signatures: for each function the type of its result, and those of its arguments.
+    """
     folder = Path(__file__).parent
-    return next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"{name}{suffix}").exists()), None)
+    path = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"{name}{suffix}").exists()), None)
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    for function_name, (result, arguments) in signatures.items():
+        function = getattr(library, function_name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.native import library_path
+from memwall.native import load_library
 from memwall.predict.malloc_events import StepEvents, join
 from memwall.predict.malloc_replay import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, STEP
 
@@ -122,12 +122,8 @@ class TensorHeap:
 @functools.cache
 def heap_library() -> ctypes.CDLL | None:
     """The library with its signatures declared; None where the installation built none."""
-    path = library_path("tensor_heap")
-    if path is None:
-        return None
-    library = ctypes.CDLL(str(path))
     handle, nbytes = ctypes.c_void_p, ctypes.c_uint64
-    signatures: dict[str, tuple[object, tuple[object, ...]]] = {
+    signatures = {
         "heap_create": (handle, (nbytes, ctypes.c_int)),
         "heap_destroy": (None, (handle,)),
         "heap_allocate": (handle, (handle, nbytes)),
@@ -140,10 +136,7 @@ def heap_library() -> ctypes.CDLL | None:
         "heap_hook": (handle, (ctypes.c_char_p, nbytes, nbytes, ctypes.POINTER(ctypes.c_int))),
         "heap_unhook": (None, ()),
     }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    return load_library("tensor_heap", signatures)
 
 
 def heap_unavailable_reason() -> str:

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import zlib
 
-from memwall.native import library_path
+from memwall.native import load_library
 
 __all__ = ["crc32"]
 
@@ -26,10 +26,9 @@ def crc32(data: memoryview) -> int:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    path = library_path("crc32")
-    if path is None:
-        return None
-    library = ctypes.CDLL(str(path))
-    library.crc32_is_fast.restype, library.crc32_is_fast.argtypes = ctypes.c_int, ()
-    library.crc32_of.restype, library.crc32_of.argtypes = ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_uint64)
-    return library if library.crc32_is_fast() else None
+    signatures = {
+        "crc32_is_fast": (ctypes.c_int, ()),
+        "crc32_of": (ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_uint64)),
+    }
+    library = load_library("crc32", signatures)
+    return library if library is not None and library.crc32_is_fast() else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from offload_engines import Pool, a_pool
 from torch import Tensor, nn
 from zoo import trained_parameters
 
@@ -17,6 +18,8 @@ from memwall.apply.streaming import keeper as parameter_keeper
 from memwall.plan.actions import Recompute
 from memwall.plan.blocks import find_blocks
 from memwall.plan.menu import Costs, Menu, build_menus
+from memwall.predict.process import TENSOR_HEAP
+from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
@@ -118,3 +121,12 @@ def menus_of() -> Callable[[nn.Module, Callable[[], Tensor]], tuple[Menu, ...]]:
         return build_menus(trace, StepModel(step, trace.names, find_blocks(trace, step)), costs)
 
     return record
+
+
+@pytest.fixture(params=["default", TENSOR_HEAP])
+def pool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """Once with tensors from malloc, once with tensors in a heap of their own."""
+    if request.param == TENSOR_HEAP and heap_unavailable_reason():
+        pytest.skip(heap_unavailable_reason())
+    with a_pool(tmp_path, request.param, monkeypatch) as made:
+        yield made

@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import os
 import random
 import threading
 import weakref
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty_disk import Faulty
+from faulty_disk import Gate
 from torch import Tensor
 
 from memwall.errors import StoreError
@@ -32,22 +31,6 @@ def on_a_page(num_bytes: int, offset: int = 0) -> Tensor:
 def tier_on(pool: TransferPool, num_blocks: int) -> DiskTier:
     """A tier to which every storage that begins at a page has it for itself."""
     return DiskTier(pool, window_bytes=num_blocks * BLOCK, owns_pages=lambda address: True)
-
-
-class Gate:
-    """A disk that writes nothing before it is opened, and asks `look` at each write."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.backend = Faulty(self._write)
-        self.num_waiting = 0
-        self.look: Callable[[], None] = lambda: None
-
-    def _write(self, count: int, fd: int, data: memoryview, offset: int) -> int:
-        self.num_waiting += 1
-        self.event.wait(10)
-        self.look()
-        return os.pwrite(fd, data, offset)
 
 
 @pytest.fixture
@@ -231,20 +214,13 @@ def test_an_interrupted_park_leaves_the_window_as_it_was(gate: Gate, gated: Tran
     gated.wait_for(lambda: tier.leaving_bytes == 0 and gated.scratch.used_bytes == 0)
 
 
-def test_a_slot_is_not_reused_while_something_is_under_way_in_it(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def wait_for_gate(count: int, fd: int, data: memoryview, offset: int) -> int:
-        gate.wait(10)
-        return os.pwrite(fd, data, offset)
-
-    with TransferPool(ScratchFile(tmp_path, backend=Faulty(wait_for_gate)), block_bytes=BLOCK) as pool:
-        tier = DiskTier(pool, window_bytes=4 * BLOCK)
-        parked = tier.park(torch.ones(BLOCK, dtype=torch.uint8), "x")
-        tier.release(parked)
-        assert pool.scratch.used_bytes == BLOCK
-        gate.set()
-        pool.wait_for(lambda: pool.scratch.used_bytes == 0)
+def test_a_slot_is_not_reused_while_something_is_under_way_in_it(gate: Gate, gated: TransferPool) -> None:
+    tier = tier_on(gated, 4)
+    parked = tier.park(torch.ones(BLOCK, dtype=torch.uint8), "x")
+    tier.release(parked)
+    assert gated.scratch.used_bytes == BLOCK
+    gate.event.set()
+    gated.wait_for(lambda: gated.scratch.used_bytes == 0)
 
 
 def test_a_window_of_less_than_two_blocks_is_refused(tmp_path: Path) -> None:

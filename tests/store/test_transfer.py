@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty_disk import Faulty
+from faulty_disk import Faulty, Gate
 
 from memwall.errors import OffloadIOError, StoreError
 from memwall.store.backend import round_up
@@ -86,19 +86,14 @@ def test_many_transfers_come_back_equal(tmp_path: Path, has_checksums: bool) -> 
 
 
 def test_a_read_queued_behind_its_write_waits_for_it(tmp_path: Path) -> None:
-    started = threading.Event()
-
-    def slow(count: int, fd: int, data: memoryview, offset: int) -> int:
-        started.wait(10)
-        return os.pwrite(fd, data, offset)
-
-    with TransferPool(ScratchFile(tmp_path, backend=Faulty(slow)), block_bytes=BLOCK) as pool:
+    gate = Gate()
+    with TransferPool(ScratchFile(tmp_path, backend=gate.backend), block_bytes=BLOCK) as pool:
         data, back = pages(3 * BLOCK), pages(3 * BLOCK, seed=1)
         slot = pool.scratch.allocate(3 * BLOCK)
         write = pool.write(slot, data)
         read = pool.read(slot, back, after=write, is_urgent=True)
         assert not read.is_done
-        started.set()
+        gate.event.set()
         read.wait()
         assert back == data
 
