@@ -56,7 +56,8 @@ class _Keep:
     """The hooks for tensors without a recipe where the caller has none."""
 
     def pack(self, tensor: Tensor) -> _Kept:
-        return _Kept(tensor, _version(tensor))
+        # A result that its own operation saves would hold its graph, and the graph it.
+        return _Kept(tensor if tensor.grad_fn is None else tensor.detach(), _version(tensor))
 
     def unpack(self, packed: _Kept) -> Tensor:
         if _version(packed.tensor) != packed.version:

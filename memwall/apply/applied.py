@@ -31,6 +31,7 @@ from memwall.plan.actions import (
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
+    Rebuild,
     Recompute,
 )
 from memwall.plan.planfile import Plan
@@ -241,6 +242,7 @@ class AppliedPlan:
 
 HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
     Recompute: AppliedPlan._apply_blocks,
+    Rebuild: AppliedPlan._apply_blocks,
     Offload: AppliedPlan._apply_blocks,
     AllocatorReuse: AppliedPlan._apply_allocator,
     Accumulate: AppliedPlan._apply_accumulate,

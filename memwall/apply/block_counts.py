@@ -15,6 +15,7 @@ class BlockCounts:
         "num_in_backward",
         "num_moved",
         "num_offered",
+        "num_rebuilt",
         "num_runs",
     )
 
@@ -25,6 +26,8 @@ class BlockCounts:
         """Of these, from within a backward pass."""
         self.num_runs = 0
         """Of a recomputed block's own forward."""
+        self.num_rebuilt = 0
+        """Saved tensors that became the recipe to rebuild them."""
         self.num_offered = 0
         """Saved tensors that came by the offload's hooks."""
         self.num_moved = 0
@@ -36,6 +39,10 @@ class BlockCounts:
     def num_reruns(self) -> int:
         """Recomputations that have begun."""
         return max(0, self.num_runs - self.num_calls)
+
+    def note_rebuilt(self, num_saved: int) -> None:
+        """To be called with how many saved tensors of a call became recipes."""
+        self.num_rebuilt += num_saved
 
     def counting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward, each run of it counted."""

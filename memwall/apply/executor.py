@@ -1,10 +1,11 @@
 """Carries out a plan's block actions on live modules, and takes them back: the forward of each block is wrapped.
 
-Per block the layers are, from inside: the original forward, recomputation, offload. A hook on the block's output marks
-the beginning of its backward; there the executor prefetches the block before it.
+Per block the layers are, from inside: the original forward, recomputation or recompute handles, offload. A hook on the
+block's output marks the beginning of its backward; there the executor prefetches the block before it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from memwall.apply.block_counts import BlockCounts
 from memwall.apply.recompute import recomputed
 from memwall.errors import ApplyError
-from memwall.plan.actions import Action, Offload, Recompute
+from memwall.plan.actions import Action, Offload, Rebuild, Recompute
 from memwall.trace.attached import wrap_forward
+from memwall.triton_kernels import recompute_handles
 
 __all__ = ["BlockExecutor", "OffloadEngine", "resolve_blocks"]
 
@@ -27,6 +29,12 @@ class OffloadEngine(Protocol):
 
     def hooks(self) -> Any:
         """Context manager under which saved tensors move away."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Moves one away, or keeps it; what is to be stored in its place."""
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor again."""
 
     def prefetch(self, key: Any) -> None:
         """Begins to read a group back."""
@@ -73,11 +81,12 @@ class BlockExecutor:
             ApplyError: a block is missing, cannot be wrapped, or needs an engine there is none of.
         """
         recompute = {a.block: a for a in actions if isinstance(a, Recompute)}
+        rebuild = {a.block for a in actions if isinstance(a, Rebuild)}
         offload = {a.block: a for a in actions if isinstance(a, Offload)}
-        named = {*recompute, *offload}
+        named = {*recompute, *rebuild, *offload}
         # An order made for another micro-batch may lack a block; each that is named must be wrapped.
         order = tuple(dict.fromkeys((*self._order, *(path for path in self._modules if path in named))))
-        missing = sorted({*recompute, *offload} - set(self._modules))
+        missing = sorted(named - set(self._modules))
         if missing:
             raise ApplyError(
                 f"the plan treats the module '{missing[0]}', which this model does not have; "
@@ -88,8 +97,8 @@ class BlockExecutor:
         try:
             for place, path in enumerate(order):
                 follows = place > 0 and order[place - 1] in offload
-                if path in recompute or path in offload or follows:
-                    self._wrap(path, recompute.get(path), path in offload)
+                if path in named or follows:
+                    self._wrap(path, recompute.get(path), rebuilds=path in rebuild, is_offloaded=path in offload)
         except BaseException:
             self.undo()
             raise
@@ -109,11 +118,12 @@ class BlockExecutor:
         """Forgets the calls of the last step; to be called before each step's first forward."""
         self._groups = []
 
-    def _wrap(self, path: str, recompute: Recompute | None, is_offloaded: bool) -> None:
+    def _wrap(self, path: str, recompute: Recompute | None, *, rebuilds: bool, is_offloaded: bool) -> None:
         module = self._modules[path]
         original = module.forward
         counts = self._counts[path] = BlockCounts()
         inner = original if recompute is None else recomputed(module, counts.counting(original), recompute)
+        engine = self._engine if is_offloaded else None
 
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -122,12 +132,10 @@ class BlockExecutor:
             if torch._C._current_autograd_node() is not None:
                 counts.num_in_backward += 1
             key = None
-            if is_offloaded and self._engine is not None:
+            if engine is not None:
                 key = (path, self._calls)
                 self._calls += 1
-                with self._engine.group(key, counts), self._engine.hooks():
-                    out = inner(*args, **kwargs)
-            else:
+            with _saving(engine, key, counts, rebuilds=rebuilds):
                 out = inner(*args, **kwargs)
             self._mark(key, out)
             return out
@@ -148,6 +156,23 @@ class BlockExecutor:
             engine.prefetch(before)
 
         tensor.register_hook(begins)
+
+
+@contextmanager
+def _saving(
+    engine: OffloadEngine | None, key: tuple[str, int] | None, counts: BlockCounts, *, rebuilds: bool
+) -> Iterator[None]:
+    """What takes the tensors that a block saves: torch calls the innermost hooks alone, so handles pass on to the
+    engine what they do not rebuild."""
+    with ExitStack() as stack:
+        if engine is not None:
+            stack.enter_context(engine.group(key, counts))
+        if rebuilds:
+            handles = stack.enter_context(recompute_handles(engine))
+            stack.callback(lambda: counts.note_rebuilt(handles.num_replaced))
+        elif engine is not None:
+            stack.enter_context(engine.hooks())
+        yield
 
 
 def _first_differentiable(value: Any) -> Tensor | None:

@@ -148,12 +148,16 @@ class Kept:
     """A saved tensor that stays where it is.
 
     With hooks installed autograd no longer compares versions (torch/csrc/autograd/saved_variable.cpp, 2.13), so this
-    does, for tensors that do not move as well.
+    does, for tensors that do not move as well. A result that its own operation saves would hold its graph, and the
+    graph it; so what is held is detached, and a forward without a backward leaves nothing behind.
     """
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
+        if tensor.grad_fn is not None:
+            with quiet():
+                tensor = tensor.detach()
         self.tensor = tensor
         self.version = -1 if tensor.is_inference() else tensor._version
 

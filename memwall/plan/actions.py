@@ -18,6 +18,7 @@ __all__ = [
     "Offload",
     "OptimizerPlacement",
     "ParameterPlacement",
+    "Rebuild",
     "Recompute",
     "kinds",
 ]
@@ -43,6 +44,16 @@ class Recompute(Struct, frozen=True, kw_only=True, tag_field="kind", tag="recomp
     def __post_init__(self) -> None:
         if self.kept_names and len(self.kept_names) != len(self.kept_ops):
             raise ValueError(f"kept_names names {len(self.kept_names)} of {len(self.kept_ops)} kept_ops")
+
+
+class Rebuild(Struct, frozen=True, kw_only=True, tag_field="kind", tag="rebuild", forbid_unknown_fields=True):
+    """Rebuilds for backward what fused kernels return in a block, from what they keep anyway, instead of keeping it."""
+
+    block: str
+    """Path of the module; its kernels are those of a `FusedKernels`, or the model's own."""
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "bit-exact"
 
 
 class Offload(Struct, frozen=True, kw_only=True, tag_field="kind", tag="offload", forbid_unknown_fields=True):
@@ -144,6 +155,7 @@ class ParameterPlacement(
 
 Action = (
     Recompute
+    | Rebuild
     | Offload
     | Accumulate
     | Autocast
@@ -157,7 +169,7 @@ Action = (
 def kinds() -> dict[str, type[Struct]]:
     """Action records by the name they have in a plan file."""
     records: tuple[type[Struct], ...] = (
-        *(Recompute, Offload, Accumulate, Autocast, FusedKernels),
+        *(Recompute, Rebuild, Offload, Accumulate, Autocast, FusedKernels),
         *(AllocatorReuse, OptimizerPlacement, ParameterPlacement),
     )
     return {str(record.__struct_config__.tag): record for record in records}

@@ -15,6 +15,7 @@ __all__ = [
     "can_move_optimizer_state",
     "can_move_parameters",
     "can_offload",
+    "can_rebuild",
     "can_recompute",
     "can_reuse_allocator",
     "can_use_kernels",
@@ -50,6 +51,13 @@ def can_recompute(trace: Trace, model: StepModel, block: BlockCalls) -> str | No
                 writer = trace.modules[op.module]
                 if not (writer.is_leaf and writer.has_batch_norm):
                     return f"'{writer.path or writer.class_name}' writes to a buffer of its own in forward"
+    return None
+
+
+def can_rebuild(model: StepModel, block: BlockCalls) -> str | None:
+    """None if the block keeps results of fused kernels for backward that can be rebuilt instead, else why not."""
+    if not any(model.rebuilt_results(call, saved) for call, saved in zip(block.calls, block.saved, strict=True)):
+        return f"'{block.path}' keeps no result of a fused kernel that can be rebuilt"
     return None
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from memwall.plan.instance import Block, Instance, Link, Option, Row
-from memwall.plan.legality import can_recompute
+from memwall.plan.legality import can_rebuild, can_recompute
 from memwall.predict.curve import live_curve
 from memwall.predict.lives import LAST, Life
 from memwall.predict.treatment import BlockCalls, StepModel, Treatment
@@ -23,6 +23,8 @@ Int64s = NDArray[np.int64]
 # What the executor itself costs, measured on two cores with torch 2.13 (benchmarks/executor_cost.py, 2026-11-20).
 _CHECKPOINT_SECONDS = 650e-6  # one torch checkpoint of a block: frame, RNG state, hooks
 _SELECT_SECONDS_PER_OP = 40e-6  # one operation under selective checkpointing, forward and recomputation together
+_HANDLE_SECONDS = 5e-6  # one saved tensor that passes through the hooks of recompute handles, there and back
+_REBUILD_SECONDS = 57e-6  # one result that becomes a recipe and is rebuilt, besides the operation itself
 # Selective points of a block: each makes the program slower to solve.
 _MOST_POINTS = 6
 
@@ -53,7 +55,8 @@ class Menu(Struct, frozen=True, kw_only=True):
 
 
 def build_menus(trace: Trace, model: StepModel, costs: Costs) -> tuple[Menu, ...]:
-    """Per block: keep, full recompute, up to six selective points, and with a tier below the moved variants."""
+    """Per block: keep, full recompute, up to six selective points, results of fused kernels rebuilt, and with a tier
+    below the moved variants."""
     return tuple(
         _menu(model, block, costs, is_repeatable=can_recompute(trace, model, block) is None) for block in model.blocks
     )
@@ -72,13 +75,17 @@ def _menu(model: StepModel, block: BlockCalls, costs: Costs, *, is_repeatable: b
         offer("full", Treatment(recompute=True, min_bytes=costs.min_bytes))
         for number, kept in enumerate(_selective_points(model, block), start=1):
             offer(f"select-{number}", Treatment(recompute=True, kept_ops=kept, min_bytes=costs.min_bytes))
+    is_rebuildable = can_rebuild(model, block) is None
+    if is_rebuildable:
+        offer("rebuild", Treatment(rebuild=True, min_bytes=costs.min_bytes))
     if costs.can_offload:
-        offer("offload", Treatment(offload=True, min_bytes=costs.min_bytes))
-        if options[-1].moved_bytes == 0:
-            options.pop()
-            treatments.pop()
+        moving = [("offload", Treatment(offload=True, min_bytes=costs.min_bytes))]
+        if is_rebuildable:
+            moving.append(("rebuild+offload", Treatment(rebuild=True, offload=True, min_bytes=costs.min_bytes)))
         if is_repeatable:
-            offer("full+offload", Treatment(recompute=True, offload=True, min_bytes=costs.min_bytes))
+            moving.append(("full+offload", Treatment(recompute=True, offload=True, min_bytes=costs.min_bytes)))
+        for name, treatment in moving:
+            offer(name, treatment)
             if options[-1].moved_bytes == 0:
                 options.pop()
                 treatments.pop()
@@ -102,11 +109,16 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
     for call, saved in zip(block.calls, block.saved, strict=True):
         if call.backward_start < 0:
             continue
+        repeated = model.repeated_ops(call, saved, treatment)
+        seconds += sum(step.ops[op].seconds for _, ops in repeated for op in ops)
         if treatment.recompute:
             seconds += _CHECKPOINT_SECONDS * costs.num_passes
-            seconds += sum(step.ops[op].seconds for op in model.recomputed_ops(call, saved, treatment))
             if treatment.kept_ops:
                 seconds += _SELECT_SECONDS_PER_OP * len(model.counted_ops(call)) * costs.num_passes
+        if treatment.rebuild:
+            num_rebuilt = sum(len(ops) for _, ops in repeated)
+            handled = _HANDLE_SECONDS * len(saved) + _REBUILD_SECONDS * num_rebuilt
+            seconds += handled * costs.num_passes
         if treatment.offload:
             moved += model.moved_bytes(call, saved, treatment)
     return seconds + moved * costs.num_passes * costs.copy_seconds_per_byte, moved
@@ -278,20 +290,16 @@ def _column(
     own = np.maximum.reduceat(curve + delta, bounds) - base_peaks
     own_rows = np.asarray(owners) == b
     column[own_rows] = own[own_rows]
-    if treatment.recompute:
-        for call, saved in zip(model.blocks[b].calls, model.blocks[b].saved, strict=True):
-            if call.backward_start < 0:
-                continue
-            at = model.recomputed_at(call, saved)
+    for call, saved in zip(model.blocks[b].calls, model.blocks[b].saved, strict=True):
+        for at, ops in model.repeated_ops(call, saved, treatment) if call.backward_start >= 0 else ():
             row = int(np.searchsorted(bounds, at, side="right")) - 1
-            again = len(model.recomputed_ops(call, saved, treatment))
-            peak = int(before[at]) + _recompute_peak(gone, come, at, again)
+            peak = int(before[at]) + _repeated_peak(gone, come, at, len(ops))
             column[row] = max(int(column[row]), peak - int(base_peaks[row]))
     return column
 
 
-def _recompute_peak(gone: Sequence[Life], come: Sequence[Life], at: int, num_ops: int) -> int:
-    """Highest bytes, relative to the plain step at operation `at`, while operations are recomputed before it."""
+def _repeated_peak(gone: Sequence[Life], come: Sequence[Life], at: int, num_ops: int) -> int:
+    """Highest bytes, relative to the plain step at operation `at`, while operations run again before it."""
     change = np.zeros(num_ops + 2, dtype=np.int64)
     for lives, sign in ((gone, -1), (come, 1)):
         for life in lives:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from memwall.plan.actions import Action, Offload, Recompute
+from memwall.plan.actions import Action, Offload, Rebuild, Recompute
 from memwall.plan.instance import Choice
 from memwall.plan.menu import Menu
 from memwall.predict.treatment import Treatment
@@ -30,15 +30,15 @@ def treatments_of_choice(menus: Sequence[Menu], choice: Choice) -> dict[str, Tre
 
 
 def block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[Action]:
-    """The executor's orders for a choice: recompute first, then offload, in block order."""
-    recompute: list[Action] = []
+    """The executor's orders for a choice: what runs again first, then offload, in block order."""
+    again: list[Action] = []
     offload: list[Action] = []
     for menu, number in zip(menus, choice.options, strict=True):
         treatment, option = menu.treatments[number], menu.options[number]
         if treatment is None:
             continue
         if treatment.recompute:
-            recompute.append(
+            again.append(
                 Recompute(
                     block=menu.block.path,
                     kept_ops=treatment.kept_ops,
@@ -48,7 +48,16 @@ def block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[Ac
                     cost_seconds=option.extra_seconds,
                 )
             )
+        if treatment.rebuild:
+            again.append(
+                Rebuild(
+                    block=menu.block.path,
+                    saved_bytes=menu.freed_bytes[number],
+                    cost_seconds=option.extra_seconds,
+                )
+            )
         if treatment.offload:
+            runs_again = treatment.recompute or treatment.rebuild
             offload.append(
                 Offload(
                     block=menu.block.path,
@@ -56,8 +65,8 @@ def block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[Ac
                     tier="disk" if device == "cpu" else "host",
                     min_bytes=treatment.min_bytes,
                     window_bytes=WINDOW_BYTES,
-                    saved_bytes=option.moved_bytes if treatment.recompute else menu.freed_bytes[number],
-                    cost_seconds=0.0 if treatment.recompute else option.extra_seconds,
+                    saved_bytes=option.moved_bytes if runs_again else menu.freed_bytes[number],
+                    cost_seconds=0.0 if runs_again else option.extra_seconds,
                 )
             )
-    return recompute + offload
+    return again + offload

@@ -1,6 +1,6 @@
 """The step that a plan makes of a trace: what runs, recomputed operations and second lives included."""
 
-from memwall.plan.actions import Accumulate, Offload, OptimizerPlacement, ParameterPlacement, Recompute
+from memwall.plan.actions import Accumulate, Offload, OptimizerPlacement, ParameterPlacement, Rebuild, Recompute
 from memwall.plan.blocks import find_blocks
 from memwall.plan.microbatch import with_micro_batch
 from memwall.plan.places import Place, place_step
@@ -15,15 +15,17 @@ __all__ = ["planned_step"]
 def _treatments_of(plan: Plan) -> dict[str, Treatment]:
     """Block path -> treatment, from a plan's actions."""
     recompute = {a.block: a for a in plan.actions if isinstance(a, Recompute)}
+    rebuild = {a.block: a for a in plan.actions if isinstance(a, Rebuild)}
     offload = {a.block: a for a in plan.actions if isinstance(a, Offload)}
     return {
         block: Treatment(
             recompute=block in recompute,
             kept_ops=recompute[block].kept_ops if block in recompute else (),
+            rebuild=block in rebuild,
             offload=block in offload,
             **({"min_bytes": offload[block].min_bytes} if block in offload else {}),
         )
-        for block in {**recompute, **offload}
+        for block in {**recompute, **rebuild, **offload}
     }
 
 

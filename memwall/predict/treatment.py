@@ -15,12 +15,15 @@ from memwall.predict.lives import LAST, Life, Time, rebuilt
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.trace.records import ModuleCall, Step, Storage
 
-__all__ = ["BlockCalls", "StepModel", "Treatment"]
+__all__ = ["REBUILDABLE_OPS", "BlockCalls", "Rebuilt", "StepModel", "Treatment"]
 
 # Selective checkpointing does not ask its policy about these (torch.utils.checkpoint.SAC_IGNORED_OPS, torch 2.13).
 UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
 # What torch.get_rng_state() returns on a CPU: every checkpoint holds one, and one more while it recomputes.
 RNG_STATE_BYTES = 5056
+# Operations whose first result recompute handles can rebuild from what their own backward keeps
+# (memwall.triton_kernels.recompute; a test compares this with what they publish).
+REBUILDABLE_OPS = frozenset(f"memwall.{name}.default" for name in ("glu", "packed_glu", "norm", "add_norm"))
 
 
 class Treatment(Struct, frozen=True, kw_only=True):
@@ -29,8 +32,10 @@ class Treatment(Struct, frozen=True, kw_only=True):
     recompute: bool = False
     kept_ops: tuple[int, ...] = ()
     """With recompute: operations whose results are kept, numbered within the call without `UNCOUNTED_OPS`."""
+    rebuild: bool = False
+    """Without recompute: results of `REBUILDABLE_OPS` are rebuilt for backward, one by one, instead of kept."""
     offload: bool = False
-    """Saved tensors (with recompute: the block's inputs) move to the next tier."""
+    """Saved tensors (with recompute: the block's inputs) move to the next tier; what is rebuilt does not."""
     min_bytes: int = 1 << 20
     """Tensors below this stay where they are."""
 
@@ -42,6 +47,20 @@ class BlockCalls(Struct, frozen=True, kw_only=True):
     module: int
     calls: tuple[ModuleCall, ...]
     saved: tuple[tuple[int, ...], ...]
+
+
+class Rebuilt(NamedTuple):
+    """A result that is rebuilt when backward first asks for it, and held until it asked for the last time."""
+
+    op: int
+    """The operation that runs again."""
+    storage: int
+    at: int
+    """The operation of backward before which it does."""
+    end: int
+    """The operation before which backward lets go of it."""
+    saves: tuple[int, ...]
+    """Numbers of the saved tensors that became a recipe."""
 
 
 class _Reload(NamedTuple):
@@ -109,6 +128,40 @@ class StepModel:
         kept = {counted[i] for i in treatment.kept_ops if i < len(counted)}
         return [op for op in range(call.start, needed) if op not in kept]
 
+    def rebuilt_results(self, call: ModuleCall, saved: Sequence[int]) -> list[Rebuilt]:
+        """What a call saves of results that can be rebuilt, in the order in which backward asks for them."""
+        step = self.step
+        saves_of: dict[int, list[int]] = {}
+        for number in saved:
+            saves_of.setdefault(step.saved[number].storage, []).append(number)
+        found: list[Rebuilt] = []
+        needed_at: dict[int, int] = {}  # by recipes of later results
+        for op in range(call.end - 1, call.start - 1, -1):
+            record = step.ops[op]
+            index = record.outputs[0] if record.outputs and self.names[record.name] in REBUILDABLE_OPS else -1
+            saves = saves_of.get(index, ())
+            if not saves or step.storages[index].birth != op:
+                continue
+            last_packed = max(step.saved[s].packed for s in saves)
+            if any(self.is_written(i, op + 1, last_packed) for i in (index, *record.inputs)):
+                continue
+            at = min(needed_at.get(index, len(step.ops)), *(step.saved[s].unpacked for s in saves))
+            end = max(at, *(step.saved[s].released for s in saves))
+            found.append(Rebuilt(op, index, at, end, tuple(saves)))
+            for i in record.inputs:
+                needed_at[i] = min(at, needed_at.get(i, at))
+        return sorted(found, key=lambda result: (result.at, result.op))
+
+    def repeated_ops(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> list[tuple[int, list[int]]]:
+        """What runs again in backward for one call: operations, and the operation of backward before which they do."""
+        if treatment.recompute:
+            return [(self.recomputed_at(call, saved), self.recomputed_ops(call, saved, treatment))]
+        found: dict[int, list[int]] = {}
+        for result in self.rebuilt_results(call, saved) if treatment.rebuild else ():
+            if result.at < len(self.step.ops):  # backward never asks for others
+                found.setdefault(result.at, []).append(result.op)
+        return sorted(found.items())
+
     def movable(self, number: int, treatment: Treatment) -> bool:
         """Whether a saved tensor may leave the device: an activation or input, and large enough."""
         save = self.step.saved[number]
@@ -127,7 +180,13 @@ class StepModel:
                 and storage.nbytes >= treatment.min_bytes
                 and storage.category in ("activation", "temporary", "input")
             )
-        return sum(self._moved_of(saved, treatment).values())
+        return sum(self._moved_of(self._not_rebuilt(call, saved, treatment), treatment).values())
+
+    def _not_rebuilt(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> Sequence[int]:
+        if not treatment.rebuild:
+            return saved
+        rebuilt_saves = {number for result in self.rebuilt_results(call, saved) for number in result.saves}
+        return [number for number in saved if number not in rebuilt_saves]
 
     def _moved_of(self, saved: Sequence[int], treatment: Treatment) -> dict[int, int]:
         """Per storage the bytes that move: all of it when its saved views cover a good part, as the executor does."""
@@ -176,7 +235,10 @@ class StepModel:
                     continue
                 if treatment.recompute:
                     self._recompute(b, c, treatment, taken, held_until, come, reloads)
-                elif treatment.offload:
+                    continue
+                if treatment.rebuild:
+                    self._rebuild(b, c, taken, come)
+                if treatment.offload:
                     self._offload(b, c, treatment, taken, reloads)
         for index, needs in reloads.items():
             come.extend(_reloaded(self.step.storages[index], index, needs))
@@ -243,10 +305,27 @@ class StepModel:
             else:
                 held_until[index] = max(held_until.get(index, (0, 0)), (call.backward_end, 0))
 
+    def _rebuild(self, b: int, c: int, taken: set[int], come: list[Life]) -> None:
+        call, saved = self.blocks[b].calls[c], self.blocks[b].saved[c]
+        rank: dict[int, int] = {}
+        for result in self.rebuilt_results(call, saved):
+            taken.update(result.saves)
+            if result.at == len(self.step.ops):
+                continue
+            place = rank[result.at] = rank.get(result.at, -1) + 1
+            come.append(
+                Life(result.storage, self.step.storages[result.storage].nbytes, (result.at, place), (result.end, 0))
+            )
+            for index in self._born_in[b][c]:
+                storage = self.step.storages[index]
+                if storage.birth == result.op and index not in self.step.ops[result.op].outputs:
+                    come.append(Life(index, storage.nbytes, (result.at, place), (result.at, place + 1)))
+
     def _offload(
         self, b: int, c: int, treatment: Treatment, taken: set[int], reloads: dict[int, list[_Reload]]
     ) -> None:
-        saved, call = self.blocks[b].saved[c], self.blocks[b].calls[c]
+        call = self.blocks[b].calls[c]
+        saved = self._not_rebuilt(call, self.blocks[b].saved[c], treatment)
         spans: dict[int, tuple[int, int]] = {}
         for number in saved:
             if self.movable(number, treatment):
@@ -254,6 +333,10 @@ class StepModel:
                 taken.add(number)
                 asked, until = spans.get(save.storage, (save.unpacked, save.released))
                 spans[save.storage] = (min(asked, save.unpacked), max(until, save.released))
+        for result in self.rebuilt_results(call, self.blocks[b].saved[c]) if treatment.rebuild else ():
+            for index in self.step.ops[result.op].inputs:
+                if index in spans:
+                    spans[index] = (min(spans[index][0], result.at), spans[index][1])
         at = self._prefetch_at[call.start]
         for index, nbytes in self._moved_of(saved, treatment).items():
             asked, until = spans[index]
@@ -262,15 +345,14 @@ class StepModel:
     # -- whole steps -----------------------------------------------------------------------------------------------
 
     def treated(self, treatments: Mapping[str, Treatment]) -> Step:
-        """The step as it runs under the treatments, with recomputed operations and second lives in place."""
+        """The step as it runs under the treatments, with what runs again and second lives in place."""
         insertions: list[tuple[int, list[int]]] = []
         for block in self.blocks:
             treatment = treatments.get(block.path)
-            if treatment is not None and treatment.recompute:
+            if treatment is not None:
                 for call, saved in zip(block.calls, block.saved, strict=True):
                     if call.backward_start >= 0:
-                        again = self.recomputed_ops(call, saved, treatment)
-                        insertions.append((self.recomputed_at(call, saved), again))
+                        insertions.extend(self.repeated_ops(call, saved, treatment))
         return rebuilt(self.step, sorted(insertions), self.lives(treatments))
 
     def parked(self, min_bytes: int) -> Step:

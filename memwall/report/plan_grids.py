@@ -13,6 +13,7 @@ from memwall.plan.actions import (
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
+    Rebuild,
     Recompute,
 )
 from memwall.plan.forecast import Forecast, PeakBytes
@@ -140,6 +141,8 @@ def _treatment(action: Action) -> tuple[object, ...]:
     """What two actions must share to be drawn as one row."""
     if isinstance(action, Recompute):
         return ("recompute", action.kept_ops, action.num_ops, action.exactness)
+    if isinstance(action, Rebuild):
+        return ("rebuild", action.exactness)
     if isinstance(action, Offload):
         return ("offload", action.scope, action.tier, action.exactness)
     return (type(action), id(action))
@@ -151,6 +154,8 @@ def _what(action: Action) -> str:
             return "recompute"
         case Recompute():
             return f"recompute, keep {len(action.kept_ops)} of {action.num_ops} ops"
+        case Rebuild():
+            return "rebuild results of fused kernels"
         case Offload():
             thing = "saved tensors" if action.scope == "saved" else "block inputs"
             return f"offload {thing} to {action.tier}"
@@ -175,7 +180,7 @@ def _what(action: Action) -> str:
 
 
 def _where(actions: Sequence[Action]) -> str:
-    blocks = [action.block for action in actions if isinstance(action, Recompute | Offload)]
+    blocks = [action.block for action in actions if isinstance(action, Recompute | Rebuild | Offload)]
     if blocks:
         return block_ranges(sorted(blocks, key=_natural))
     match actions[0]:

@@ -9,6 +9,7 @@ import torch
 from faulty_disk import Gate
 from offload_engines import KIB, Pool, a_pool, is_empty, offload_for
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memwall.apply.offload import SavedTensorModifiedError
 from memwall.errors import ApplyError, StoreError
@@ -157,3 +158,16 @@ def test_a_second_derivative_saves_what_it_was_given_under_its_own_name(pool: Po
         (second,) = torch.autograd.grad(first.sum(), x)
         assert second[0] == 36  # 6y where y is 6
         assert unused.grad_fn is not None
+
+
+@pytest.mark.parametrize("min_bytes", [1024, 1 << 20], ids=["moved", "kept"])
+def test_a_forward_without_a_backward_leaves_nothing_behind(pool: Pool, min_bytes: int) -> None:
+    """GIVEN an operation that saves its own result, as of an evaluation with gradients on THEN all of it is freed."""
+    x = torch.randn(2048, requires_grad=True)
+    with offload_for(pool, min_bytes=min_bytes) as offload:
+        with offload.hooks():
+            result = x.exp()
+        storage = StorageWeakRef(result.untyped_storage())
+        del result
+        assert is_empty(offload, pool)
+        assert storage.expired()

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.offload import ActivationOffload
+from memwall.predict.treatment import REBUILDABLE_OPS
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
-from memwall.triton_kernels import recompute_handles, swiglu
+from memwall.triton_kernels import add_rms_norm, geglu, layer_norm, recompute_handles, rms_norm, swiglu
 from memwall.triton_kernels.recompute import RecomputeHandles, RecomputeModifiedError, publish
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,6 +101,16 @@ def test_what_comes_back_has_the_bits_the_shape_and_the_strides_of_what_went(vie
     assert handles.num_rebuilt == 1
     assert [(restored.stride(), restored.storage_offset())] == layouts
     assert torch.equal(restored, saved)
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind(x: Tensor) -> None:
+    """GIVEN an operation that saves its own result THEN graph and saved result do not hold each other for ever."""
+    with recompute_handles():
+        result = x.exp()
+        storage = StorageWeakRef(result.untyped_storage())
+    del result
+    gc.collect()
+    assert storage.expired()
 
 
 def test_the_result_is_freed_between_forward_and_backward(x: Tensor) -> None:
@@ -295,6 +308,38 @@ def test_many_results_come_and_go_without_a_trace() -> None:
             assert gate.grad is not None
         assert len(handles._recipes) <= 1
     assert handles.num_replaced == handles.num_rebuilt == 50
+
+
+def test_planners_know_which_operations_results_are_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`memwall.predict` sees them in a trace by name, and does not import kernels."""
+    published: set[str] = set()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "memwall":
+                seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+
+    def note(self: RecomputeHandles, result: Tensor, rebuild: Any, inputs: Any) -> None:
+        published.add(seen[-1])
+
+    monkeypatch.setattr(RecomputeHandles, "publish", note)
+    gate, up, weight = (torch.randn(5, 24, requires_grad=True) for _ in range(3))
+    weight = weight[0]
+    with Operators(), recompute_handles():
+        for operation in (
+            lambda: swiglu(gate, up),
+            lambda: swiglu(gate),
+            lambda: geglu(gate, up),
+            lambda: rms_norm(gate, weight),
+            lambda: layer_norm(gate, weight, weight),
+            lambda: add_rms_norm(gate, up, weight),
+        ):
+            seen.clear()
+            operation()
+    assert published == REBUILDABLE_OPS
 
 
 def test_a_result_from_elsewhere_can_be_published_too() -> None:

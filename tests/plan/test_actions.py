@@ -18,6 +18,7 @@ from memwall.plan.actions import (
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
+    Rebuild,
     Recompute,
     kinds,
 )
@@ -29,6 +30,7 @@ PACKAGE = Path(inspect.getfile(legality)).resolve().parents[1]
 # One of each, as a person would read it in the plan's table: action, where, exactness.
 EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
     "recompute": (Recompute(block="h.3"), ("recompute", "h.3", "bit-exact")),
+    "rebuild": (Rebuild(block="h.3"), ("rebuild results of fused kernels", "h.3", "bit-exact")),
     "offload": (
         Offload(block="h.3", scope="inputs", tier="disk", min_bytes=1, window_bytes=2),
         ("offload block inputs to disk", "h.3", "bit-exact"),
@@ -54,6 +56,7 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
 }
 LEGALITY = {
     "recompute": "can_recompute",
+    "rebuild": "can_rebuild",
     "offload": "can_offload",
     "accumulate": "can_accumulate",
     "autocast": "can_autocast",

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from language_model import LanguageModel, tokens
 from oracle import count_allocations
 from torch import nn
 from zoo import MODELS, Case, trained_parameters
 
 from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.kernels import patch_kernels
 from memwall.apply.offload import ActivationOffload
 from memwall.apply.parking import parameter_guard
-from memwall.plan.actions import Action, Offload, Recompute
+from memwall.plan.actions import Action, Offload, Rebuild, Recompute
 from memwall.plan.blocks import find_blocks
 from memwall.plan.evaluate import evaluate
 from memwall.plan.instance import Instance, Link
@@ -40,7 +42,7 @@ BLOCK_BYTES = 4096
 
 Treatments = dict[str, Treatment]
 needs_transformers = pytest.mark.requires("transformers")
-ALL_MODELS = ["gpt", "resnet", "unet", pytest.param("encdec", marks=needs_transformers), "moe", "lora", "vit"]
+ALL_MODELS = ["gpt", "resnet", "unet", pytest.param("encdec", marks=needs_transformers), "moe", "lora", "vit", "fused"]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,8 +107,16 @@ class Run(NamedTuple):
     step: Callable[[], None]
 
 
+def with_fused_kernels() -> Case:
+    """Norms, gated MLPs and the loss of a language model by fused kernels, and memory in its layers."""
+    torch.manual_seed(0)
+    model = LanguageModel(num_layers=10)
+    assert patch_kernels(model, chunk_rows=128).num_replaced == 22
+    return Case(model, {"tokens": tokens()}, lambda model, batch: model(batch["tokens"]))
+
+
 def a_run(name: str, num_micro_batches: int = 1) -> Run:
-    case = MODELS[name]("tiny")
+    case = with_fused_kernels() if name == "fused" else MODELS[name]("tiny")
     optimizer = torch.optim.SGD(trained_parameters(case.model), lr=1e-3)
 
     def step() -> None:
@@ -170,6 +180,8 @@ def as_actions(treatments: Treatments) -> list[Action]:
     for path, treatment in treatments.items():
         if treatment.recompute:
             actions.append(Recompute(block=path, kept_ops=treatment.kept_ops))
+        if treatment.rebuild:
+            actions.append(Rebuild(block=path))
         if treatment.offload:
             scope = "inputs" if treatment.recompute else "saved"
             actions.append(
@@ -211,6 +223,7 @@ def test_the_predicted_peak_of_every_treatment_is_the_measured_one(name: str, tm
             unparked.predicted_bytes(treatments) / measured,
         )
     assert {"keep", "full", "select-1", "offload", "full+offload"} <= ratios.keys()
+    assert (name == "fused") == ("rebuild" in ratios) == ("rebuild+offload" in ratios)
     wrong = {label: pair for label, pair in ratios.items() if not all(LEAST <= ratio <= MOST for ratio in pair)}
     assert not wrong, f"predicted / measured (recorded parked, recorded plain): {wrong}"
 
@@ -236,6 +249,20 @@ def test_treating_blocks_saves_what_it_is_for() -> None:
     assert peaks["full"] < 0.55 * peaks["keep"]
     assert peaks["offload"] < 0.75 * peaks["keep"]
     assert peaks["full"] < peaks["select-1"] < peaks["keep"]
+
+
+def test_rebuilding_saves_what_fused_kernels_return_and_leaves_less_to_move() -> None:
+    """Of what a layer keeps (its input, the normed input, gate, up and their product) the second and the last."""
+    _, plain = plain_run("fused")
+    found = choices(plain)
+    freed, moved = (
+        {name: sum(m.freed_bytes[o] for m, o in zip(plain.menus, found[name], strict=True)) for name in found},
+        {name: sum(m.options[o].moved_bytes for m, o in zip(plain.menus, found[name], strict=True)) for name in found},
+    )
+    rows, num_layers = 8 * 65, 10
+    assert freed["rebuild"] == moved["offload"] - moved["rebuild+offload"] == num_layers * rows * (64 + 192) * 4
+    peaks = {name: plain.predicted_bytes(plain.treatments(found[name])) for name in ("keep", "rebuild")}
+    assert peaks["keep"] - peaks["rebuild"] > 0.8 * freed["rebuild"]
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)

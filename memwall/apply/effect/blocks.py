@@ -1,4 +1,4 @@
-"""Recomputation and offload of a block: seen in what its wrapper counts.
+"""Recomputation, rebuilding and offload of a block: seen in what its wrapper counts.
 
 A block that is not part of a step shows nothing, neither for nor against. That it was part of one is known from the
 gradient of a weight that no other module holds: it arrives whichever way the block was called.
@@ -9,9 +9,9 @@ from collections import Counter
 from torch import nn
 
 from memwall.apply.block_counts import BlockCounts
-from memwall.plan.actions import Offload, Recompute
+from memwall.plan.actions import Offload, Rebuild, Recompute
 
-__all__ = ["OffloadEffect", "RecomputeEffect", "Watched", "own_weight"]
+__all__ = ["OffloadEffect", "RebuildEffect", "RecomputeEffect", "Watched", "own_weight"]
 
 
 class Watched:
@@ -65,6 +65,36 @@ class RecomputeEffect:
             return (
                 f"it was called {counts.num_calls} times and its gradients arrived, but nothing ran again: hooks of "
                 "its own keep the tensors that it saves"
+            )
+        return self._watched.bypassed()
+
+    def close(self) -> None:
+        """See `Effect`."""
+        self._watched.close()
+
+
+class RebuildEffect:
+    """Results of fused kernels that the block's layers saved became recipes."""
+
+    def __init__(self, action: Rebuild, watched: Watched) -> None:
+        self.name = f"rebuilding in '{action.block}'"
+        self.expected = "what its fused kernels return is not kept for backward"
+        self._watched = watched
+
+    def is_seen(self) -> bool:
+        """See `Effect`."""
+        return self._watched.counts.num_rebuilt > 0
+
+    def contrary(self) -> str:
+        """See `Effect`."""
+        counts = self._watched.counts
+        if counts.num_rebuilt or not self._watched.num_gradients:
+            return ""
+        if counts.num_calls:
+            return (
+                f"it was called {counts.num_calls} times and its gradients arrived, but none of the tensors that it "
+                "saved came from a fused kernel: no kernel runs in it, or a checkpoint or saved-tensor hooks of its "
+                "own take them"
             )
         return self._watched.bypassed()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memwall.apply.effect.blocks import OffloadEffect, RecomputeEffect, Watched, own_weight
+from memwall.apply.effect.blocks import OffloadEffect, RebuildEffect, RecomputeEffect, Watched, own_weight
 from memwall.apply.effect.effect import Effect, Effects
 from memwall.apply.effect.kernels import KernelsEffect
 from memwall.apply.effect.memory import AllocatorEffect, PlacementEffect
@@ -18,6 +18,7 @@ from memwall.plan.actions import (
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
+    Rebuild,
     Recompute,
 )
 
@@ -39,6 +40,12 @@ def _recompute(applied: "AppliedPlan", action: Action) -> Effect | None:
     is_nested = any(action.block.startswith(f"{block}.") for block in outer)
     watched = _watched(applied, action.block)
     return None if watched is None else RecomputeEffect(action, watched, is_nested=is_nested)
+
+
+def _rebuild(applied: "AppliedPlan", action: Action) -> Effect | None:
+    assert isinstance(action, Rebuild)
+    watched = _watched(applied, action.block)
+    return None if watched is None else RebuildEffect(action, watched)
 
 
 def _offload(applied: "AppliedPlan", action: Action) -> Effect | None:
@@ -89,6 +96,7 @@ def _parameters(applied: "AppliedPlan", action: Action) -> Effect:
 
 EFFECTS: dict[type, Callable[["AppliedPlan", Action], Effect | None]] = {
     Recompute: _recompute,
+    Rebuild: _rebuild,
     Offload: _offload,
     Accumulate: _accumulate,
     Autocast: _autocast,
