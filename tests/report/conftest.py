@@ -13,6 +13,7 @@ from memwall.plan.actions import (
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
+    Rebuild,
     Recompute,
 )
 from memwall.plan.forecast import Forecast, PeakBytes
@@ -127,6 +128,7 @@ def actions() -> tuple[Action, ...]:
     return (
         *recomputes,
         *selective,
+        Rebuild(block="blocks.8", saved_bytes=6 * MIB, cost_seconds=0.0002),
         Offload(
             block="blocks.7",
             scope="saved",
