@@ -4,7 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["figures_of", "untagged", "without_unit"]
+from memwall.units import format_bytes
+
+__all__ = ["figures_of", "sizes_not_in", "untagged", "without_unit"]
 
 # What was asked for or chosen: no figure that was found.
 _SETTINGS = {"budget_bytes", "micro_batch", "num_micro_batches"}
@@ -73,6 +75,24 @@ def untagged(record: Any, *, is_tagged: bool = False, path: str = "") -> list[st
     elif isinstance(record, (int, float)) and not isinstance(record, bool) and not is_tagged:
         found.append(path)
     return sorted(set(found))
+
+
+def sizes_not_in(record: Any, text: str) -> list[str]:
+    """Sizes of a table, as `1.50 GiB`, that are no number of the object printed with it, and in none of its texts."""
+    known = {format_bytes(value) for _, value in figures_of(record)} | set(_sizes(" ".join(_texts_of(record))))
+    return sorted(set(_sizes(text)) - known)
+
+
+def _sizes(text: str) -> list[str]:
+    return re.findall(r"(?<![\w.])\d[\d.]* [KMGT]?i?B\b", " ".join(text.split()))
+
+
+def _texts_of(record: Any) -> Iterator[str]:
+    if isinstance(record, str):
+        yield record
+    elif isinstance(record, (dict, list)):
+        for value in record.values() if isinstance(record, dict) else record:
+            yield from _texts_of(value)
 
 
 def _counts(name: str) -> bool:

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.relaxations import Run, estimate_relaxations
+from memwall.predict.attention_calls import AttentionCalls, attention_calls
 from memwall.predict.cuda_allocator.advice import advise, setting_lines
 from memwall.predict.cuda_allocator.events import events_of_steps
 from memwall.predict.cuda_allocator.settings import AllocatorSettings, parse_settings
@@ -44,7 +45,9 @@ class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
     context_bytes: tuple[int, int]
     """Published range of what a process holds besides the allocator; the forecast counts the low end."""
     attention_kernels: dict[str, int]
-    """Attention calls of a step by the fused kernel they take."""
+    """Attention calls of a step by the kernel they take."""
+    attention_calls: tuple[AttentionCalls, ...]
+    """The same by the module that makes them."""
     expandable_reserved_bytes: int
     """What the allocator would reserve with expandable_segments:True."""
     in_peak: Peak
@@ -119,6 +122,8 @@ def estimate(
     )
     better = (setting_lines(advice.settings), parse_settings(advice.settings, model.profile))
 
+    attention = attention_calls(trace, steady, num_micro_batches=num_micro_batches)
+
     def relaxations() -> tuple[str, ...]:
         def bytes_of(changed: Run) -> int:
             return context_bytes + _reserved(simulated(changed) or {})
@@ -164,7 +169,11 @@ def estimate(
         host=host,
         margin_basis=MARGIN_BASIS,
         context_bytes=hardware.context_bytes,
-        attention_kernels=_attention_kernels(trace, steady, num_micro_batches),
+        attention_kernels={
+            kernel: sum(calls.num_calls for calls in attention if calls.kernel == kernel)
+            for kernel in sorted({calls.kernel for calls in attention})
+        },
+        attention_calls=attention,
         expandable_reserved_bytes=expandable_bytes,
         in_peak=max((peak_of(trace, step) for step in (trace.steps[0], steady)), key=lambda peak: peak.live_bytes),
     )
@@ -218,20 +227,3 @@ def _left_out(
     found.append("data loader workers, and the data set in host memory; other processes on the device")
     return tuple(found)
 
-
-_KERNEL_NAMES = {
-    "aten._scaled_dot_product_cudnn_attention.default": "cudnn",
-    "aten._scaled_dot_product_flash_attention.default": "flash",
-    "aten._scaled_dot_product_efficient_attention.default": "efficient",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": "cpu",
-}
-
-
-def _attention_kernels(trace: Trace, step: Step, num_micro_batches: int) -> dict[str, int]:
-    """Attention written out in products and softmax has no kernel of its own."""
-    found: dict[str, int] = {}
-    for op in step.ops:
-        kernel = _KERNEL_NAMES.get(trace.names[op.name])
-        if kernel is not None:
-            found[kernel] = found.get(kernel, 0) + 1
-    return {kernel: calls * num_micro_batches // trace.num_micro_batches for kernel, calls in sorted(found.items())}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
+from memwall.predict.attention_calls import mark_math_attention
 from memwall.predict.cuda_autocast import without_autocast
 
 __all__ = ["AttentionCall", "AttentionKernel", "attention_kernel", "run_attention"]
@@ -222,6 +223,7 @@ def _run(
             query, key, value, mask, needs_gradient, dropout, is_causal, scale=scale
         )[0]
     else:
+        mark_math_attention()
         kept = None
         if dropout:  # given, it is one of bools, as a device's fused dropout saves it; on a CPU it would be of numbers
             kept = torch.empty((*query.shape[:-1], key.shape[-2]), dtype=torch.bool, device=query.device)

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 __all__ = ["allocator_facts", "batch_text", "estimate_facts"]
 
 
+_ROUTES = {
+    "fake": "on fake tensors, without values, as the device would run it",
+    "recorded": "two real steps on this CPU, translated: what runs hangs on values",
+    "snapshot": "by the device's allocator",
+}
+
+
 def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
     """The estimate's figures as (name, value)."""
     peak, budget_bytes = estimate.peak, estimate.budget_bytes or 0
@@ -35,6 +42,7 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
         ("margin", f"{format_bytes(estimate.margin_bytes)} ({estimate.margin_basis})"),
         *allocator_facts(estimate.allocator),
         ("host memory", _host_text(estimate)),
+        ("recorded", _ROUTES[estimate.source]),
         ("attention kernels", kernels or DASH),
         ("step", f"at least {seconds_or_dash(seconds)} at data-sheet peaks" if seconds is not None else DASH),
         ("micro-batch", _micro_batch_text(estimate)),

@@ -235,7 +235,7 @@ class EventLog:
         return self._change_call[position] if position >= 0 else -1
 
     def mark(self, name: str) -> None:
-        """A phase begins at the next operation."""
+        """A phase, or what else has no operation of its own, begins at the next one."""
         self.marks.append((name, len(self.op_name)))
 
     def has_mark(self, name: str) -> bool:

@@ -121,7 +121,8 @@ class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     saved: tuple[SavedTensor, ...]
     calls: tuple[ModuleCall, ...]
     marks: tuple[tuple[str, int], ...]
-    """Where phases begin, as (name, operation): forward, loss, backward, accumulation, optimizer, eval."""
+    """Where phases begin, as (name, operation): forward, loss, backward, accumulation, optimizer, eval; and "math
+    attention", where attention begins that has no operator of its own."""
     wall_seconds: float
     """Measured duration of the step, recording included."""
     process_peak_bytes: int

@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from figures import untagged, without_unit
+from figures import sizes_not_in, untagged, without_unit
 from forecasts import FACTORY, LLAMA, OPTIONS, SCHEMA, Run, estimated
 
 from memwall.cli.app import main
@@ -28,6 +28,10 @@ def test_the_object_keeps_the_contract_and_says_what_it_rests_on(run: Run, confi
     assert peak["reserved_bytes"] >= peak["allocated_bytes"] > 0
     assert set(found["phases"]) == {"build", "first_step", "steady_step", "eval", "save", "resume"}
     assert found["attention_kernels"] == {"cudnn": LLAMA["num_hidden_layers"]}
+    assert found["attention_calls"] == [
+        {"module": f"model.layers.{layer}.self_attn", "kernel": "cudnn", "num_calls": 1}
+        for layer in range(LLAMA["num_hidden_layers"])
+    ]
     assert found["step_seconds"] > 0
     assert "not yet measured on a GPU" in found["margin_basis"]
     assert any("nothing was measured on this device" in line for line in found["not_modelled"])
@@ -137,6 +141,7 @@ def test_the_object_has_every_figure_of_the_table(
         assert sum(share["num_bytes"] for share in shares) == found["in_peak"]["live_bytes"]
         first = shown[shown.index(at_peak) + 3]
         assert first.startswith(f"{shares[0]['name'].replace('_', ' ')} {format_bytes(shares[0]['num_bytes'])} ")
+    assert sizes_not_in(found, "\n".join(line for line in shown if " others " not in line)) == []
     start = shown.index("Predicted peaks") + 3
     rows = shown[start : start + 6]
     order = ("build", "first step", "steady step", "eval", "save", "resume")

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memwall.predict.attention_calls import AttentionCalls, attention_calls
 from memwall.predict.cuda_attention import AttentionCall, attention_kernel
 from memwall.predict.hardware import hardware_named
 from memwall.predict.translate import not_modelled
@@ -125,6 +127,47 @@ def test_grouped_queries_in_float32_are_written_out(attending: Callable[..., Tra
     weights_bytes = 4 * BATCH * HEADS * TOKENS * TOKENS
     assert not any("attention" in name for name in trace.names)
     assert any(storage.nbytes == weights_bytes for storage in trace.steps[-1].storages)
+
+
+class TwoKinds(nn.Module):
+    """Attention twice over, the second time with heads of a size that no fused kernel takes in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = Heads(SIZE), Heads(SIZE + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.odd(x) + self.even(x) + self.even(x)
+
+
+class Heads(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3 * HEADS * size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.layer(x).view(BATCH, TOKENS, HEADS, -1).transpose(1, 2).chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(*parts).sum((1, 3), keepdim=True).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("device", "even", "odd"),
+    [("a100-80gb", "efficient", "math"), ("t4", "efficient", "efficient"), ("mi300x", "cpu", "cpu")],
+)
+def test_the_trace_says_which_kernel_each_call_took(
+    device: str,
+    even: str,
+    odd: str,
+    workload_of: Callable[..., Workload],
+    recorded: Callable[..., Trace],
+) -> None:
+    """The math kernel too, which has no operator; of many micro-batches two are recorded, and all are counted."""
+    trace = recorded(workload_of(TwoKinds, lambda: torch.ones(BATCH, TOKENS, WIDTH)), device)
+    for step in trace.steps:
+        assert attention_calls(trace, step, num_micro_batches=4) == (
+            AttentionCalls(module="odd", kernel=odd, num_calls=4),
+            AttentionCalls(module="even", kernel=even, num_calls=8),
+        )
 
 
 def test_multihead_attention_of_torch_takes_the_device_kernel_as_well(

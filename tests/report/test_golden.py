@@ -108,6 +108,7 @@ def estimate(plan: Plan, trace: Trace) -> Estimate:
         margin_basis="95 % of published runs",
         context_bytes=(GIB // 2, 2 * GIB),
         attention_kernels={"flash": 12},
+        attention_calls=(),
         expandable_reserved_bytes=42 * GIB,
         in_peak=peak_of(trace, trace.steps[1]),
     )
