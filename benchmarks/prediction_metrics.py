@@ -107,18 +107,19 @@ def left_out(
     return predictions
 
 
-def linear_fit(features: Sequence[Sequence[float]], true: Sequence[float], rows: NDArray[np.bool_]) -> Vector:
-    """Coefficients of the features, given as columns, that minimise the mean relative error over some rows.
+def linear_fit(features: Sequence[Sequence[float]], base: Vector, true: Vector, rows: NDArray[np.bool_]) -> Vector:
+    """Coefficients of the features, given as columns, that added to `base` minimise the mean relative error of rows.
 
     By least squares, reweighted until they are least absolute differences.
     """
-    truth = np.asarray(true, dtype=float)[rows]
+    truth = true[rows]
     relative = np.column_stack([np.asarray(column, dtype=float)[rows] for column in features]) / truth[:, None]
+    missing = (truth - base[rows]) / truth
     weights = np.ones(len(truth))
     coefficients = np.zeros(len(features))
     for _ in range(100):
-        coefficients = np.linalg.lstsq(relative * weights[:, None], weights, rcond=None)[0]
-        weights = 1 / np.sqrt(np.maximum(np.abs(relative @ coefficients - 1), 1e-6))
+        coefficients = np.linalg.lstsq(relative * weights[:, None], missing * weights, rcond=None)[0]
+        weights = 1 / np.sqrt(np.maximum(np.abs(relative @ coefficients - missing), 1e-6))
     return coefficients
 
 
@@ -131,12 +132,13 @@ def linear_arm(
     """Predictions by a linear fit of the other families; `base` is added as it is, with a coefficient of one."""
     columns = np.column_stack([np.asarray(column, dtype=float) for column in features])
     start = np.zeros(len(true)) if base is None else np.asarray(base, dtype=float)
+    truth = np.asarray(true, dtype=float)
 
     def fit(rows: NDArray[np.bool_]) -> Callable[[NDArray[np.bool_]], Vector]:
-        if base is None:
-            coefficients = linear_fit(features, true, rows)
+        if base is not None and len(features) == 1:  # a constant
+            coefficients = np.array([middle_difference(start[rows], truth[rows])])
         else:
-            coefficients = np.array([middle_difference(start[rows], np.asarray(true, dtype=float)[rows])])
+            coefficients = linear_fit(features, start, truth, rows)
         return lambda asked: start[asked] + columns[asked] @ coefficients
 
     return left_out(families, fit)

@@ -140,7 +140,7 @@ def _external_text(part: Mapping[str, Any]) -> str:
         f"{shipped['shipped_median_waste']:.0%} above the need in the median. Fitted on the other families it covers "
         f"{shipped['fitted_coverage']:.1%} of the runs of families left out ({by_kind}); what it does not cover are "
         "convolutions whose runs needed up to three times the memory at one batch size and not at the next, as "
-        "`cudnn.benchmark` does. "
+        f"`cudnn.benchmark` does. {_false_fits_text(shipped['fitted_verdicts'])} "
         f"Median and p90 by kind, in percent: {kinds}.",
         "All runs, with those flagged as spikes:",
         arm_table({name: tables["all"][name] for name in (_THREE_TERMS, _OURS)}),
@@ -153,6 +153,19 @@ def _external_text(part: Mapping[str, Any]) -> str:
     if part["known_runs"]:
         text += [KNOWN_NOTE, known_table(part["known_runs"], tables["context_bytes"])]
     return "\n\n".join(text)
+
+
+def _false_fits_text(by_device: Mapping[str, Mapping[str, int]]) -> str:
+    """How many of the verdicts "fits" on devices of these sizes were false."""
+    said = {size: found["fits_said_fits"] + found["not_said_fits"] for size, found in by_device.items()}
+    false = {size: found["not_said_fits"] for size, found in by_device.items()}
+    *sizes, last = by_device
+    counts = ", ".join(f"{false[size]} of {said[size]}" for size in by_device)
+    share = sum(false.values()) / sum(said.values())
+    return (
+        f'Asked so whether each run fits on a device of {", ".join(sizes)} and {last} GB, the verdict "fits" is false '
+        f"in {share:.1%}: {counts}."
+    )
 
 
 KNOWN_NOTE = (

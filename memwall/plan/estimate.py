@@ -226,4 +226,3 @@ def _left_out(
         )
     found.append("data loader workers, and the data set in host memory; other processes on the device")
     return tuple(found)
-

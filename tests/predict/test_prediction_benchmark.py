@@ -104,6 +104,13 @@ def test_a_base_is_taken_as_it_is_and_only_a_constant_fitted() -> None:
     assert list(predicted) == [16.0, 26.0, 35.0, 45.0]
 
 
+def test_a_share_is_fitted_beside_a_constant_of_what_the_base_lacks() -> None:
+    base, sizes = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0], [1.0, 5.0, 2.0, 4.0, 3.0, 6.0]
+    true = [start + 7 + 3 * size for start, size in zip(base, sizes, strict=True)]
+    predicted = metrics.linear_arm(([1.0] * 6, sizes), true, ["a", "a", "b", "b", "c", "c"], base=base)
+    assert list(predicted) == pytest.approx(true)
+
+
 def test_a_calibrated_margin_covers_what_it_should_on_families_it_has_not_seen() -> None:
     draw = np.random.default_rng(0)
     predicted = draw.uniform(1, 10, 4000)
@@ -207,6 +214,11 @@ def test_measured_runs_are_judged_with_what_other_families_need_beside_the_alloc
     found = external_tables(runs, recorded)
     assert found["ok"]["memwall, affine"]["p95"] < 0.001
     assert found["ok"]["memwall, context fitted"]["median"] < found["ok"]["fake, three terms"]["median"]
+    # What nothing but a share of the reserved bytes is missing of, a margin that learned it from others covers whole.
+    runs_that_fit = [sum(run.measured_gpu_mib * MIB <= size * 10**9 for run in runs) for size in (8, 12, 16, 24, 40)]
+    verdicts = found["margins"]["fitted_verdicts"].values()
+    assert [verdict["not_said_fits"] for verdict in verdicts] == [0] * 5
+    assert [verdict["fits_said_fits"] + verdict["fits_said_not"] for verdict in verdicts] == runs_that_fit
     # From batch 16 to 32 the largest model grows by 35,200 MiB; memwall says 32,000.
     probes = found["probes"]["8, 16"]
     assert probes["two probes, linear"]["worst"] == pytest.approx(0.0, abs=1e-9)

@@ -106,6 +106,9 @@ def test_the_front_page_shows_the_published_figures(published: dict[str, Any]) -
     zoo, runs = published["cpu"]["tables"]["arms"]["memwall"], published["external"]["tables"]
     ours, theirs = runs["ok"]["memwall, context fitted"], runs["ok"]["fake, three terms"]
     covered = runs["margins"]["fitted_coverage_by_kind"]
+    verdicts = runs["margins"]["fitted_verdicts"].values()
+    false = sum(verdict["not_said_fits"] for verdict in verdicts)
+    said = false + sum(verdict["fits_said_fits"] for verdict in verdicts)
     for figure in (
         f"{zoo['num_rows']} cases",
         f"never more than {100 * abs(zoo['worst']):.2f} % off",
@@ -115,6 +118,7 @@ def test_the_front_page_shows_the_published_figures(published: dict[str, Any]) -
         f"covers {100 * runs['margins']['fitted_coverage']:.0f} % of the runs of families that it was not fitted on",
         f"all transformers, {100 * covered['mlp']:.0f} % of MLPs",
         f"{100 * covered['cnn']:.0f} % of convolutional networks",
+        f'of its verdicts "fits" on devices of 8 to 40 GB, {100 * false / said:.1f} % are false',
     ):
         assert figure in page
     assert covered["transformer"] == 1.0
