@@ -9,7 +9,7 @@ from ._launch import runs_triton
 from ._pack_terms import BLOCK_ELEMENTS, CODE_DTYPES
 from ._rows import as_rows, compute_dtype
 
-__all__ = ["pack_op", "unpack_op"]
+__all__ = ["pack_op", "packer", "unpack_op", "unpacker"]
 
 
 @torch.library.custom_op("memwall::pack", mutates_args=())
@@ -17,7 +17,7 @@ def pack_op(tensor: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """Codes [elements] and units [blocks]."""
     codes, units = _empty(tensor, form)
     if tensor.numel() > 0:
-        _packer(tensor)(as_rows(tensor) if tensor.dim() > 0 else tensor.view(1, 1), codes, units, form)
+        packer(tensor)(as_rows(tensor) if tensor.dim() > 0 else tensor.view(1, 1), codes, units, form)
     return codes, units
 
 
@@ -31,7 +31,7 @@ def unpack_op(codes: Tensor, units: Tensor, dtype: torch.dtype) -> Tensor:
     """Elements in `dtype`."""
     result = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if codes.numel() > 0:
-        _unpacker(result)(codes, units, result)
+        unpacker(result)(codes, units, result)
     return result
 
 
@@ -49,7 +49,8 @@ def _empty(tensor: Tensor, form: str) -> tuple[Tensor, Tensor]:
     )
 
 
-def _packer(tensor: Tensor) -> Any:
+def packer(tensor: Tensor) -> Any:
+    """What fills codes and units on the tensor's device: (tensor [rows, columns], codes, units, form)."""
     if runs_triton(tensor):
         from ._pack_kernel import launch_pack
 
@@ -59,7 +60,8 @@ def _packer(tensor: Tensor) -> Any:
     return reference_pack
 
 
-def _unpacker(result: Tensor) -> Any:
+def unpacker(result: Tensor) -> Any:
+    """What fills a result on its device: (codes, units, result)."""
     if runs_triton(result):
         from ._pack_kernel import launch_unpack
 

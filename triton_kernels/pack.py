@@ -13,11 +13,21 @@ from torch import Tensor
 from memwall.errors import UsageError
 
 from ._pack_cost import PackShape, cost
-from ._pack_ops import pack_op, unpack_op
+from ._pack_ops import pack_op, packer, unpack_op, unpacker
 from ._pack_terms import BLOCK_ELEMENTS, CODE_DTYPES
-from ._rows import DTYPES
+from ._rows import DTYPES, compute_dtype
 
-__all__ = ["BLOCK_ELEMENTS", "PackShape", "Packed", "cost", "error_bound", "pack", "unpack"]
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "PackShape",
+    "Packed",
+    "cost",
+    "error_bound",
+    "pack",
+    "pack_into",
+    "unpack",
+    "unpack_into",
+]
 
 
 class Packed(NamedTuple):
@@ -35,6 +45,11 @@ class Packed(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of codes and units: 1.03 for each element."""
         return self.codes.nbytes + self.units.nbytes
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every element was; waits for the device."""
+        return not bool(self.units.isnan().any())
 
 
 def pack(tensor: Tensor, form: Literal["int8", "fp8"] = "int8") -> Packed:
@@ -67,6 +82,48 @@ def unpack(packed: Packed) -> Tensor:
     Raises:
         UsageError: codes, units and shape do not fit together.
     """
+    _check(packed)
+    result: Tensor = unpack_op(packed.codes.contiguous(), packed.units.contiguous(), packed.dtype)
+    return result.view(packed.shape)
+
+
+def pack_into(tensor: Tensor, packed: Packed) -> None:
+    """Packs into memory that is there already; for eager code, as no operator of torch's says what is written.
+
+    Args:
+        tensor: contiguous, of the shape and dtype that `packed` has.
+        packed: contiguous codes, whose dtype says the form, and units; both are overwritten.
+
+    Raises:
+        UsageError: they do not fit together.
+
+    >>> tensor = torch.tensor([1.0, 0.5, -0.003])
+    >>> packed = Packed(torch.empty(3, dtype=torch.int8), torch.empty(1), tensor.shape, tensor.dtype)
+    >>> pack_into(tensor, packed)
+    >>> packed.codes
+    tensor([127,  64,   0], dtype=torch.int8)
+    """
+    _check_memory(packed, tensor)
+    form = next(form for form, dtype in CODE_DTYPES.items() if dtype == packed.codes.dtype)
+    if tensor.numel() > 0:
+        packer(tensor)(tensor.detach().view(1, -1), packed.codes, packed.units, form)
+
+
+def unpack_into(packed: Packed, result: Tensor) -> None:
+    """Unpacks into memory that is there already; see `pack_into`.
+
+    Args:
+        result: contiguous, of the shape and dtype that `packed` has; overwritten.
+
+    Raises:
+        UsageError: they do not fit together.
+    """
+    _check_memory(packed, result)
+    if result.numel() > 0:
+        unpacker(result)(packed.codes, packed.units, result.view(-1))
+
+
+def _check(packed: Packed) -> None:
     num_elements = packed.shape.numel()
     num_blocks = math.ceil(num_elements / BLOCK_ELEMENTS)
     if (
@@ -75,11 +132,25 @@ def unpack(packed: Packed) -> Tensor:
         or packed.codes.dtype not in CODE_DTYPES.values()
     ):
         raise UsageError(
-            f"unpack of {list(packed.shape)} wants {num_elements} codes of int8 or float8_e4m3fn and {num_blocks} "
+            f"{list(packed.shape)}, packed, wants {num_elements} codes of int8 or float8_e4m3fn and {num_blocks} "
             f"units, found {packed.codes.dtype} {list(packed.codes.shape)} and {list(packed.units.shape)}"
         )
-    result: Tensor = unpack_op(packed.codes.contiguous(), packed.units.contiguous(), packed.dtype)
-    return result.view(packed.shape)
+
+
+def _check_memory(packed: Packed, tensor: Tensor) -> None:
+    _check(packed)
+    parts = (tensor, packed.codes, packed.units)
+    if (
+        (tensor.shape, tensor.dtype) != (packed.shape, packed.dtype)
+        or tensor.dtype not in DTYPES
+        or packed.units.dtype != compute_dtype(tensor.dtype)
+        or not all(part.is_contiguous() for part in parts)
+    ):
+        raise UsageError(
+            f"memory for {packed.dtype} {list(packed.shape)}, packed, wants a contiguous tensor like that, codes and "
+            f"{compute_dtype(packed.dtype)} units, found {tensor.dtype} {list(tensor.shape)} with strides "
+            f"{list(tensor.stride())} and {packed.units.dtype} units"
+        )
 
 
 def error_bound(tensor: Tensor, form: Literal["int8", "fp8"] = "int8") -> Tensor:

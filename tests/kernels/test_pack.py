@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memwall.triton_kernels import pack, unpack
 from memwall.triton_kernels._pack_reference import reference_pack, reference_unpack
-from memwall.triton_kernels.pack import BLOCK_ELEMENTS, error_bound
+from memwall.triton_kernels.pack import BLOCK_ELEMENTS, error_bound, pack_into, unpack_into
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMS = ["int8", "fp8"]
@@ -119,6 +119,26 @@ def test_inputs_are_never_written(form: str) -> None:
     for t, (version, copy) in zip(tensors, before, strict=True):
         assert t._version == version
         assert same_bits(t, copy)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_elements", [1, 128, 5000])
+def test_memory_that_is_there_already_gets_the_same_bits(form: Any, dtype: torch.dtype, num_elements: int) -> None:
+    tensor = torch.randn(num_elements).to(dtype)
+    expected = pack(tensor, form)
+    codes = torch.full_like(expected.codes.view(torch.uint8), 0x7F).view(expected.codes.dtype)
+    packed = expected._replace(codes=codes, units=torch.full_like(expected.units, torch.nan))
+    result = torch.full_like(tensor, torch.nan)
+    pack_into(tensor, packed)
+    unpack_into(packed, result)
+    assert same_bits(packed.codes, expected.codes)
+    assert same_bits(packed.units, expected.units)
+    assert same_bits(result, unpack(expected))
+    assert packed.is_finite
+    tensor[num_elements // 2] = torch.inf
+    pack_into(tensor, packed)
+    assert not packed.is_finite
 
 
 @pytest.mark.parametrize("form", FORMS)

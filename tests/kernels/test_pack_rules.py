@@ -11,7 +11,7 @@ from memwall.predict.hardware import hardware_named
 from memwall.triton_kernels import pack, unpack
 from memwall.triton_kernels._pack_ops import pack_op, unpack_op
 from memwall.triton_kernels.cost import Calibration
-from memwall.triton_kernels.pack import PackShape, cost, error_bound
+from memwall.triton_kernels.pack import BLOCK_ELEMENTS, PackShape, cost, error_bound, pack_into, unpack_into
 
 H200 = hardware_named("h200")
 FORMS: list[Any] = ["int8", "fp8"]
@@ -71,6 +71,35 @@ def test_mistakes_are_named() -> None:
         unpack(packed._replace(units=packed.units[:2]))
     with pytest.raises(UsageError, match=r"found torch\.int16 \[300\] and \[3\]"):
         unpack(packed._replace(codes=packed.codes.short()))
+
+
+def test_memory_that_does_not_fit_is_named() -> None:
+    tensor = torch.zeros(300)
+    packed = pack(tensor)
+    for wrong in (tensor.double(), tensor[:299], torch.zeros(600)[::2]):
+        with pytest.raises(UsageError, match=r"float32 \[300\], packed, wants a contiguous tensor like that"):
+            pack_into(wrong, packed)
+        with pytest.raises(UsageError, match="a contiguous tensor like that"):
+            unpack_into(packed, wrong)
+    with pytest.raises(UsageError, match=r"and torch\.float32 units, found .* and torch\.float64 units"):
+        pack_into(tensor, packed._replace(units=packed.units.double()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad_element", [None, 100_000])
+def test_large_tensors_are_packed_as_their_parts_are(form: Any, bad_element: int | None) -> None:
+    """However many elements are worked on at a time: a block knows of no other."""
+    tensor = torch.randn(150_001)
+    if bad_element is not None:
+        tensor[bad_element] = torch.nan
+    whole = pack(tensor, form)
+    for part in range(0, tensor.numel(), 37 * BLOCK_ELEMENTS):
+        alone = pack(tensor[part : part + 37 * BLOCK_ELEMENTS], form)
+        blocks = slice(part // BLOCK_ELEMENTS, part // BLOCK_ELEMENTS + alone.units.numel())
+        assert torch.equal(
+            whole.codes[part : part + alone.codes.numel()].view(torch.int8), alone.codes.view(torch.int8)
+        )
+        assert torch.equal(whole.units[blocks].nan_to_num(-1.0), alone.units.nan_to_num(-1.0))
 
 
 def test_a_pass_costs_what_its_bytes_take() -> None:
