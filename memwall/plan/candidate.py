@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from memwall.plan.actions import Action
 from memwall.plan.explain import disk_wear
-from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.plan.forecast import Forecast, Lever, PeakBytes
 from memwall.plan.orders import MIN_MOVED_BYTES
 from memwall.plan.places import Place
 from memwall.plan.planfile import Plan
@@ -35,6 +35,8 @@ class Candidate(Struct, frozen=True, kw_only=True):
     num_parts: int
     """Micro-batches that the recorded one is split into."""
     lower_bound_seconds: float
+    levers: tuple[Lever, ...]
+    """What was weighed."""
     binding: tuple[str, ...]
 
 
@@ -94,6 +96,7 @@ def plan_of(
         step_seconds=steady_seconds + found.extra_seconds,
         not_modelled=process.not_modelled(),
         actions=found.actions,
+        levers=found.levers,
         binding=(*found.binding, *disk_wear(written_bytes, steady_seconds + found.extra_seconds)),
         smallest_feasible_budget_bytes=smallest_budget_bytes,
         plain_peak=PeakBytes(

@@ -8,7 +8,7 @@ from memwall.plan.actions import Action
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.trace.lengths import BatchChoice
 
-__all__ = ["Forecast", "PeakBytes"]
+__all__ = ["Forecast", "Lever", "PeakBytes"]
 
 
 class PeakBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +22,25 @@ class PeakBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the meter shows for the process: the card's, or resident memory on a CPU."""
     host_bytes: int | None = None
     disk_bytes: int | None = None
+
+
+class Lever(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A way to need less memory, used or not. Simulated, and without the time spent waiting for a link."""
+
+    name: str
+    freed_bytes: int
+    """Between forward and backward, if every block that can be treated so is; of the others, at the peak."""
+    cost_seconds: float
+    """Of a step, for that."""
+    num_blocks: int = 0
+    """Blocks that can be treated so; 0 for what treats no single block, which a plan then uses."""
+    num_blocks_used: int = 0
+    """Of these, those that the plan treats so."""
+
+    @property
+    def seconds_per_gib(self) -> float:
+        """What a GiB costs this way."""
+        return self.cost_seconds / self.freed_bytes * (1 << 30)
 
 
 class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +63,8 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_seconds: float | None
     not_modelled: tuple[str, ...]
     actions: tuple[Action, ...] = ()
+    levers: tuple[Lever, ...] = ()
+    """Ways to need less memory that were weighed, the cheapest first; none where nothing had to be treated."""
     binding: tuple[str, ...] = ()
     smallest_feasible_budget_bytes: int | None = None
     relaxations: tuple[str, ...] = ()

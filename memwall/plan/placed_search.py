@@ -14,8 +14,10 @@ from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast
 from memwall.plan.blocks import find_blocks
 from memwall.plan.candidate import Candidate
 from memwall.plan.explain import binding_reasons
+from memwall.plan.forecast import Lever
 from memwall.plan.instance import Choice, Instance, Link
 from memwall.plan.legality import can_accumulate, can_offload, can_reuse_allocator
+from memwall.plan.levers import levers_of
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
@@ -207,8 +209,10 @@ class PlacedSearch:
         actions = self._fixed_actions(num_parts)
         split_seconds = self._split_seconds(model, num_parts)
         extra_seconds, moved_bytes, bound = split_seconds, 0, 0.0
+        levers: tuple[Lever, ...] = ()
         if solved is not None:
             menus, choice = solved
+            levers = levers_of(menus, choice, actions)
             actions.extend(block_actions(menus, choice, self._trace.device))
             extra_seconds += choice.extra_seconds
             bound = choice.lower_bound_seconds + split_seconds
@@ -242,6 +246,7 @@ class PlacedSearch:
             place=self._place,
             num_parts=num_parts,
             lower_bound_seconds=bound + self._place.seconds,
+            levers=levers,
             binding=binding_reasons(self._trace, step, moved_bytes, self._place.actions),
         )
 

@@ -17,7 +17,7 @@ from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import Curve
 from memwall.report.grid import Grid, ratio_text
 from memwall.report.overlay import overlay_chart
-from memwall.report.plan_grids import action_grid, forecast_phase_grid, plan_facts
+from memwall.report.plan_grids import action_grid, forecast_phase_grid, lever_grid, plan_facts
 from memwall.report.run_grids import Outcome, comparison_grid, measured_steady_bytes, run_grid, steady_process_bytes
 from memwall.report.text import Verdict, plan_verdict, run_verdict
 from memwall.report.trace_grids import category_grid, line_grid, module_grid, place_of
@@ -201,7 +201,11 @@ def _grids(page: Page) -> list[Grid]:
     if page.run is not None:
         grids.append(run_grid(page.run))
     if page.plan is not None:
-        grids += [action_grid(page.plan.actions), forecast_phase_grid(page.plan.forecast)]
+        forecast = page.plan.forecast
+        grids.append(action_grid(page.plan.actions))
+        if forecast.levers:
+            grids.append(lever_grid(forecast.levers))
+        grids.append(forecast_phase_grid(forecast))
     return grids
 
 

@@ -16,13 +16,13 @@ from memwall.plan.actions import (
     Rebuild,
     Recompute,
 )
-from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.plan.forecast import Forecast, Lever, PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.report.estimate_grids import allocator_facts
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["Fit", "action_grid", "block_ranges", "fit_of", "forecast_phase_grid", "plan_facts"]
+__all__ = ["Fit", "action_grid", "block_ranges", "fit_of", "forecast_phase_grid", "lever_grid", "plan_facts"]
 
 Fit = Literal["fits", "inside-margin", "does-not-fit", "no-budget"]
 
@@ -80,6 +80,26 @@ def action_grid(actions: Sequence[Action]) -> Grid:
         columns=("action", "where", "frees", "costs", "exactness"),
         rows=tuple(rows) or (("none needed", DASH, DASH, DASH, "bit-exact"),),
         text_columns=(0, 1, 4),
+    )
+
+
+def lever_grid(levers: Sequence[Lever]) -> Grid:
+    """What a GiB costs by each way that was weighed, used or not."""
+    rows = [
+        (
+            lever.name,
+            f"{lever.num_blocks_used} of {lever.num_blocks} blocks" if lever.num_blocks else "used",
+            format_bytes(lever.freed_bytes),
+            format_seconds(lever.cost_seconds),
+            format_seconds(lever.seconds_per_gib),
+        )
+        for lever in levers
+    ]
+    return Grid(
+        title="What a GiB costs (without waiting for a link)",
+        columns=("way", "used", "frees at most", "costs then", "per GiB"),
+        rows=tuple(rows),
+        text_columns=(0, 1),
     )
 
 

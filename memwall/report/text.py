@@ -18,7 +18,7 @@ from memwall.report.difference import Difference
 from memwall.report.difference_grids import difference_grids, difference_scope, difference_verdict
 from memwall.report.estimate_grids import estimate_facts
 from memwall.report.grid import Grid
-from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, plan_facts
+from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, lever_grid, plan_facts
 from memwall.report.run_grids import (
     Outcome,
     comparison_grid,
@@ -166,6 +166,7 @@ def plan_report(plan: Plan) -> Group:
         *_relaxations(forecast),
         _table(forecast_phase_grid(forecast)),
         _table(action_grid(plan.actions)),
+        *((_table(lever_grid(forecast.levers)),) if forecast.levers else ()),
         Text(f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.", style="dim"),
     )
 

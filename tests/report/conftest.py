@@ -16,7 +16,7 @@ from memwall.plan.actions import (
     Rebuild,
     Recompute,
 )
-from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.plan.forecast import Forecast, Lever, PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.report.run_grids import Outcome
 from memwall.trace.records import Category, Machine, Module, Op, Phase, Step, Storage, Trace
@@ -178,6 +178,10 @@ def plan(actions: tuple[Action, ...]) -> Plan:
         step_seconds=1.5,
         not_modelled=("data loading between steps", "pages other libraries touch late"),
         actions=actions,
+        levers=(
+            Lever(name="recompute", freed_bytes=220 * MIB, cost_seconds=0.55, num_blocks=11, num_blocks_used=6),
+            Lever(name="optimizer state to disk", freed_bytes=300 * MIB, cost_seconds=0.3 * 2.5),
+        ),
         binding=("the peak in backward of blocks.3",),
         smallest_feasible_budget_bytes=430 * MIB,
         plain_peak=PeakBytes(allocated_bytes=500 * MIB, process_bytes=2048 * MIB),
