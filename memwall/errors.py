@@ -41,6 +41,7 @@ class InfeasibleError(PlanError):
         budget_bytes: what was asked for.
         smallest_feasible_bytes: the smallest budget for which a plan exists.
         relaxations: what to allow or lower, cheapest first.
+        not_modelled: what that figure leaves out.
     """
 
     exit_status = 3
@@ -52,11 +53,13 @@ class InfeasibleError(PlanError):
         budget_bytes: int,
         smallest_feasible_bytes: int,
         relaxations: tuple[str, ...] = (),
+        not_modelled: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.smallest_feasible_bytes = smallest_feasible_bytes
         self.relaxations = relaxations
+        self.not_modelled = not_modelled
 
 
 class OutOfMemoryError(MemwallError):

@@ -1,6 +1,6 @@
 """`memwall estimate`: what a training run needs on a device that is not here, without weights."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -9,6 +9,7 @@ from memwall.cli.options import (
     CheckpointingOption,
     DataOption,
     DtypeOption,
+    EvalBatchOption,
     JsonOption,
     MaskShareOption,
     OptimizerOption,
@@ -17,9 +18,6 @@ from memwall.cli.options import (
     parse_budget,
     parse_worst_batch,
 )
-
-if TYPE_CHECKING:
-    from memwall.plan.estimate import Estimate
 
 
 def estimate(
@@ -40,10 +38,7 @@ def estimate(
     accumulate: Annotated[
         int, typer.Option("--accumulate", min=1, metavar="N", help="Forwards per optimizer step, as the Trainer's.")
     ] = 1,
-    eval_batch: Annotated[
-        int | None,
-        typer.Option("--eval-batch", min=1, metavar="N", help="Samples evaluated at once; by default --batch."),
-    ] = None,
+    eval_batch: EvalBatchOption = None,
     optimizer: OptimizerOption = None,
     dtype: DtypeOption = None,
     autocast: AutocastOption = None,
@@ -72,7 +67,7 @@ def estimate(
         profile_for(torch_version)  # before the step is recorded, which takes longer
     budget_bytes = None if budget is None else parse_budget(budget, whole_bytes=hardware.usable_bytes)
     rule = parse_worst_batch(worst_batch, data)
-    from memwall.cli.output import show
+    from memwall.cli.output import forecast_status, show
     from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec
     from memwall.plan.estimate import estimate as predict
     from memwall.report.text import estimate_report
@@ -105,11 +100,4 @@ def estimate(
         worst_batch=choice,
     )
     show(estimate_report(run.training, found), found, as_json=as_json)
-    raise typer.Exit(_status(found))
-
-
-def _status(found: "Estimate") -> int:
-    """As DESIGN fixes it: 0 fits, 3 does not, 4 fits only inside the margin."""
-    if found.fits:
-        return 0
-    return 4 if found.budget_bytes is not None and found.peak.process_bytes <= found.budget_bytes else 3
+    raise typer.Exit(forecast_status(found))

@@ -26,6 +26,7 @@ __all__ = [
     "DiskOption",
     "DiskTier",
     "DtypeOption",
+    "EvalBatchOption",
     "HostOption",
     "JsonOption",
     "MaskShareOption",
@@ -73,6 +74,10 @@ DataOption = Annotated[
     typer.Option(
         "--data", metavar="FILE", help="Samples of --worst-batch: .jsonl with input_ids or length, or a count per line."
     ),
+]
+EvalBatchOption = Annotated[
+    int | None,
+    typer.Option("--eval-batch", min=1, metavar="N", help="Samples evaluated at once; by default --batch."),
 ]
 MaskShareOption = Annotated[
     float | None,

@@ -13,9 +13,10 @@ from memwall.trace.tags import Tag
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from memwall.plan.forecast import Forecast
     from memwall.trace.records import Trace
 
-__all__ = ["TraceSummary", "note", "script_output", "show", "trace_summary"]
+__all__ = ["TraceSummary", "forecast_status", "note", "script_output", "show", "trace_summary"]
 
 
 class TraceSummary(Struct, frozen=True, kw_only=True):
@@ -59,6 +60,13 @@ def trace_summary(trace: "Trace") -> TraceSummary:
         base_bytes=trace.base_bytes,
         micro_batch=trace.micro_batch,
     )
+
+
+def forecast_status(forecast: "Forecast") -> int:
+    """As DESIGN fixes it: 0 fits, 3 does not, 4 fits only inside the margin."""
+    if forecast.fits:
+        return 0
+    return 4 if forecast.budget_bytes is not None and forecast.peak.process_bytes <= forecast.budget_bytes else 3
 
 
 def show(table: "RenderableType", record: Struct, *, as_json: bool, to_error: bool = False) -> None:

@@ -3,7 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from memwall.cli.options import (
     DataOption,
     DiskOption,
     DtypeOption,
+    EvalBatchOption,
     HostOption,
     JsonOption,
     MaskShareOption,
@@ -24,18 +25,14 @@ from memwall.cli.options import (
     parse_disk,
     parse_host,
     parse_worst_batch,
-    require_file,
     require_writable,
     write_json,
 )
+from memwall.cli.plan_source import Ways, device_trace, here_with_kernels, is_spec, load_source, with_disk
 from memwall.errors import InfeasibleError, UsageError
-from memwall.integrations.hf_config import config_path, hub_hint
+from memwall.integrations.hf_config import config_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from memwall.cli.options import DiskTier
-    from memwall.plan.actions import FusedKernels
     from memwall.plan.forecast import Forecast
     from memwall.predict.hardware import Hardware
     from memwall.trace.lengths import BatchChoice
@@ -69,6 +66,7 @@ def plan(
     seq: Annotated[
         int | None, typer.Option("--seq", min=1, metavar="N", help="With a config.json: tokens per sample.")
     ] = None,
+    eval_batch: EvalBatchOption = None,
     worst_batch: WorstBatchOption = None,
     data: DataOption = None,
     optimizer: OptimizerOption = None,
@@ -88,11 +86,11 @@ def plan(
     if output is not None:
         require_writable(output, option="--output")
     given: dict[str, object] = {"--batch": batch, "--seq": seq, "--optimizer": optimizer, "--dtype": dtype}
-    given |= {"--autocast": autocast, "--checkpointing": checkpointing or None}
+    given |= {"--autocast": autocast, "--checkpointing": checkpointing or None, "--eval-batch": eval_batch}
     rule = parse_worst_batch(worst_batch, data)
     choice: BatchChoice | None = None
-    ways = _Ways()
-    if hardware is None or not _is_spec(source):
+    ways = Ways()
+    if hardware is None or not is_spec(source):
         given |= {"--worst-batch": rule, "--mask-share": mask_share}
         unused = [option for option, value in given.items() if value is not None]
         if unused and hardware is None:
@@ -101,7 +99,7 @@ def plan(
             raise UsageError(f"{', '.join(unused)}: {source} is a trace, in which that is recorded; leave it out")
     if hardware is None:
         trace = with_disk(load_source(source), disk_tier)
-        ways = _Ways(with_kernels=None if Path(source).exists() else partial(_here_with_kernels, source, disk_tier))
+        ways = Ways(with_kernels=None if Path(source).exists() else partial(here_with_kernels, source, disk_tier))
     else:
         if disk_tier is not None:
             raise UsageError(f"--disk {disk}: with --device NAME tensors move to host memory only; use --host SIZE")
@@ -112,7 +110,7 @@ def plan(
 
             choice = batch_of_spec(source, rule, data=data, batch=batch, sequence=seq)
             seq = choice.padded_length
-        trace, ways = _device_trace(
+        trace, ways = device_trace(
             source,
             hardware,
             host_bytes=host_bytes or 0,
@@ -124,6 +122,7 @@ def plan(
             optimizer=optimizer,
             is_checkpointed=checkpointing,
             is_padded=choice is not None and choice.is_padded,
+            eval_batch=eval_batch,
         )
     if "kernels" in allowed and ways.with_kernels is None:
         raise UsageError(
@@ -134,7 +133,7 @@ def plan(
     from rich.console import Group
     from rich.text import Text
 
-    from memwall.cli.output import show
+    from memwall.cli.output import forecast_status, show
     from memwall.plan.search import plan as search
     from memwall.report.estimate_grids import batch_text
     from memwall.report.text import plan_report
@@ -163,6 +162,8 @@ def plan(
         if as_json:
             write_json(replace(forecast_without_plan(trace, error), worst_batch=choice))
         raise
+    if ways.evaluated is not None:
+        found = ways.evaluated(found)
     if choice is not None:
         found = replace(found, forecast=replace(found.forecast, worst_batch=choice))
     if output is not None:
@@ -171,8 +172,7 @@ def plan(
     if choice is not None:
         shown = Group(shown, Text(f"\nWorst batch: {batch_text(choice)}."))
     show(shown, found.forecast, as_json=as_json)
-    if not found.forecast.fits:
-        raise typer.Exit(4)
+    raise typer.Exit(forecast_status(found.forecast))
 
 
 def _hardware(device: str | None) -> "Hardware | None":
@@ -183,90 +183,6 @@ def _hardware(device: str | None) -> "Hardware | None":
     from memwall.predict.hardware import hardware_named
 
     return with_measured_context(hardware_named(device))
-
-
-class _Ways(NamedTuple):
-    """How else the step can be recorded; None where it cannot."""
-
-    under_autocast: "Callable[[], Trace] | None" = None
-    with_kernels: "Callable[[str | None], tuple[Trace, FusedKernels | None]] | None" = None
-
-
-def _here_with_kernels(source: str, tier: "DiskTier | None", lower: str | None) -> "tuple[Trace, FusedKernels | None]":
-    """The step of a factory with fused kernels, recorded here and now."""
-    from memwall.integrations.fused_kernels import recorded_with_kernels
-    from memwall.trace.record import record
-    from memwall.trace.spec import load_workload
-
-    return recorded_with_kernels(lambda changed: with_disk(record(changed(load_workload(source))), tier))
-
-
-def _device_trace(
-    source: str,
-    hardware: "Hardware",
-    *,
-    host_bytes: int,
-    mask_share: float | None,
-    autocast: str | None,
-    **model: Any,
-) -> "tuple[Trace, _Ways]":
-    """The step as the device would run it, of a trace file or of a SPEC; and how else a SPEC can be recorded.
-
-    Args:
-        model: what `device_trace_of_spec` is told about a configuration's model and batch.
-    """
-    from memwall.integrations.spec_trace import device_trace_of_spec
-    from memwall.predict.translate import translated
-
-    if not _is_spec(source):
-        return translated(load_source(source), hardware, host_bytes=host_bytes), _Ways()
-    record = partial(device_trace_of_spec, source, hardware, host_bytes=host_bytes, mask_share=mask_share, **model)
-    lower = "bfloat16" if "bfloat16" in hardware.flops else "float16"
-
-    def with_kernels(lower: str | None) -> "tuple[Trace, FusedKernels | None]":
-        from memwall.integrations.fused_kernels import recorded_with_kernels, without_comparison
-
-        precision = autocast if lower is None else lower
-        return recorded_with_kernels(
-            lambda changed: record(autocast=precision, changed=changed), objection=without_comparison
-        )
-
-    return record(autocast=autocast), _Ways(partial(record, autocast=lower), with_kernels)
-
-
-def _is_spec(source: str) -> bool:
-    """Whether it is a configuration or a factory, and no file of a trace."""
-    return config_path(source) is not None or (":" in source and not Path(source).exists())
-
-
-def load_source(source: str) -> "Trace":
-    """The trace of a file, or of a workload recorded now.
-
-    Raises:
-        UsageError: there is no such file, or the factory cannot be loaded.
-        TraceError: the file is no trace.
-    """
-    if ":" in source and not Path(source).exists():
-        from memwall.trace.record import record
-        from memwall.trace.spec import load_workload
-
-        return record(load_workload(source))
-    expected = "a trace written by memwall profile, or package.module:factory, or path/file.py:factory"
-    path = require_file(Path(source), expected=expected if Path(source).exists() else expected + hub_hint(source))
-    from memwall.trace.file import load_trace
-
-    return load_trace(path)
-
-
-def with_disk(trace: "Trace", tier: "DiskTier | None") -> "Trace":
-    """The trace with the speeds of another disk than the one it was recorded with, measured now."""
-    if tier is None or trace.device != "cpu" or trace.machine.disk == str(tier.directory):
-        return trace
-    import msgspec
-
-    from memwall.apply.parking import measured_machine
-
-    return msgspec.structs.replace(trace, machine=measured_machine(str(tier.directory)))
 
 
 def forecast_without_plan(trace: "Trace", error: InfeasibleError) -> "Forecast":
@@ -283,7 +199,7 @@ def forecast_without_plan(trace: "Trace", error: InfeasibleError) -> "Forecast":
         peak=PeakBytes(allocated_bytes=max(0, smallest_bytes - trace.base_bytes), process_bytes=smallest_bytes),
         phases={},
         step_seconds=None,
-        not_modelled=(),
+        not_modelled=error.not_modelled,
         smallest_feasible_budget_bytes=smallest_bytes,
         relaxations=error.relaxations,
     )

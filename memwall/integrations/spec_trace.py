@@ -196,6 +196,8 @@ def device_run_of_spec(
     is_padded: bool = False,
     eval_batch: int | None = None,
     num_micro_batches: int = 1,
+    host_bytes: int = 0,
+    changed: Callable[[Workload], Workload] | None = None,
 ) -> RecordedRun:
     """Two steps of a SPEC and an evaluation after them, as a device would run them.
 
@@ -203,6 +205,7 @@ def device_run_of_spec(
         autocast, is_checkpointed, is_padded: see `workload_of_spec`.
         eval_batch: samples that are evaluated at once, with a configuration; None takes the batch of training.
         num_micro_batches: forwards and backwards in each step.
+        host_bytes, changed: see `device_trace_of_spec`.
 
     Where the step needs values that fake tensors don't have, a real one is recorded on this CPU, if it has the room.
 
@@ -225,6 +228,8 @@ def device_run_of_spec(
         if config_path(spec) is None:
             raise UsageError(f"--eval-batch: '{spec}' is a factory, which decides that itself; leave it out")
         evaluated = made_for(batch=eval_batch)
+    if changed is not None:
+        workload = changed(workload)
     recording = recording_for(hardware)
     with _failing_as_trace_error(spec):
         try:
@@ -240,12 +245,18 @@ def device_run_of_spec(
         except NeedsValuesError as failure:
             if recording.autocast != "none":  # a CPU's autocast casts otherwise, and translation does not know how
                 raise
-            real = real_trace(workload, hardware, failure, num_micro_batches=min(num_micro_batches, MOST_MICRO_BATCHES))
+            real = real_trace(
+                workload,
+                hardware,
+                failure,
+                num_micro_batches=min(num_micro_batches, MOST_MICRO_BATCHES),
+                host_bytes=host_bytes,
+            )
             return RecordedRun(training=real, evaluation=None, failure=f"not on fake tensors: {failure}")
     evaluation = run.evaluation
     if evaluation is not None:
         evaluation = translated(evaluation, hardware, autocast=recording.autocast)
-    training = translated(run.training, hardware, autocast=recording.autocast)
+    training = translated(run.training, hardware, autocast=recording.autocast, host_bytes=host_bytes)
     return RecordedRun(training=training, evaluation=evaluation, failure=run.failure)
 
 

@@ -222,6 +222,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             budget_bytes=error.budget_bytes,
             smallest_feasible_bytes=error.smallest_feasible_bytes,
             relaxations=(help_line, *error.relaxations),
+            not_modelled=error.not_modelled,
         )
 
 

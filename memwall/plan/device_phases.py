@@ -1,4 +1,6 @@
-"""The phases of a run under a plan for a device: building, first and steady steps, saving and resuming."""
+"""The phases of a run under a plan for a device: building, first and steady steps, evaluating, saving and resuming."""
+
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -8,10 +10,25 @@ from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
 from memwall.predict.cuda_allocator.settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
-from memwall.predict.phases import phase_peaks
-from memwall.trace.records import Trace
+from memwall.predict.phases import PhasePeak, phase_peaks, returned_bytes
+from memwall.trace.records import Step, Trace
+from memwall.units import format_bytes
 
-__all__ = ["with_device_phases"]
+__all__ = ["SMALLER_EVALUATION", "evaluation_with_metrics", "with_device_phases", "with_evaluation"]
+
+_Simulation = Callable[..., dict[str, PhasePeak] | None]
+"""Of the bytes that the allocator can have, none for no end, the phases' peaks; None where memory is out."""
+
+SMALLER_EVALUATION = "a smaller batch in evaluation: --eval-batch N"
+
+
+def evaluation_with_metrics(evaluation: Step) -> str:
+    """What the forecast of an evaluation leaves out, for a person."""
+    return (
+        "evaluation with metrics: the Trainer keeps what each batch returns "
+        f"({format_bytes(returned_bytes(evaluation))}) on the device until the last, and twice while it adds one, "
+        "unless eval_accumulation_steps is set"
+    )
 
 
 def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
@@ -20,12 +37,93 @@ def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
     Args:
         plan: made from `trace`, for that device.
     """
+    found = _simulation(plan, trace, process)()
+    if found is None:  # out of memory on a device without end: an allocation larger than any address
+        return plan
+    return _with_phases(plan, found, process)
+
+
+def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Step) -> Plan:
+    """The plan with an evaluation between its steps as one more phase, which its peak and its verdict count.
+
+    Where the allocator would hold more than the budget and its margin leave, but gets along by giving back what it
+    caches, that is the forecast: it costs time once in an evaluation, not in every step. Nothing that a plan does makes
+    an evaluation smaller.
+
+    Args:
+        plan: made from `trace`, for that device, with the phases of its steps.
+        evaluation: recorded as the plan runs the model, and translated.
+    """
+    simulated = _simulation(plan, trace, process, evaluation)
+    before, found = plan.forecast, simulated()
+    if found is None or before.budget_bytes is None:
+        return plan
+    wanted_bytes, room_bytes = found["eval"].reserved_bytes, process.room_bytes(before.budget_bytes)
+    binding = before.binding
+    if wanted_bytes > room_bytes:
+        for capacity_bytes in (room_bytes, max(0, before.budget_bytes - process.base_bytes)):
+            pressed = simulated(capacity_bytes)
+            if pressed is not None:
+                found = pressed
+                binding += (
+                    "the allocator has to give back cached memory to evaluate within the budget: it would reserve "
+                    f"{format_bytes(wanted_bytes)}",
+                )
+                break
+    process_bytes = max(before.peak.process_bytes, process.base_bytes + found["eval"].reserved_bytes)
+    margin_bytes = process.margin_bytes(process_bytes)
+    fits = bool(before.fits) and process_bytes + margin_bytes <= before.budget_bytes
+    smallest_bytes = before.smallest_feasible_budget_bytes
+    if smallest_bytes is not None and process.budget_for(process.base_bytes + wanted_bytes) > smallest_bytes:
+        least_bytes = _least_capacity_bytes(simulated, found["eval"].allocated_bytes, wanted_bytes)
+        smallest_bytes = max(smallest_bytes, process.budget_for(process.base_bytes + least_bytes))
+    plan = _with_phases(plan, found, process)
+    peak = plan.forecast.peak
+    forecast = msgspec.structs.replace(
+        plan.forecast,
+        fits=fits,
+        margin_bytes=margin_bytes,
+        peak=msgspec.structs.replace(
+            peak, reserved_bytes=process.reserved_bytes(process_bytes), process_bytes=process_bytes
+        ),
+        binding=binding,
+        not_modelled=(
+            *process.not_modelled_in_steps(),
+            evaluation_with_metrics(evaluation),
+            process.not_modelled_around(is_evaluated=True),
+        ),
+        relaxations=(SMALLER_EVALUATION, *before.relaxations) if before.fits and not fits else before.relaxations,
+        smallest_feasible_budget_bytes=smallest_bytes,
+    )
+    return msgspec.structs.replace(plan, forecast=forecast)
+
+
+def _simulation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Step | None = None) -> _Simulation:
+    """Peaks of the phases under the plan and its allocator settings, given what the allocator can have."""
     step = planned_step(trace, plan)
     setting = next((a.cuda_setting for a in plan.actions if isinstance(a, AllocatorReuse)), "")
     settings = parse_settings(setting, process.profile)
-    found = phase_peaks((as_first(step), step), None, process.profile, settings=settings)
-    if found is None:  # out of memory on a device without end: an allocation larger than any address
-        return plan
+
+    def simulated(capacity_bytes: int | None = None) -> dict[str, PhasePeak] | None:
+        return phase_peaks(
+            (as_first(step), step), evaluation, process.profile, settings=settings, capacity_bytes=capacity_bytes
+        )
+
+    return simulated
+
+
+def _least_capacity_bytes(simulated: _Simulation, too_few_bytes: int, enough_bytes: int) -> int:
+    """What the allocator must be able to have, to a hundredth."""
+    while enough_bytes - too_few_bytes > enough_bytes // 100:
+        middle_bytes = (too_few_bytes + enough_bytes) // 2
+        if simulated(middle_bytes) is None:
+            too_few_bytes = middle_bytes
+        else:
+            enough_bytes = middle_bytes
+    return enough_bytes
+
+
+def _with_phases(plan: Plan, found: Mapping[str, PhasePeak], process: DeviceModel) -> Plan:
     steady = plan.forecast.phases["steady_step"]
     phases = {
         name: PeakBytes(

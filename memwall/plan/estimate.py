@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from memwall.plan.device_phases import SMALLER_EVALUATION, evaluation_with_metrics
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.relaxations import Run, estimate_relaxations
 from memwall.predict.attention_calls import AttentionCalls, attention_calls
@@ -14,7 +15,7 @@ from memwall.predict.curve import Peak, peak_of, step_seconds
 from memwall.predict.device import MARGIN_BASIS, DeviceModel
 from memwall.predict.hardware import Hardware
 from memwall.predict.host import HostBytes, host_bytes_of
-from memwall.predict.phases import PhasePeak, phase_peaks, returned_bytes, run_of, waiting_bytes
+from memwall.predict.phases import PhasePeak, phase_peaks, run_of, waiting_bytes
 from memwall.trace.build import steady_step
 from memwall.trace.lengths import BatchChoice
 from memwall.trace.records import Step, Trace
@@ -23,7 +24,6 @@ from memwall.units import format_bytes
 __all__ = ["Estimate", "estimate"]
 
 _EXPANDABLE = AllocatorSettings(expandable_segments=True)
-_SMALLER_EVALUATION = "a smaller batch in evaluation: --eval-batch N"
 _PLAN = "recompute or offload: memwall plan SPEC --device NAME --budget SIZE"
 
 
@@ -132,7 +132,7 @@ def estimate(
             return process_bytes + model.margin_bytes(process_bytes) <= budget_bytes
 
         return (
-            *((_SMALLER_EVALUATION,) if peak_phase == "eval" else ()),
+            *((SMALLER_EVALUATION,) if peak_phase == "eval" else ()),
             *estimate_relaxations(run, better, bytes_of=bytes_of, fits=has_room),
             _PLAN,
         )
@@ -211,11 +211,7 @@ def _left_out(
     if evaluation is None:
         found.append(f"evaluation: {eval_failure}" if eval_failure else "evaluation")
     else:
-        found.append(
-            "evaluation with metrics: the Trainer keeps what each batch returns "
-            f"({format_bytes(returned_bytes(evaluation))}) on the device until the last, and twice while it adds one, "
-            "unless eval_accumulation_steps is set"
-        )
+        found.append(evaluation_with_metrics(evaluation))
     found.append(f"a checkpoint read straight to the device, which takes {format_bytes(host.weights_bytes)} more there")
     if worst_batch is None:
         found.append("batches larger than this one")

@@ -236,6 +236,7 @@ class _Search:
             budget_bytes=self.settings.budget_bytes,
             smallest_feasible_bytes=smallest,
             relaxations=helps,
+            not_modelled=self._process.not_modelled(),
         )
 
     def _relaxations(self) -> tuple[str, ...]:

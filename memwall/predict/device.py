@@ -202,14 +202,23 @@ class DeviceModel(Process):
         constant_bytes = margin_bytes(self._hardware, 0, self._convolution_bytes)
         return self.base_bytes + math.ceil((process_bytes - self.base_bytes + constant_bytes) / (1 - MARGIN_SHARE)) + 1
 
+    def room_bytes(self, budget_bytes: int) -> int:
+        """What the allocator may reserve so that the margin for it is left of a budget."""
+        constant_bytes = margin_bytes(self._hardware, 0, self._convolution_bytes)
+        return max(0, int((budget_bytes - self.base_bytes - constant_bytes) / (1 + MARGIN_SHARE)))
+
     def reserved_bytes(self, process_bytes: int) -> int:
         """All but the context."""
         return process_bytes - self.base_bytes
 
     def not_modelled(self) -> tuple[str, ...]:
         """What the forecast leaves out, for a person."""
-        around = "evaluation; host memory; batches larger than this one; other processes on the device"
-        return (*self.not_modelled_in_steps(), around)
+        return (*self.not_modelled_in_steps(), self.not_modelled_around())
+
+    def not_modelled_around(self, *, is_evaluated: bool = False) -> str:
+        """Of that, what lies outside the training steps, of a plan; with its evaluation or without."""
+        around = "host memory; batches larger than this one; other processes on the device"
+        return around if is_evaluated else f"evaluation; {around}"
 
     def not_modelled_in_steps(self) -> tuple[str, ...]:
         """Of that, what belongs to the training steps."""

@@ -43,6 +43,7 @@ def test_host_memory_is_the_next_tier_of_a_device(run: Run, tmp_path: Path) -> N
     command = ("plan", str(path), "--device", "h100-80gb", "--seq", "4096", "--budget", "400MiB")
     (status, without), (_, given) = (run(*command, *more) for more in ((), ("--host", "64GiB")))
     assert (status, without["fits"]) == (3, False)
+    assert any("nothing was measured on this device" in line for line in without["not_modelled"])
     assert given["smallest_feasible_budget_bytes"] <= without["smallest_feasible_budget_bytes"]
     assert not any("--host SIZE" in line for line in given["relaxations"])
 
@@ -58,6 +59,7 @@ def test_precision_is_offered_with_its_figure_and_planned_where_it_is_allowed(ru
     assert re.search(r"bfloat16 autocast, which changes numerics: --allow precision: \S+ GiB, \S+ MiB less", line)
     _, lower = run(*command, "--allow", "precision")
     assert (lower["actions"][0]["kind"], lower["actions"][0]["dtype"]) == ("autocast", "bfloat16")
+    assert lower["phases"]["eval"]["allocated_bytes"] < lower["phases"]["steady_step"]["allocated_bytes"]
 
 
 @pytest.mark.requires("transformers")
@@ -78,6 +80,7 @@ def test_kernels_are_offered_with_their_figure_and_planned_where_they_are_allowe
     assert (kernels["kind"], kernels["exactness"], kernels["chunk_rows"]) == ("kernels", "equivalent", 512)
     assert "model.layers.1.mlp" in kernels["modules"]
     assert budget < refused["smallest_feasible_budget_bytes"]
+    assert "eval" in found["phases"]
     # Logits in float32, the log of their softmax and its gradient: none of them is whole any more.
     assert kernels["saved_bytes"] > 2 * 4 * 1024 * 32_000 * 4
 
@@ -101,7 +104,7 @@ def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, config: st
     common = (config, "--device", "h100-80gb", "--batch", "4", "--seq", "512")
     _, plain = run("estimate", *common)
     _, ample = run("plan", *common, "--budget", "70GiB")
-    names = ("build", "first_step", "steady_step", "save", "resume")
+    names = ("build", "first_step", "steady_step", "eval", "save", "resume")
     assert tuple(sorted(ample["phases"], key=names.index)) == names
     for name in names:
         for figure in ("allocated_bytes", "reserved_bytes", "process_bytes"):
@@ -119,6 +122,48 @@ def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, config: st
     assert tight["phases"]["resume"] == ample["phases"]["resume"]
 
 
+@pytest.mark.requires("transformers")
+def test_an_evaluation_that_needs_more_than_the_budget_is_what_does_not_fit(
+    run: Run, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN steps that fit THEN an evaluation of many samples decides, for no action makes it smaller."""
+    common = ("plan", config, "--device", "h100-80gb", "--batch", "1", "--seq", "512")
+    status, alone = run(*common, "--budget", "70GiB")
+    assert status == 0
+    _, wide = run(*common, "--budget", "70GiB", "--eval-batch", "256")
+    needed, margin = wide["peak"]["process_bytes"], wide["margin_bytes"]
+    assert needed == wide["phases"]["eval"]["process_bytes"] > alone["peak"]["process_bytes"] + alone["margin_bytes"]
+    assert wide["peak_phase"] == "eval"
+    assert wide["smallest_feasible_budget_bytes"] == pytest.approx(needed + margin, rel=0.02)
+    for budget, expected, fits in ((needed + margin, 0, True), (needed + margin - 1, 4, False), (needed, 4, False)):
+        status, found = run(*common, "--budget", str(budget), "--eval-batch", "256")
+        assert (status, found["fits"], found["actions"]) == (expected, fits, [])
+    too_little = str(wide["phases"]["eval"]["allocated_bytes"] // 2)
+    status, found = run(*common, "--budget", too_little, "--eval-batch", "256")
+    jsonschema.validate(found, SCHEMA)
+    assert (status, found["fits"]) == (3, False)
+    assert found["relaxations"][0] == "a smaller batch in evaluation: --eval-batch N"
+    assert main([*common, "--budget", too_little, "--eval-batch", "256"]) == 3
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("✗ does not fit: ")
+    assert "evaluation with metrics" in shown
+
+
+@pytest.mark.requires("transformers")
+def test_an_evaluation_may_have_the_allocator_give_back_what_steps_left_cached(run: Run, config: str) -> None:
+    """GIVEN steps that leave pieces too small for it THEN it fits where those are given back, as the plan says."""
+    common = ("plan", config, "--device", "h100-80gb", "--batch", "4", "--seq", "512", "--eval-batch", "24")
+    _, ample = run(*common, "--budget", "70GiB")
+    assert ample["phases"]["eval"]["reserved_bytes"] > 1.5 * ample["phases"]["eval"]["allocated_bytes"]
+    assert not any("give back" in line for line in ample["binding"])
+    least = ample["smallest_feasible_budget_bytes"]
+    assert least < 0.95 * (ample["peak"]["process_bytes"] + ample["margin_bytes"])
+    status, found = run(*common, "--budget", str(least))
+    assert (status, found["fits"]) == (0, True)
+    assert found["peak"]["process_bytes"] + found["margin_bytes"] <= least
+    assert re.search(r"cached memory to evaluate within the budget: it would reserve \S+ GiB$", found["binding"][-1])
+
+
 def test_a_trace_recorded_on_a_cpu_is_planned_for_a_device(run: Run, tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(FACTORY)
     path = tmp_path / "t.trace"
@@ -129,6 +174,8 @@ def test_a_trace_recorded_on_a_cpu_is_planned_for_a_device(run: Run, tmp_path: P
     assert found["budget_bytes"] == hardware_named("l4").usable_bytes // 2
     assert found["peak"]["process_bytes"] >= hardware_named("l4").context_bytes[0]
     assert any("machine that recorded the trace" in line for line in found["not_modelled"])
+    assert "eval" not in found["phases"]
+    assert any(line.startswith("evaluation; ") for line in found["not_modelled"])
 
 
 def test_options_of_a_configuration_need_a_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ OPTIONS = {
     | {"--worst-batch", "--data", "--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--torch"},
     "plan": {"--budget", "--device", "--host", "--disk", "--allow", "--global-batch", "--output", "--json"}
     | {"--batch", "--seq", "--optimizer", "--dtype", "--worst-batch", "--data", "--mask-share"}
-    | {"--autocast", "--checkpointing"},
+    | {"--autocast", "--checkpointing", "--eval-batch"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
     "run": {"--budget", "--plan", "--host", "--disk", "--allow", "--report", "--json"}

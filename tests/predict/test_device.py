@@ -119,3 +119,6 @@ def test_the_margin_grows_with_the_largest_convolution(recorded: Callable[..., T
     assert model.margin_bytes(model.base_bytes + 1000 * MIB) == own > without
     budget = model.budget_for(model.base_bytes + 1000 * MIB)
     assert model.margin_bytes(budget) <= budget - model.base_bytes - 1000 * MIB
+    process = model.base_bytes + model.room_bytes(budget)
+    assert process + model.margin_bytes(process) <= budget < process + 2 + model.margin_bytes(process + 2)
+    assert model.room_bytes(0) == 0

@@ -1,0 +1,134 @@
+"""What a plan is made from: a trace file, or a workload recorded now or on fake tensors; and how else it can be."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from memwall.cli.options import require_file
+from memwall.integrations.hf_config import config_path, hub_hint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memwall.cli.options import DiskTier
+    from memwall.plan.actions import FusedKernels
+    from memwall.plan.planfile import Plan
+    from memwall.predict.hardware import Hardware
+    from memwall.trace.evaluation import RecordedRun
+    from memwall.trace.records import Trace
+    from memwall.trace.workload import Workload
+
+__all__ = ["Ways", "device_trace", "here_with_kernels", "is_spec", "load_source", "with_disk"]
+
+
+class Ways(NamedTuple):
+    """How else the step can be recorded, and what was recorded besides; None where it cannot, or was not."""
+
+    under_autocast: "Callable[[], Trace] | None" = None
+    with_kernels: "Callable[[str | None], tuple[Trace, FusedKernels | None]] | None" = None
+    evaluated: "Callable[[Plan], Plan] | None" = None
+    """Counts the evaluation that follows the steps of a plan."""
+
+
+def here_with_kernels(source: str, tier: "DiskTier | None", lower: str | None) -> "tuple[Trace, FusedKernels | None]":
+    """The step of a factory with fused kernels, recorded here and now."""
+    from memwall.integrations.fused_kernels import recorded_with_kernels
+    from memwall.trace.record import record
+    from memwall.trace.spec import load_workload
+
+    return recorded_with_kernels(lambda changed: with_disk(record(changed(load_workload(source))), tier))
+
+
+def device_trace(
+    source: str,
+    hardware: "Hardware",
+    *,
+    host_bytes: int,
+    mask_share: float | None,
+    autocast: str | None,
+    **model: Any,
+) -> "tuple[Trace, Ways]":
+    """The step as the device would run it, of a trace file or of a SPEC; and how else a SPEC can be recorded.
+
+    Args:
+        model: what `device_run_of_spec` is told about a configuration's model and batches.
+    """
+    from msgspec.structs import replace
+
+    from memwall.integrations.spec_trace import device_run_of_spec
+    from memwall.plan.actions import Autocast, FusedKernels
+    from memwall.plan.device_phases import with_evaluation
+    from memwall.predict.device import DeviceModel
+    from memwall.predict.translate import translated
+
+    if not is_spec(source):
+        return translated(load_source(source), hardware, host_bytes=host_bytes), Ways()
+    lower = "bfloat16" if "bfloat16" in hardware.flops else "float16"
+    runs: dict[tuple[str | None, bool], RecordedRun] = {}
+    """By precision, and whether fused kernels ran."""
+
+    def record(*, autocast: str | None, changed: "Callable[[Workload], Workload] | None" = None) -> "Trace":
+        run = device_run_of_spec(
+            source,
+            hardware,
+            host_bytes=host_bytes,
+            mask_share=mask_share,
+            autocast=autocast,
+            changed=changed,
+            **model,
+        )
+        runs[autocast, changed is not None] = run
+        return run.training
+
+    def evaluated(plan: "Plan") -> "Plan":
+        precision = next((action.dtype for action in plan.actions if isinstance(action, Autocast)), autocast)
+        run = runs[precision, any(isinstance(action, FusedKernels) for action in plan.actions)]
+        if run.evaluation is None:
+            not_modelled = (*plan.forecast.not_modelled, f"evaluation: {run.failure}")
+            return replace(plan, forecast=replace(plan.forecast, not_modelled=not_modelled))
+        return with_evaluation(plan, run.training, DeviceModel(run.training, hardware), run.evaluation.steps[0])
+
+    def with_kernels(lower: str | None) -> "tuple[Trace, FusedKernels | None]":
+        from memwall.integrations.fused_kernels import recorded_with_kernels, without_comparison
+
+        precision = autocast if lower is None else lower
+        return recorded_with_kernels(
+            lambda changed: record(autocast=precision, changed=changed), objection=without_comparison
+        )
+
+    return record(autocast=autocast), Ways(partial(record, autocast=lower), with_kernels, evaluated)
+
+
+def is_spec(source: str) -> bool:
+    """Whether it is a configuration or a factory, and no file of a trace."""
+    return config_path(source) is not None or (":" in source and not Path(source).exists())
+
+
+def load_source(source: str) -> "Trace":
+    """The trace of a file, or of a workload recorded now.
+
+    Raises:
+        UsageError: there is no such file, or the factory cannot be loaded.
+        TraceError: the file is no trace.
+    """
+    if ":" in source and not Path(source).exists():
+        from memwall.trace.record import record
+        from memwall.trace.spec import load_workload
+
+        return record(load_workload(source))
+    expected = "a trace written by memwall profile, or package.module:factory, or path/file.py:factory"
+    path = require_file(Path(source), expected=expected if Path(source).exists() else expected + hub_hint(source))
+    from memwall.trace.file import load_trace
+
+    return load_trace(path)
+
+
+def with_disk(trace: "Trace", tier: "DiskTier | None") -> "Trace":
+    """The trace with the speeds of another disk than the one it was recorded with, measured now."""
+    if tier is None or trace.device != "cpu" or trace.machine.disk == str(tier.directory):
+        return trace
+    import msgspec
+
+    from memwall.apply.parking import measured_machine
+
+    return msgspec.structs.replace(trace, machine=measured_machine(str(tier.directory)))
