@@ -128,7 +128,9 @@ def analysed_devices(
     found = []
     for device in devices_of(snapshot):
         analysis, timeline = analyse_device(snapshot, device)
-        analysis = with_settings(analysis, snapshot, torch_version, recording=timeline.recording)
+        events = timeline.recording.events
+        objection = marks.changed_after(events[0].time_us if events else 0) if marks is not None else ""
+        analysis = with_settings(analysis, snapshot, torch_version, recording=timeline.recording, objection=objection)
         if marks is not None:
             analysis = replace(analysis, notes=(*marks.notes, *analysis.notes))
         found.append((analysis, timeline))

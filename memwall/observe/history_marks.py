@@ -1,5 +1,6 @@
 """What a memory snapshot does not say of itself, in a JSON file beside it: phases, settings, release, what was lost."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,8 @@ from memwall.errors import UsageError
 from memwall.trace.tags import Tag
 
 __all__ = ["Marks", "TimedCall", "TimedPhase", "load_marks_beside", "marks_path"]
+
+_SETTER, _LIMIT = "_set_allocator_settings", "set_per_process_memory_fraction"
 
 
 class TimedPhase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +77,23 @@ class Marks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         emptied = sum(call.name == "empty_cache" for call in self.calls)
         if emptied:
             found.append(f"the program emptied the cache; calls: {emptied}")
+        limits = [call for call in self.calls if call.name == _LIMIT]
+        if limits:
+            found.append(f"the program limited its memory, and no comparison of settings does: {_shown(limits)}")
         return tuple(found)
+
+    def changed_after(self, begin_us: int) -> str:
+        """Why a history was not recorded under one setting and one limit; "" if nothing says so.
+
+        Args:
+            begin_us: time of its first event; 0 if it has none.
+        """
+        changed = [call for call in self.calls if call.name in (_SETTER, _LIMIT) and call.time_us > begin_us]
+        return f"they were changed while it was recorded: {_shown(changed)}" if changed else ""
+
+
+def _shown(calls: Sequence[TimedCall]) -> str:
+    return ", ".join(f"{call.name}({call.arguments})" for call in calls)
 
 
 def marks_path(snapshot: Path) -> Path:

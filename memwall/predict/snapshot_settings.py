@@ -40,7 +40,12 @@ _MISSING = "parts of the history are missing"
 
 
 def with_settings(
-    analysis: DeviceAnalysis, snapshot: Snapshot, torch_version: str, *, recording: Recording | None = None
+    analysis: DeviceAnalysis,
+    snapshot: Snapshot,
+    torch_version: str,
+    *,
+    recording: Recording | None = None,
+    objection: str = "",
 ) -> DeviceAnalysis:
     """The analysis of one device with the settings that would have held least, or with a note why none are named.
 
@@ -48,13 +53,14 @@ def with_settings(
         torch_version: whose allocator is simulated; a snapshot does not say which one wrote it. Where the recorded
             addresses show the rule for ties of another release, that one's is.
         recording: of this device, where it was made before.
+        objection: what else is known against it, that the snapshot does not say; "" for nothing.
 
     Raises:
         UsageError: the torch version cannot be read.
     """
     recording = recording or recording_of(snapshot, analysis.device)
     recorded_bytes = analysis.reserved_peak.fragmentation.reserved_bytes
-    reason = _unusable(recording)
+    reason = objection or _unusable(recording)
     if reason:
         return _without(analysis, reason)
     profile, _ = profile_for(torch_version)

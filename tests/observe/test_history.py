@@ -7,13 +7,14 @@ history as torch would. What a real device does with it is not tested here.
 import json
 import logging
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cuda_history import MIB, History, frame
+from cuda_history import MIB, History, frame, simulated_snapshot, varying_requests
 from torch import nn
 
 from memwall.cli.app import main
@@ -224,6 +225,40 @@ def test_explain_and_report_read_the_marks(cuda: Cuda, tmp_path: Path, capsys: p
     notes = json.loads(capsys.readouterr().out)["devices"][0]["notes"]
     assert notes[0].startswith("the buffer of 2 events is full")
     assert notes[1] == "the program emptied the cache; calls: 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("_set_allocator_settings", "expandable_segments:True"), ("set_per_process_memory_fraction", 0.5)],
+)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_settings_are_not_compared_where_they_changed_meanwhile(
+    name: str,
+    argument: object,
+    is_before: bool,
+    cuda: Cuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """GIVEN a call that a snapshot has no event for THEN only what comes after it is one recording."""
+    monkeypatch.setattr(torch.cuda.memory, name, lambda *_: None)
+    history = MemoryHistory(tmp_path)
+    history.begin()
+    cuda.snapshot = simulated_snapshot(varying_requests())[0]
+    at_us = time.time_ns() // 1000 + (10**9 if is_before else -(10**9))
+    for event in cuda.snapshot["device_traces"][0]:
+        event["time_us"] = at_us
+    getattr(torch.cuda.memory, name)(argument)
+    cuda.run_out()
+    assert main(["explain", f"{tmp_path}/oom-1.pickle", "--json"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    refused = (
+        f"no other allocator settings were compared: they were changed while it was recorded: {name}({argument!r})"
+    )
+    assert (device["settings"] is None, refused in device["notes"]) == (not is_before, not is_before)
+    limited = f"the program limited its memory, and no comparison of settings does: {name}({argument!r})"
+    assert (limited in device["notes"]) == (name == "set_per_process_memory_fraction")
 
 
 def test_other_files_in_the_place_of_marks_are_named(tmp_path: Path) -> None:
