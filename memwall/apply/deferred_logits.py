@@ -3,77 +3,107 @@
 A model multiplies its last hidden states with the head, casts, shifts and reshapes the result, and hands it to
 `torch.nn.functional.cross_entropy`. `DeferredLogits` remember the product's factors and go along with all of that;
 cross entropy of them is `linear_cross_entropy`, which never holds them whole. Whatever else is asked of them is
-computed as it always was, from logits made at that moment.
+computed as it always was, from logits made at that moment, which are the same from then on.
 """
 
+import weakref
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from memwall.apply.deferred_product import DeferredGradient, LossCounts, Product, check_unchanged, versions_of
 from memwall.triton_kernels import linear_cross_entropy
 
 __all__ = ["DeferredLogits", "LossCounts", "Product"]
 
 
-class LossCounts:
-    """How often a head's logits were spared, and who asked for them all the same."""
-
-    def __init__(self) -> None:
-        self.num_losses = 0
-        """Losses computed without logits."""
-        self.asked_by = ""
-        """The function that last needed the logits themselves."""
-
-
-class Product(NamedTuple):
-    """What a head would have computed."""
-
-    hidden: Tensor
-    """[..., H]: what the head was called with, as the model has reshaped its logits since."""
-    weight: Tensor
-    """[V, H]."""
-    bias: Tensor | None
-    dtype: torch.dtype
-    """That it computes in: under autocast not the factors' own."""
-    chunk_rows: int
-    """Rows whose logits a loss may hold at a time."""
-    counts: LossCounts
-
-    def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states, weight and bias in one dtype."""
-        bias = None if self.bias is None else self.bias.to(self.dtype)
-        return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
-
-
 class DeferredLogits(Tensor):
-    """hidden weight^T + bias, [..., V], not computed until somebody needs it."""
+    """hidden weight^T + bias, [..., V], not computed until somebody needs it.
+
+    From then on they are there, with all that was made of them and is still in use: what is written into them later is
+    written into views of them as well.
+    """
 
     product: Product
+    versions: tuple[int, ...]
+    _make: Callable[[], Tensor] | None
+    """Computes them; None once they are there."""
+    _made: Tensor | None
+    _family: list[weakref.ref["DeferredLogits"]]
+    """In the order in which they were made of each other."""
 
     @staticmethod
-    def of(product: Product, dtype: torch.dtype | None = None) -> "DeferredLogits":
-        """Logits that seem to be of `dtype`; None for the product's own."""
+    def of(
+        product: Product,
+        dtype: torch.dtype | None = None,
+        *,
+        parent: "DeferredLogits | None" = None,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> "DeferredLogits":
+        """Logits that seem to be of `dtype`; None for the product's own.
+
+        Args:
+            parent: the logits that these were made of, by `change`.
+        """
         hidden, weight = product.hidden, product.weight
-        factors = (hidden, weight, product.bias)
-        made: DeferredLogits = Tensor._make_wrapper_subclass(
-            DeferredLogits,
-            (*hidden.shape[:-1], weight.shape[0]),
-            dtype=dtype or product.dtype,
-            device=hidden.device,
-            requires_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in factors),
+        seen = dtype or product.dtype
+
+        def wrapper() -> Tensor:
+            made: Tensor = Tensor._make_wrapper_subclass(
+                DeferredLogits, (*hidden.shape[:-1], weight.shape[0]), dtype=seen, device=hidden.device
+            )
+            return made
+
+        made = DeferredGradient.apply(  # type: ignore[no-untyped-call]
+            wrapper, product, seen, hidden, weight, product.bias
         )
-        made.product = product
+        assert isinstance(made, DeferredLogits)
+        made.product, made.versions, made._made = product, versions_of(product), None
+        if parent is None or change is None:
+            made._make, made._family = product.logits, []
+        else:
+            made._make, made._family = lambda: change(parent.computed()), parent._family
+        made._family.append(weakref.ref(made))
         return made
 
+    @property
+    def is_there(self) -> bool:
+        """Whether they were computed."""
+        return self._made is not None
+
     def computed(self) -> Tensor:
-        """The logits themselves, as a tensor of the model's graph."""
-        with torch.autocast(self.product.hidden.device.type, enabled=False):
-            return F.linear(*self.product.factors()).to(self.dtype)
+        """The logits themselves, as a tensor of the model's graph; with them all that was made of the same head.
+
+        Raises:
+            ApplyError: a factor of theirs was written in place since.
+        """
+        if self._made is None:
+            for reference in self._family:
+                member = reference()
+                if member is not None:
+                    member._compute()
+        assert self._made is not None
+        return self._made
+
+    def values(self) -> Tensor:
+        """What they contain, to be read."""
+        return self._made if self._made is not None else self._afresh()
+
+    def _compute(self) -> None:
+        if self._make is not None:
+            check_unchanged(self.product, self.versions)
+            make, self._make = self._make, None
+            with torch.set_grad_enabled(self.requires_grad):
+                self._made = make()
+
+    def _afresh(self) -> Tensor:
+        check_unchanged(self.product, self.versions)
+        return self.product.logits().to(self.dtype)
 
     @classmethod
     def __torch_function__(
@@ -84,29 +114,49 @@ class DeferredLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _DESCRIPTIONS:
                 return func(*args, **kwargs)
-            rule, first = _RULES.get(func), args[0] if args else kwargs.get("input")
-            found = None if rule is None or not isinstance(first, cls) else rule(*args, **kwargs)
+            found = _without_values(func, args, kwargs)
         if found is not None:
             return found
         if func is Tensor.untyped_storage:
             raise NotImplementedError("deferred logits have no storage")
-        return _with_logits(func, args, kwargs)
+        return _with_logits(func, args, kwargs, DeferredLogits.computed)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch writes dict[Any, Any] for what may be None
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Where code below torch's functions meets them."""
-        return _with_logits(func, args, kwargs or {})
+        """Where code below torch's functions meets them: autograd is done there, so they stay as they are."""
+        if func._schema.is_mutable:
+            raise NotImplementedError(f"{func} writes into logits that are not there; leave out --allow kernels")
+        return _with_logits(func, args, kwargs or {}, DeferredLogits.values)
 
 
-def _with_logits(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What a function gives for logits that stay uncomputed; None where it needs them, or they are there."""
+    logits = args[0] if args else kwargs.get("input")
+    if func not in (_CHANGES.keys() | {F.cross_entropy}) or not isinstance(logits, DeferredLogits) or logits.is_there:
+        return None
+    check_unchanged(logits.product, logits.versions)
+    if func is F.cross_entropy:
+        return _cross_entropy(*args, **kwargs)
+    changed = _CHANGES[func](*args, **kwargs)
+    if changed is None:
+        return None
+    return DeferredLogits.of(*changed, parent=logits, change=lambda values: func(values, *args[1:], **kwargs))
+
+
+def _with_logits(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    of: Callable[[DeferredLogits], Tensor],
+) -> Any:
     """What a function gives for the logits themselves."""
 
     def computed(logits: DeferredLogits) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             logits.product.counts.asked_by = getattr(func, "__name__", str(func))
-            return logits.computed()
+            return of(logits)
 
     args, kwargs = tree_map_only(DeferredLogits, computed, (args, kwargs))
     return func(*args, **kwargs)
@@ -125,20 +175,20 @@ _DESCRIPTIONS = {
 }
 
 
-def _rearranged(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
-    return DeferredLogits.of(logits.product._replace(hidden=hidden), logits.dtype)
+# The product, and the dtype, that logits seem to have afterwards; None where a change needs their values.
+_Changed = tuple[Product, torch.dtype] | None
 
 
-def _cast(logits: DeferredLogits, dtype: Any = None, *other: Any, **options: Any) -> DeferredLogits | None:
+def _cast(logits: DeferredLogits, dtype: Any = None, *other: Any, **options: Any) -> _Changed:
     """To another dtype on the same device; what a loss is computed in is fp32 in any case."""
     if isinstance(dtype, str | torch.device) and not other and torch.device(dtype) == logits.device:
         dtype = logits.dtype
     if other or options or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None
-    return DeferredLogits.of(logits.product, dtype)
+    return logits.product, dtype
 
 
-def _reshaped(logits: DeferredLogits, *shape: Any, **options: Any) -> DeferredLogits | None:
+def _reshaped(logits: DeferredLogits, *shape: Any, **options: Any) -> _Changed:
     """To other leading dimensions."""
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if options or not sizes or not all(isinstance(size, int) for size in sizes):
@@ -147,10 +197,10 @@ def _reshaped(logits: DeferredLogits, *shape: Any, **options: Any) -> DeferredLo
     *leading, last = sizes
     if last != num_columns and not (last == -1 and prod(leading) == num_rows and -1 not in leading):
         return None
-    return _rearranged(logits, hidden.reshape(*leading, hidden.shape[-1]))
+    return logits.product._replace(hidden=hidden.reshape(*leading, hidden.shape[-1])), logits.dtype
 
 
-def _part(logits: DeferredLogits, key: Any) -> DeferredLogits | None:
+def _part(logits: DeferredLogits, key: Any) -> _Changed:
     """Whole rows, as those that have a next token."""
     keys = key if isinstance(key, tuple) else (key,)
     has_rest = any(part is Ellipsis for part in keys)
@@ -159,7 +209,7 @@ def _part(logits: DeferredLogits, key: Any) -> DeferredLogits | None:
     reaches_last = (has_rest and keys[-1] is not Ellipsis) or len(keys) == logits.dim()
     if reaches_last and keys[-1] != slice(None):
         return None
-    return _rearranged(logits, logits.product.hidden[key])
+    return logits.product._replace(hidden=logits.product.hidden[key]), logits.dtype
 
 
 def _cross_entropy(
@@ -194,11 +244,10 @@ def _cross_entropy(
     return cast
 
 
-_RULES: dict[Any, Callable[..., Tensor | None]] = {
-    F.cross_entropy: _cross_entropy,
+_CHANGES: dict[Any, Callable[..., _Changed]] = {
     Tensor.float: lambda logits, **options: _cast(logits, torch.float32, **options),
     Tensor.to: _cast,
-    Tensor.contiguous: lambda logits, **options: None if options else logits,
+    Tensor.contiguous: lambda logits, **options: None if options else (logits.product, logits.dtype),
     Tensor.view: _reshaped,
     Tensor.reshape: _reshaped,
     Tensor.__getitem__: _part,

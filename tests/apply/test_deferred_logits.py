@@ -3,13 +3,17 @@
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.deferred_logits import DeferredLogits, LossCounts, Product
+from memwall.apply.kernels import patch_kernels
+from memwall.errors import ApplyError
 from memwall.trace.recorder import StepRecorder
 
 V, H = 23, 8
@@ -101,6 +105,143 @@ def test_whoever_needs_the_logits_gets_them(ask: Callable[[Tensor], Tensor], nam
     assert found.requires_grad == expected.requires_grad
     assert name in logits.product.counts.asked_by
     assert logits.product.counts.num_losses == 0
+
+
+def set_column(logits: Tensor) -> None:
+    logits[..., 3] = -1e4
+
+
+def set_in_a_view(logits: Tensor) -> None:
+    logits.view(-1, V)[:, 3] = -1e4
+
+
+def set_in_the_data(logits: Tensor) -> None:
+    logits.data[..., 3] = -1e4
+
+
+def fill_by_a_mask(logits: Tensor) -> None:
+    logits.masked_fill_(torch.arange(V) > 20, -1e4)
+
+
+def set_in_rows_without_the_first(logits: Tensor) -> None:
+    logits[:, 1:].mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    "write", [set_column, set_in_a_view, set_in_the_data, fill_by_a_mask, set_in_rows_without_the_first]
+)
+@pytest.mark.parametrize("loss_of", [shifted, padded])
+def test_what_is_written_into_them_is_in_the_loss(
+    loss_of: Callable[[Tensor, Tensor], Tensor], write: Callable[[Tensor], None]
+) -> None:
+    """As a model does that pads its vocabulary, or bans a token."""
+    *inputs, target = factors()
+    results = []
+    # What was made of them before is written into as well, where it is a view of them, and not where it is a copy.
+    for logits in (deferred(*inputs), F.linear(*inputs)):
+        view, copied = logits.view(4, 3, V), logits.to(torch.float64)
+        write(logits)
+        loss = loss_of(logits, target) + view.square().mean() + copied.square().mean()
+        results.append((loss, *torch.autograd.grad(loss, inputs)))
+    for ours, own in zip(*results, strict=True):
+        assert torch.equal(ours, own)
+
+
+class OwnLoss(torch.autograd.Function):
+    """Cross entropy with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.softmax(logits, -1) - F.one_hot(target, V))
+        return F.cross_entropy(logits, target)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return grads[0] * gradient / len(gradient), None
+
+
+class OverwritingLoss(OwnLoss):
+    """Puts its gradient where the logits were."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, target)
+        logits.copy_(torch.softmax(logits, -1) - F.one_hot(target, V))
+        ctx.save_for_backward(logits.detach())
+        return loss
+
+
+def hooked(logits: Tensor, target: Tensor) -> Tensor:
+    logits.register_hook(lambda gradient: 2.0 * gradient)
+    return F.cross_entropy(logits, target)
+
+
+class Headed(nn.Module):
+    """A layer, and a head that is found by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.lm_head = nn.Linear(H, H), nn.Linear(H, V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.body(x))
+        return logits
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        OwnLoss.apply,
+        OverwritingLoss.apply,
+        hooked,
+        lambda logits, target: checkpoint(F.cross_entropy, logits, target, use_reentrant=True),
+        lambda logits, target: F.cross_entropy(logits, target) + logits.logsumexp(-1).square().mean(),
+    ],
+    ids=["own-backward", "overwriting", "hooked", "checkpointed", "two-terms"],
+)
+@pytest.mark.parametrize("has_hook", [False, True], ids=["plain", "head-with-backward-hook"])
+def test_a_gradient_for_them_goes_on_to_what_is_before_the_head(loss_of: Any, has_hook: bool) -> None:
+    *_, target = factors()
+    target = target.clamp(min=0).reshape(-1)
+    torch.manual_seed(0)
+    model, x = Headed(), torch.randn(12, H)
+    if has_hook:
+        model.lm_head.register_full_backward_hook(lambda module, came, went: None)
+    loss_of(model(x), target).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    assert patch_kernels(model, chunk_rows=4).num_replaced == 1
+    loss_of(model(x), target).backward()
+    for parameter, own in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, own)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits.float(),
+        lambda logits: F.cross_entropy(logits.view(-1, V), torch.zeros(12).long()),
+    ],
+)
+def test_logits_of_a_weight_that_is_no_longer_what_it_was_are_refused(ask: Callable[[Tensor], Tensor]) -> None:
+    """As of a loop that counts right answers after its optimizer's step."""
+    *inputs, _ = factors()
+    logits = deferred(*inputs)
+    with torch.no_grad():
+        inputs[1].add_(1.0)
+    with pytest.raises(ApplyError, match=r"the weight of the head changed since its forward; use logits before"):
+        ask(logits)
+
+
+def test_what_was_asked_for_before_stays() -> None:
+    *inputs, _ = factors()
+    logits, expected = deferred(*inputs), F.linear(*inputs).argmax(-1)
+    assert torch.equal(logits.argmax(-1), expected)
+    with torch.no_grad():
+        inputs[1].add_(1.0)
+    assert torch.equal(logits.argmax(-1), expected)
 
 
 def test_what_describes_them_computes_nothing() -> None:

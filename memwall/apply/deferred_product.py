@@ -1,0 +1,92 @@
+"""What a head would have computed, for whoever computes it later: its factors, and whether they are still the same."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memwall.errors import ApplyError
+
+__all__ = ["DeferredGradient", "LossCounts", "Product", "check_unchanged", "versions_of"]
+
+
+class LossCounts:
+    """How often a head's logits were spared, and who asked for them all the same."""
+
+    def __init__(self) -> None:
+        self.num_losses = 0
+        """Losses computed without logits."""
+        self.asked_by = ""
+        """The function that last needed the logits themselves."""
+
+
+class Product(NamedTuple):
+    """What a head would have computed."""
+
+    hidden: Tensor
+    """[..., H]: what the head was called with, as the model has reshaped its logits since."""
+    weight: Tensor
+    """[V, H]."""
+    bias: Tensor | None
+    dtype: torch.dtype
+    """That it computes in: under autocast not the factors' own."""
+    chunk_rows: int
+    """Rows whose logits a loss may hold at a time."""
+    counts: LossCounts
+
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias in one dtype."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
+
+    def logits(self) -> Tensor:
+        """The logits as the head would have returned them, but for the rows' shape."""
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return F.linear(*self.factors())
+
+
+def versions_of(product: Product) -> tuple[int, ...]:
+    """How often each factor was written in place."""
+    factors = (product.hidden, product.weight, product.bias)
+    return tuple(-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in factors)
+
+
+def check_unchanged(product: Product, versions: tuple[int, ...]) -> None:
+    """Whether the logits can still be what they were.
+
+    Raises:
+        ApplyError: a factor was written in place, as the weight is by an optimizer's step.
+    """
+    for name, before, now in zip(("hidden states", "weight", "bias"), versions, versions_of(product), strict=True):
+        if before != now:
+            raise ApplyError(
+                f"logits are computed when they are asked for, and the {name} of the head changed since its forward; "
+                "use logits before optimizer.step(), or do without kernels: leave out --allow kernels"
+            )
+
+
+class DeferredGradient(torch.autograd.Function):
+    """Where a gradient arrives for logits that were used as a whole: goes on to the factors as the head's would."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Any, product: Product, dtype: torch.dtype, *factors: Tensor | None) -> Tensor:
+        ctx.product, ctx.dtype, ctx.versions = product, dtype, versions_of(product)
+        made: Tensor = make()
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        product: Product = ctx.product
+        check_unchanged(product, ctx.versions)
+        factors = (product.hidden, product.weight, product.bias)
+        wanted = ctx.needs_input_grad[3:]
+        leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(factors, wanted, strict=True)]
+        with torch.enable_grad():
+            hidden, weight, bias = leaves
+            assert hidden is not None
+            assert weight is not None
+            logits = product._replace(hidden=hidden, weight=weight, bias=bias).logits().to(ctx.dtype)
+        asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found = iter(torch.autograd.grad(logits, asked, grads[0]))
+        return None, None, None, *(next(found) if w else None for w in wanted)
