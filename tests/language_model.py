@@ -41,42 +41,41 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Returns the loss of the next token; `cap` bounds logits by tanh, for which they must be there."""
+    """Returns the loss of the next token; with weights of its own for each token, for which logits must be there."""
 
-    def __init__(self, num_layers: int = 2, cap: float | None = None) -> None:
+    def __init__(self, num_layers: int = 2, *, is_weighted: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
         self.norm, self.lm_head = Norm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.cap = cap
+        self.is_weighted = is_weighted
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
         logits = self.lm_head(self.norm(x))
-        if self.cap is not None:
-            logits = self.cap * torch.tanh(logits / self.cap)
         logits = logits[:, :-1].float().contiguous()
-        return F.cross_entropy(logits.view(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+        weight = torch.ones(VOCABULARY) if self.is_weighted else None
+        return F.cross_entropy(logits.view(-1, VOCABULARY), tokens[:, 1:].reshape(-1), weight)
 
 
 # What of it runs a fused kernel.
 PATHS = tuple(sorted(("norm", *(f"layers.{i}.{part}" for i in range(2) for part in ("norm", "mlp")))))
 
 
-def language_model(cap: float | None = None) -> LanguageModel:
+def language_model(*, is_weighted: bool = False) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(cap=cap)
+    return LanguageModel(is_weighted=is_weighted)
 
 
 def tokens(rows: int = 8) -> Tensor:
     return torch.randint(VOCABULARY, (rows, 65), generator=torch.Generator().manual_seed(1))
 
 
-def workload(cap: float | None = None, rows: int = 8) -> Workload:
+def workload(rows: int = 8) -> Workload:
     return Workload(
-        model=lambda: language_model(cap),
+        model=language_model,
         batch=lambda: tokens(rows),
         loss=lambda model, batch: model(batch),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),

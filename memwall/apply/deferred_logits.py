@@ -1,6 +1,6 @@
 """Logits that are not there yet: what a head returns in training, so that a loss can take hidden states in their place.
 
-A model multiplies its last hidden states with the head, casts, shifts and reshapes the result, and hands it to
+A model multiplies its last hidden states with the head, casts, scales, shifts and reshapes the result, and hands it to
 `torch.nn.functional.cross_entropy`. `DeferredLogits` remember the product's factors and go along with all of that;
 cross entropy of them is `linear_cross_entropy`, which never holds them whole. Whatever else is asked of them is
 computed as it always was, from logits made at that moment, which are the same from then on.
@@ -8,7 +8,7 @@ computed as it always was, from logits made at that moment, which are the same f
 
 import weakref
 from collections.abc import Callable
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -212,6 +212,24 @@ def _part(logits: DeferredLogits, key: Any) -> _Changed:
     return logits.product._replace(hidden=logits.product.hidden[key]), logits.dtype
 
 
+def _scaled(logits: DeferredLogits, factor: Any, **options: Any) -> _Changed:
+    """By a positive number."""
+    if options or type(factor) not in (int, float) or not 0.0 < factor < inf:
+        return None
+    product = logits.product
+    softcap = None if product.softcap is None else product.softcap * factor
+    return product._replace(scale=product.scale * factor, softcap=softcap), logits.dtype
+
+
+def _divided(logits: DeferredLogits, divisor: Any, **options: Any) -> _Changed:
+    return _scaled(logits, 1.0 / divisor, **options) if type(divisor) in (int, float) and divisor else None
+
+
+def _bounded(logits: DeferredLogits) -> _Changed:
+    """By tanh, once."""
+    return (logits.product._replace(softcap=1.0), logits.dtype) if logits.product.softcap is None else None
+
+
 def _cross_entropy(
     input: DeferredLogits,
     target: Tensor,
@@ -238,6 +256,8 @@ def _cross_entropy(
             reduction=reduction,
             label_smoothing=label_smoothing,
             chunk_rows=product.chunk_rows,
+            softcap=product.softcap,
+            logit_scale=product.scale,
         )
     product.counts.num_losses += 1
     cast: Tensor = loss.to(logits.dtype)
@@ -251,4 +271,7 @@ _CHANGES: dict[Any, Callable[..., _Changed]] = {
     Tensor.view: _reshaped,
     Tensor.reshape: _reshaped,
     Tensor.__getitem__: _part,
+    **dict.fromkeys((Tensor.mul, Tensor.__rmul__, torch.mul), _scaled),
+    **dict.fromkeys((Tensor.div, torch.div), _divided),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), _bounded),
 }

@@ -34,6 +34,10 @@ class Product(NamedTuple):
     chunk_rows: int
     """Rows whose logits a loss may hold at a time."""
     counts: LossCounts
+    scale: float = 1.0
+    """Of the logits; before the bound."""
+    softcap: float | None = None
+    """Bound c of the logits: c tanh(logits / c)."""
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias in one dtype."""
@@ -41,9 +45,12 @@ class Product(NamedTuple):
         return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
 
     def logits(self) -> Tensor:
-        """The logits as the head would have returned them, but for the rows' shape."""
+        """The logits, as scaled and bounded since."""
         with torch.autocast(self.hidden.device.type, enabled=False):
-            return F.linear(*self.factors())
+            logits = F.linear(*self.factors())
+            if self.softcap is not None:
+                return self.softcap * torch.tanh(logits * (self.scale / self.softcap))
+            return logits if self.scale == 1.0 else logits * self.scale
 
 
 def versions_of(product: Product) -> tuple[int, ...]:
@@ -58,6 +65,11 @@ def check_unchanged(product: Product, versions: tuple[int, ...]) -> None:
     Raises:
         ApplyError: a factor was written in place, as the weight is by an optimizer's step.
     """
+    if product.weight.untyped_storage().nbytes() < product.weight.nbytes:
+        raise ApplyError(
+            "the weight of the head went away before its loss was computed, as where FSDP frees it after its forward; "
+            "shard the model before kernels are put into it, or leave out --allow kernels"
+        )
     for name, before, now in zip(("hidden states", "weight", "bias"), versions, versions_of(product), strict=True):
         if before != now:
             raise ApplyError(

@@ -1,7 +1,8 @@
 """The head of a language model whose loss is computed without its logits: found, replaced, checked.
 
 In training the head returns `DeferredLogits`; in evaluation, under torch.compile and where no gradient is wanted it
-computes what it always did. A model that needs its logits for something else, as for a soft cap, gets them.
+computes what it always did. The loss may be of logits that were scaled or bounded by tanh; whoever needs them for
+something else gets them.
 """
 
 from functools import partial

@@ -51,7 +51,17 @@ def row_by_row(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits[1:].to(torch.float32).view((6, V)), target[1], reduction="none").square().sum()
 
 
-@pytest.mark.parametrize("loss_of", [shifted, padded, smoothed, row_by_row])
+def capped(logits: Tensor, target: Tensor) -> Tensor:
+    """As of Gemma 2."""
+    return padded(torch.tanh(logits / 1.5) * 1.5, target)
+
+
+def scaled(logits: Tensor, target: Tensor) -> Tensor:
+    """As of Granite and of Cohere, and bounded between."""
+    return padded(3 * (0.25 * logits.float() / 8.0).tanh().mul(2.0), target)
+
+
+@pytest.mark.parametrize("loss_of", [shifted, padded, smoothed, row_by_row, capped, scaled])
 def test_a_loss_and_its_gradients_are_those_of_the_logits(loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
     *inputs, target = factors()
     expected = loss_of(F.linear(*inputs), target)
@@ -81,7 +91,13 @@ def test_the_loss_makes_no_tensor_of_all_rows_by_all_columns() -> None:
 @pytest.mark.parametrize(
     ("ask", "name"),
     [
-        (lambda logits: logits / 2.0, "div"),
+        (lambda logits: logits + 2.0, "add"),
+        (lambda logits: logits / torch.tensor(2.0), "div"),
+        (lambda logits: logits * -2.0, "mul"),
+        (lambda logits: logits * True, "mul"),
+        (lambda logits: torch.div(logits, 2.0, rounding_mode="floor"), "div"),
+        (lambda logits: logits.tanh().tanh(), "tanh"),
+        (lambda logits: (logits / 3.0).tanh().mul(3.0).argmax(-1), "argmax"),
         (lambda logits: logits.argmax(-1), "argmax"),
         (lambda logits: logits.detach(), "detach"),
         (lambda logits: torch.softmax(logits, -1), "softmax"),

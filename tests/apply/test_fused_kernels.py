@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FUSED = FusedKernels(modules=PATHS, chunk_rows=256)
 
 
-def with_kernels(cap: float | None = None) -> tuple[Trace, FusedKernels | None]:
-    return recorded_with_kernels(lambda changed: record(changed(workload(cap))))
+def with_kernels() -> tuple[Trace, FusedKernels | None]:
+    return recorded_with_kernels(lambda changed: record(changed(workload())))
 
 
 def train(model: LanguageModel, session: Session | None = None, num_steps: int = 3) -> list[float]:
@@ -167,8 +167,8 @@ def test_parameters_on_disk_have_no_kernels(caplog: pytest.LogCaptureFixture, tm
 
 
 def test_a_loss_that_needs_its_logits_keeps_them_and_the_rest_is_planned() -> None:
-    """GIVEN logits that are bounded by tanh THEN the plan has the modules, and leaves the loss as it is."""
-    model = language_model(cap=30.0)
+    """GIVEN a loss that weighs tokens THEN the plan has the modules, and leaves the loss as it is."""
+    model = language_model(is_weighted=True)
     with (session := Session(budget_bytes=1 << 40, allow=("kernels",))):
         train(model, session)
     assert session.plan is not None

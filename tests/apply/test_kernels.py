@@ -3,12 +3,15 @@
 import copy
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from memwall.apply.kernels import PatchedKernels, patch_kernels
 from memwall.errors import ApplyError
@@ -134,6 +137,32 @@ def test_recompute_handles_change_no_bit_of_it(case: Any) -> None:
     # As many as there are kernels at the most: once for all layers that saved a result.
     assert 0 < handles.num_rebuilt <= sum(kernels.values())
     assert all(torch.equal(a, b) for a, b in zip([g for g in found if g is not None], expected[1:], strict=True))
+
+
+HEADED = {
+    **{name: make for name, (make, _) in MODELS.items() if name != "vit"},
+    "llama-tied": tokens_model("Llama", **SMALL, **KEYS, tie_word_embeddings=True),
+    "gemma2": tokens_model("Gemma2", **SMALL, **KEYS),
+    "granite": tokens_model("Granite", **SMALL, **KEYS, logits_scaling=8.0),
+    "cohere": tokens_model("Cohere", **SMALL, **KEYS),
+}
+
+
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize("name", HEADED)
+def test_the_loss_of_a_model_needs_no_logits_and_copies_are_models_without_kernels(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = HEADED[name]()
+    own = step(model, batch)
+    patched = patch_kernels(model, chunk_rows=4)
+    found = step(model, batch)
+    assert (patched.losses.num_losses, patched.losses.asked_by) == (1, "")
+    for ours, plain in zip(found, own, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(torch.equal(a, b) for a, b in zip(step(other, batch), own, strict=True))
+    patched.undo()
+    assert all(torch.equal(a, b) for a, b in zip(step(model, batch), own, strict=True))
 
 
 class Rms(nn.Module):
@@ -262,6 +291,49 @@ def test_copies_and_pickles_are_models_without_kernels() -> None:
         with torch.no_grad():
             other[0].weight.zero_()
         assert not torch.equal(other(x), own)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.lm_head = nn.LayerNorm(8), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.lm_head(self.norm(x)), target)
+
+
+def shard(model: Headed) -> None:
+    """By FSDP2, which frees the head's weight after the head's forward."""
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (model.norm, model.lm_head, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_model_is_left_alone_and_said() -> None:
+    model = Headed()
+    shard(model)
+    patched = patch_kernels(model, chunk_rows=4)
+    assert patched.num_replaced == 0
+    assert "left alone: its parameter weight is sharded" in patched.table()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_head_that_is_sharded_afterwards_is_refused() -> None:
+    model = Headed()
+    patch_kernels(model, chunk_rows=4)
+    shard(model)
+    with pytest.raises(
+        ApplyError, match="the weight of the head went away before its loss was computed, as where FSDP"
+    ):
+        model(torch.randn(6, 8), torch.arange(6))
 
 
 def test_weights_are_read_inside_the_modules_own_call() -> None:
