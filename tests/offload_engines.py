@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,19 @@ class Tiny(nn.Module):
         for index in range(2):
             x = self.block(index, x)
         return F.cross_entropy((x @ self.embedding.weight.t()).flatten(0, 1), tokens.flatten())
+
+
+class GradientIsSaved(torch.autograd.Function):
+    """As losses do whose forward has the gradient already: what it returns autograd may keep as `.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return (weight.detach() * gradient).sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
 
 
 def tokens() -> Tensor:

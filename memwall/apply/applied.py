@@ -17,6 +17,7 @@ from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.kernels import PatchedKernels, apply_kernels
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import ActivationOffload
+from memwall.apply.offload_packed import check_can_pack
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.parking import open_engine
 from memwall.apply.precision import LowerPrecision
@@ -156,6 +157,9 @@ class AppliedPlan:
     def _apply_blocks(self, _: Action) -> None:
         actions = self.plan.actions
         offload = [a for a in actions if isinstance(a, Offload)]
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        for packed in (a for a in offload if a.form != "exact"):
+            check_can_pack(device, packed.block)
         if offload:
             self.engine, close = open_engine(
                 [self.model],

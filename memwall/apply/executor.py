@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memwall.apply.block_counts import BlockCounts
 from memwall.apply.recompute import recomputed
 from memwall.errors import ApplyError
-from memwall.plan.actions import Action, Offload, Rebuild, Recompute
+from memwall.plan.actions import Action, LeavingForm, Offload, Rebuild, Recompute
 from memwall.trace.attached import wrap_forward
 from memwall.triton_kernels import recompute_handles
 
@@ -24,8 +24,8 @@ __all__ = ["BlockExecutor", "OffloadEngine", "resolve_blocks"]
 class OffloadEngine(Protocol):
     """What the executor needs of an offload engine: saved tensors grouped by block call, read back group by group."""
 
-    def group(self, key: Any, counts: BlockCounts | None = None) -> Any:
-        """Context manager under which saved tensors belong to `key`, and are counted."""
+    def group(self, key: Any, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Any:
+        """Context manager under which saved tensors belong to `key`, are counted, and leave in a form."""
 
     def hooks(self) -> Any:
         """Context manager under which saved tensors move away."""
@@ -98,7 +98,7 @@ class BlockExecutor:
             for place, path in enumerate(order):
                 follows = place > 0 and order[place - 1] in offload
                 if path in named or follows:
-                    self._wrap(path, recompute.get(path), rebuilds=path in rebuild, is_offloaded=path in offload)
+                    self._wrap(path, recompute.get(path), rebuilds=path in rebuild, offload=offload.get(path))
         except BaseException:
             self.undo()
             raise
@@ -118,12 +118,12 @@ class BlockExecutor:
         """Forgets the calls of the last step; to be called before each step's first forward."""
         self._groups = []
 
-    def _wrap(self, path: str, recompute: Recompute | None, *, rebuilds: bool, is_offloaded: bool) -> None:
+    def _wrap(self, path: str, recompute: Recompute | None, *, rebuilds: bool, offload: Offload | None) -> None:
         module = self._modules[path]
         original = module.forward
         counts = self._counts[path] = BlockCounts()
         inner = original if recompute is None else recomputed(module, counts.counting(original), recompute)
-        engine = self._engine if is_offloaded else None
+        engine, form = (None, "exact") if offload is None else (self._engine, offload.form)
 
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -135,7 +135,7 @@ class BlockExecutor:
             if engine is not None:
                 key = (path, self._calls)
                 self._calls += 1
-            with _saving(engine, key, counts, rebuilds=rebuilds):
+            with _saving(engine, key, counts, rebuilds=rebuilds, form=form):
                 out = inner(*args, **kwargs)
             self._mark(key, out)
             return out
@@ -160,13 +160,18 @@ class BlockExecutor:
 
 @contextmanager
 def _saving(
-    engine: OffloadEngine | None, key: tuple[str, int] | None, counts: BlockCounts, *, rebuilds: bool
+    engine: OffloadEngine | None,
+    key: tuple[str, int] | None,
+    counts: BlockCounts,
+    *,
+    rebuilds: bool,
+    form: LeavingForm,
 ) -> Iterator[None]:
     """What takes the tensors that a block saves: torch calls the innermost hooks alone, so handles pass on to the
     engine what they do not rebuild."""
     with ExitStack() as stack:
         if engine is not None:
-            stack.enter_context(engine.group(key, counts))
+            stack.enter_context(engine.group(key, counts, form))
         if rebuilds:
             handles = stack.enter_context(recompute_handles(engine))
             stack.callback(lambda: counts.note_rebuilt(handles.num_replaced))

@@ -44,7 +44,7 @@ def fit(
             rest. Of several the state stays in memory, and so do parameters.
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        allow: relaxations: "kernels", "precision".
+        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU).
 
     Raises:
         UsageError: neither or both of budget and plan; a budget that is no size; no optimizer of this model.

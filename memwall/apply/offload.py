@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memwall.apply.block_counts import BlockCounts
 from memwall.apply.offload_cuda import PinnedTier
 from memwall.apply.offload_entry import Entry, EntryList, Kept, Saved, byte_range, describe, quiet
+from memwall.apply.offload_packed import PackedTier, can_leave_packed
 from memwall.errors import ApplyError, MemwallError
+from memwall.plan.actions import LeavingForm
 from memwall.store.tier import DiskTier, Tier
 from memwall.store.transfer import TransferPool
 
@@ -29,6 +31,17 @@ __all__ = ["ActivationOffload", "SavedTensorModifiedError"]
 # Restored bytes begin at a 4096-byte boundary, so a range that begins at one too keeps each view's alignment; kernels
 # may choose their path by alignment, and another path may round differently.
 _RANGE_ALIGNMENT_BYTES = 4096
+
+
+class _Group(NamedTuple):
+    """What is said of tensors that a thread saves now."""
+
+    key: Hashable = None
+    counts: BlockCounts | None = None
+    form: LeavingForm = "exact"
+
+
+_NO_GROUP = _Group()
 
 
 class SavedTensorModifiedError(ApplyError, RuntimeError):
@@ -72,7 +85,7 @@ class ActivationOffload:
         self._entries = EntryList()
         self._by_range: dict[Hashable, Entry] = {}
         self._groups: dict[Hashable, dict[Entry, None]] = {}
-        self._active_group = threading.local()
+        self._active = threading.local()
         self._loaded: dict[Entry, None] = {}
         self._loaded_bytes = 0
         self._held_bytes = 0
@@ -90,12 +103,12 @@ class ActivationOffload:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of storage ranges sent away so far; a range saved several times counts once."""
+        """Bytes sent away so far, as they left; a storage range saved several times counts once."""
         return self._moved_bytes
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of storage ranges asked back so far."""
+        """Bytes asked back so far, as they left."""
         return self._restored_bytes
 
     @property
@@ -117,14 +130,14 @@ class ActivationOffload:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of those ranges."""
+        """Bytes of those ranges, as they left."""
         with self._lock:
             self._reap()
             return self._held_bytes
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes brought back that no backward node has taken yet."""
+        """Bytes brought back that no backward node has taken yet; of packed ones what they unpack to."""
         with self._lock:
             self._reap()
             return self._loaded_bytes
@@ -136,18 +149,19 @@ class ActivationOffload:
         return saved_tensors_hooks(self.pack, self.unpack)
 
     @contextmanager
-    def group(self, key: Hashable, counts: BlockCounts | None = None) -> Iterator[None]:
+    def group(self, key: Hashable, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Iterator[None]:
         """What this thread saves inside belongs to `key` (say, a block's path and call number), for `prefetch`.
 
         Args:
             counts: where it is counted what was saved, and what of it left.
+            form: in which floating-point numbers leave.
         """
-        outer = getattr(self._active_group, "key", None), getattr(self._active_group, "counts", None)
-        self._active_group.key, self._active_group.counts = key, counts
+        outer = self._group
+        self._active.group = _Group(key, counts, form)
         try:
             yield
         finally:
-            self._active_group.key, self._active_group.counts = outer
+            self._active.group = outer
 
     def prefetch(self, key: Hashable) -> None:
         """Begin to bring back the group `key`, last saved first. Not bounded by the window: the caller's plan is."""
@@ -157,11 +171,15 @@ class ActivationOffload:
                 if entry.load is None and entry.num_unread > 0:
                     self._begin_load(entry, is_urgent=False)
 
+    @property
+    def _group(self) -> _Group:
+        return getattr(self._active, "group", _NO_GROUP)
+
     # The hook pair.
 
     def pack(self, tensor: Tensor) -> Saved | Kept:
         """Send `tensor` away, or keep it; the object autograd stores in its place."""
-        counts: BlockCounts | None = getattr(self._active_group, "counts", None)
+        counts, form = self._group.counts, self._group.form
         if counts is not None:
             counts.num_offered += 1
         if not self._can_move(tensor):
@@ -176,11 +194,15 @@ class ActivationOffload:
             start, end = byte_range(tensor, storage.nbytes(), _RANGE_ALIGNMENT_BYTES)
             if end - start < self._min_bytes or self._is_excluded(tensor):
                 return Kept(tensor)
-            key = (storage._cdata, storage.data_ptr(), start, end, tensor._version)
-            entry = self._by_range.get(key)
+            place = (storage._cdata, storage.data_ptr(), start, end, tensor._version)
+            entry = self._by_range.get(place)
+            if entry is None and form != "exact":
+                entry = self._by_range.get((*place, form, tensor.dtype))
             if entry is None:
+                if not can_leave_packed(tensor, end - start):
+                    form = "exact"
                 with self._noting_failure():
-                    entry = self._park(tensor, storage, start, end, key)
+                    entry = self._park(tensor, storage, start, end, place, form)
             if counts is not None:
                 counts.num_moved += 1
             return Saved(tensor, entry, self._dead)
@@ -258,12 +280,23 @@ class ActivationOffload:
             self._tiers[device] = tier
         return tier
 
-    def _park(self, tensor: Tensor, storage: torch.UntypedStorage, start: int, end: int, key: Hashable) -> Entry:
-        group = getattr(self._active_group, "key", None)
+    def _park(
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        start: int,
+        end: int,
+        place: tuple[Hashable, ...],
+        form: LeavingForm,
+    ) -> Entry:
+        group = self._group.key
         label = describe(tensor)
         if group is not None:
             label += f" saved in {group}"
-        tier = self._tier(tensor.device)
+        tier: Tier[Any, Any] = self._tier(tensor.device)
+        key = place
+        if form != "exact":
+            tier, key = PackedTier(tier, form, tensor.dtype), (*place, form, tensor.dtype)
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, start, (end - start,), (1,))
         entry = Entry(
             tier=tier,
@@ -271,6 +304,7 @@ class ActivationOffload:
             label=label,
             start=start,
             num_bytes=end - start,
+            device=tensor.device,
             key=key,
             group=group,
             source=StorageWeakRef(storage),
@@ -278,8 +312,8 @@ class ActivationOffload:
         self._entries.append(entry)
         self._by_range[key] = entry
         self._groups.setdefault(group, {})[entry] = None
-        self._held_bytes += entry.num_bytes
-        self._moved_bytes += entry.num_bytes
+        self._held_bytes += entry.parked.num_bytes
+        self._moved_bytes += entry.parked.num_bytes
         return entry
 
     def _restore(self, saved: Saved) -> Tensor:
@@ -305,7 +339,7 @@ class ActivationOffload:
         entry.load = entry.tier.load(entry.parked, is_urgent=is_urgent)
         self._loaded[entry] = None
         self._loaded_bytes += entry.num_bytes
-        self._restored_bytes += entry.num_bytes
+        self._restored_bytes += entry.parked.num_bytes
 
     def _drop_load(self, entry: Entry, *, is_collected: bool) -> None:
         if not is_collected:
@@ -318,7 +352,7 @@ class ActivationOffload:
         """Begin loads of what was saved before `entry`, newest first, up to the window, which `entry` is no part of."""
         older = entry.older
         while older is not None:
-            if older.load is None and older.num_unread > 0 and older.tier is entry.tier:
+            if older.load is None and older.num_unread > 0 and older.device == entry.device:
                 if not self._make_room(older.num_bytes, entry):
                     return
                 self._begin_load(older, is_urgent=False)
@@ -354,7 +388,7 @@ class ActivationOffload:
         del members[entry]
         if not members:
             del self._groups[entry.group]
-        self._held_bytes -= entry.num_bytes
+        self._held_bytes -= entry.parked.num_bytes
         entry.tier.release(entry.parked)
 
 

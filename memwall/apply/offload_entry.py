@@ -61,6 +61,8 @@ class Entry:
     label: str
     start: int
     num_bytes: int
+    """Of the range; `parked` may be smaller."""
+    device: torch.device
     key: Hashable
     group: Hashable
     source: StorageWeakRef

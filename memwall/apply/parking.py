@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.offload import ActivationOffload
+from memwall.apply.offload_packed import pack_seconds_per_element
 from memwall.predict.limits import free_memory_bytes
 from memwall.predict.malloc import fault_seconds_per_byte
 from memwall.store.location import check_directory, default_directory
@@ -138,7 +139,7 @@ class Parked:
 
 
 def measured_machine(disk: str) -> Machine:
-    """Speeds of this machine, measured in about half a second: disk as the store uses it, page faults, copies."""
+    """Speeds of this machine, measured in about half a second: disk as the store uses it, faults, copies, packing."""
     write = read = 0.0
     free_bytes = 0
     if disk:
@@ -155,6 +156,7 @@ def measured_machine(disk: str) -> Machine:
         disk_free_bytes=free_bytes,
         copy_seconds_per_byte=_copy_seconds_per_byte() + faults,
         fault_seconds_per_byte=faults,
+        pack_seconds_per_element=pack_seconds_per_element() + torch.float32.itemsize * faults,
     )
 
 

@@ -129,6 +129,11 @@ def plan(
             f"--allow kernels: {source} is a trace, and what kernels do to a step is seen by recording it with them; "
             "plan from the package.module:factory or the config.json, or give --allow kernels to `memwall run`"
         )
+    from memwall.plan.legality import can_pack
+
+    reason = can_pack(trace, allowed) if "low-bit-offload" in allowed else None
+    if reason is not None:
+        raise UsageError(f"--allow low-bit-offload: {reason}")
     from msgspec.structs import replace
     from rich.console import Group
     from rich.text import Text

@@ -39,7 +39,7 @@ class MemwallPlugin:
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        allow: relaxations: "kernels", "precision".
+        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU).
     """
 
     def __init__(

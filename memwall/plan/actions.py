@@ -15,6 +15,7 @@ __all__ = [
     "Autocast",
     "Exactness",
     "FusedKernels",
+    "LeavingForm",
     "Offload",
     "OptimizerPlacement",
     "ParameterPlacement",
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 Exactness = Literal["bit-exact", "equivalent", "changes-numerics"]
+LeavingForm = Literal["exact", "int8", "fp8"]
+"""How saved tensors leave: as they are, or floating-point ones in a byte an element (`triton_kernels.pack`)."""
 
 
 class Recompute(Struct, frozen=True, kw_only=True, tag_field="kind", tag="recompute", forbid_unknown_fields=True):
@@ -65,9 +68,19 @@ class Offload(Struct, frozen=True, kw_only=True, tag_field="kind", tag="offload"
     tier: Literal["disk", "host"]
     min_bytes: int
     window_bytes: int
+    form: LeavingForm = "exact"
     saved_bytes: int | None = None
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"
+
+    def __post_init__(self) -> None:
+        expected = "bit-exact" if self.form == "exact" else "changes-numerics"
+        if self.exactness != expected:
+            raise ValueError(f"what leaves in the form '{self.form}' comes back {expected}, not {self.exactness}")
+        if self.form != "exact" and self.scope == "inputs":
+            raise ValueError(
+                f"inputs leave as they are, not as {self.form}: run again from them, a block must do the same"
+            )
 
 
 class Accumulate(Struct, frozen=True, kw_only=True, tag_field="kind", tag="accumulate", forbid_unknown_fields=True):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from memwall.plan.actions import Action, OptimizerPlacement, ParameterPlacement
+from memwall.plan.actions import Action, Offload, OptimizerPlacement, ParameterPlacement
 from memwall.plan.fused import could_have_kernels
 from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can_use_kernels
 from memwall.predict.curve import peak_of
@@ -14,12 +14,12 @@ __all__ = ["binding_reasons", "disk_wear", "infeasible_message", "relaxations"]
 _SECONDS_PER_DAY = 86_400
 
 
-def binding_reasons(trace: Trace, step: Step, moved_bytes: int, placements: Sequence[Action] = ()) -> tuple[str, ...]:
+def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequence[Action] = ()) -> tuple[str, ...]:
     """What stops the step from being faster: the instant at which the bytes are tight, and the link if one is used.
 
     Args:
         moved_bytes: saved tensors that leave in a step.
-        placements: what says where state and parameters are.
+        actions: of the plan; those that say where state and parameters are, and what leaves with fewer digits.
     """
     peak = peak_of(trace, step)
     where = f"{peak.phase} in {peak.module}"
@@ -28,7 +28,13 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, placements: Sequ
     if moved_bytes:
         tier = "disk" if trace.device == "cpu" else "host memory"
         reasons.append(f"{format_bytes(moved_bytes)} go to {tier} and come back in each step")
-    for action in placements:
+    num_packed = sum(isinstance(action, Offload) and action.form != "exact" for action in actions)
+    if num_packed:
+        reasons.append(
+            f"what leaves {num_packed} of the blocks does so in a byte an element, since that is faster; what comes "
+            "back is off by up to 1/254 of the largest of its 128 neighbours in memory, and gradients with it"
+        )
+    for action in actions:
         saved_text = format_bytes(action.saved_bytes or 0)
         if isinstance(action, OptimizerPlacement):
             reasons.append(f"{saved_text} of optimizer state are read from disk and written in each step")

@@ -14,7 +14,7 @@ class Option(Struct, frozen=True, kw_only=True):
     """One executable way to treat a block's saved tensors."""
 
     name: str
-    """keep, full, select-1.., offload, full+offload: unique within the block."""
+    """keep, full, select-1.., offload, offload as int8, full+offload: unique within the block."""
     extra_seconds: float
     """What it costs per step beyond keep: recomputation and copying, without waiting for the link."""
     moved_bytes: int

@@ -15,6 +15,7 @@ __all__ = [
     "can_move_optimizer_state",
     "can_move_parameters",
     "can_offload",
+    "can_pack",
     "can_rebuild",
     "can_recompute",
     "can_reuse_allocator",
@@ -68,6 +69,18 @@ def can_offload(trace: Trace) -> str | None:
     if trace.device != "cpu" and not trace.machine.disk_write_bytes_per_second:
         return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
     return None
+
+
+def can_pack(trace: Trace, allow: tuple[str, ...]) -> str | None:
+    """None if what leaves the device may do so in fewer digits, else why not."""
+    if "low-bit-offload" not in allow:
+        return "saved tensors that leave in int8 change numerics; allow it with --allow low-bit-offload"
+    if trace.device != "cpu":
+        return f"saved tensors are packed on a CPU only, on their way to disk; the step is for '{trace.device}'"
+    reason = can_offload(trace)
+    if reason is None and not trace.machine.pack_seconds_per_element:
+        return "what packing costs on its machine is not in the trace; record it again, or give another --disk DIR"
+    return reason
 
 
 def can_accumulate(trace: Trace, *, is_cooperative: bool) -> str | None:

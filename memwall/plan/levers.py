@@ -18,8 +18,10 @@ _NAMES = {
     "select": "recompute, keep some",
     "rebuild": "rebuild results of fused kernels",
     "offload": "offload saved tensors",
+    "offload as int8": "offload saved tensors as int8, lossy",
     "full+offload": "recompute, offload inputs",
     "rebuild+offload": "rebuild results, offload the rest",
+    "rebuild+offload as int8": "rebuild results, offload the rest as int8, lossy",
 }
 _PLACED = {
     "kernels": "fused kernels",

@@ -1,9 +1,11 @@
 """The menu of each block, and the memory rows: from a step to the instance the solvers work on."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from msgspec import Struct
@@ -37,6 +39,8 @@ class Costs(Struct, frozen=True, kw_only=True):
     min_bytes: int
     """Tensors below this are not moved."""
     can_offload: bool
+    pack_seconds_per_element: float | None = None
+    """Of floating-point numbers that leave in a byte each, out and back together; None where they may not."""
     num_passes: int = 1
     """Times a step runs the recorded calls: micro-batches that each recompute and move anew. The seconds of operations
     are those of all passes together."""
@@ -56,7 +60,7 @@ class Menu(Struct, frozen=True, kw_only=True):
 
 def build_menus(trace: Trace, model: StepModel, costs: Costs) -> tuple[Menu, ...]:
     """Per block: keep, full recompute, up to six selective points, results of fused kernels rebuilt, and with a tier
-    below the moved variants."""
+    below the moved variants; where numbers may leave packed, these too if they then move fewer bytes."""
     return tuple(
         _menu(model, block, costs, is_repeatable=can_recompute(trace, model, block) is None) for block in model.blocks
     )
@@ -66,10 +70,12 @@ def _menu(model: StepModel, block: BlockCalls, costs: Costs, *, is_repeatable: b
     options = [Option(name="keep", extra_seconds=0.0, moved_bytes=0)]
     treatments: list[Treatment | None] = [None]
 
-    def offer(name: str, treatment: Treatment) -> None:
-        seconds, moved = _price(model, block, treatment, costs)
-        options.append(Option(name=name, extra_seconds=seconds, moved_bytes=moved))
-        treatments.append(treatment)
+    def offer(name: str, treatment: Treatment, below_bytes: float = math.inf) -> int:
+        seconds, moved_bytes = _price(model, block, treatment, costs)
+        if not treatment.offload or 0 < moved_bytes < below_bytes:
+            options.append(Option(name=name, extra_seconds=seconds, moved_bytes=moved_bytes))
+            treatments.append(treatment)
+        return moved_bytes
 
     if is_repeatable:
         offer("full", Treatment(recompute=True, min_bytes=costs.min_bytes))
@@ -85,10 +91,10 @@ def _menu(model: StepModel, block: BlockCalls, costs: Costs, *, is_repeatable: b
         if is_repeatable:
             moving.append(("full+offload", Treatment(recompute=True, offload=True, min_bytes=costs.min_bytes)))
         for name, treatment in moving:
-            offer(name, treatment)
-            if options[-1].moved_bytes == 0:
-                options.pop()
-                treatments.pop()
+            moved_bytes = offer(name, treatment)
+            # Run again from inputs that lost digits, a block may take another path, as routing to experts does.
+            if costs.pack_seconds_per_element is not None and not treatment.recompute:
+                offer(f"{name} as int8", msgspec.structs.replace(treatment, is_packed=True), moved_bytes)
     number = model.blocks.index(block)
     op_names = tuple(model.names[model.step.ops[op].name] for op in model.counted_ops(block.calls[0]))
     freed = tuple(0 if t is None else _freed_bytes(model, number, t) for t in treatments)
@@ -104,7 +110,7 @@ def _freed_bytes(model: StepModel, number: int, treatment: Treatment) -> int:
 
 
 def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Costs) -> tuple[float, int]:
-    seconds, moved = 0.0, 0
+    seconds, link_bytes, num_packed = 0.0, 0, 0
     step = model.step
     for call, saved in zip(block.calls, block.saved, strict=True):
         if call.backward_start < 0:
@@ -120,8 +126,11 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
             handled = _HANDLE_SECONDS * len(saved) + _REBUILD_SECONDS * num_rebuilt
             seconds += handled * costs.num_passes
         if treatment.offload:
-            moved += model.moved_bytes(call, saved, treatment)
-    return seconds + moved * costs.num_passes * costs.copy_seconds_per_byte, moved
+            moved = model.moved(call, saved, treatment).values()
+            link_bytes += sum(part.link_bytes for part in moved)
+            num_packed += sum(part.num_packed for part in moved)
+    moving_seconds = link_bytes * costs.copy_seconds_per_byte + num_packed * (costs.pack_seconds_per_element or 0.0)
+    return seconds + moving_seconds * costs.num_passes, link_bytes
 
 
 def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ...]]:

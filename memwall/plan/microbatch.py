@@ -35,4 +35,10 @@ def with_micro_batch(trace: Trace, step: Step, micro_batch: int) -> Step:
                 added.append(msgspec.structs.replace(storage, category="temporary", dropped=end, death=end))
         else:
             storages.append(storage)
-    return msgspec.structs.replace(step, storages=tuple(storages + added))
+    saved = tuple(
+        msgspec.structs.replace(save, nbytes=-(-save.nbytes * micro_batch // whole))
+        if step.storages[save.storage].batched
+        else save
+        for save in step.saved
+    )
+    return msgspec.structs.replace(step, storages=tuple(storages + added), saved=saved)

@@ -65,6 +65,9 @@ def block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[Ac
                     tier="disk" if device == "cpu" else "host",
                     min_bytes=treatment.min_bytes,
                     window_bytes=WINDOW_BYTES,
+                    # At as many bytes int8 loses less of what values of one size are (tests/kernels/test_pack.py).
+                    form="int8" if treatment.is_packed else "exact",
+                    exactness="changes-numerics" if treatment.is_packed else "bit-exact",
                     saved_bytes=option.moved_bytes if runs_again else menu.freed_bytes[number],
                     cost_seconds=0.0 if runs_again else option.extra_seconds,
                 )

@@ -42,12 +42,14 @@ class PlacedSearch:
     Args:
         problem: what they share with those for other places.
         place: where state and parameters are between their uses.
+        packs: whether saved tensors may leave with fewer digits.
     """
 
-    def __init__(self, problem: Problem, place: Place) -> None:
+    def __init__(self, problem: Problem, place: Place, *, packs: bool = False) -> None:
         self._problem, self._place = problem, place
         self._trace, self._settings = problem.trace, problem.settings
         self._process, self._steady = problem.process, problem.steady
+        self._packs = packs
 
     def best(self, limit_bytes: int) -> Candidate | None:
         """The cheapest candidate within so many process bytes.
@@ -182,6 +184,7 @@ class PlacedSearch:
             copy_seconds_per_byte=machine.copy_seconds_per_byte,
             min_bytes=MIN_MOVED_BYTES,
             can_offload=with_disk,
+            pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
             num_passes=num_parts,
         )
         menus = build_menus(self._trace, model, costs)
@@ -247,7 +250,7 @@ class PlacedSearch:
             num_parts=num_parts,
             lower_bound_seconds=bound + self._place.seconds,
             levers=levers,
-            binding=binding_reasons(self._trace, step, moved_bytes, self._place.actions),
+            binding=binding_reasons(self._trace, step, moved_bytes, actions),
         )
 
     def _smallest_for(self, model: StepModel, num_parts: int, with_disk: bool) -> int:

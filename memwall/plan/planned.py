@@ -23,6 +23,7 @@ def _treatments_of(plan: Plan) -> dict[str, Treatment]:
             kept_ops=recompute[block].kept_ops if block in recompute else (),
             rebuild=block in rebuild,
             offload=block in offload,
+            is_packed=block in offload and offload[block].form != "exact",
             **({"min_bytes": offload[block].min_bytes} if block in offload else {}),
         )
         for block in {**recompute, **rebuild, **offload}

@@ -15,7 +15,7 @@ from memwall.plan.candidate import Candidate, plan_of
 from memwall.plan.device_phases import with_device_phases
 from memwall.plan.explain import infeasible_message, relaxations
 from memwall.plan.fused import kernels_compared
-from memwall.plan.legality import can_autocast, can_use_kernels
+from memwall.plan.legality import can_autocast, can_pack, can_use_kernels
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.plan.placed_search import PlacedSearch
 from memwall.plan.places import IN_MEMORY, Place, parameters_away, state_away
@@ -35,6 +35,8 @@ __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "
 # Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk a fifth
 # off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
 _CLEARLY_SHORTER = 1.3
+# What loses digits is taken where the whole step is so much shorter, or nothing else fits.
+_WORTH_DIGITS = 1.05
 _KERNELS_READ_THEM = "fused kernels read them outside their modules' own calls"
 
 
@@ -58,7 +60,7 @@ def plan(
         budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
         disk: directory of the next tier; by default the one measured when the trace was recorded.
         disk_capacity_bytes: the most to take of it; by default all that is free.
-        allow: relaxations: "kernels" round at other points, "precision" changes numerics.
+        allow: relaxations: "kernels" round at other points; "precision" and "low-bit-offload" change numerics.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.translate), where it is not here.
@@ -150,6 +152,7 @@ class _Search:
                 self._last_resort = found
             else:
                 self._parameters_stay = found
+        self._can_pack = can_pack(trace, settings.allow) is None
         self._smallest_bytes: int | None = None
 
     @cached_property
@@ -178,21 +181,32 @@ class _Search:
         return fused
 
     def best(self) -> Candidate | None:
-        """The cheapest candidate that fits."""
-        best = in_memory = self._best_at(IN_MEMORY)
+        """The cheapest candidate that fits; one that loses digits only where that is worth it."""
+        exact = self._best(packs=False)
+        packed = self._best(packs=True) if self._can_pack and (exact is None or exact.actions) else None
+        if exact is None or packed is None:
+            return exact or packed
+        is_worth_it = self.seconds_of(exact) >= _WORTH_DIGITS * self.seconds_of(packed)
+        return packed if is_worth_it else exact
+
+    def _best(self, *, packs: bool) -> Candidate | None:
+        best = in_memory = self._best_at(IN_MEMORY, packs=packs)
         for place in self._places:
             at_most = math.inf if best is None else best.extra_seconds
             if in_memory is not None:
                 plain_seconds = step_seconds(self.steady)
                 at_most = min(at_most, (plain_seconds + in_memory.extra_seconds) / _CLEARLY_SHORTER - plain_seconds)
             if place.seconds < at_most:
-                found = self._best_at(place)
+                found = self._best_at(place, packs=packs)
                 if found is not None and found.extra_seconds < at_most:
                     best = found
-        return best if best is not None or self._last_resort is None else self._best_at(self._last_resort)
+        if best is not None or self._last_resort is None:
+            return best
+        return self._best_at(self._last_resort, packs=packs)
 
-    def _best_at(self, place: Place) -> Candidate | None:
-        return PlacedSearch(self._problem, place).best(self._problem.limit_bytes(has_margin=self.has_margin))
+    def _best_at(self, place: Place, *, packs: bool) -> Candidate | None:
+        limit_bytes = self._problem.limit_bytes(has_margin=self.has_margin)
+        return PlacedSearch(self._problem, place, packs=packs).best(limit_bytes)
 
     def seconds_of(self, found: Candidate) -> float:
         """Of a step under a candidate."""
@@ -222,7 +236,9 @@ class _Search:
         if self._smallest_bytes is None:
             leanest = [next(iter(self._places), IN_MEMORY), self._last_resort]
             self._smallest_bytes = min(
-                PlacedSearch(self._problem, place).smallest_bytes() for place in leanest if place is not None
+                PlacedSearch(self._problem, place, packs=self._can_pack).smallest_bytes()
+                for place in leanest
+                if place is not None
             )
         return self._smallest_bytes
 

@@ -68,6 +68,7 @@ def rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequ
                 phase=origin.phase if life.begin[1] == LAST else "backward",
                 batched=origin.batched,
                 line=origin.line,
+                dtype=origin.dtype,
             )
         )
     saved = tuple(

@@ -12,10 +12,11 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from memwall.predict.lives import LAST, Life, Time, rebuilt
+from memwall.predict.packing import PACKED_ITEMSIZES, num_packed_bytes, scratch_bytes
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.trace.records import ModuleCall, Step, Storage
 
-__all__ = ["REBUILDABLE_OPS", "BlockCalls", "Rebuilt", "StepModel", "Treatment"]
+__all__ = ["REBUILDABLE_OPS", "BlockCalls", "Moved", "Rebuilt", "StepModel", "Treatment"]
 
 # Selective checkpointing does not ask its policy about these (torch.utils.checkpoint.SAC_IGNORED_OPS, torch 2.13).
 UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
@@ -36,6 +37,8 @@ class Treatment(Struct, frozen=True, kw_only=True):
     """Without recompute: results of `REBUILDABLE_OPS` are rebuilt for backward, one by one, instead of kept."""
     offload: bool = False
     """Saved tensors (with recompute: the block's inputs) move to the next tier; what is rebuilt does not."""
+    is_packed: bool = False
+    """With offload, without recompute: floating-point numbers do so in a byte each."""
     min_bytes: int = 1 << 20
     """Tensors below this stay where they are."""
 
@@ -63,11 +66,25 @@ class Rebuilt(NamedTuple):
     """Numbers of the saved tensors that became a recipe."""
 
 
+class Moved(NamedTuple):
+    """What of a storage leaves the device and comes back."""
+
+    nbytes: int
+    """Of the device's memory."""
+    num_packed: int = 0
+    """Elements that leave packed; 0 where bytes leave as they are."""
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes on their way, and on the tier."""
+        return num_packed_bytes(self.num_packed) if self.num_packed else self.nbytes
+
+
 class _Reload(NamedTuple):
     """One call's need of bytes that were moved away."""
 
     call_start: int
-    nbytes: int
+    moved: Moved
     prefetch: Time
     """When they come if this call was the first to send them away: then they belong to its group."""
     demand: Time
@@ -87,6 +104,9 @@ class StepModel:
         for number, op in enumerate(step.ops):
             for written in op.writes:
                 self._writers.setdefault(written, []).append(number)
+        self._born_bytes: dict[int, int] = {}
+        for storage in step.storages:
+            self._born_bytes[storage.birth] = self._born_bytes.get(storage.birth, 0) + storage.nbytes
         self._saves_of: dict[int, list[int]] = {}
         for number, save in enumerate(step.saved):
             self._saves_of.setdefault(save.storage, []).append(number)
@@ -170,17 +190,18 @@ class StepModel:
             "input",
         )
 
-    def moved_bytes(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> int:
-        """Bytes of a call that leave the device under a treatment with offload."""
-        if treatment.recompute:
-            return sum(
-                storage.nbytes
-                for storage in (self.step.storages[i] for i in call.inputs)
-                if storage.birth >= 0
-                and storage.nbytes >= treatment.min_bytes
-                and storage.category in ("activation", "temporary", "input")
-            )
-        return sum(self._moved_of(self._not_rebuilt(call, saved, treatment), treatment).values())
+    def moved(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> dict[int, Moved]:
+        """Per storage what leaves the device in a call under a treatment with offload."""
+        if not treatment.recompute:
+            return self._moved_of(self._not_rebuilt(call, saved, treatment), treatment)
+        storages = {index: self.step.storages[index] for index in call.inputs}
+        return {
+            index: Moved(storage.nbytes)
+            for index, storage in storages.items()
+            if storage.birth >= 0
+            and storage.nbytes >= treatment.min_bytes
+            and storage.category in ("activation", "temporary", "input")
+        }
 
     def _not_rebuilt(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> Sequence[int]:
         if not treatment.rebuild:
@@ -188,15 +209,29 @@ class StepModel:
         rebuilt_saves = {number for result in self.rebuilt_results(call, saved) for number in result.saves}
         return [number for number in saved if number not in rebuilt_saves]
 
-    def _moved_of(self, saved: Sequence[int], treatment: Treatment) -> dict[int, int]:
-        """Per storage the bytes that move: all of it when its saved views cover a good part, as the executor does."""
+    def _moved_of(self, saved: Sequence[int], treatment: Treatment) -> dict[int, Moved]:
+        """Per storage what moves: all of it when its saved views cover a good part, as the executor does.
+
+        The first of them decides whether it is packed.
+        """
         views: dict[int, int] = {}
+        packed: set[int] = set()
         for number in saved:
             if self.movable(number, treatment):
                 save = self.step.saved[number]
+                if save.storage not in views and save.nbytes == self.step.storages[save.storage].nbytes:
+                    packed.add(save.storage)
                 views[save.storage] = views.get(save.storage, 0) + save.nbytes
-        whole = {index: self.step.storages[index].nbytes for index in views}
-        return {index: whole[index] if 4 * size >= whole[index] else size for index, size in views.items()}
+        found = {}
+        for index, size in views.items():
+            whole = self.step.storages[index].nbytes
+            nbytes = whole if 4 * size >= whole else size
+            found[index] = self._moved(index, nbytes, treatment) if index in packed else Moved(nbytes)
+        return found
+
+    def _moved(self, index: int, nbytes: int, treatment: Treatment) -> Moved:
+        itemsize = PACKED_ITEMSIZES.get(self.step.storages[index].dtype, 0) if treatment.is_packed else 0
+        return Moved(nbytes, nbytes // itemsize if itemsize else 0)
 
     def is_leaf_like(self, block: BlockCalls) -> bool:
         """Whether recomputing a block frees nothing: all it saves is what it was called with."""
@@ -239,7 +274,7 @@ class StepModel:
                 if treatment.rebuild:
                     self._rebuild(b, c, taken, come)
                 if treatment.offload:
-                    self._offload(b, c, treatment, taken, reloads)
+                    self._offload(b, c, treatment, taken, come, reloads)
         for index, needs in reloads.items():
             come.extend(_reloaded(self.step.storages[index], index, needs))
         lives = []
@@ -300,7 +335,7 @@ class StepModel:
                 taken.update(number for number in saved if step.saved[number].storage == index)
                 if storage.birth >= 0:
                     at = self._prefetch_at[call.start]
-                    need = _Reload(call.start, storage.nbytes, at, (begin, 0), (call.backward_end, 0))
+                    need = _Reload(call.start, Moved(storage.nbytes), at, (begin, 0), (call.backward_end, 0))
                     reloads.setdefault(index, []).append(need)
             else:
                 held_until[index] = max(held_until.get(index, (0, 0)), (call.backward_end, 0))
@@ -322,15 +357,23 @@ class StepModel:
                     come.append(Life(index, storage.nbytes, (result.at, place), (result.at, place + 1)))
 
     def _offload(
-        self, b: int, c: int, treatment: Treatment, taken: set[int], reloads: dict[int, list[_Reload]]
+        self,
+        b: int,
+        c: int,
+        treatment: Treatment,
+        taken: set[int],
+        come: list[Life],
+        reloads: dict[int, list[_Reload]],
     ) -> None:
         call = self.blocks[b].calls[c]
         saved = self._not_rebuilt(call, self.blocks[b].saved[c], treatment)
         spans: dict[int, tuple[int, int]] = {}
+        packed_at: dict[int, int] = {}
         for number in saved:
             if self.movable(number, treatment):
                 save = self.step.saved[number]
                 taken.add(number)
+                packed_at.setdefault(save.storage, save.packed)
                 asked, until = spans.get(save.storage, (save.unpacked, save.released))
                 spans[save.storage] = (min(asked, save.unpacked), max(until, save.released))
         for result in self.rebuilt_results(call, self.blocks[b].saved[c]) if treatment.rebuild else ():
@@ -338,9 +381,20 @@ class StepModel:
                 if index in spans:
                     spans[index] = (min(spans[index][0], result.at), spans[index][1])
         at = self._prefetch_at[call.start]
-        for index, nbytes in self._moved_of(saved, treatment).items():
+        for index, moved in self._moved_of(saved, treatment).items():
             asked, until = spans[index]
-            reloads.setdefault(index, []).append(_Reload(call.start, nbytes, at, (asked, 0), (until, 0)))
+            reloads.setdefault(index, []).append(_Reload(call.start, moved, at, (asked, 0), (until, 0)))
+            come.extend(self._packing(index, moved, packed_at[index]))
+            come.extend(self._packing(index, moved, asked))
+
+    def _packing(self, index: int, moved: Moved, op: int) -> list[Life]:
+        """Packed bytes beside what they are made of, or become, just before operation `op`.
+
+        What that allocates is not there yet, and counts in their place. Once packed they are part of the window.
+        """
+        excess_bytes = moved.link_bytes + scratch_bytes(moved.num_packed) - self._born_bytes.get(op, 0)
+        is_more = moved.num_packed > 0 and excess_bytes > 0
+        return [Life(index, excess_bytes, (op, 0), (op + 1, 0))] if is_more else []
 
     # -- whole steps -----------------------------------------------------------------------------------------------
 
@@ -366,8 +420,8 @@ class StepModel:
                 taken.add(number)
                 begin, end = spans.get(save.storage, (save.unpacked, save.released))
                 spans[save.storage] = (min(begin, save.unpacked), max(end, save.released))
-        for index, nbytes in self._moved_of(range(len(self.step.saved)), anywhere).items():
-            nbytes = _reloaded_bytes(self.step.storages[index], nbytes)
+        for index, moved in self._moved_of(range(len(self.step.saved)), anywhere).items():
+            nbytes = _reloaded_bytes(self.step.storages[index], moved.nbytes)
             come.append(Life(index, nbytes, (spans[index][0], LAST), (spans[index][1], 0)))
         lives = []
         for index, storage in enumerate(self.step.storages):
@@ -382,15 +436,20 @@ class StepModel:
 def _reloaded(storage: Storage, index: int, needs: list[_Reload]) -> list[Life]:
     """The stays of bytes that come back: once for all calls that saved them while they were away."""
     lives: list[Life] = []
+    packed: list[Life] = []
     for need in sorted(needs):
-        nbytes = _reloaded_bytes(storage, need.nbytes)
+        nbytes = need.moved.nbytes if need.moved.num_packed else _reloaded_bytes(storage, need.moved.nbytes)
         if lives and need.call_start < lives[-1].end[0]:
             shared = lives.pop()
             begin, end = min(shared.begin, need.demand), max(shared.end, need.end)
             lives.append(Life(index, max(shared.nbytes, nbytes), begin, end))
-        else:
-            lives.append(Life(index, nbytes, min(need.prefetch, need.demand), need.end))
-    return lives
+            continue
+        begin = min(need.prefetch, need.demand)
+        if need.moved.num_packed:
+            packed.append(Life(index, _reloaded_bytes(storage, need.moved.link_bytes), begin, need.demand))
+            begin = need.demand
+        lives.append(Life(index, nbytes, begin, need.end))
+    return lives + packed
 
 
 def _reloaded_bytes(storage: Storage, nbytes: int) -> int:

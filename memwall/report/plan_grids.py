@@ -164,7 +164,7 @@ def _treatment(action: Action) -> tuple[object, ...]:
     if isinstance(action, Rebuild):
         return ("rebuild", action.exactness)
     if isinstance(action, Offload):
-        return ("offload", action.scope, action.tier, action.exactness)
+        return ("offload", action.scope, action.tier, action.form, action.exactness)
     return (type(action), id(action))
 
 
@@ -178,7 +178,8 @@ def _what(action: Action) -> str:
             return "rebuild results of fused kernels"
         case Offload():
             thing = "saved tensors" if action.scope == "saved" else "block inputs"
-            return f"offload {thing} to {action.tier}"
+            form = "" if action.form == "exact" else f" as {action.form}, lossy"
+            return f"offload {thing} to {action.tier}{form}"
         case Accumulate():
             return f"split the batch: {action.num_micro_batches} x {action.micro_batch}"
         case Autocast():

@@ -33,7 +33,10 @@ class Tier(Protocol[P, L]):
     """Time `park` waited for room, so far."""
 
     def park(self, source: Tensor, label: str) -> P:
-        """Take `source` (uint8, one dimension, contiguous) away; the caller lets go of it on return."""
+        """Take `source` (uint8, one dimension, contiguous) away; the caller lets go of it on return.
+
+        What comes back has `num_bytes`: what it takes here.
+        """
 
     def load(self, parked: P, *, is_urgent: bool) -> L:
         """Begin to bring the bytes back into fresh memory; may be called again and again."""

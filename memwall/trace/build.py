@@ -53,6 +53,7 @@ def build_step(
             phase=log.op_phase[log.storage_birth[i]] if 0 <= log.storage_birth[i] < num_ops else "other",
             batched=batched[i],
             line=log.storage_line[i],
+            dtype=log.storage_dtype[i],
         )
         for i in range(len(log.storage_bytes))
     )

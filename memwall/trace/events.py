@@ -36,6 +36,7 @@ class EventLog:
         self.storage_died: list[int] = []
         self.storage_shape: list[tuple[int, ...]] = []
         self.storage_line: list[int] = []
+        self.storage_dtype: list[str] = []
         self.saved_storage: list[int] = []
         self.saved_bytes: list[int] = []
         self.saved_call: list[int] = []
@@ -120,6 +121,7 @@ class EventLog:
         self.storage_died.append(-1)
         self.storage_shape.append(tuple(tensor.shape))
         self.storage_line.append(self.op_line[birth] if 0 <= birth < len(self.op_line) else -1)
+        self.storage_dtype.append(str(tensor.dtype).removeprefix("torch."))
         self._live[key] = index
 
         def died(_: Any) -> None:
@@ -171,6 +173,7 @@ class EventLog:
         self.storage_died.append(index + 1)
         self.storage_shape.append(self.storage_shape[result] if result >= 0 else ())
         self.storage_line.append(self.op_line[index])
+        self.storage_dtype.append("uint8")
         self.op_workspace[index] = len(self.storage_bytes) - 1
 
     # -- saved tensors ---------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ class Storage(Struct, frozen=True, array_like=True):
     """Whether its bytes grow with the micro-batch (estimated from shapes and data flow)."""
     line: int = -1
     """The user's line that made it, an index into `Trace.lines`; -1 if it existed before the step or is not known."""
+    dtype: str = ""
+    """Of the first tensor in it, e.g. `float32`; "" in files written before it was recorded."""
 
 
 class SavedTensor(Struct, frozen=True, array_like=True):
@@ -141,6 +143,8 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Computing time that moving a byte out and back costs."""
     fault_seconds_per_byte: float = 0.0
     """Time for a byte of memory to become resident anew."""
+    pack_seconds_per_element: float = 0.0
+    """Computing time to pack a floating-point number into a byte, and to unpack it into memory that is new."""
 
 
 class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

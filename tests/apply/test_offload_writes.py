@@ -2,13 +2,11 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from faulty_disk import Gate
-from offload_engines import KIB, Pool, a_pool, is_empty, offload_for
-from torch import Tensor
+from offload_engines import KIB, GradientIsSaved, Pool, a_pool, is_empty, offload_for
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memwall.apply.offload import SavedTensorModifiedError
@@ -88,19 +86,6 @@ def test_an_expanded_tensor_moves_its_base(pool: Pool) -> None:
         back = offload.unpack(packed)
         assert torch.equal(back, wide)
         assert back.stride() == wide.stride() == (0, 1)
-
-
-class GradientIsSaved(torch.autograd.Function):
-    """As losses do whose forward has the gradient already: what it returns autograd may keep as `.grad`."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return (weight.detach() * gradient).sum()
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
 
 
 @pytest.mark.parametrize("window_bytes", [16 * KIB, 1 << 20])

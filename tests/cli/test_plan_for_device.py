@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 from forecasts import FACTORY, LLAMA, MIB, OPTIONS, OUTLIER, SCHEMA, Run, estimated
 
 from memwall.cli.app import main
@@ -14,6 +15,7 @@ from memwall.predict.hardware import hardware_named
 from memwall.trace.file import save_trace
 from memwall.trace.record import record
 from memwall.trace.spec import load_workload
+from memwall.trace.workload import Workload
 
 
 @pytest.mark.requires("transformers")
@@ -93,6 +95,20 @@ def test_kernels_of_a_trace_are_refused(run: Run, tmp_path: Path, capsys: pytest
     for more in ((), ("--device", "l4")):
         assert main(["plan", str(path), "--budget", "1GiB", "--allow", "kernels", *more]) == 2
         assert f"--allow kernels: {path} is a trace, and what kernels do" in " ".join(capsys.readouterr().err.split())
+
+
+def test_packing_is_refused_where_nothing_can_be_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload = Workload(
+        model=torch.nn.Linear(8, 8),
+        batch=torch.randn(4, 8),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    path = tmp_path / "t.trace"
+    save_trace(record(workload), path)
+    assert main(["plan", str(path), "--budget", "1GiB", "--allow", "low-bit-offload"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "--allow low-bit-offload: there is no disk to move saved tensors to; pass --disk DIR" in message
 
 
 @pytest.mark.requires("transformers")

@@ -54,6 +54,9 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
         ("parameters and gradients to disk", "between uses", "bit-exact"),
     ),
 }
+PACKED = Offload(
+    block="h.3", scope="saved", tier="disk", min_bytes=1, window_bytes=2, form="int8", exactness="changes-numerics"
+)
 LEGALITY = {
     "recompute": "can_recompute",
     "rebuild": "can_rebuild",
@@ -64,6 +67,7 @@ LEGALITY = {
     "allocator": "can_reuse_allocator",
     "optimizer-placement": "can_move_optimizer_state",
     "parameter-placement": "can_move_parameters",
+    "packed": "can_pack",
 }
 
 
@@ -86,7 +90,20 @@ def test_a_kind_survives_the_plan_file(kind: str) -> None:
     assert msgspec.json.decode(msgspec.json.encode(action), type=Action) == action
 
 
-@pytest.mark.parametrize("kind", sorted(kinds()))
+def test_what_leaves_with_fewer_digits_says_so() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(PACKED), type=Action) == PACKED
+    (row,) = action_grid((PACKED,)).rows
+    assert (row[0], row[-1]) == ("offload saved tensors to disk as int8, lossy", "changes-numerics")
+    assert len(action_grid((PACKED, msgspec.structs.replace(PACKED, form="fp8"))).rows) == 2
+    text = msgspec.json.encode(PACKED).replace(b"changes-numerics", b"bit-exact")
+    with pytest.raises(msgspec.ValidationError, match="form 'int8' comes back changes-numerics, not bit-exact"):
+        msgspec.json.decode(text, type=Action)
+    text = msgspec.json.encode(PACKED).replace(b'saved"', b'inputs"', 1)
+    with pytest.raises(msgspec.ValidationError, match="inputs leave as they are, not as int8"):
+        msgspec.json.decode(text, type=Action)
+
+
+@pytest.mark.parametrize("kind", [*sorted(kinds()), "packed"])
 def test_a_kind_has_a_legality_rule_that_is_used(kind: str) -> None:
     name = LEGALITY[kind]
     assert name in legality.__all__

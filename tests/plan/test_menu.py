@@ -49,7 +49,7 @@ class Normed(nn.Module):
         return self.down(torch.sin(self.up(self.norm(x))))
 
 
-def menu_names(layer: Callable[[int], nn.Module]) -> list[set[str]]:
+def menu_names(layer: Callable[[int], nn.Module], pack_seconds_per_element: float | None = None) -> list[set[str]]:
     torch.manual_seed(0)
     trace = record(
         Workload(
@@ -62,7 +62,12 @@ def menu_names(layer: Callable[[int], nn.Module]) -> list[set[str]]:
     )
     step = trace.steps[0]
     blocks = tuple(block for block in find_blocks(trace, step) if block.path in "123")
-    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1024, can_offload=True)
+    costs = Costs(
+        copy_seconds_per_byte=0.0,
+        min_bytes=1024,
+        can_offload=True,
+        pack_seconds_per_element=pack_seconds_per_element,
+    )
     menus = build_menus(trace, StepModel(step, trace.names, blocks), costs)
     assert len(menus) == 3
     return [{option.name for option in menu.options} for menu in menus]
@@ -75,6 +80,13 @@ def test_what_a_second_run_would_change_is_offered_for_moving_only(layer: Callab
 
 def test_batch_norm_is_offered_since_the_executor_spares_its_statistics() -> None:
     assert all({"keep", "full", "offload"} <= names for names in menu_names(Normed))
+
+
+def test_where_numbers_may_leave_packed_both_ways_are_offered_but_not_for_what_runs_again() -> None:
+    assert menu_names(Stateful, 1e-9) == [{"keep", "offload", "offload as int8"}] * 3
+    for names in menu_names(Normed, 1e-9):
+        assert {"offload as int8", "full+offload"} <= names
+        assert "full+offload as int8" not in names
 
 
 class Noisy(nn.Module):

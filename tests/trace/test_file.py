@@ -135,14 +135,15 @@ def test_a_newer_version(trace: Trace, tmp_path: Path) -> None:
     )
 
 
-def test_a_file_from_before_lines_were_recorded_has_none(trace: Trace, tmp_path: Path) -> None:
+def test_a_file_from_before_lines_and_dtypes_were_recorded_has_none(trace: Trace, tmp_path: Path) -> None:
     fields = fields_of(trace)
     del fields["lines"]
     for step in fields["steps"]:
-        step["storages"] = [storage[:-1] for storage in step["storages"]]
+        step["storages"] = [storage[:-2] for storage in step["storages"]]
     older = load_trace(written(tmp_path / "older", msgspec.msgpack.encode(fields)))
     assert older.lines == ()
-    assert {storage.line for step in older.steps for storage in step.storages} == {-1}
+    assert {(storage.line, storage.dtype) for step in older.steps for storage in step.storages} == {(-1, "")}
+    assert {storage.dtype for step in trace.steps for storage in step.storages} == {"float32"}
     assert peak_of(older, older.steps[1]).by_line == ()
     assert peak_of(older, older.steps[1]).by_module == peak_of(trace, trace.steps[1]).by_module
 
