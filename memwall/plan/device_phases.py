@@ -1,23 +1,21 @@
 """The phases of a run under a plan for a device: building, first and steady steps, evaluating, saving and resuming."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
-from memwall.plan.actions import AllocatorReuse
+from memwall.plan.actions import Accumulate, AllocatorReuse
 from memwall.plan.forecast import PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
 from memwall.predict.cuda_allocator.settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
-from memwall.predict.phases import PhasePeak, phase_peaks, returned_bytes
+from memwall.predict.phases import PhasePeak, evaluation_bytes, phase_peaks, returned_bytes
+from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
 __all__ = ["SMALLER_EVALUATION", "evaluation_with_metrics", "with_device_phases", "with_evaluation"]
-
-_Simulation = Callable[..., dict[str, PhasePeak] | None]
-"""Of the bytes that the allocator can have, none for no end, the phases' peaks; None where memory is out."""
 
 SMALLER_EVALUATION = "a smaller batch in evaluation: --eval-batch N"
 
@@ -37,7 +35,7 @@ def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
     Args:
         plan: made from `trace`, for that device.
     """
-    found = _simulation(plan, trace, process)()
+    found = _simulated(plan, trace, process)
     if found is None:  # out of memory on a device without end: an allocation larger than any address
         return plan
     return _with_phases(plan, found, process)
@@ -54,15 +52,14 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
         plan: made from `trace`, for that device, with the phases of its steps.
         evaluation: recorded as the plan runs the model, and translated.
     """
-    simulated = _simulation(plan, trace, process, evaluation)
-    before, found = plan.forecast, simulated()
+    before, found = plan.forecast, _simulated(plan, trace, process, evaluation)
     if found is None or before.budget_bytes is None:
         return plan
     wanted_bytes, room_bytes = found["eval"].reserved_bytes, process.room_bytes(before.budget_bytes)
     binding = before.binding
-    if wanted_bytes > room_bytes:
+    if wanted_bytes > max(room_bytes, process.reserved_bytes(before.peak.process_bytes)):
         for capacity_bytes in (room_bytes, max(0, before.budget_bytes - process.base_bytes)):
-            pressed = simulated(capacity_bytes)
+            pressed = _simulated(plan, trace, process, evaluation, capacity_bytes=capacity_bytes)
             if pressed is not None:
                 found = pressed
                 binding += (
@@ -74,9 +71,9 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
     margin_bytes = process.margin_bytes(process_bytes)
     fits = bool(before.fits) and process_bytes + margin_bytes <= before.budget_bytes
     smallest_bytes = before.smallest_feasible_budget_bytes
-    if smallest_bytes is not None and process.budget_for(process.base_bytes + wanted_bytes) > smallest_bytes:
-        least_bytes = _least_capacity_bytes(simulated, found["eval"].allocated_bytes, wanted_bytes)
-        smallest_bytes = max(smallest_bytes, process.budget_for(process.base_bytes + least_bytes))
+    if smallest_bytes is not None:
+        alone_bytes = evaluation_bytes(evaluation, steady_step(trace), process.profile)
+        smallest_bytes = max(smallest_bytes, process.budget_for(process.base_bytes + alone_bytes))
     plan = _with_phases(plan, found, process)
     peak = plan.forecast.peak
     forecast = msgspec.structs.replace(
@@ -98,46 +95,40 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
     return msgspec.structs.replace(plan, forecast=forecast)
 
 
-def _simulation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Step | None = None) -> _Simulation:
-    """Peaks of the phases under the plan and its allocator settings, given what the allocator can have."""
+def _simulated(
+    plan: Plan,
+    trace: Trace,
+    process: DeviceModel,
+    evaluation: Step | None = None,
+    *,
+    capacity_bytes: int | None = None,
+) -> dict[str, PhasePeak] | None:
+    """Peaks of the phases under the plan and its allocator settings; None where memory is out."""
     step = planned_step(trace, plan)
     setting = next((a.cuda_setting for a in plan.actions if isinstance(a, AllocatorReuse)), "")
     settings = parse_settings(setting, process.profile)
-
-    def simulated(capacity_bytes: int | None = None) -> dict[str, PhasePeak] | None:
-        return phase_peaks(
-            (as_first(step), step), evaluation, process.profile, settings=settings, capacity_bytes=capacity_bytes
-        )
-
-    return simulated
-
-
-def _least_capacity_bytes(simulated: _Simulation, too_few_bytes: int, enough_bytes: int) -> int:
-    """What the allocator must be able to have, to a hundredth."""
-    while enough_bytes - too_few_bytes > enough_bytes // 100:
-        middle_bytes = (too_few_bytes + enough_bytes) // 2
-        if simulated(middle_bytes) is None:
-            too_few_bytes = middle_bytes
-        else:
-            enough_bytes = middle_bytes
-    return enough_bytes
+    return phase_peaks(
+        (as_first(step), step), evaluation, process.profile, settings=settings, capacity_bytes=capacity_bytes
+    )
 
 
 def _with_phases(plan: Plan, found: Mapping[str, PhasePeak], process: DeviceModel) -> Plan:
-    steady = plan.forecast.phases["steady_step"]
+    moved_bytes = _moved_at_once_bytes(plan)
     phases = {
         name: PeakBytes(
             allocated_bytes=peak.allocated_bytes,
             reserved_bytes=peak.reserved_bytes,
             process_bytes=process.base_bytes + peak.reserved_bytes,
-            # What a step moves there; what a phase holds there besides, `memwall estimate` says.
-            host_bytes=steady.host_bytes if name.endswith("_step") else None,
+            host_bytes=peak.host_bytes + (moved_bytes if name.endswith("_step") else 0),
             disk_bytes=peak.disk_bytes,
         )
         for name, peak in found.items()
     }
-    allocated_bytes = max(phase.allocated_bytes for phase in phases.values())
-    peak = msgspec.structs.replace(plan.forecast.peak, allocated_bytes=allocated_bytes)
+    peak = msgspec.structs.replace(
+        plan.forecast.peak,
+        allocated_bytes=max(phase.allocated_bytes for phase in phases.values()),
+        host_bytes=max(phase.host_bytes or 0 for phase in phases.values()),
+    )
     forecast = msgspec.structs.replace(
         plan.forecast,
         peak=peak,
@@ -146,3 +137,10 @@ def _with_phases(plan: Plan, found: Mapping[str, PhasePeak], process: DeviceMode
         peak_phase=max(phases, key=lambda name: phases[name].process_bytes),
     )
     return msgspec.structs.replace(plan, forecast=forecast)
+
+
+def _moved_at_once_bytes(plan: Plan) -> int:
+    """Saved tensors that a step has in host memory at most: of a batch that is split, those of one part."""
+    split = next((action for action in plan.actions if isinstance(action, Accumulate)), None)
+    num_parts = 1 if split is None else split.num_micro_batches // plan.num_micro_batches
+    return plan.forecast.moved_bytes_per_step // num_parts

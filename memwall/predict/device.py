@@ -217,7 +217,10 @@ class DeviceModel(Process):
 
     def not_modelled_around(self, *, is_evaluated: bool = False) -> str:
         """Of that, what lies outside the training steps, of a plan; with its evaluation or without."""
-        around = "host memory; batches larger than this one; other processes on the device"
+        around = (
+            "batches larger than this one; data loader workers, and the data set in host memory; other processes on "
+            "the device"
+        )
         return around if is_evaluated else f"evaluation; {around}"
 
     def not_modelled_in_steps(self) -> tuple[str, ...]:

@@ -16,7 +16,15 @@ from memwall.predict.device import StepPeak, step_peaks
 from memwall.predict.host import batch_storages, host_bytes_of
 from memwall.trace.records import Step, Storage
 
-__all__ = ["PhasePeak", "phase_peaks", "returned_bytes", "run_of", "waiting_bytes", "with_waiting_batches"]
+__all__ = [
+    "PhasePeak",
+    "evaluation_bytes",
+    "phase_peaks",
+    "returned_bytes",
+    "run_of",
+    "waiting_bytes",
+    "with_waiting_batches",
+]
 
 
 class PhasePeak(Struct, frozen=True, kw_only=True):
@@ -136,6 +144,17 @@ def phase_peaks(
     )
     found["resume"] = _peak(resumed, host.resume_peak_bytes)
     return found
+
+
+def evaluation_bytes(evaluation: Step, steady: Step, profile: VersionProfile) -> int:
+    """What the allocator reserves for an evaluation beside what stands between steps, where nothing is cached before.
+
+    Args:
+        evaluation, steady: translated.
+    """
+    peaks = step_peaks((_between_steps(evaluation, steady),), profile)
+    assert peaks is not None, "memory without end"
+    return max(peak.reserved_bytes for peak in peaks)
 
 
 def _peak(peaks: Sequence[StepPeak], host_bytes: int) -> PhasePeak:

@@ -51,6 +51,18 @@ def test_host_memory_is_the_next_tier_of_a_device(run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.requires("transformers")
+def test_what_a_plan_moves_to_the_host_is_there_beside_the_process(run: Run, config: str) -> None:
+    common = ("plan", config, "--device", "h100-80gb", "--seq", "2048", "--optimizer", "sgd", "--host", "64GiB")
+    (_, ample), (_, tight) = (run(*common, "--budget", budget) for budget in ("20GiB", "2.9GiB"))
+    moved = tight["moved_bytes_per_step"]
+    assert ample["moved_bytes_per_step"] == 0 < moved
+    for name, phase in tight["phases"].items():
+        more = moved if name in ("first_step", "steady_step") else 0
+        assert phase["host_bytes"] == ample["phases"][name]["host_bytes"] + more, name
+    assert tight["peak"]["host_bytes"] == max(phase["host_bytes"] for phase in tight["phases"].values())
+
+
+@pytest.mark.requires("transformers")
 def test_precision_is_offered_with_its_figure_and_planned_where_it_is_allowed(run: Run, tmp_path: Path) -> None:
     """GIVEN weights in float32 THEN autocast is recorded and replayed, before it is offered or chosen."""
     path = tmp_path / "config.json"
@@ -123,7 +135,7 @@ def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, config: st
     names = ("build", "first_step", "steady_step", "eval", "save", "resume")
     assert tuple(sorted(ample["phases"], key=names.index)) == names
     for name in names:
-        for figure in ("allocated_bytes", "reserved_bytes", "process_bytes"):
+        for figure in ("allocated_bytes", "reserved_bytes", "process_bytes", "host_bytes"):
             expected = plain["phases"][name][figure]
             assert ample["phases"][name][figure] == (
                 pytest.approx(expected, rel=0.01) if name == "first_step" else expected
@@ -173,7 +185,7 @@ def test_an_evaluation_may_have_the_allocator_give_back_what_steps_left_cached(r
     assert ample["phases"]["eval"]["reserved_bytes"] > 1.5 * ample["phases"]["eval"]["allocated_bytes"]
     assert not any("give back" in line for line in ample["binding"])
     least = ample["smallest_feasible_budget_bytes"]
-    assert least < 0.95 * (ample["peak"]["process_bytes"] + ample["margin_bytes"])
+    assert least < 0.9 * (ample["peak"]["process_bytes"] + ample["margin_bytes"])
     status, found = run(*common, "--budget", str(least))
     assert (status, found["fits"]) == (0, True)
     assert found["peak"]["process_bytes"] + found["margin_bytes"] <= least

@@ -9,7 +9,14 @@ from torch import nn
 from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
 from memwall.predict.device import step_peaks
 from memwall.predict.hardware import hardware_named
-from memwall.predict.phases import PhasePeak, phase_peaks, returned_bytes, waiting_bytes, with_waiting_batches
+from memwall.predict.phases import (
+    PhasePeak,
+    evaluation_bytes,
+    phase_peaks,
+    returned_bytes,
+    waiting_bytes,
+    with_waiting_batches,
+)
 from memwall.predict.translate import recording_for, translated
 from memwall.trace.evaluation import record_fake_run
 from memwall.trace.records import Step
@@ -101,6 +108,15 @@ def test_a_larger_batch_in_evaluation_can_be_the_peak_of_the_run(
     assert larger["eval"].allocated_bytes == 3 * WEIGHTS + WORKSPACES + BATCH + 3 * 16 * BATCH
     assert larger["eval"].reserved_bytes > larger["steady_step"].reserved_bytes
     assert larger["eval"].host_bytes > larger["steady_step"].host_bytes
+
+
+def test_an_evaluation_that_finds_nothing_cached_needs_its_tensors_and_little_more(
+    run_of: Callable[..., Steps], profile: VersionProfile
+) -> None:
+    steps = run_of(16 * ROWS)
+    found, alone_bytes = peaks_of(steps, profile)["eval"], evaluation_bytes(steps[2], steps[1], profile)
+    assert found.allocated_bytes <= alone_bytes < 1.1 * found.allocated_bytes
+    assert alone_bytes < found.reserved_bytes
 
 
 def test_batches_that_wait_are_there_in_every_phase_that_trains_or_follows(
