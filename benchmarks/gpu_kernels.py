@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 from gpu_kernels_adamw import OPTIMIZER_CASES, line_of, measure_steps
-from gpu_kernels_cases import CASES, Case, Run
+from gpu_kernels_cases import CASES as OPERATION_CASES
+from gpu_kernels_cases import Case, Run
+from gpu_kernels_layers import LAYER_CASES
 from torch import Tensor
 
 from memwall.triton_kernels import recompute_handles
 
 _RESULTS = Path(__file__).parent / "results"
+CASES = {**OPERATION_CASES, **LAYER_CASES}
 _EVERYTHING = {**CASES, **OPTIMIZER_CASES}
 _FLUSH_BYTES = 256 << 20
 _QUEUED_CYCLES = 1_000_000  # about half a millisecond, in which the host gets ahead
@@ -145,8 +148,8 @@ def _times(
         low, median, high = (statistics.quantiles(values, n=10)[i] for i in (1, 4, 7))
         found |= {f"{name}_seconds_p20": low, f"{name}_seconds_median": median, f"{name}_seconds_p80": high}
     if case.elements_moved is None:
-        rows, hidden, vocabulary = shape
-        floors = {"step": 6 * rows * hidden * vocabulary / rates[1]}
+        assert case.matmul_flops is not None
+        floors = {"step": case.matmul_flops(*shape) / rates[1]}
     else:
         forward, backward = (2 * shape[0] * shape[1] * count / rates[0] for count in case.elements_moved)
         floors = {"forward": forward, "backward": backward, "step": forward + backward}

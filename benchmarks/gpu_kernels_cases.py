@@ -39,6 +39,8 @@ class Case:
     providers: dict[str, Callable[[], Run]]
     elements_moved: tuple[int, int] | None = None
     """Tensors read and written in forward, and in backward; None where matmuls decide."""
+    matmul_flops: Callable[..., int] | None = None
+    """Of forward and backward, for one shape, where they decide."""
 
 
 def _normal(*shape: int) -> Tensor:
@@ -207,6 +209,7 @@ CASES: dict[str, Case] = {
             "cut-cross-entropy-exact": _imported("cut_cross_entropy", "linear_cross_entropy", impl="cce_exact"),
             "quack": _imported("quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
         },
+        matmul_flops=lambda rows, hidden, vocabulary: 6 * rows * hidden * vocabulary,
     ),
     "softmax_cross_entropy": Case(
         shapes=((8192, 128_256), (16_384, 32_000), (8192, 50_257)),

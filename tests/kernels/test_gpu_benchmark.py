@@ -40,7 +40,7 @@ def test_lists_every_operation_with_shapes_and_providers() -> None:
     listed = {line.partition(":")[0] for line in done.stdout.splitlines() if not line.startswith(" ")}
     losses = {"linear_cross_entropy", "softmax_cross_entropy"}
     elements = {"swiglu", "geglu", "rope", "dropout", "pack-int8", "pack-fp8"}
-    assert listed == losses | elements | {"rms_norm", "add_rms_norm", "layer_norm", "adamw"}
+    assert listed == losses | elements | {"rms_norm", "add_rms_norm", "layer_norm", "adamw", "llama_layers"}
 
 
 def test_a_shape_of_another_operation_is_named() -> None:
@@ -76,6 +76,65 @@ def test_eager_providers_and_ours_agree_on_the_cpu(operation: Any) -> None:
     loss, target = CASES["softmax_cross_entropy"], torch.randint(0, 64, (5,))
     loss_ours = loss.providers["memwall"]()
     operation(lambda x: loss_ours(x, target), lambda x: F.cross_entropy(x, target)).check(torch.randn(5, 64))
+
+
+FIGURES = ("forward_share_of_floor", "backward_share_of_floor", "step_share_of_floor", "step_seconds_median")
+
+
+def a_row(op: str, provider: str, *shape: int, **figures: float) -> dict[str, Any]:
+    row = {"op": op, "provider": provider, "shape": list(shape), "saved_bytes": 1e9, "peak_bytes": 1e9}
+    return row | dict.fromkeys(FIGURES, 1.0) | figures
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    from gpu_kernels_goals import README, measured, section, with_section
+
+    page = README.read_text()
+    assert with_section(page, section(measured())) == page
+
+
+def test_a_goal_without_a_row_is_not_measured_and_others_are_met_or_missed() -> None:
+    """The worst shape counts, and a library that is not there answers nothing."""
+    from gpu_kernels_goals import GOALS, section
+
+    assert section([]).count("| not measured |") == len(GOALS)
+    head, mib = (8192, 4096, 128_256), 1 << 20
+    rows = [
+        *(a_row(op, "memwall", 8192, 4096, forward_share_of_floor=0.9) for op in ("swiglu", "geglu", "rms_norm")),
+        a_row("layer_norm", "memwall", 8192, 4096, forward_share_of_floor=0.95),
+        a_row("layer_norm", "memwall", 8192, 8192, forward_share_of_floor=0.7),
+        a_row("linear_cross_entropy", "memwall-2048", *head, step_share_of_floor=0.93, peak_bytes=3135 * mib),
+        a_row("linear_cross_entropy", "memwall-256-bf16-sum", *head, step_seconds_median=0.05, peak_bytes=2132 * mib),
+        {"op": "linear_cross_entropy", "provider": "liger", "shape": head, "absent": "No module named 'liger_kernel'"},
+        a_row("llama_layers", "memwall-rebuilt", 8192, 4096, 4, saved_bytes=7.2e8),
+        a_row("llama_layers", "liger", 8192, 4096, 4, saved_bytes=1e9),
+    ]
+    document = {"device": "NVIDIA H200", "commit": "0123456789abcdef", "rows": rows}
+    cells = [line.split(" | ")[-1].removesuffix(" |") for line in section([document]).splitlines()[2 : 2 + len(GOALS)]]
+    assert "| NVIDIA H200, commit 0123456789ab |" in section([document])
+    assert cells[0] == "70.0%, **missed**"
+    assert cells[2] == "93.0%, met"
+    assert cells[3] == "not measured"
+    assert cells[5] == "0.0%, met"
+    assert cells[7] == "not measured"
+    assert cells[-2:] == ["72.0%, met", "100.0%, met"]
+
+
+@pytest.mark.requires("transformers")
+def test_a_stack_of_layers_is_the_same_whoever_computes_it() -> None:
+    import torch
+    from gpu_kernels_layers import LAYER_CASES
+
+    torch.manual_seed(0)
+    case = LAYER_CASES["llama_layers"]
+    leaves = case.make(12, 64, 2)
+    assert len(leaves) == 1 + 2 * 9 + 1
+    results = []
+    for name in ("eager", "memwall"):
+        states = case.providers[name]()(*leaves)
+        results.append((states, *torch.autograd.grad(states, leaves, torch.ones_like(states))))
+    for ours, own in zip(*results, strict=True):
+        assert (ours - own).norm() <= 2e-2 * own.norm()
 
 
 @pytest.mark.parametrize("name", ["memwall", "memwall-clipped", "memwall-8bit-stochastic-clipped"])
