@@ -141,7 +141,7 @@ class RecordedStep:
         if len(optimizers) != 1:
             return False
         own = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
-        return all(id(p) in own for p in self._model.parameters() if is_streamed(p) or p.grad is not None)
+        return all(id(p) in own for p in self._model.parameters() if _may_be_stepped(p))
 
     def _spill(self, optimizers: Sequence[torch.optim.Optimizer], coming_bytes: int = 0) -> None:
         if not self._is_on_cpu or not self._steps_alone(optimizers):
@@ -155,3 +155,8 @@ class RecordedStep:
             used_bytes=used_bytes,
             must=self._parameters.away_bytes > 0,
         )
+
+
+def _may_be_stepped(parameter: nn.Parameter) -> bool:
+    """Whether an optimizer has something to do with it, in this step or, on disk, in a later one."""
+    return parameter.grad is not None or (is_streamed(parameter) and parameter.requires_grad)

@@ -161,11 +161,18 @@ def run_script(
         if history is not None:
             history.close(completed=completed)
         try:
-            session.close(completed=completed, brings_back=not is_last or checkpoint is not None)
-        finally:
+            if completed and session.failure is None:
+                session.end_step()
             if checkpoint is not None:
-                checkpoint.close(completed=completed and session.failure is None)
-            set_checkpoint(None)
+                # Before anything comes back into memory, which may have no room for it.
+                checkpoint.finish(completed=completed and session.failure is None)
+        finally:
+            try:
+                session.close(completed=completed, brings_back=not is_last)
+            finally:
+                if checkpoint is not None:
+                    checkpoint.close(completed=False)
+                set_checkpoint(None)
     failure = watch.failure or session.failure or (None if checkpoint is None else checkpoint.failure)
     if failure is not None:
         raise failure

@@ -72,6 +72,10 @@ class DataFile(ScratchFile):
         self.free(slot)
         return self.allocate(num_bytes)
 
+    def hold(self, slots: Sequence[Slot]) -> None:
+        """Say that a step with these slots is being committed: what replaces their contents is written elsewhere."""
+        self._committed = self._committed | {slot.offset for slot in slots}
+
     def free(self, slot: Slot) -> None:
         """Give a slot back: now, or once another step than the one that it belongs to is committed."""
         if slot.offset in self._committed:

@@ -56,6 +56,11 @@ class PagedTensor:
         return self._is_stored
 
     @property
+    def slot(self) -> Slot | None:
+        """Where its newest bytes are on disk; None while they are nowhere but in memory."""
+        return self._slot if self._is_stored else None
+
+    @property
     def is_written(self) -> bool:
         """Whether no write of it is under way."""
         return self._write is None or self._write.is_done
@@ -119,8 +124,7 @@ class PagedTensor:
             StoreError: no room on disk, or an earlier transfer failed.
         """
         self._settle()
-        if self._slot is None:
-            self._slot = self._pool.scratch.allocate(self.num_bytes)
+        self._slot = self._pool.scratch.successor(self._slot, self.num_bytes)
         self._write = self._pool.write(self._slot, self._view(), label=self._label, keep=self._map)
         self._is_stored = True
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from plans import plan_of
+
+from memwall.plan.actions import OptimizerPlacement, ParameterPlacement
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_resumable.py"
@@ -19,7 +23,8 @@ NUM_STEPS = 40
 
 
 def command(folder: Path, *options: str, num_steps: int = NUM_STEPS) -> list[str]:
-    memwall = [sys.executable, "-m", "memwall", "run", "--budget", "8GiB", *options]
+    limit = () if "--plan" in options else ("--budget", "8GiB")
+    memwall = [sys.executable, "-m", "memwall", "run", *limit, *options]
     return [*memwall, str(SCRIPT), "--steps", str(num_steps), "--out", str(folder / "sha256.txt")]
 
 
@@ -76,9 +81,27 @@ def test_a_command_killed_twice_ends_with_the_same_weights(tmp_path: Path) -> No
     assert (tmp_path / "sha256.txt").read_text() == expected
 
 
+def test_a_command_killed_with_its_parameters_on_disk_ends_with_the_same_weights(tmp_path: Path) -> None:
+    expected = plain_sha256(tmp_path)
+    model = runpy.run_path(str(SCRIPT))["Net"](64, 0)
+    plan = plan_of(
+        model,
+        ParameterPlacement(tier="disk", blocks=(), window_bytes=16384, min_bytes=4096, written_bytes=0),
+        OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32768, min_bytes=4096),
+        micro_batch=32,
+    )
+    (tmp_path / "plan.json").write_bytes(plan.encode())
+    options = ("--plan", str(tmp_path / "plan.json"), "--checkpoint", str(tmp_path / "run"), "--resume")
+    options += ("--disk", str(tmp_path))
+    kill_within(tmp_path, 0.2, *options)
+    finish(tmp_path, *options)
+    assert (tmp_path / "sha256.txt").read_text() == expected
+
+
 @pytest.mark.parametrize("num_kills", [8, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-def test_kills_at_random_instants_change_nothing(tmp_path: Path, num_kills: int) -> None:
-    command = [sys.executable, str(KILLED), str(tmp_path), "--kills", str(num_kills)]
+@pytest.mark.parametrize("options", [(), ("--on-disk",)], ids=["in-memory", "on-disk"])
+def test_kills_at_random_instants_change_nothing(tmp_path: Path, num_kills: int, options: tuple[str, ...]) -> None:
+    command = [sys.executable, str(KILLED), str(tmp_path), "--kills", str(num_kills), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -11,6 +11,8 @@ import random
 import signal
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -19,11 +21,35 @@ from torch import nn
 import memwall
 from memwall.apply.checkpoint.resumption import set_checkpoint
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
+from memwall.apply.optimizer_state.on_disk import open_optimizer_state
+from memwall.apply.streaming.parameters import open_parameter_streaming
 
 WIDTH = 384
 
 
-def train(num_steps: int, directory: Path | None, out: Path, report: int) -> None:
+def put_on_disk(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Parameters, gradients and state; returns what brings them back."""
+    parameters, close_parameters = open_parameter_streaming(
+        model, disk=None, capacity_bytes=None, window_bytes=1 << 16, min_bytes=1024
+    )
+    _, close_state = open_optimizer_state(
+        optimizer,
+        disk=None,
+        capacity_bytes=None,
+        resident_bytes=0,
+        bucket_bytes=1 << 16,
+        min_bytes=1024,
+        around_step=parameters.around_step,
+    )
+
+    def close() -> None:
+        close_state()
+        close_parameters()
+
+    return close
+
+
+def train(num_steps: int, directory: Path | None, out: Path, report: int, *, is_on_disk: bool) -> None:
     """The whole run, or what is left of it; writes a byte to `report` per step, and a digest at the end."""
     checkpoint = None if directory is None else StepCheckpoint(directory, is_resuming=True)
     set_checkpoint(checkpoint)
@@ -35,9 +61,12 @@ def train(num_steps: int, directory: Path | None, out: Path, report: int) -> Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     is_attached = checkpoint is None
+    closing = ExitStack()
     for _ in memwall.steps(num_steps):
         x = torch.randn(64, 32)
         if checkpoint is not None and not is_attached:
+            if is_on_disk:
+                closing.callback(put_on_disk(model, optimizer))
             checkpoint.attach(model)
             is_attached = True
         os.write(report, b".")
@@ -46,7 +75,9 @@ def train(num_steps: int, directory: Path | None, out: Path, report: int) -> Non
         schedule.step()
         optimizer.zero_grad()
     if checkpoint is not None:
-        checkpoint.close(completed=True)
+        checkpoint.finish(completed=True)
+        closing.close()
+        checkpoint.close(completed=False)
         if checkpoint.failure is not None:
             raise checkpoint.failure
     digest = hashlib.sha256()
@@ -56,14 +87,14 @@ def train(num_steps: int, directory: Path | None, out: Path, report: int) -> Non
     out.write_text(digest.hexdigest())
 
 
-def child(num_steps: int, directory: Path | None, out: Path) -> tuple[int, int]:
+def child(num_steps: int, directory: Path | None, out: Path, *, is_on_disk: bool) -> tuple[int, int]:
     """Starts training in a process of its own; its number, and a pipe with a byte for each step that it begins."""
     reading, writing = os.pipe()
     process_id = os.fork()
     if process_id == 0:
         status = 1
         try:
-            train(num_steps, directory, out, writing)
+            train(num_steps, directory, out, writing, is_on_disk=is_on_disk)
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -89,9 +120,9 @@ def kill_in_a_step(process_id: int, reading: int, draw: random.Random) -> None:
         raise SystemExit(f"a child ended by itself, with status {status}")
 
 
-def finish(num_steps: int, directory: Path | None, out: Path) -> None:
+def finish(num_steps: int, directory: Path | None, out: Path, *, is_on_disk: bool) -> None:
     """Lets a child train to the end."""
-    process_id, reading = child(num_steps, directory, out)
+    process_id, reading = child(num_steps, directory, out, is_on_disk=is_on_disk)
     status = os.waitpid(process_id, 0)[1]
     os.close(reading)
     if status:
@@ -102,15 +133,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--on-disk", action="store_true", help="parameters, gradients and optimizer state")
     args = parser.parse_args()
     torch.set_num_threads(1)
     num_steps = 20 + 6 * args.kills
     draw = random.Random(args.kills)
     plain, out = args.folder / "plain.txt", args.folder / "killed.txt"
-    finish(num_steps, None, plain)
+    finish(num_steps, None, plain, is_on_disk=False)
     for _ in range(args.kills):
-        kill_in_a_step(*child(num_steps, args.folder / "run", out), draw)
-    finish(num_steps, args.folder / "run", out)
+        kill_in_a_step(*child(num_steps, args.folder / "run", out, is_on_disk=args.on_disk), draw)
+    finish(num_steps, args.folder / "run", out, is_on_disk=args.on_disk)
     resumed = (args.folder / "resumed.txt").read_text().split()
     found = {"killed": args.kills, "plain_sha256": plain.read_text(), "sha256": out.read_text()}
     print(json.dumps({**found, "resumed_steps": [int(step) for step in resumed]}))

@@ -11,18 +11,22 @@ import memwall
 
 
 class Net(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
         self.first = nn.Linear(16, width)
         self.norm = nn.BatchNorm1d(width)
         self.drop = nn.Dropout(0.1)
         self.middle = nn.Linear(width, width)
         self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num_layers))
         self.last = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(self.norm(self.first(x)).relu())
-        out: Tensor = self.last((self.middle(x) + self.frozen(x)).tanh())
+        x = (self.middle(x) + self.frozen(x)).tanh()
+        for layer in self.layers:
+            x = x + layer(x)
+        out: Tensor = self.last(x)
         return out
 
 
@@ -31,7 +35,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     found = hashlib.sha256()
     for value in model.state_dict().values():
         found.update(value.contiguous().numpy().tobytes())
-    for state in optimizer.state_dict()["state"].values():
+    for _, state in sorted(optimizer.state_dict()["state"].items()):
         for value in state.values():
             found.update(value.numpy().tobytes())
     return found.hexdigest()
@@ -41,12 +45,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
     torch.manual_seed(0)
     data = torch.randn(256, 16)
-    model = Net(args.width)
+    model = Net(args.width, args.layers)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)

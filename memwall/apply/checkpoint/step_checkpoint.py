@@ -20,11 +20,13 @@ from memwall.apply.checkpoint.layout import CommitLayout
 from memwall.apply.checkpoint.loop import LoopState
 from memwall.apply.checkpoint.restoration import Content, Restoration
 from memwall.apply.checkpoint.training_state import (
+    TensorRecord,
     away_records,
     decode_objects,
     encode_objects,
     fingerprint_of,
     optimizer_objects,
+    parameter_records,
     parts_of_model,
     parts_of_optimizer,
     random_states,
@@ -33,7 +35,7 @@ from memwall.apply.checkpoint.training_state import (
 )
 from memwall.apply.checkpoint.writer import CommitWriter, Packed
 from memwall.apply.optimizer_state.kept_space import KeptSpace
-from memwall.errors import MemwallError, UsageError
+from memwall.errors import ApplyError, MemwallError, UsageError
 from memwall.plan.planfile import Plan
 from memwall.store.backend import IOBackend, round_up
 from memwall.store.journal import Journal, Stored
@@ -217,8 +219,11 @@ class StepCheckpoint:
                 self._restoration.restore_options(model, self._optimizer)
             self._restoration.restore_helpers(self._helpers)
 
-    def close(self, *, completed: bool) -> None:
-        """Commits the last step of a script that has ended well, and ends. What fails is in `failure`."""
+    def finish(self, *, completed: bool) -> None:
+        """Commits the last step of a script that has ended well, from where everything lies, and nothing after that.
+
+        What fails is in `failure`.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -228,6 +233,7 @@ class StepCheckpoint:
                 if completed and self._is_between_steps and self.steps_done > self._committed_steps:
                     self._commit()
                     self._writer.wait()
+            self._writer = None
             restoration = self._restoration
             if completed and self.failure is None and restoration is not None and not restoration.has_model:
                 raise UsageError(
@@ -236,6 +242,11 @@ class StepCheckpoint:
                 )
         except MemwallError as error:
             self.failure = self.failure or error.without_frames()
+
+    def close(self, *, completed: bool) -> None:
+        """Finishes what is not finished, and lets go of the directory."""
+        try:
+            self.finish(completed=completed)
         finally:
             self._journal.close()
 
@@ -300,11 +311,16 @@ class StepCheckpoint:
         self._num_commits += 1
         self._helpers.look_now_and_then(model, optimizer)
         parts = [*parts_of_model(model), *parts_of_optimizer(model, optimizer)]
+        absent = {part.name for part in parts if part.kind == "away"}
+        parts = [part for part in parts if part.name not in absent]
         buckets = self._layout.pack(parts)
-        tenant = self.space.tenant_of(optimizer)
-        on_disk = [] if tenant is None else tenant.buckets
-        there = tuple(Stored(bucket.slot, bucket.num_bytes) for bucket in on_disk if bucket.slot is not None)
-        away = away_records(model, optimizer, on_disk, first=len(buckets))
+        there, away = self._on_disk(model, optimizer, first=len(buckets))
+        lost = sorted(absent.difference(record.name for record in away))
+        if lost:
+            raise ApplyError(
+                f"{lost[0].replace('/', ' ')} is on disk, but not in {self.directory}: a session put it there before "
+                "the checkpoint was opened; open the checkpoint first"
+            )
         objects = self._objects(model, optimizer)
         content = msgspec.msgpack.encode(
             Content(tensors=(*self._layout.records, *away), objects=objects, plan=self.plan_in_effect())
@@ -328,6 +344,20 @@ class StepCheckpoint:
             writer.wait()
             if self._committed_steps == step:
                 self._to_check = list(zip(buckets, self._layout.stored, strict=True))
+
+    def _on_disk(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, first: int
+    ) -> tuple[tuple[Stored, ...], tuple[TensorRecord, ...]]:
+        """What is on disk already, and which tensors that is; it stays there as it is, whoever writes next."""
+        tenant, keeper = self.space.tenant_of(optimizer), self.space.parameters
+        buckets = [] if tenant is None else tenant.buckets
+        parameters = [] if keeper is None else keeper.stored()
+        there = [Stored(bucket.slot, bucket.num_bytes) for bucket in buckets if bucket.slot is not None]
+        records = away_records(model, optimizer, buckets, first)
+        records += parameter_records(model, [parameter for parameter, *_ in parameters], first + len(there))
+        there += [Stored(slot, num_bytes) for _, slot, num_bytes in parameters]
+        self._journal.data.hold([stored.slot for stored in there])
+        return tuple(there), records
 
     def _give_up(self, stored: Iterable[Stored], name: str) -> None:
         """Something changed while it was written: what was written is a mixture, and stays uncommitted."""

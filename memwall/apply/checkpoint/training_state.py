@@ -17,6 +17,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
+from memwall.apply.streaming.guard import GuardedParameter
 from memwall.errors import ApplyError, StoreError
 from memwall.store.buckets import Bucket
 
@@ -30,6 +31,7 @@ __all__ = [
     "fingerprint_of",
     "names_of_parameters",
     "optimizer_objects",
+    "parameter_records",
     "parts_of_model",
     "parts_of_optimizer",
     "random_states",
@@ -39,11 +41,14 @@ __all__ = [
     "state_dict_names",
 ]
 
-Kind = Literal["trained", "frozen", "volatile"]
+Kind = Literal["trained", "frozen", "volatile", "away"]
 
 
 class Part(NamedTuple):
-    """A tensor of the run. What is trained changes in the optimizer's step; what is volatile, in a forward as well."""
+    """A tensor of the run. What is trained changes in the optimizer's step; what is volatile, in a forward as well.
+
+    Of what is away, on disk between its uses, nothing but name, shape and type is to be asked.
+    """
 
     name: str
     tensor: Tensor
@@ -80,18 +85,21 @@ def parts_of_model(model: nn.Module) -> list[Part]:
     Raises:
         ApplyError: a tensor of the model is of a kind that cannot be written out as it lies.
     """
-    parts = [
-        Part(f"parameter/{name}", value, "trained" if value.requires_grad else "frozen")
-        for name, value in model.named_parameters()
-    ]
+    parts = [Part(f"parameter/{name}", value, _kind_of(value)) for name, value in model.named_parameters()]
     parts += [Part(f"buffer/{name}", value, "volatile") for name, value in model.named_buffers()]
     for part in parts:
-        if not _is_plain(part.tensor):
+        if part.kind != "away" and not _is_plain(part.tensor):
             raise ApplyError(
                 f"{part.name.replace('/', ' ')} is a {type(part.tensor).__name__} in {part.tensor.layout} on "
                 f"{part.tensor.device}, and only plain strided tensors can be committed; run without --checkpoint"
             )
     return parts
+
+
+def _kind_of(parameter: nn.Parameter) -> Kind:
+    if isinstance(parameter, GuardedParameter):
+        return "away"
+    return "trained" if parameter.requires_grad else "frozen"
 
 
 def state_dict_names(model: nn.Module) -> dict[str, str]:
@@ -152,6 +160,23 @@ def away_records(
         )
         for number, bucket in enumerate(buckets, start=first)
         for (holder, key), away, offset in bucket.pieces_away()
+    )
+
+
+def parameter_records(model: nn.Module, parameters: Sequence[nn.Parameter], first: int) -> tuple[TensorRecord, ...]:
+    """Parameters of the model that are on disk already, each in a bucket of its own, with numbers from `first` on."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    return tuple(
+        TensorRecord(
+            name=f"parameter/{names[id(parameter)]}",
+            dtype=dtype_name(parameter),
+            shape=tuple(parameter.shape),
+            stride=tuple(parameter.stride()),
+            is_on_host=True,
+            bucket=number,
+            offset=0,
+        )
+        for number, parameter in enumerate(parameters, start=first)
     )
 
 

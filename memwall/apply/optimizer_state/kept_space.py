@@ -1,4 +1,4 @@
-"""Disk space that outlives the process, while a run is committed: state that lives on disk anyway is written there.
+"""Disk space that outlives the process, while a run is committed: what lives on disk anyway is written there.
 
 Then a commit has nothing to write of it: it names the extents that the last step has written.
 """
@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memwall.store.buckets import Bucket
+from memwall.store.scratch import Slot
 from memwall.store.transfer import TransferPool
 
-__all__ = ["KeepsBuckets", "KeptSpace", "kept_space", "set_kept_space"]
+__all__ = ["KeepsBuckets", "KeepsParameters", "KeptSpace", "kept_space", "set_kept_space"]
 
 
 class KeepsBuckets(Protocol):
@@ -30,12 +31,20 @@ class KeepsBuckets(Protocol):
         """Takes over the state of another process, a few parameters' at a time, which `load` puts in its place."""
 
 
+class KeepsParameters(Protocol):
+    """What has a model's parameters on disk."""
+
+    def stored(self) -> list[tuple[nn.Parameter, Slot, int]]:
+        """Each with where its newest elements are, and how many bytes they take there."""
+
+
 class KeptSpace:
     """The data file of a checkpoint, and who else writes to it."""
 
     def __init__(self, pool: TransferPool) -> None:
         self.pool = pool
         self.tenant: KeepsBuckets | None = None
+        self.parameters: KeepsParameters | None = None
 
     def tenant_of(self, optimizer: torch.optim.Optimizer) -> KeepsBuckets | None:
         """What has state of this optimizer on disk."""

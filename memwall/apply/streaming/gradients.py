@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memwall.errors import ApplyError
 from memwall.store.paged import PagedTensor, WriteBehind
@@ -55,6 +56,9 @@ class Reductions:
 StandsFor = Callable[[Tensor, Tensor], None]
 """Tells a recorder that the first tensor holds what the second one held, which stays without memory."""
 
+_PLAIN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Gradients of a recorded plain step, by the tensors that stand for them in memory."""
+
 
 class GradientStore:
     """Where one parameter's gradient is, over all steps.
@@ -87,8 +91,8 @@ class GradientStore:
         self._num_done = 0
         self.handle: SpilledGradient | None = None
         """Stands for the gradient; None while there is none here."""
-        self._plain: Tensor | None = None
-        """While a step is recorded: the gradient of the plain step, without its memory."""
+        self._plain: tuple[Tensor, StandsFor] | None = None
+        """While a step is recorded: the gradient of the plain step, without its memory, and who is to be told."""
 
     @property
     def resident_bytes(self) -> int:
@@ -118,7 +122,7 @@ class GradientStore:
             if stands_for is not None and new.untyped_storage().resizable():
                 stands_for(self.handle, new)
                 stands_for(paged.tensor, new)
-                self._plain = new
+                self._plain = new, stands_for
                 new.untyped_storage().resize_(0)
         else:
             self.load()
@@ -171,6 +175,10 @@ class GradientStore:
         assert self.handle is not None
         with _disable_current_modes():
             handle, taken = self.handle, self.load().clone()
+        if self._plain is not None:
+            plain, stands_for = self._plain
+            stands_for(taken, plain)
+            _PLAIN[taken] = plain  # which the record has for as long as it lives
         self.drop()
         handle.taken = taken
         self._put_back(taken)

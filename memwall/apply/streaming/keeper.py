@@ -10,7 +10,6 @@ from torch import distributed, nn
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.keeper import can_place
-from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.parameters import ParameterStreaming, open_parameter_streaming
 from memwall.errors import ApplyError, MemwallError, StoreError
@@ -40,8 +39,6 @@ def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
         return f"{joint_name(optimizers)} cannot be stepped a few parameters at a time"
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return f"this is one of {distributed.get_world_size()} processes, which exchange gradients in memory"
-    if kept_space() is not None:
-        return "the run commits its steps (--checkpoint), which reads all parameters after each"
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None) and not is_streamed(parameter):
             return f"{name} has a hook that runs when its gradient is accumulated"

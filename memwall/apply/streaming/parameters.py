@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 from memwall.apply.streaming.units import Unit, find_units, repeated_blocks, tensors_in
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.store.location import check_directory, default_directory
-from memwall.store.scratch import ScratchFile
+from memwall.store.scratch import ScratchFile, Slot
 from memwall.store.transfer import TransferPool
 from memwall.trace.attached import wrap_forward
 from memwall.units import format_bytes
@@ -109,6 +110,19 @@ class ParameterStreaming:
     def follow(self, stands_for: StandsFor | None) -> None:
         """While a step is recorded: whom to tell what stands for a gradient that has left; None ends that."""
         self._tier.stands_for = stands_for
+
+    def stored(self) -> list[tuple[nn.Parameter, Slot, int]]:
+        """Each parameter with where its newest elements are on disk, and how many bytes they take there.
+
+        To be called between a step and the next forward.
+
+        Raises:
+            StoreError: no room on disk, or a transfer failed.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._tier.settle()
+        members = [(member, member.values.slot) for member in self._members()]
+        return [(member.parameter, slot, member.values.num_bytes) for member, slot in members if slot is not None]
 
     @property
     def away_bytes(self) -> int:
@@ -372,13 +386,18 @@ def open_parameter_streaming(
     """
     directory = disk if disk is not None else default_directory()
     check_directory(directory)
+    kept = kept_space()
     pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
     try:
-        tier = ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes)
+        # Of a run that is committed, parameters lie where a commit need only name them.
+        values_pool = None if kept is None else kept.pool
+        tier = ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes, values_pool=values_pool)
         streaming = ParameterStreaming(model, tier, blocks=blocks, has_root=has_root)
     except BaseException:
         pool.close()
         raise
+    if kept is not None:
+        kept.parameters = streaming
     _log.info("%s of parameters are on disk in %s", format_bytes(streaming.away_bytes), directory)
 
     def close() -> None:
@@ -389,6 +408,8 @@ def open_parameter_streaming(
                 raise
             _log.error("the parameters could not be brought back into memory: %s", error)
         finally:
+            if kept is not None:
+                kept.parameters = None
             pool.close()
 
     return streaming, close

@@ -35,7 +35,7 @@ class StreamedParameter:
         """Those of them that use it as a plain parameter."""
         self.has_graph = False
         """Whether a graph may have saved it, so that references to its storage tell nothing."""
-        self.values = PagedTensor(tier.pool, parameter.detach(), name)
+        self.values = PagedTensor(tier.values_pool, parameter.detach(), name)
         self.values.tensor.copy_(parameter.detach())
         self.gradient = GradientStore(
             tier.pool, tier.writes, tier.reductions, self.values.tensor, f"the gradient of {name}", self._put_gradient
@@ -101,10 +101,14 @@ class ParameterTier:
         pool: the threads and the file.
         window_bytes: memory for parameters that are used outside blocks, and again for what waits to be written.
         min_bytes: smaller parameters are not taken.
+        values_pool: the threads and the file for parameters, if not those of gradients.
     """
 
-    def __init__(self, pool: TransferPool, *, window_bytes: int, min_bytes: int) -> None:
+    def __init__(
+        self, pool: TransferPool, *, window_bytes: int, min_bytes: int, values_pool: TransferPool | None = None
+    ) -> None:
         self.pool, self.window_bytes, self.min_bytes = pool, window_bytes, min_bytes
+        self.values_pool = pool if values_pool is None else values_pool
         self.writes = WriteBehind(window_bytes)
         self.reductions = Reductions()
         self.stands_for: StandsFor | None = None
@@ -235,6 +239,19 @@ class ParameterTier:
             self.put_away([member])
             if member not in self._used:
                 in_use_bytes -= member.values.num_bytes
+
+    def settle(self) -> None:
+        """Returns once the newest elements of every parameter are on disk; they stay in memory where they are needed.
+
+        Raises:
+            StoreError: no room on disk, or a transfer failed.
+        """
+        changed = [member.values for member in self if not member.values.is_stored]
+        for values in changed:
+            values.begin_write()
+        self.writes.drain()
+        for values in changed:
+            values.finish_write()
 
     # -- leaving the tier ------------------------------------------------------------------------------------------
 

@@ -151,6 +151,20 @@ def test_a_first_step_without_room_has_parameters_on_disk_until_a_plan_brings_th
     assert differing(plain, everything(model, optimizer)) == []
 
 
+def test_layers_that_are_not_trained_do_not_bring_all_back_before_a_first_step(
+    without_room: None, tmp_path: Path
+) -> None:
+    """GIVEN a frozen layer, which no optimizer has WHEN a first step has no room THEN it is stepped in parts."""
+    model = GPT()
+    model.layers[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    with memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)) as session:
+        loss_of(model, 0).backward()
+        optimizer.step()
+        assert session._live.keeper.is_away
+        assert session._live.parameters.absent_bytes > 0
+
+
 def test_an_optimizer_that_cannot_be_stepped_in_parts_brings_them_back_before_its_step(
     without_room: None, tmp_path: Path
 ) -> None:

@@ -27,8 +27,14 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, 
     optimizer.zero_grad()
 
 
-def recorded(pool: TransferPool | None, num_micro: int) -> tuple[Step, Any, dict[str, Any]]:
-    """A step, the names of its operations, and what is left of it and of the step after it."""
+def recorded(
+    pool: TransferPool | None, num_micro: int, *, comes_back: bool = False
+) -> tuple[Step, Any, dict[str, Any]]:
+    """A step, the names of its operations, and what is left of it and of the step after it.
+
+    Args:
+        comes_back: parameters and gradients are in memory again before the optimizer's step.
+    """
     torch.manual_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -43,6 +49,12 @@ def recorded(pool: TransferPool | None, num_micro: int) -> tuple[Step, Any, dict
     with torch._C.DisableTorchFunctionSubclass():
         builder.start_step(optimizer)
     streaming.follow(builder.stands_for)
+    if comes_back:
+        back = optimizer.register_step_pre_hook(lambda *_: streaming.undo())
+        train_step(model, optimizer, 0, num_micro)
+        back.remove()
+        step = builder.finish_step(optimizer)
+        return step, builder.trace(optimizer).names, everything(model, optimizer)
     state = OptimizerState(
         optimizer,
         pool,
@@ -90,6 +102,18 @@ def test_a_step_with_parameters_on_disk_is_recorded_as_a_plain_one(num_micro: in
     added = Counter({"aten.add_.Tensor": (num_micro - 1) * len(left_out(plain))})
     assert names_in(streamed, names, "backward") + added == names_in(plain, plain_names, "backward")
     assert names_in(streamed, names, "optimizer") == names_in(plain, plain_names, "optimizer")
+
+
+def test_gradients_that_come_back_before_the_step_are_the_same_ones(state_pool: TransferPool) -> None:
+    """As where the optimizer cannot be stepped in parts: the record knows no second set of them."""
+    plain, _, _ = recorded(None, 1)
+    returned, _, _ = recorded(state_pool, 1, comes_back=True)
+    for category in ("gradient", "input", "temporary"):
+        found, expected = (
+            Counter(s.nbytes for s in step.storages if s.category == category and s.nbytes >= 4 * KIB)
+            for step in (returned, plain)
+        )
+        assert found == expected
 
 
 def in_forward(step: Step, names: Any) -> list[str]:
