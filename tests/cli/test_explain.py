@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cuda_history import simulated_snapshot, varying_requests
+from figures import untagged, without_unit
 from msgspec.structs import replace
 
 from memwall.cli.app import main
@@ -100,6 +101,9 @@ def test_a_run_is_asked_whether_it_would_fit_on_a_smaller_card(
     assert outcome(peak_bytes // 4) == (3, "does not fit", True)
     assert outcome(peak_bytes + 200, (100, peak_bytes)) == (4, "fits only with the smallest context", True)
     monkeypatch.undo()
+    assert main(["explain", str(snapshot), "--device", "a100-40gb", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (without_unit(found), untagged(found)) == ([], [])
     assert main(["explain", str(snapshot), "--device", "a100-40gb"]) == 0
     shown = capsys.readouterr().out
     assert "On a100-40gb, L3 edge of memory: " in shown

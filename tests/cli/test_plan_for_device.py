@@ -7,6 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from figures import untagged, without_unit
 from forecasts import FACTORY, LLAMA, MIB, OPTIONS, OUTLIER, SCHEMA, Run, estimated
 
 from memwall.cli.app import main
@@ -27,6 +28,7 @@ def test_a_plan_for_a_device_fits_what_its_allocator_would_reserve(run: Run, con
     command = ("plan", config, "--device", "h100-80gb", *OPTIONS, "--budget", str(budget), "-o", str(output))
     status, found = run(*command)
     jsonschema.validate(found, SCHEMA)
+    assert (without_unit(found), untagged(found)) == ([], [])
     assert status == 0
     assert found["fits"]
     assert {action["kind"] for action in found["actions"]} == {"recompute"}
