@@ -27,6 +27,9 @@ _CHECKPOINT_SECONDS = 650e-6  # one torch checkpoint of a block: frame, RNG stat
 _SELECT_SECONDS_PER_OP = 40e-6  # one operation under selective checkpointing, forward and recomputation together
 _HANDLE_SECONDS = 5e-6  # one saved tensor that passes through the hooks of recompute handles, there and back
 _REBUILD_SECONDS = 57e-6  # one result that becomes a recipe and is rebuilt, besides the operation itself
+# What the host is busy with for one operation of a device that works behind it: assumed, not measured, and rather too
+# much. The larger it is, the sooner a block counts as one whose device waits for Python.
+_LAUNCH_SECONDS = 10e-6
 # Selective points of a block: each makes the program slower to solve.
 _MOST_POINTS = 6
 
@@ -41,6 +44,8 @@ class Costs(Struct, frozen=True, kw_only=True):
     can_offload: bool
     pack_seconds_per_element: float | None = None
     """Of floating-point numbers that leave in a byte each, out and back together; None where they may not."""
+    runs_ahead: bool = False
+    """Whether operations run on a device behind the host, whose own work is hidden as long as the device is busy."""
     num_passes: int = 1
     """Times a step runs the recorded calls: micro-batches that each recompute and move anew. The seconds of operations
     are those of all passes together."""
@@ -116,21 +121,32 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
         if call.backward_start < 0:
             continue
         repeated = model.repeated_ops(call, saved, treatment)
-        seconds += sum(step.ops[op].seconds for _, ops in repeated for op in ops)
+        again = [op for _, ops in repeated for op in ops]
+        seconds += sum(step.ops[op].seconds for op in again)
+        python_seconds = 0.0
         if treatment.recompute:
-            seconds += _CHECKPOINT_SECONDS * costs.num_passes
+            python_seconds += _CHECKPOINT_SECONDS
             if treatment.kept_ops:
-                seconds += _SELECT_SECONDS_PER_OP * len(model.counted_ops(call)) * costs.num_passes
+                python_seconds += _SELECT_SECONDS_PER_OP * len(model.counted_ops(call))
         if treatment.rebuild:
-            num_rebuilt = sum(len(ops) for _, ops in repeated)
-            handled = _HANDLE_SECONDS * len(saved) + _REBUILD_SECONDS * num_rebuilt
-            seconds += handled * costs.num_passes
+            python_seconds += _HANDLE_SECONDS * len(saved) + _REBUILD_SECONDS * len(again)
+        python_seconds *= costs.num_passes
+        if costs.runs_ahead:
+            own = [*range(call.start, call.end), *range(call.backward_start, call.backward_end), *again]
+            device_seconds = sum(step.ops[op].seconds for op in own)
+            python_seconds = _not_hidden(python_seconds, device_seconds, _LAUNCH_SECONDS * len(own) * costs.num_passes)
+        seconds += python_seconds
         if treatment.offload:
             moved = model.moved(call, saved, treatment).values()
             link_bytes += sum(part.link_bytes for part in moved)
             num_packed += sum(part.num_packed for part in moved)
     moving_seconds = link_bytes * costs.copy_seconds_per_byte + num_packed * (costs.pack_seconds_per_element or 0.0)
     return seconds + moving_seconds * costs.num_passes, link_bytes
+
+
+def _not_hidden(python_seconds: float, device_seconds: float, launch_seconds: float) -> float:
+    """What is left of the host's further work where it launches a block's operations while the device runs them."""
+    return max(0.0, launch_seconds + python_seconds - device_seconds) - max(0.0, launch_seconds - device_seconds)
 
 
 def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ...]]:

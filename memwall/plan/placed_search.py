@@ -185,6 +185,7 @@ class PlacedSearch:
             min_bytes=MIN_MOVED_BYTES,
             can_offload=with_disk,
             pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
+            runs_ahead=self._trace.device != "cpu",
             num_passes=num_parts,
         )
         menus = build_menus(self._trace, model, costs)

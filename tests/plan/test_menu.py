@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from memwall.plan.blocks import find_blocks
 from memwall.plan.menu import Costs, build_menus
-from memwall.predict.treatment import StepModel
+from memwall.predict.treatment import StepModel, Treatment
 from memwall.trace.record import record
 from memwall.trace.workload import Workload
 
@@ -71,6 +71,42 @@ def menu_names(layer: Callable[[int], nn.Module], pack_seconds_per_element: floa
     menus = build_menus(trace, StepModel(step, trace.names, blocks), costs)
     assert len(menus) == 3
     return [{option.name for option in menu.options} for menu in menus]
+
+
+@pytest.mark.parametrize(
+    ("op_seconds", "runs_ahead", "least", "most"),
+    [
+        (1e-3, False, 650e-6, 650e-6),
+        (0.0, True, 650e-6, 650e-6),
+        # A device that is busy for longer than the host, by more or by less than Python's work takes.
+        (1e-3, True, 0.0, 0.0),
+        (12e-6, True, 400e-6, 649e-6),
+    ],
+    ids=["host", "idle-device", "busy-device", "nearly-idle"],
+)
+def test_pythons_work_costs_what_the_device_does_not_hide(
+    op_seconds: float, runs_ahead: bool, least: float, most: float
+) -> None:
+    torch.manual_seed(0)
+    trace = record(
+        Workload(
+            model=nn.Sequential(nn.Linear(16, 16), *(Normed(16) for _ in range(3))),
+            batch=torch.randn(64, 16),
+            loss=lambda model, batch: model(batch).square().mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ),
+        num_steps=1,
+    )
+    ops = tuple(msgspec.structs.replace(op, seconds=op_seconds) for op in trace.steps[0].ops)
+    step = msgspec.structs.replace(trace.steps[0], ops=ops)
+    blocks = tuple(block for block in find_blocks(trace, step) if block.path in "123")
+    model = StepModel(step, trace.names, blocks)
+    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1024, can_offload=False, runs_ahead=runs_ahead)
+    full = Treatment(recompute=True, min_bytes=1024)
+    for menu, block in zip(build_menus(trace, model, costs), blocks, strict=True):
+        ((_, again),) = model.repeated_ops(block.calls[0], block.saved[0], full)
+        found = menu.options[1].extra_seconds - op_seconds * len(again)
+        assert least - 1e-9 <= found <= most + 1e-9
 
 
 @pytest.mark.parametrize("layer", [Stateful, InPlaceFirst])
