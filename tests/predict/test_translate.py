@@ -6,14 +6,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_workspaces import FORMULAS
 from memwall.predict.hardware import hardware_named
 from memwall.predict.translate import RULES, not_modelled, recording_for, translated
 from memwall.trace.record import record
-from memwall.trace.records import Trace
+from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload
 
 MIB = 1 << 20
@@ -31,6 +32,44 @@ def test_each_rule_has_a_name_of_its_own_and_a_source() -> None:
 def test_a_switch_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^there is no translation rule 'flash'; there are attention-kernel, dropout"):
         recording_for(hardware_named("l4"), without=("flash",))
+
+
+class Everything(nn.Module):
+    """Something of all that any rule is about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.drop = nn.Embedding(500, 64), nn.RMSNorm(64), nn.Dropout(0.25)
+        self.layer = nn.Linear(64, 3 * 64)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.words(words)))
+        parts = self.layer(hidden).view(*words.shape, 4, -1).transpose(1, 2).chunk(3, dim=-1)
+        picked = F.scaled_dot_product_attention(*parts)[:, :, torch.arange(8)]
+        return picked.softmax(-1)
+
+
+@pytest.mark.parametrize("rule", [rule.name for rule in RULES])
+def test_each_rule_changes_a_step_and_its_switch_leaves_that_out(
+    rule: str, workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """Of three steps, whose attention takes another kernel each, at least one is another without the rule alone."""
+
+    def steps(device: str, is_cast: bool, *without: str) -> list[Step]:
+        def loss(model: nn.Module, batch: Tensor) -> Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=is_cast):
+                return model(batch).float().sum()
+
+        workload = workload_of(
+            Everything, lambda: torch.zeros(1, 4096, dtype=torch.int64), loss=loss, optimizer=torch.optim.AdamW
+        )
+        found = recorded(workload, device, *without).steps
+        return [msgspec.structs.replace(step, wall_seconds=0.0) for step in found]
+
+    cases = (("a100-80gb", False), ("a100-80gb", True), ("h100-80gb", True))
+    with_all = [steps(*case) for case in cases]
+    assert with_all == [steps(*case) for case in cases]
+    assert with_all != [steps(*case, rule) for case in cases]
 
 
 def test_optimizers_left_to_torch_are_foreach(
