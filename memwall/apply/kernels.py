@@ -9,7 +9,7 @@ Label: *equivalent*.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Self
 
 from msgspec import Struct
@@ -115,22 +115,27 @@ class PatchedKernels:
 
     def table(self) -> str:
         """One line for each kind of module and outcome."""
-        groups: dict[tuple[str, str, str], list[str]] = {}
-        for row in self.rows:
-            outcome = "replaced" if row.is_replaced else f"left alone: {row.reason}"
-            groups.setdefault((row.module, row.kernel, outcome), []).append(row.path)
-        if not groups:
-            return "no module looks like one of the fused kernels"
-        return "\n".join(
-            f"{len(paths):4d} x {module} -> {kernel}: {outcome} ({paths[0]}{', ...' if len(paths) > 1 else ''})"
-            for (module, kernel, outcome), paths in groups.items()
-        )
+        return _table(self.rows) or "no module looks like one of the fused kernels"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.undo()
+
+
+def _table(rows: Iterable[KernelRow]) -> str:
+    groups: dict[tuple[str, ...], list[KernelRow]] = {}
+    for row in rows:
+        # By how much they differ differs from module to module.
+        kind = "replaced" if row.is_replaced else row.reason.partition(" by ")[0]
+        groups.setdefault((row.module, row.kernel, kind), []).append(row)
+    return "\n".join(
+        f"{len(alike):4d} x {alike[0].module} -> {alike[0].kernel}: "
+        f"{'replaced' if alike[0].is_replaced else f'left alone: {alike[0].reason}'} "
+        f"({alike[0].path}{', ...' if len(alike) > 1 else ''})"
+        for alike in groups.values()
+    )
 
 
 def patch_kernels(
@@ -143,8 +148,8 @@ def patch_kernels(
     """Replaces the forward of every norm and gated MLP of the model that a fused kernel can stand in for, and its head.
 
     Found by structure, not by the model's name. Each replacement has given the module's own results and gradients on a
-    small input before; a module for which none does is left alone, with a row that says why. A model without any is
-    left as it is, with a warning.
+    small input before; a module for which none does is left alone, with a row and a warning that say why. A model
+    without any is left as it is, with a warning.
 
     Args:
         chunk_rows: rows of logits that the loss may hold at a time; 0 leaves the head alone.
@@ -180,6 +185,8 @@ def patch_kernels(
     patched = PatchedKernels(model, tuple(rows), replaced, counts)
     if not replaced:
         _log.warning("memwall: no module of %s runs a fused kernel: %s", type(model).__name__, patched.table())
+    elif left_alone := _table(row for row in rows if not row.is_replaced):
+        _log.warning("memwall: some modules of %s run no fused kernel:\n%s", type(model).__name__, left_alone)
     return patched
 
 

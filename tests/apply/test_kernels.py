@@ -248,6 +248,17 @@ def test_what_a_kernel_does_not_reproduce_is_left_alone_and_said(
     assert f"left alone: {row.reason}" in patched.table()
 
 
+def test_what_is_left_alone_beside_others_is_said_too(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        patched = patch_kernels(nn.Sequential(Rms(), Mean(), Mean()))
+    assert patched.num_replaced == 1
+    (said,) = caplog.messages
+    assert said.startswith(
+        "memwall: some modules of Sequential run no fused kernel:\n   2 x Mean -> rms_norm (llama): left"
+    )
+    assert "Rms ->" not in said
+
+
 @pytest.mark.parametrize("module", [nn.Linear(8, 8), Mlp(nn.ReLU()), nn.LayerNorm((2, 8)), nn.BatchNorm1d(8)])
 def test_what_looks_like_no_kernel_has_no_row(module: nn.Module) -> None:
     assert patch_kernels(nn.Sequential(module)).rows == ()
