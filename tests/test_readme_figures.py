@@ -152,3 +152,31 @@ def test_saved_tensors_on_disk_cost_what_was_measured() -> None:
         (row,) = (line for line in page.splitlines() if line.startswith(f"| {cell['name']} | {plain:.3f}"))
         assert f"| {plain:.3f} s | {offloaded:.3f} s | {disk:.3f} s |" in row
         assert f"| {middle} % ({low}-{high} %) |" in row
+
+
+def test_what_packing_is_worth_on_a_slow_disk_is_what_was_measured() -> None:
+    page, found = (ROOT / "benchmarks" / "README.md").read_text(), result("packed_offload")
+    assert all(row["is_plain_loss"] for row in found["rows"] if row["arm"] == "exact")
+    assert not any(row["is_plain_loss"] for row in found["rows"] if row["num_packed_blocks"])
+    assert f"{found['pack_seconds_per_element'] * 1e9:.1f} ns for each number" in page
+    plain, budget_bytes = found["plain"], found["budget_bytes"]
+    assert f"plain PyTorch takes {plain['step_seconds']:.3f} s, {plain['peak_bytes'] / 2**20:,.0f} MiB" in page
+    assert (
+        f"and ends at a loss of {plain['mean_of_last_losses']:.4f}; the budget is {budget_bytes / 2**20:,.0f} MiB"
+        in page
+    )
+    for row in found["rows"]:
+        speed = row["disk_bytes_per_second"]
+        disk = f"{speed / 2**20:.0f} MiB/s" if speed else "as it is"
+        low, middle, high = sorted(row["step_seconds"])
+        cells = (
+            f"| {disk} | {row['arm']} | {middle:.3f} s ({low:.3f}-{high:.3f}) | {row['predicted_step_seconds']:.3f} s ",
+            f"| {row['moved_bytes'] / 2**20:,.0f} MiB | {row['num_exact_blocks']}, {row['num_packed_blocks']} ",
+            f"| {row['mean_of_last_losses']:.4f} |",
+        )
+        assert "".join(cells) in page
+    seconds = {(row["disk_bytes_per_second"] >> 20, row["arm"]): median(row["step_seconds"]) for row in found["rows"]}
+    assert (
+        f"disk is held at 200 MiB/s takes {seconds[200, 'packed']:.2f} s in place of {seconds[200, 'exact']:.2f} s"
+        in PAGE
+    )
