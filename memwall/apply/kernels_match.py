@@ -154,7 +154,8 @@ def disagreement(module: nn.Module, candidate: Candidate) -> str | None:
     if dtype not in MAX_DIFFERENCE:
         return f"its dtype is {dtype}"
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_ROWS, candidate.num_features, generator=generator).to(device, dtype)
+    # A mean that is not zero: without it, the wider a row is the less it shows whether a norm subtracts it.
+    x = (torch.randn(_ROWS, candidate.num_features, generator=generator) + 1.0).to(device, dtype)
     modes = [(child, child.training) for child in module.modules()]
     try:
         # Where a dropout stands shows in training only.
@@ -207,5 +208,6 @@ def _outcome(forward: Callable[[Tensor], Any], module: nn.Module, checked: tuple
     result = forward(x)
     if not isinstance(result, Tensor):
         raise TypeError(f"it returns {type(result).__name__}, not a tensor")
-    upstream = torch.linspace(0.5, 1.5, result.numel(), device=x.device).reshape(result.shape).to(result.dtype)
+    # Gradients that hardly differ along a row would leave little of a LayerNorm's but rounding.
+    upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(result)
     return [result.detach(), *torch.autograd.grad(result, wanted, upstream)]

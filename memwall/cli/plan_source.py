@@ -89,11 +89,11 @@ def device_trace(
         return with_evaluation(plan, run.training, DeviceModel(run.training, hardware), run.evaluation.steps[0])
 
     def with_kernels(lower: str | None) -> "tuple[Trace, FusedKernels | None]":
-        from memwall.integrations.fused_kernels import recorded_with_kernels, without_comparison
+        from memwall.integrations.fused_kernels import recorded_with_kernels, without_values
 
         precision = autocast if lower is None else lower
         return recorded_with_kernels(
-            lambda changed: record(autocast=precision, changed=changed), objection=without_comparison
+            lambda changed: record(autocast=precision, changed=changed), objection=without_values
         )
 
     return record(autocast=autocast), Ways(partial(record, autocast=lower), with_kernels, evaluated)

@@ -1,29 +1,47 @@
 """A workload recorded with fused kernels in its model: what a plan that may use them is made from."""
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memwall.apply.kernels import PatchedKernels, objection, patch_kernels
-from memwall.apply.kernels_head import chunk_rows_of
-from memwall.apply.kernels_match import Candidate
+from memwall.apply.kernels_head import HEAD_KERNEL, chunk_rows_of
+from memwall.apply.kernels_match import Candidate, candidates, disagreement
 from memwall.plan.actions import FusedKernels
 from memwall.plan.fused import kernels_in
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
-__all__ = ["recorded_with_kernels", "without_comparison"]
+__all__ = ["recorded_with_kernels", "without_values"]
 
 _log = logging.getLogger(__name__)
 
 Recorded = tuple[Trace, FusedKernels | None]
 
 
-def without_comparison(module: nn.Module, candidate: Candidate) -> str | None:
-    """Objects to a second kernel only: on fake tensors structure proposes, and whoever applies the plan compares."""
-    return "its forward was replaced already" if "forward" in module.__dict__ else None
+def without_values(module: nn.Module, candidate: Candidate) -> str | None:
+    """What speaks against a kernel for a module on fake tensors.
+
+    A norm is compared with weights made up for it. Of a gated MLP they would be large: its structure and the values of
+    its activation have to do, and whoever applies the plan compares.
+    """
+    if "forward" in module.__dict__:
+        return "its forward was replaced already"
+    if list(module.children()) or candidate.kernel == HEAD_KERNEL:
+        return None
+    with _disable_current_modes():
+        made = copy.copy(module)
+        made.__dict__["_parameters"] = {
+            name: None if p is None else nn.Parameter(torch.rand(p.shape, dtype=p.dtype) + 0.5)
+            for name, p in module.named_parameters(recurse=False)
+        }
+        same = next(found for found in candidates(made) if found.kernel == candidate.kernel)
+        return disagreement(made, same)
 
 
 def recorded_with_kernels(

@@ -182,6 +182,16 @@ class Mean(Rms):
         return self.weight * (x - x.mean(-1, keepdim=True))
 
 
+class Centered(Rms):
+    """A LayerNorm without a bias, as Cohere's: of a wide row with a mean near zero it gives what an RMSNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__(8192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (8192,), self.weight, eps=self.eps)
+
+
 class Mlp(nn.Module):
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -230,6 +240,7 @@ def test_other_peoples_modules_are_found_by_what_they_do(dtype: torch.dtype) -> 
     ("module", "reason"),
     [
         (Mean(), r"its result differs by"),
+        (Centered().bfloat16(), r"its result differs by"),
         (DropsLast().eval(), r"its result differs by"),
         (Swapped(), r"its gradients are zero on a small input, which tells nothing of its forward"),
         (Mlp(nn.SiLU()).to("meta"), r"has no values to check against"),
