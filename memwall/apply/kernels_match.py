@@ -59,6 +59,8 @@ def candidates(module: nn.Module) -> Iterator[Candidate]:
 def _rms_norms(module: nn.Module) -> Iterator[Candidate]:
     parameters = dict(module.named_parameters(recurse=False))
     epsilon = next((name for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
+    if isinstance(module, nn.RMSNorm):
+        epsilon = "eps"  # None where nobody gave one
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or epsilon is None:
         return
     num_features = parameters["weight"].numel()
@@ -115,7 +117,10 @@ def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
 
 def _rms_norm(module: nn.Module, epsilon: str, casting: Any, x: Tensor) -> Tensor:
     weight: Any = module.weight
-    out: Tensor = rms_norm(x, weight, eps=getattr(module, epsilon), casting=casting)
+    eps = getattr(module, epsilon)
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    out: Tensor = rms_norm(x, weight, eps=eps, casting=casting)
     return out
 
 

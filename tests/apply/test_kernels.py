@@ -236,6 +236,17 @@ def test_other_peoples_modules_are_found_by_what_they_do(dtype: torch.dtype) -> 
     assert patched.num_replaced == 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_torchs_rms_norm_without_an_epsilon_has_torchs(dtype: torch.dtype) -> None:
+    """Rows so small that it shows."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.RMSNorm(64)).to(dtype), (1e-4 * torch.randn(5, 64)).to(dtype)
+    expected = model(x)
+    assert patch_kernels(model).num_replaced == 1
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(model(x), expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
