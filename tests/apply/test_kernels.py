@@ -360,6 +360,7 @@ def test_a_sharded_model_is_left_alone_and_said() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_head_that_is_sharded_afterwards_is_refused() -> None:
+    """Liger #332; TRL #4544, #3368, #6372: its weight read where it is not gathered."""
     model = Headed()
     patch_kernels(model, chunk_rows=4)
     shard(model)

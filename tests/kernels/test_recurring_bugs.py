@@ -1,4 +1,8 @@
-"""Bugs that keep coming back in libraries of fused losses, each with where it bit; the issue numbers are theirs."""
+"""Bugs that keep coming back in libraries of fused losses, each with where it bit; the issue numbers are theirs.
+
+Elsewhere are those of a head read outside of its module and of models nobody knows (tests/apply/test_kernels.py), of
+32-bit offsets (test_rules.py and interpreted/), and of a device that is not the current one (test_cuda.py).
+"""
 
 import gc
 from dataclasses import replace
