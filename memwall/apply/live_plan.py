@@ -22,7 +22,7 @@ from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.plan.actions import AllocatorReuse
 from memwall.plan.blocks import find_blocks
-from memwall.plan.legality import can_autocast
+from memwall.plan.legality import can_autocast, can_pack
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings, steady_step
 from memwall.trace.records import Trace
@@ -126,6 +126,9 @@ class LivePlan:
         self.stop_recording()
         self._measured.note_first_step(peak_bytes)
         self.settings = msgspec.structs.replace(self.settings, kernels=self._kernels.found_in(self.trace))
+        reason = can_pack(self.trace, self.settings.allow)
+        if reason is not None and "low-bit-offload" in self.settings.allow:
+            _log.warning("no saved tensor leaves in int8: %s", reason)
         try:
             self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizers), self.allocator)
         except InfeasibleError:
