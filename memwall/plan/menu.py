@@ -22,11 +22,12 @@ __all__ = ["Costs", "Menu", "build_instance", "build_menus"]
 
 Int64s = NDArray[np.int64]
 
-# What the executor itself costs, measured on two cores with torch 2.13 (benchmarks/executor_cost.py, 2026-11-20).
+# What the executor itself costs, measured on two cores with torch 2.13 (benchmarks/executor_cost.py, 2026-11-20, the
+# last two 2026-11-22).
 _CHECKPOINT_SECONDS = 650e-6  # one torch checkpoint of a block: frame, RNG state, hooks
 _SELECT_SECONDS_PER_OP = 40e-6  # one operation under selective checkpointing, forward and recomputation together
-_HANDLE_SECONDS = 5e-6  # one saved tensor that passes through the hooks of recompute handles, there and back
-_REBUILD_SECONDS = 57e-6  # one result that becomes a recipe and is rebuilt, besides the operation itself
+_HANDLE_SECONDS = 4e-6  # one saved tensor that passes through the hooks of recompute handles, there and back
+_REBUILD_SECONDS = 47e-6  # one result that becomes a recipe and is rebuilt, besides the operation itself
 # What the host is busy with for one operation of a device that works behind it: assumed, not measured, and rather too
 # much. The larger it is, the sooner a block counts as one whose device waits for Python.
 _LAUNCH_SECONDS = 10e-6
