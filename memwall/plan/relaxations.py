@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from memwall.plan.actions import FusedKernels
+from memwall.plan.fused import could_have_kernels
 from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can_use_kernels
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.settings import Settings
@@ -170,7 +171,9 @@ def plan_relaxations(
         return "host memory for saved tensors: --host SIZE", asked._replace(has_host=True)
 
     def with_kernels(asked: _Asked) -> tuple[str, _Asked] | None:
-        if settings.with_kernels is None or can_use_kernels(trace.device, settings.allow, is_here=False) is None:
+        if settings.with_kernels is None or not could_have_kernels(trace):
+            return None
+        if can_use_kernels(trace.device, settings.allow, is_here=False) is None:
             return None
         if fused(None)[1] is None:
             return None
