@@ -65,9 +65,10 @@ def check_unchanged(product: Product, versions: tuple[int, ...]) -> None:
     Raises:
         ApplyError: a factor was written in place, as the weight is by an optimizer's step.
     """
-    if product.weight.untyped_storage().nbytes() < product.weight.nbytes:
+    if product.weight.untyped_storage().nbytes() < max(product.weight.nbytes, 1):
         raise ApplyError(
-            "the weight of the head went away before its loss was computed, as where FSDP frees it after its forward; "
+            "the weight of the head went away before its loss was computed, as where FSDP or ZeRO-3 frees it after its "
+            "forward; "
             "shard the model before kernels are put into it, or leave out --allow kernels"
         )
     for name, before, now in zip(("hidden states", "weight", "bias"), versions, versions_of(product), strict=True):

@@ -60,6 +60,7 @@ def train_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
     import deepspeed
 
     from memwall import Plan
+    from memwall.apply.kernels import patch_kernels
     from memwall.integrations import deepspeed as integration
 
     plan = Plan.load(args.plan)
@@ -80,8 +81,13 @@ def train_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
     if args.state is not None:
         config["zero_optimization"]["offload_optimizer"] = {"device": args.state, "pin_memory": False}
     is_partitioned = config["zero_optimization"]["stage"] == 3
+    # Kernels are compared with what they replace, so values are there until DeepSpeed takes the model.
+    is_partitioned &= args.kernels is None
     with deepspeed.zero.Init(config_dict_or_path=config) if is_partitioned else nullcontext():
         model = build(args.seed)
+    if args.kernels is not None:
+        vars(model)["get_output_embeddings"] = lambda: model.head
+        assert patch_kernels(model, chunk_rows=args.kernels).num_replaced == 5 + (args.kernels > 0)
     if args.cpu_adam:
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
             parameters_of(model, args.groups), lr=LEARNING_RATE, weight_decay=0.01, adamw_mode=True
@@ -138,6 +144,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--kernels", type=int, help="rows of logits at a time; 0 leaves the head as it is")
     parser.add_argument("--save")
     parser.add_argument("--load")
     for flag in ("--plain-linear", "--groups", "--cpu-adam", "--unguarded", "--autocast", "--torch-checkpoint"):
