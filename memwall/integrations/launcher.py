@@ -127,6 +127,8 @@ def run_script(
                 session.attach(module, None)
                 watch.model = module
                 handle.remove()
+                if checkpoint is not None:
+                    checkpoint.prepare(module)  # before parameters go there
                 # The hook just attached is not in the list this call is going through: call it for this first time.
                 session.first_forward()
                 if history is not None:

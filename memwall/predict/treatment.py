@@ -58,6 +58,8 @@ class Rebuilt(NamedTuple):
     op: int
     """The operation that runs again."""
     storage: int
+    recipe: tuple[int, ...]
+    """Storages that it is rebuilt from."""
     at: int
     """The operation of backward before which it does."""
     end: int
@@ -162,13 +164,17 @@ class StepModel:
             saves = saves_of.get(index, ())
             if not saves or step.storages[index].birth != op:
                 continue
+            recipe = (*record.inputs, *record.outputs[1:])
+            # What needs no gradient is not rebuilt; the operation has kept nothing itself then.
+            if not any(step.saved[n].packed == op + 1 and step.saved[n].storage in recipe for n in saved):
+                continue
             last_packed = max(step.saved[s].packed for s in saves)
-            if any(self.is_written(i, op + 1, last_packed) for i in (index, *record.inputs)):
+            if any(self.is_written(i, op + 1, last_packed) for i in (index, *recipe)):
                 continue
             at = min(needed_at.get(index, len(step.ops)), *(step.saved[s].unpacked for s in saves))
             end = max(at, *(step.saved[s].released for s in saves))
-            found.append(Rebuilt(op, index, at, end, tuple(saves)))
-            for i in record.inputs:
+            found.append(Rebuilt(op, index, recipe, at, end, tuple(saves)))
+            for i in recipe:
                 needed_at[i] = min(at, needed_at.get(i, at))
         return sorted(found, key=lambda result: (result.at, result.op))
 
@@ -272,7 +278,7 @@ class StepModel:
                     self._recompute(b, c, treatment, taken, held_until, come, reloads)
                     continue
                 if treatment.rebuild:
-                    self._rebuild(b, c, taken, come)
+                    self._rebuild(b, c, taken, held_until, come)
                 if treatment.offload:
                     self._offload(b, c, treatment, taken, come, reloads)
         for index, needs in reloads.items():
@@ -340,11 +346,13 @@ class StepModel:
             else:
                 held_until[index] = max(held_until.get(index, (0, 0)), (call.backward_end, 0))
 
-    def _rebuild(self, b: int, c: int, taken: set[int], come: list[Life]) -> None:
+    def _rebuild(self, b: int, c: int, taken: set[int], held_until: dict[int, Time], come: list[Life]) -> None:
         call, saved = self.blocks[b].calls[c], self.blocks[b].saved[c]
         rank: dict[int, int] = {}
         for result in self.rebuilt_results(call, saved):
             taken.update(result.saves)
+            for index in result.recipe:  # until the block ends, also where they move
+                held_until[index] = max(held_until.get(index, (0, 0)), (call.end, 0))
             if result.at == len(self.step.ops):
                 continue
             place = rank[result.at] = rank.get(result.at, -1) + 1
@@ -377,7 +385,7 @@ class StepModel:
                 asked, until = spans.get(save.storage, (save.unpacked, save.released))
                 spans[save.storage] = (min(asked, save.unpacked), max(until, save.released))
         for result in self.rebuilt_results(call, self.blocks[b].saved[c]) if treatment.rebuild else ():
-            for index in self.step.ops[result.op].inputs:
+            for index in result.recipe:
                 if index in spans:
                     spans[index] = (min(spans[index][0], result.at), spans[index][1])
         at = self._prefetch_at[call.start]

@@ -135,6 +135,9 @@ class Bucket:
             self.write = self._pool.write(slot, source.view(num_bytes), label=self._label, keep=source.memory)
             if not is_in_place:
                 self.write.wait()
+        elif self._slot is not None:
+            self._pool.scratch.free(self._slot)  # what nobody has contents in may be given to others
+            self._slot = None
         self._pieces, self.num_bytes = pieces, num_bytes
         for piece in pieces:
             piece.holder[piece.key] = piece.away

@@ -15,7 +15,9 @@ from memwall.apply.kernels import patch_kernels
 from memwall.apply.session import Session
 from memwall.errors import NoEffectError
 from memwall.plan.actions import Action, FusedKernels, Rebuild, Recompute
+from memwall.plan.blocks import find_blocks
 from memwall.plan.search import plan
+from memwall.predict.treatment import StepModel
 from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload
@@ -98,6 +100,30 @@ def test_as_the_budget_falls_results_are_rebuilt_before_whole_blocks_are_recompu
     assert {type(action) for action in found[0]} == {Rebuild}
     assert {action.saved_bytes for action in found[0]} == {8 * 65 * (64 + 192) * 4}
     assert Recompute in {type(action) for action in found[-1]}
+
+
+def test_a_result_that_needs_no_gradient_is_not_forecast_as_rebuilt() -> None:
+    """GIVEN an embedding and a first norm that are not trained THEN of the first layer the product alone is rebuilt."""
+
+    def partly_frozen() -> LanguageModel:
+        model = a_model_with_kernels()
+        for module in (model.embed, model.layers[0].norm):
+            module.requires_grad_(False)
+        return model
+
+    trace = record(
+        Workload(
+            model=partly_frozen,
+            batch=tokens,
+            loss=lambda model, batch: model(batch),
+            optimizer=lambda parameters: torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-3),
+        )
+    )
+    step = trace.steps[0]
+    model = StepModel(step, trace.names, find_blocks(trace, step))
+    found = {block.path: model.rebuilt_results(block.calls[0], block.saved[0]) for block in model.blocks}
+    assert [len(found[layer]) for layer in LAYERS] == [1] + [2] * (NUM_LAYERS - 1)
+    assert trace.names[step.ops[found[LAYERS[0]][0].op].name] == "memwall.glu.default"
 
 
 def test_without_a_kernel_in_the_block_it_has_no_effect_and_says_so() -> None:

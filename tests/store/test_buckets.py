@@ -191,3 +191,18 @@ def test_a_full_disk_leaves_the_tensors_in_memory(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"more of disk are needed .* limit of 8.* KiB"):
             Bucket(pool, "bucket 0").put_away(entries_of(state), None)
         assert equal(state, moments())
+
+
+def test_a_bucket_without_tensors_gives_its_place_back(pool: TransferPool) -> None:
+    """Of a checkpoint's file, nobody would know that it is taken."""
+    state = moments()
+    bucket = Bucket(pool, "bucket 0")
+    bucket.put_away([(state, "contiguous")], None)
+    bucket.wait_for_write()
+    assert pool.scratch.used_bytes > 0
+    bucket.forget()
+    bucket.put_away([], None)
+    assert pool.scratch.used_bytes == 0
+    state = moments()
+    bucket.put_away([(state, "half")], None)
+    assert next(iter(bucket.copies().values())).equal(moments()["half"])

@@ -171,6 +171,15 @@ class StepCheckpoint:
 
     # -- life cycle --------------------------------------------------------------------------------------------------
 
+    def prepare(self, model: nn.Module) -> None:
+        """Makes an empty directory the model's; to be called before anything is put on disk, which may be there.
+
+        Raises:
+            StoreError: the files cannot be written.
+        """
+        if self._restoration is None:
+            self._journal.begin(fingerprint_of(parts_of_model(model)))
+
     def attach(self, model: nn.Module) -> None:
         """Begins, from within the model's first forward: restores what was committed, or makes the directory the run's.
 
@@ -192,8 +201,8 @@ class StepCheckpoint:
     def _begin(self, model: nn.Module) -> None:
         restoration = self._restoration
         if restoration is None:
+            self.prepare(model)
             parts = parts_of_model(model)
-            self._journal.begin(fingerprint_of(parts))
             self._journal.data.reserve(2 * sum(part.tensor.nbytes for part in parts))
         elif not self._was_asked:
             raise UsageError(
@@ -244,11 +253,13 @@ class StepCheckpoint:
             self.failure = self.failure or error.without_frames()
 
     def close(self, *, completed: bool) -> None:
-        """Finishes what is not finished, and lets go of the directory."""
+        """Finishes what is not finished, and lets go of the directory; at the end of the process, where somebody has
+        state or parameters there that did not come back into memory."""
         try:
             self.finish(completed=completed)
         finally:
-            self._journal.close()
+            if self.space.tenant is None and self.space.parameters is None:
+                self._journal.close()
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 

@@ -122,6 +122,9 @@ class ParameterStreaming:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._tier.settle()
         members = [(member, member.values.slot) for member in self._members()]
+        for member, _ in members:
+            if member.is_aliased:
+                member.values.changed()  # as far as anyone can tell: who shares its memory may write there
         return [(member.parameter, slot, member.values.num_bytes) for member, slot in members if slot is not None]
 
     @property

@@ -1,5 +1,7 @@
 """Parameters on disk are committed from where they lie, and a run goes on from there to the same bits."""
 
+import errno
+import runpy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from checkpoint_runs import Counting, Interrupted
 from optimizer_runs import are_equal
+from plans import plan_of
 from streamed_models import GPT, loss_of
 from torch import nn
 
@@ -15,8 +18,12 @@ from memwall.apply.checkpoint.files import export_safetensors, import_checkpoint
 from memwall.apply.checkpoint.resumption import set_checkpoint
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.apply.optimizer_state.on_disk import open_optimizer_state
+from memwall.apply.session import Session
 from memwall.apply.streaming.parameters import open_parameter_streaming
 from memwall.errors import ApplyError, MemwallError, StoreError
+from memwall.integrations.launcher import run_script
+from memwall.plan.actions import OptimizerPlacement, ParameterPlacement
+from memwall.store.backend import SystemBackend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -207,3 +214,59 @@ def test_a_full_disk_ends_the_run_and_the_last_step_is_still_there(tmp_path: Pat
     found = trained(StepCheckpoint(tmp_path, is_resuming=True), is_streamed=True)
     assert found is not None
     assert are_equal(found, plain)
+
+
+def test_a_parameter_that_others_share_is_written_again_at_each_commit(tmp_path: Path) -> None:
+    """GIVEN a loop that keeps a view of a weight WHEN it writes there after a commit THEN the next one has it."""
+    model = GPT()
+    checkpoint = StepCheckpoint(tmp_path)
+    set_checkpoint(checkpoint)
+    try:
+        streaming, close = open_parameter_streaming(
+            model, disk=None, capacity_bytes=None, window_bytes=1 << 12, min_bytes=1024
+        )
+        weight = model.layers[0].up.weight
+        view = weight.data
+        found = []
+        for _ in range(2):
+            (slot,) = (slot for parameter, slot, _ in streaming.stored() if parameter is weight)
+            found.append(dict(slot.checksums))
+            view.fill_(7.0)
+        assert found[0] != found[1]
+        del view
+        streaming.stored()
+        assert torch.equal(weight.detach(), torch.full_like(weight, 7.0))
+        close()
+    finally:
+        set_checkpoint(None)
+        checkpoint.close(completed=False)
+
+
+def test_a_run_that_ends_while_its_parameters_go_to_disk_may_begin_again(tmp_path: Path) -> None:
+    """GIVEN a disk that is full before the first step WHEN there is room THEN the directory is as good as new."""
+
+    class Full(SystemBackend):
+        def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+            if len(data) > 4096:  # no commit record
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().pwrite(fd, data, offset)
+
+    script = Path(__file__).parents[2] / "scripts" / "train_resumable.py"
+    model = runpy.run_path(str(script))["Net"](64, 0)
+    plan = plan_of(
+        model,
+        ParameterPlacement(tier="disk", blocks=(), window_bytes=16384, min_bytes=4096, written_bytes=0),
+        OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32768, min_bytes=4096),
+        micro_batch=32,
+    )
+    arguments = ["--steps", "2", "--out", str(tmp_path / "sha256.txt")]
+
+    def train(backend: SystemBackend | None) -> int:
+        checkpoint = StepCheckpoint(tmp_path / "run", backend=backend)
+        session = Session(plan=plan, disk=str(tmp_path))
+        return run_script(str(script), arguments, session, checkpoint=checkpoint)
+
+    with pytest.raises(MemwallError, match="No space left"):
+        train(Full())
+    assert train(None) == 0
+    assert StepCheckpoint(tmp_path / "run", is_resuming=True).resumed_steps == 2
