@@ -4,7 +4,7 @@ Repeated classes in lists and sequences come first (transformer layers, ResNet s
 divided by size. Everything is read from the trace, so the model itself is not needed.
 """
 
-from memwall.predict.treatment import BlockCalls
+from memwall.predict.call_rules import BlockCalls
 from memwall.trace.records import ModuleCall, Step, Trace
 
 __all__ = ["find_blocks"]

@@ -2,8 +2,9 @@
 
 from importlib.util import find_spec
 
+from memwall.predict.call_rules import BlockCalls
 from memwall.predict.half_precision import computes_in_half
-from memwall.predict.treatment import BlockCalls, StepModel
+from memwall.predict.treatment import StepModel
 from memwall.trace.optimizers import JOINT
 from memwall.trace.records import Trace
 from memwall.units import format_bytes

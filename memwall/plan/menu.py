@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from memwall.plan.instance import Block, Instance, Link, Option, Row
 from memwall.plan.legality import can_rebuild, can_recompute
+from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.curve import live_curve
 from memwall.predict.lives import LAST, Life
-from memwall.predict.treatment import BlockCalls, StepModel, Treatment
+from memwall.predict.treatment import StepModel
 from memwall.trace.records import Trace
 
 __all__ = ["Costs", "Menu", "build_instance", "build_menus"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from memwall.plan.actions import Action, Offload, Rebuild, Recompute
 from memwall.plan.instance import Choice
 from memwall.plan.menu import Menu
-from memwall.predict.treatment import Treatment
+from memwall.predict.call_rules import Treatment
 
 __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "block_actions", "treatments_of_choice", "window_bytes_of"]
 

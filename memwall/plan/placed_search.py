@@ -25,9 +25,10 @@ from memwall.plan.parameters import built_bytes, streamed_bytes
 from memwall.plan.places import Place, place_step
 from memwall.plan.problem import Problem
 from memwall.plan.solve import smallest_feasible_bytes, solve
+from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.process import Resident
-from memwall.predict.treatment import StepModel, Treatment
+from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step
 
 __all__ = ["PlacedSearch"]

@@ -5,7 +5,8 @@ from memwall.plan.blocks import find_blocks
 from memwall.plan.microbatch import with_micro_batch
 from memwall.plan.places import Place, place_step
 from memwall.plan.planfile import Plan
-from memwall.predict.treatment import StepModel, Treatment
+from memwall.predict.call_rules import Treatment
+from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
 

@@ -5,7 +5,7 @@ from statistics import median
 
 import msgspec
 
-from memwall.predict.treatment import BlockCalls
+from memwall.predict.call_rules import BlockCalls
 from memwall.trace.records import Step
 
 __all__ = ["first_touch_seconds", "smoothed"]

@@ -9,77 +9,16 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from msgspec import Struct
-
+from memwall.predict.call_rules import BlockCalls, CallRules, Moved, Treatment
 from memwall.predict.lives import LAST, Life, Time, rebuilt
-from memwall.predict.packing import PACKED_ITEMSIZES, num_packed_bytes, scratch_bytes
+from memwall.predict.packing import scratch_bytes
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
-from memwall.trace.records import ModuleCall, Step, Storage
+from memwall.trace.records import Step, Storage
 
-__all__ = ["REBUILDABLE_OPS", "BlockCalls", "Moved", "Rebuilt", "StepModel", "Treatment"]
+__all__ = ["StepModel"]
 
-# Selective checkpointing does not ask its policy about these (torch.utils.checkpoint.SAC_IGNORED_OPS, torch 2.13).
-UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
 # What torch.get_rng_state() returns on a CPU: every checkpoint holds one, and one more while it recomputes.
 RNG_STATE_BYTES = 5056
-# Operations whose first result recompute handles can rebuild from what their own backward keeps
-# (memwall.triton_kernels.recompute; a test compares this with what they publish).
-REBUILDABLE_OPS = frozenset(f"memwall.{name}.default" for name in ("glu", "packed_glu", "norm", "add_norm"))
-
-
-class Treatment(Struct, frozen=True, kw_only=True):
-    """How every call of one block treats what autograd saves in it."""
-
-    recompute: bool = False
-    kept_ops: tuple[int, ...] = ()
-    """With recompute: operations whose results are kept, numbered within the call without `UNCOUNTED_OPS`."""
-    rebuild: bool = False
-    """Without recompute: results of `REBUILDABLE_OPS` are rebuilt for backward, one by one, instead of kept."""
-    offload: bool = False
-    """Saved tensors (with recompute: the block's inputs) move to the next tier; what is rebuilt does not."""
-    is_packed: bool = False
-    """With offload, without recompute: floating-point numbers do so in a byte each."""
-    min_bytes: int = 1 << 20
-    """Tensors below this stay where they are."""
-
-
-class BlockCalls(Struct, frozen=True, kw_only=True):
-    """A block, its calls in forward order, and per call the numbers of the tensors saved inside it."""
-
-    path: str
-    module: int
-    calls: tuple[ModuleCall, ...]
-    saved: tuple[tuple[int, ...], ...]
-
-
-class Rebuilt(NamedTuple):
-    """A result that is rebuilt when backward first asks for it, and held until it asked for the last time."""
-
-    op: int
-    """The operation that runs again."""
-    storage: int
-    recipe: tuple[int, ...]
-    """Storages that it is rebuilt from."""
-    at: int
-    """The operation of backward before which it does."""
-    end: int
-    """The operation before which backward lets go of it."""
-    saves: tuple[int, ...]
-    """Numbers of the saved tensors that became a recipe."""
-
-
-class Moved(NamedTuple):
-    """What of a storage leaves the device and comes back."""
-
-    nbytes: int
-    """Of the device's memory."""
-    num_packed: int = 0
-    """Elements that leave packed; 0 where bytes leave as they are."""
-
-    @property
-    def link_bytes(self) -> int:
-        """Bytes on their way, and on the tier."""
-        return num_packed_bytes(self.num_packed) if self.num_packed else self.nbytes
 
 
 class _Reload(NamedTuple):
@@ -94,18 +33,12 @@ class _Reload(NamedTuple):
     end: Time
 
 
-class StepModel:
+class StepModel(CallRules):
     """A step, indexed for asking what treatments would make of it."""
 
     def __init__(self, step: Step, names: Sequence[str], blocks: Sequence[BlockCalls]) -> None:
-        self.step = step
-        self.names = tuple(names)
+        super().__init__(step, names)
         self.blocks = tuple(blocks)
-        self._is_counted = [name not in UNCOUNTED_OPS for name in names]
-        self._writers: dict[int, list[int]] = {}
-        for number, op in enumerate(step.ops):
-            for written in op.writes:
-                self._writers.setdefault(written, []).append(number)
         self._born_bytes: dict[int, int] = {}
         for storage in step.storages:
             self._born_bytes[storage.birth] = self._born_bytes.get(storage.birth, 0) + storage.nbytes
@@ -127,124 +60,6 @@ class StepModel:
         self._prefetch_at: dict[int, Time] = {}
         for (start, call), (_, after) in zip(order, [*order[1:], order[-1]] if order else [], strict=True):
             self._prefetch_at[start] = (min(after.backward_start, call.backward_start), 0)
-
-    # -- one call --------------------------------------------------------------------------------------------------
-
-    def is_written(self, storage: int, start: int, end: int) -> bool:
-        """Whether one of the operations [start, end) modifies a storage in place."""
-        return any(start <= op < end for op in self._writers.get(storage, ()))
-
-    def recomputed_at(self, call: ModuleCall, saved: Sequence[int]) -> int:
-        """The operation of backward before which a call is recomputed: its first that asks for a tensor saved in it."""
-        asked = min((self.step.saved[s].unpacked for s in saved), default=call.backward_start)
-        return min(max(asked, call.backward_start), call.backward_end - 1)
-
-    def counted_ops(self, call: ModuleCall) -> list[int]:
-        """Operations of a call in the numbering that selective checkpointing uses."""
-        return [op for op in range(call.start, call.end) if self._is_counted[self.step.ops[op].name]]
-
-    def recomputed_ops(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> list[int]:
-        """Operations of a call that run again: up to the last one backward needs, without the kept ones."""
-        needed = min(max((self.step.saved[s].packed for s in saved), default=call.start), call.end)
-        counted = self.counted_ops(call)
-        kept = {counted[i] for i in treatment.kept_ops if i < len(counted)}
-        return [op for op in range(call.start, needed) if op not in kept]
-
-    def rebuilt_results(self, call: ModuleCall, saved: Sequence[int]) -> list[Rebuilt]:
-        """What a call saves of results that can be rebuilt, in the order in which backward asks for them."""
-        step = self.step
-        saves_of: dict[int, list[int]] = {}
-        for number in saved:
-            saves_of.setdefault(step.saved[number].storage, []).append(number)
-        found: list[Rebuilt] = []
-        needed_at: dict[int, int] = {}  # by recipes of later results
-        for op in range(call.end - 1, call.start - 1, -1):
-            record = step.ops[op]
-            index = record.outputs[0] if record.outputs and self.names[record.name] in REBUILDABLE_OPS else -1
-            saves = saves_of.get(index, ())
-            if not saves or step.storages[index].birth != op:
-                continue
-            recipe = (*record.inputs, *record.outputs[1:])
-            # What needs no gradient is not rebuilt; the operation has kept nothing itself then.
-            if not any(step.saved[n].packed == op + 1 and step.saved[n].storage in recipe for n in saved):
-                continue
-            last_packed = max(step.saved[s].packed for s in saves)
-            if any(self.is_written(i, op + 1, last_packed) for i in (index, *recipe)):
-                continue
-            at = min(needed_at.get(index, len(step.ops)), *(step.saved[s].unpacked for s in saves))
-            end = max(at, *(step.saved[s].released for s in saves))
-            found.append(Rebuilt(op, index, recipe, at, end, tuple(saves)))
-            for i in recipe:
-                needed_at[i] = min(at, needed_at.get(i, at))
-        return sorted(found, key=lambda result: (result.at, result.op))
-
-    def repeated_ops(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> list[tuple[int, list[int]]]:
-        """What runs again in backward for one call: operations, and the operation of backward before which they do."""
-        if treatment.recompute:
-            return [(self.recomputed_at(call, saved), self.recomputed_ops(call, saved, treatment))]
-        found: dict[int, list[int]] = {}
-        for result in self.rebuilt_results(call, saved) if treatment.rebuild else ():
-            if result.at < len(self.step.ops):  # backward never asks for others
-                found.setdefault(result.at, []).append(result.op)
-        return sorted(found.items())
-
-    def movable(self, number: int, treatment: Treatment) -> bool:
-        """Whether a saved tensor may leave the device: an activation or input, and large enough."""
-        save = self.step.saved[number]
-        return save.nbytes >= treatment.min_bytes and self.step.storages[save.storage].category in (
-            "activation",
-            "input",
-        )
-
-    def moved(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> dict[int, Moved]:
-        """Per storage what leaves the device in a call under a treatment with offload."""
-        if not treatment.recompute:
-            return self._moved_of(self._not_rebuilt(call, saved, treatment), treatment)
-        storages = {index: self.step.storages[index] for index in call.inputs}
-        return {
-            index: Moved(storage.nbytes)
-            for index, storage in storages.items()
-            if storage.birth >= 0
-            and storage.nbytes >= treatment.min_bytes
-            and storage.category in ("activation", "temporary", "input")
-        }
-
-    def _not_rebuilt(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> Sequence[int]:
-        if not treatment.rebuild:
-            return saved
-        rebuilt_saves = {number for result in self.rebuilt_results(call, saved) for number in result.saves}
-        return [number for number in saved if number not in rebuilt_saves]
-
-    def _moved_of(self, saved: Sequence[int], treatment: Treatment) -> dict[int, Moved]:
-        """Per storage what moves: all of it when its saved views cover a good part, as the executor does.
-
-        The first of them decides whether it is packed.
-        """
-        views: dict[int, int] = {}
-        packed: set[int] = set()
-        for number in saved:
-            if self.movable(number, treatment):
-                save = self.step.saved[number]
-                if save.storage not in views and save.nbytes == self.step.storages[save.storage].nbytes:
-                    packed.add(save.storage)
-                views[save.storage] = views.get(save.storage, 0) + save.nbytes
-        found = {}
-        for index, size in views.items():
-            whole = self.step.storages[index].nbytes
-            nbytes = whole if 4 * size >= whole else size
-            found[index] = self._moved(index, nbytes, treatment) if index in packed else Moved(nbytes)
-        return found
-
-    def _moved(self, index: int, nbytes: int, treatment: Treatment) -> Moved:
-        itemsize = PACKED_ITEMSIZES.get(self.step.storages[index].dtype, 0) if treatment.is_packed else 0
-        return Moved(nbytes, nbytes // itemsize if itemsize else 0)
-
-    def is_leaf_like(self, block: BlockCalls) -> bool:
-        """Whether recomputing a block frees nothing: all it saves is what it was called with."""
-        for call, saved in zip(block.calls, block.saved, strict=True):
-            if any(call.start <= self.step.storages[self.step.saved[n].storage].birth < call.end for n in saved):
-                return False
-        return True
 
     # -- lives -----------------------------------------------------------------------------------------------------
 

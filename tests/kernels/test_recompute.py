@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.offload import ActivationOffload
-from memwall.predict.treatment import REBUILDABLE_OPS
+from memwall.predict.call_rules import REBUILDABLE_OPS
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.triton_kernels import add_rms_norm, geglu, layer_norm, recompute_handles, rms_norm, swiglu

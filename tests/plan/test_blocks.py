@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from zoo import MODELS
 
 from memwall.plan.blocks import find_blocks
-from memwall.predict.treatment import BlockCalls
+from memwall.predict.call_rules import BlockCalls
 from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload

@@ -8,7 +8,7 @@ from memwall.plan.forecast import Lever
 from memwall.plan.instance import Choice, Option
 from memwall.plan.levers import levers_of
 from memwall.plan.menu import Menu
-from memwall.predict.treatment import BlockCalls, Treatment
+from memwall.predict.call_rules import BlockCalls, Treatment
 
 GIB = 1 << 30
 OPTIONS = {

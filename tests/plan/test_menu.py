@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from memwall.plan.blocks import find_blocks
 from memwall.plan.menu import Costs, build_menus
-from memwall.predict.treatment import StepModel, Treatment
+from memwall.predict.call_rules import Treatment
+from memwall.predict.treatment import StepModel
 from memwall.trace.record import record
 from memwall.trace.workload import Workload
 

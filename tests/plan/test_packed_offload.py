@@ -18,9 +18,10 @@ from memwall.plan.menu import Costs, build_menus
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
 from memwall.plan.search import plan
+from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.packing import num_packed_bytes
-from memwall.predict.treatment import StepModel, Treatment
+from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
 

@@ -20,8 +20,9 @@ from memwall.plan.placed_search import PlacedSearch
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
 from memwall.plan.search import Settings, make_plan, plan
+from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
-from memwall.predict.treatment import StepModel, Treatment
+from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
 from memwall.trace.records import Machine, Trace
 

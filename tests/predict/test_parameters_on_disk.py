@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.plan.blocks import find_blocks
+from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_curve
 from memwall.predict.parameters_on_disk import (
     Away,
@@ -15,7 +16,7 @@ from memwall.predict.parameters_on_disk import (
     streamed_blocks,
     with_parameters_on_disk,
 )
-from memwall.predict.treatment import StepModel, Treatment
+from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
 from memwall.trace.record import record
 from memwall.trace.records import Step, Trace

@@ -28,8 +28,9 @@ from memwall.plan.evaluate import evaluate
 from memwall.plan.instance import Instance, Link
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.solve import smallest_feasible_bytes, solve
+from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_curve
-from memwall.predict.treatment import StepModel, Treatment
+from memwall.predict.treatment import StepModel
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import Transfer, TransferPool
 from memwall.trace.record import TraceBuilder
