@@ -22,7 +22,7 @@ import memwall
 from memwall.apply.checkpoint.resumption import set_checkpoint
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.apply.optimizer_state.on_disk import open_optimizer_state
-from memwall.apply.streaming.parameters import open_parameter_streaming
+from memwall.apply.streaming.opening import open_parameter_streaming
 
 WIDTH = 384
 

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
+from torch import nn
 
-from memwall.apply.checkpoint.training_state import Part, TensorRecord, dtype_name
+from memwall.apply.checkpoint.training_state import Part, TensorRecord, record_of, state_dict_names
 from memwall.apply.checkpoint.writer import Packed, bytes_of, packed
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
-from memwall.store.buckets import is_dense
 from memwall.store.journal import Stored
 
 __all__ = ["CommitLayout"]
@@ -35,6 +34,13 @@ class CommitLayout:
         self._layout: _Layout | None = None
         self.records: tuple[TensorRecord, ...] = ()
         self.stored: tuple[Stored, ...] = ()
+        self._names: dict[str, str] | None = None
+
+    def state_dict_names(self, model: nn.Module) -> dict[str, str]:
+        """Of the model's own state dict, found once for each layout."""
+        if self._names is None:
+            self._names = state_dict_names(model)
+        return self._names
 
     def pack(self, parts: Sequence[Part]) -> list[Packed]:
         """The buckets as they are now; what is volatile is copied."""
@@ -69,20 +75,9 @@ class CommitLayout:
                 chosen = tuple((numbers[place], offset) for place, offset in bucket)
                 places |= {number: (len(groups), offset) for number, offset in chosen}
                 groups.append((kind, chosen))
-        self.records = tuple(_record(part, *places[number]) for number, part in enumerate(parts))
-        self._layout, self.stored = _Layout(key, self.records, tuple(groups)), ()
+        self.records = tuple(
+            record_of(part.name, part.tensor, *places[number], is_on_host=part.tensor.device.type == "cpu")
+            for number, part in enumerate(parts)
+        )
+        self._layout, self.stored, self._names = _Layout(key, self.records, tuple(groups)), (), None
         return self._layout
-
-
-def _record(part: Part, bucket: int, offset: int) -> TensorRecord:
-    tensor = part.tensor
-    stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-    return TensorRecord(
-        name=part.name,
-        dtype=dtype_name(tensor),
-        shape=tuple(tensor.shape),
-        stride=tuple(stride),
-        is_on_host=tensor.device.type == "cpu",
-        bucket=bucket,
-        offset=offset,
-    )

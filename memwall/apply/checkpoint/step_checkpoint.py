@@ -18,24 +18,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memwall.apply.checkpoint.discovery import HELPERS, Helpers, find_optimizer, objects_of
 from memwall.apply.checkpoint.layout import CommitLayout
 from memwall.apply.checkpoint.loop import LoopState
+from memwall.apply.checkpoint.on_disk import find_on_disk
 from memwall.apply.checkpoint.restoration import Content, Restoration
 from memwall.apply.checkpoint.training_state import (
-    TensorRecord,
-    away_records,
     decode_objects,
     encode_objects,
     fingerprint_of,
     optimizer_objects,
-    parameter_records,
     parts_of_model,
     parts_of_optimizer,
     random_states,
     restore_random_states,
-    state_dict_names,
 )
 from memwall.apply.checkpoint.writer import CommitWriter, Packed
 from memwall.apply.optimizer_state.kept_space import KeptSpace
-from memwall.errors import ApplyError, MemwallError, UsageError
+from memwall.errors import MemwallError, UsageError
 from memwall.plan.planfile import Plan
 from memwall.store.backend import IOBackend, round_up
 from memwall.store.journal import Journal, Stored
@@ -103,8 +100,6 @@ class StepCheckpoint:
         """Buckets of the first commit, to be compared with memory just before the update."""
         self._was_asked = False
         self._loop = LoopState()
-        self._names: tuple[Any, dict[str, str]] | None = None
-        """Of the model's own state dict, with the records that they were found for."""
         self._handles: list[Any] = []
 
     def _open(self, *, is_resuming: bool) -> None:
@@ -322,16 +317,11 @@ class StepCheckpoint:
         self._num_commits += 1
         self._helpers.look_now_and_then(model, optimizer)
         parts = [*parts_of_model(model), *parts_of_optimizer(model, optimizer)]
-        absent = {part.name for part in parts if part.kind == "away"}
-        parts = [part for part in parts if part.name not in absent]
-        buckets = self._layout.pack(parts)
-        there, away = self._on_disk(model, optimizer, first=len(buckets))
-        lost = sorted(absent.difference(record.name for record in away))
-        if lost:
-            raise ApplyError(
-                f"{lost[0].replace('/', ' ')} is on disk, but not in {self.directory}: a session put it there before "
-                "the checkpoint was opened; open the checkpoint first"
-            )
+        present = [part for part in parts if part.kind != "away"]
+        buckets = self._layout.pack(present)
+        absent = [part for part in parts if part.kind == "away"]
+        there, away = find_on_disk(model, optimizer, self.space, absent, first=len(buckets))
+        self._journal.data.hold([stored.slot for stored in there])
         objects = self._objects(model, optimizer)
         content = msgspec.msgpack.encode(
             Content(tensors=(*self._layout.records, *away), objects=objects, plan=self.plan_in_effect())
@@ -339,7 +329,7 @@ class StepCheckpoint:
         if self._num_commits == 1:
             num_bytes = sum(bucket.num_bytes for bucket in buckets) + sum(stored.num_bytes for stored in there)
             self._journal.data.reserve(2 * (num_bytes + round_up(2 * len(content))))
-        versions = [(part.name, part.tensor, part.tensor._version) for part in parts if part.kind != "volatile"]
+        versions = [(part.name, part.tensor, part.tensor._version) for part in present if part.kind != "volatile"]
         step, is_first = self.steps_done, self._num_commits == 1
 
         def finish(stored: tuple[Stored, ...]) -> None:
@@ -355,20 +345,6 @@ class StepCheckpoint:
             writer.wait()
             if self._committed_steps == step:
                 self._to_check = list(zip(buckets, self._layout.stored, strict=True))
-
-    def _on_disk(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, first: int
-    ) -> tuple[tuple[Stored, ...], tuple[TensorRecord, ...]]:
-        """What is on disk already, and which tensors that is; it stays there as it is, whoever writes next."""
-        tenant, keeper = self.space.tenant_of(optimizer), self.space.parameters
-        buckets = [] if tenant is None else tenant.buckets
-        parameters = [] if keeper is None else keeper.stored()
-        there = [Stored(bucket.slot, bucket.num_bytes) for bucket in buckets if bucket.slot is not None]
-        records = away_records(model, optimizer, buckets, first)
-        records += parameter_records(model, [parameter for parameter, *_ in parameters], first + len(there))
-        there += [Stored(slot, num_bytes) for _, slot, num_bytes in parameters]
-        self._journal.data.hold([stored.slot for stored in there])
-        return tuple(there), records
 
     def _give_up(self, stored: Iterable[Stored], name: str) -> None:
         """Something changed while it was written: what was written is a mixture, and stays uncommitted."""
@@ -404,17 +380,12 @@ class StepCheckpoint:
                 "helpers": self._helpers.states(),
                 "random": random_states(),
                 "loop": self._loop.take(),
-                "state_dict": self._state_dict_names(model),
+                "state_dict": self._layout.state_dict_names(model),
             }
         )
         if self._num_commits == 1:
             decode_objects(data)  # what cannot be read back must not be found out when it is needed
         return data
-
-    def _state_dict_names(self, model: nn.Module) -> dict[str, str]:
-        if self._names is None or self._names[0] is not self._layout.records:
-            self._names = self._layout.records, state_dict_names(model)
-        return self._names[1]
 
     def commit_as(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, stateful: dict[str, Any]

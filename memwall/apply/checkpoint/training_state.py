@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.errors import ApplyError, StoreError
-from memwall.store.buckets import Bucket
+from memwall.store.buckets import is_dense
 
 __all__ = [
     "Part",
-    "away_records",
     "TensorRecord",
     "check_belongs",
     "decode_objects",
@@ -31,10 +30,10 @@ __all__ = [
     "fingerprint_of",
     "names_of_parameters",
     "optimizer_objects",
-    "parameter_records",
     "parts_of_model",
     "parts_of_optimizer",
     "random_states",
+    "record_of",
     "restore_options",
     "restore_random_states",
     "restore_state",
@@ -72,6 +71,20 @@ class TensorRecord(Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """For a person: `float32 [4, 8]`."""
         return f"{self.dtype} {list(self.shape)}"
+
+
+def record_of(name: str, tensor: Tensor, bucket: int, offset: int, *, is_on_host: bool) -> TensorRecord:
+    """The record of a tensor as it lies, or, where that has gaps, as a copy of it does."""
+    stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+    return TensorRecord(
+        name=name,
+        dtype=dtype_name(tensor),
+        shape=tuple(tensor.shape),
+        stride=tuple(stride),
+        is_on_host=is_on_host,
+        bucket=bucket,
+        offset=offset,
+    )
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -138,46 +151,6 @@ def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
             if _is_plain(value) and id(parameter) in names:
                 parts.append(Part(f"state/{key}/{names[id(parameter)]}", value, "trained"))
     return parts
-
-
-def away_records(
-    model: nn.Module, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], first: int
-) -> tuple[TensorRecord, ...]:
-    """Tensors of the optimizer's state that are on disk already, in buckets with numbers from `first` on."""
-    names = names_of_parameters(model, optimizer)
-    holders = {
-        id(state): names[id(parameter)] for parameter, state in optimizer.state.items() if id(parameter) in names
-    }
-    return tuple(
-        TensorRecord(
-            name=f"state/{key}/{holders[id(holder)]}",
-            dtype=dtype_name(away),
-            shape=tuple(away.shape),
-            stride=tuple(away.stride()),
-            is_on_host=True,
-            bucket=number,
-            offset=offset,
-        )
-        for number, bucket in enumerate(buckets, start=first)
-        for (holder, key), away, offset in bucket.pieces_away()
-    )
-
-
-def parameter_records(model: nn.Module, parameters: Sequence[nn.Parameter], first: int) -> tuple[TensorRecord, ...]:
-    """Parameters of the model that are on disk already, each in a bucket of its own, with numbers from `first` on."""
-    names = {id(value): name for name, value in model.named_parameters()}
-    return tuple(
-        TensorRecord(
-            name=f"parameter/{names[id(parameter)]}",
-            dtype=dtype_name(parameter),
-            shape=tuple(parameter.shape),
-            stride=tuple(parameter.stride()),
-            is_on_host=True,
-            bucket=number,
-            offset=0,
-        )
-        for number, parameter in enumerate(parameters, start=first)
-    )
 
 
 def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.keeper import can_place
 from memwall.apply.streaming.gradients import StandsFor
-from memwall.apply.streaming.parameters import ParameterStreaming, open_parameter_streaming
+from memwall.apply.streaming.opening import open_parameter_streaming
+from memwall.apply.streaming.parameters import ParameterStreaming
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.plan.actions import ParameterPlacement
 from memwall.plan.orders import WINDOW_BYTES

@@ -16,19 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 from memwall.apply.streaming.units import Unit, find_units, repeated_blocks, tensors_in
-from memwall.errors import ApplyError, MemwallError, StoreError
-from memwall.store.location import check_directory, default_directory
-from memwall.store.scratch import ScratchFile, Slot
-from memwall.store.transfer import TransferPool
+from memwall.errors import ApplyError, MemwallError
+from memwall.store.scratch import Slot
 from memwall.trace.attached import wrap_forward
-from memwall.units import format_bytes
 
-__all__ = ["ParameterStreaming", "open_parameter_streaming"]
+__all__ = ["ParameterStreaming"]
 
 _log = logging.getLogger(__name__)
 
@@ -366,53 +362,3 @@ def _refuse_hooked(model: nn.Module) -> None:
                 f"{name} has a hook that runs when its gradient is accumulated, as steps inside backward do; with "
                 "gradients on disk it would not see them; remove it, or plan without streaming parameters"
             )
-
-
-def open_parameter_streaming(
-    model: nn.Module,
-    *,
-    disk: str | None,
-    capacity_bytes: int | None,
-    window_bytes: int,
-    min_bytes: int,
-    blocks: Sequence[str] | None = None,
-    has_root: bool = True,
-) -> tuple[ParameterStreaming, Callable[[], None]]:
-    """Puts a model's parameters and gradients on disk.
-
-    Returns:
-        Their keeper, and what brings them back and closes files and threads.
-
-    Raises:
-        ApplyError: a block is missing or cannot be wrapped.
-        StoreError: the directory is missing, read-only, full, or a RAM disk.
-    """
-    directory = disk if disk is not None else default_directory()
-    check_directory(directory)
-    kept = kept_space()
-    pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
-    try:
-        # Of a run that is committed, parameters lie where a commit need only name them.
-        values_pool = None if kept is None else kept.pool
-        tier = ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes, values_pool=values_pool)
-        streaming = ParameterStreaming(model, tier, blocks=blocks, has_root=has_root)
-    except BaseException:
-        pool.close()
-        raise
-    if kept is not None:
-        kept.parameters = streaming
-    _log.info("%s of parameters are on disk in %s", format_bytes(streaming.away_bytes), directory)
-
-    def close() -> None:
-        try:
-            streaming.undo()
-        except StoreError as error:
-            if streaming.failure is None:
-                raise
-            _log.error("the parameters could not be brought back into memory: %s", error)
-        finally:
-            if kept is not None:
-                kept.parameters = None
-            pool.close()
-
-    return streaming, close

@@ -19,7 +19,7 @@ from memwall.apply.checkpoint.resumption import set_checkpoint
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.apply.optimizer_state.on_disk import open_optimizer_state
 from memwall.apply.session import Session
-from memwall.apply.streaming.parameters import open_parameter_streaming
+from memwall.apply.streaming.opening import open_parameter_streaming
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.integrations.launcher import run_script
 from memwall.plan.actions import OptimizerPlacement, ParameterPlacement

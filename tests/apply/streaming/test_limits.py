@@ -12,7 +12,8 @@ from streamed_models import GPT, KIB, everything, loss_of, streamed, train_gpt
 from torch import Tensor, nn
 
 from memwall.apply.partial_step import inner_step_of
-from memwall.apply.streaming.parameters import ParameterStreaming, open_parameter_streaming
+from memwall.apply.streaming.opening import open_parameter_streaming
+from memwall.apply.streaming.parameters import ParameterStreaming
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.errors import ApplyError, MemwallError, OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend

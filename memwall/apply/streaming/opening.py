@@ -1,0 +1,69 @@
+"""Files and threads for parameters on disk: a scratch file, or, of a run that is committed, the checkpoint's own."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from memwall.apply.optimizer_state.kept_space import kept_space
+from memwall.apply.streaming.parameters import ParameterStreaming
+from memwall.apply.streaming.tier import ParameterTier
+from memwall.errors import StoreError
+from memwall.store.location import check_directory, default_directory
+from memwall.store.scratch import ScratchFile
+from memwall.store.transfer import TransferPool
+from memwall.units import format_bytes
+
+__all__ = ["open_parameter_streaming"]
+
+_log = logging.getLogger(__name__)
+
+
+def open_parameter_streaming(
+    model: nn.Module,
+    *,
+    disk: str | None,
+    capacity_bytes: int | None,
+    window_bytes: int,
+    min_bytes: int,
+    blocks: Sequence[str] | None = None,
+    has_root: bool = True,
+) -> tuple[ParameterStreaming, Callable[[], None]]:
+    """Puts a model's parameters and gradients on disk.
+
+    Returns:
+        Their keeper, and what brings them back and closes files and threads.
+
+    Raises:
+        ApplyError: a block is missing or cannot be wrapped.
+        StoreError: the directory is missing, read-only, full, or a RAM disk.
+    """
+    directory = disk if disk is not None else default_directory()
+    check_directory(directory)
+    kept = kept_space()
+    pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
+    try:
+        # Of a run that is committed, parameters lie where a commit need only name them.
+        values_pool = None if kept is None else kept.pool
+        tier = ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes, values_pool=values_pool)
+        streaming = ParameterStreaming(model, tier, blocks=blocks, has_root=has_root)
+    except BaseException:
+        pool.close()
+        raise
+    if kept is not None:
+        kept.parameters = streaming
+    _log.info("%s of parameters are on disk in %s", format_bytes(streaming.away_bytes), directory)
+
+    def close() -> None:
+        try:
+            streaming.undo()
+        except StoreError as error:
+            if streaming.failure is None:
+                raise
+            _log.error("the parameters could not be brought back into memory: %s", error)
+        finally:
+            if kept is not None:
+                kept.parameters = None
+            pool.close()
+
+    return streaming, close
