@@ -1,10 +1,12 @@
-"""A small model trained with any optimizer of torch's, and whether two runs of it ended with the same bits."""
+"""A small model trained with any optimizer that may be stepped in parts; whether two runs ended with the same bits."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from lion_pytorch import Lion
+from lion_pytorch.foreach import Lion as ForeachLion
 from torch import Tensor, nn
 
 from memwall.plan.legality import STEPPED_ALONE
@@ -38,7 +40,10 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd foreach nesterov": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=True, nesterov=True),
     "sgd fused": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
     "rmsprop centered": partial(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
-    **{name: getattr(torch.optim, name) for name in sorted(STEPPED_ALONE - {"Muon"})},
+    "lion decoupled": partial(Lion, lr=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
+    "lion foreach": partial(ForeachLion, lr=1e-3, weight_decay=0.1),
+    **{name: getattr(torch.optim, name) for name in sorted(STEPPED_ALONE - {"Lion", "Muon"})},
+    "Lion": Lion,
 }
 
 

@@ -1,9 +1,11 @@
 """An optimizer's own step on some of its parameters: which optimizers allow it, and how it is done.
 
 It changes nothing where each parameter is updated from its own gradient, state and group alone. That is a property of
-the optimizer's class, so the classes are named (`memwall.plan.legality.STEPPED_ALONE`) and no others are taken.
+the optimizer's class, so the classes are named (`memwall.plan.legality.STEPPED_ALONE`) and no others are taken: those
+of torch.optim, and Lion of lion-pytorch.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Part = Sequence[tuple[int, list[Tensor]]]
 """Parameters by the number of the group they are in."""
 
+# Where else than in torch.optim such classes are, by their names. Lion is read in lion-pytorch 0.2.5: what either class
+# shares between parameters are a group's settings and the learning rate it was made with. Lions of other packages
+# bring their own steps.
+_ELSEWHERE = {"Lion": ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")}
+
 
 def inner_step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """The step below the hooks, of an optimizer that may be stepped a few parameters at a time.
@@ -32,7 +39,8 @@ def inner_step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         raise ApplyError(
             f"the state of {kind.__module__}.{kind.__qualname__} cannot be kept on disk: memwall steps a few "
             "parameters at a time, which is known to change nothing for torch.optim's "
-            f"{', '.join(sorted(STEPPED_ALONE))} alone; use one of these, or plan without moving optimizer state"
+            f"{', '.join(sorted(STEPPED_ALONE - _ELSEWHERE.keys()))} and lion-pytorch's Lion alone; use one of these, "
+            "or plan without moving optimizer state"
         )
     inner = _below_hooks(kind.step)
     if getattr(inner, "hooked", False):
@@ -102,7 +110,7 @@ def without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 def _is_known(kind: Any) -> bool:
     """Whether it is one of the classes named, or inherits its step from one."""
-    known = next((c for c in kind.__mro__ if c.__name__ in STEPPED_ALONE and c is _torchs_own(c.__name__)), None)
+    known = next((c for c in kind.__mro__ if c.__name__ in STEPPED_ALONE and _is_known_itself(c)), None)
     return (
         known is not None
         and _below_hooks(kind.step) is _below_hooks(known.step)
@@ -110,8 +118,10 @@ def _is_known(kind: Any) -> bool:
     )
 
 
-def _torchs_own(name: str) -> Any:
-    return getattr(torch.optim, name, None)
+def _is_known_itself(kind: Any) -> bool:
+    """Whether it is the class that is meant by its name, and not another one that is called so."""
+    homes: tuple[Any, ...] = (torch.optim, *map(sys.modules.get, _ELSEWHERE.get(kind.__name__, ())))
+    return any(getattr(home, kind.__name__, None) is kind for home in homes)
 
 
 def _below_hooks(step: Any) -> Callable[..., Any]:

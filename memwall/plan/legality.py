@@ -26,10 +26,11 @@ __all__ = [
 STEPPED_ALONE = frozenset(
     (
         *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
-        *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+        *("Lion", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
     )
 )
-"""Optimizers of torch.optim that update each parameter from its own gradient, state and group alone.
+"""Optimizers that update each parameter from its own gradient, state and group alone: torch.optim's, and Lion, which
+torch has not, of lion-pytorch; `memwall.apply.partial_step` looks at which class of that name it is.
 
 LBFGS mixes all of them. Others mix some, as by a norm over all gradients, or count their steps in a group; whoever adds
 a class here has read its step.

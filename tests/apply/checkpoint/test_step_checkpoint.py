@@ -17,8 +17,10 @@ from memwall.errors import StoreError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+CONTINUED = ["adamw for-loop", "adamw fused", "adam amsgrad", "sgd fused", "Adafactor", "RAdam", "Lion", "lion foreach"]
 
-@pytest.mark.parametrize("name", ["adamw for-loop", "adamw fused", "adam amsgrad", "sgd fused", "Adafactor", "RAdam"])
+
+@pytest.mark.parametrize("name", CONTINUED)
 def test_interrupted_and_resumed_is_equal_to_uninterrupted(tmp_path: Path, name: str) -> None:
     stop_in = 3
     make = OPTIMIZERS[name]

@@ -112,6 +112,10 @@ class OtherStep(torch.optim.AdamW):
         return super().step(closure)
 
 
+class Lion(Own):
+    """One that shares its name with a class that is known."""
+
+
 class OtherDefaults(torch.optim.AdamW):
     """One that only sets defaults."""
 
@@ -125,9 +129,10 @@ class OtherDefaults(torch.optim.AdamW):
         (torch.optim.LBFGS, r"the state of torch\.optim\.lbfgs\.LBFGS cannot be kept on disk: .* AdamW, "),
         (Own, r"\.Own cannot be kept on disk: .* use one of these, or plan without moving optimizer state"),
         (OtherStep, r"\.OtherStep cannot be kept on disk"),
+        (Lion, r"test_limits\.Lion cannot be kept on disk: .* and lion-pytorch's Lion alone"),
         (partial(torch.optim.Adam, differentiable=True), "a differentiable Adam .* pass differentiable=False"),
     ],
-    ids=["LBFGS", "own", "other step", "differentiable"],
+    ids=["LBFGS", "own", "other step", "another of that name", "differentiable"],
 )
 def test_an_optimizer_that_may_not_be_stepped_in_parts_is_refused_by_name(
     make: Make, words: str, keep: Callable[..., OptimizerState]
