@@ -5,9 +5,9 @@
 
 Chains of operations that save large tensors, forward and backward: one that computes next to nothing, so that the disk
 binds, and one of matrix products that take longer than the disk, with tensors of 16 and of 4 MiB. Plain steps and
-steps whose saved tensors are on disk alternate in one process, and before each of the latter the disk is written and
-read with O_DIRECT without memwall (`raw_disk.py`). Of the disk's time for the bytes that the kernel counted
-(/proc/self/io):
+steps whose saved tensors are on disk alternate in one process, and before and after each of the latter the disk is
+written and read with O_DIRECT without memwall, from as much memory as the window has (`raw_disk.py`). Of the disk's
+time for the bytes that the kernel counted (/proc/self/io):
 
 - where it binds, the share that it is of the step: 100 % is a disk that never waits;
 - where it does not, the share that the step does not show: 1 - (step - plain step) / disk's time.
@@ -72,7 +72,7 @@ def measure(case: Case, num_steps: int, directory: str) -> dict[str, Any]:
     torch.manual_seed(1)
     chain = case.chain()
     x = torch.randn(case.num_rows, _COLUMNS, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    disk = RawDisk(directory)
+    disk = RawDisk(directory, WINDOW_BYTES)
     allocator = AllocatorHandler()
     engine, close = open_engine(
         [chain],
@@ -87,7 +87,7 @@ def measure(case: Case, num_steps: int, directory: str) -> dict[str, Any]:
     try:
         for number in range(2 * (num_steps + 1)):
             is_plain = number % 2 == 0
-            write, read = (0.0, 0.0) if is_plain else disk.seconds_per_byte()
+            before = None if is_plain else disk.seconds_per_byte()
             moved, begin = io_bytes(), time.perf_counter()
             with nullcontext() if is_plain else engine.hooks():
                 out = chain(x)
@@ -99,9 +99,10 @@ def measure(case: Case, num_steps: int, directory: str) -> dict[str, Any]:
             x.grad = None
             if number < 2:  # pages and files are new
                 continue
-            if is_plain:
+            if before is None:
                 plain_seconds.append(seconds)
             else:
+                write, read = (statistics.mean(pair) for pair in zip(before, disk.seconds_per_byte(), strict=True))
                 bytes_moved = {"read_bytes": read_bytes, "written_bytes": written_bytes}
                 disk_seconds = read_bytes * read + written_bytes * write
                 rows.append({"seconds": seconds, "disk_seconds": disk_seconds, **bytes_moved})

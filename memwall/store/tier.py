@@ -100,12 +100,12 @@ class StagingArena:
 
 
 class LeavingSource:
-    """A source that is written from where it lies, and kept until its last block is; called back by workers."""
+    """A source that is written from where it lies, and kept until it is; called back by a worker."""
 
-    __slots__ = ("_num_blocks", "_slot", "_source", "_tier")
+    __slots__ = ("_slot", "_source", "_tier")
 
-    def __init__(self, tier: "DiskTier", source: Tensor, slot: Slot, num_blocks: int) -> None:
-        self._tier, self._slot, self._num_blocks = tier, slot, num_blocks
+    def __init__(self, tier: "DiskTier", source: Tensor, slot: Slot) -> None:
+        self._tier, self._slot = tier, slot
         self._source: Tensor | None = source
         with tier.leaving_lock:
             tier.leaving_bytes += source.numel()
@@ -119,15 +119,13 @@ class LeavingSource:
         target.copy_(source)
         return True
 
-    def finish_block(self) -> None:
-        """One block is written, or never will be."""
+    def finish(self) -> None:
+        """It is written, or never will be."""
         with self._tier.leaving_lock:
-            self._num_blocks -= 1
-            if self._num_blocks == 0:
-                source, self._source = self._source, None
-                assert source is not None
-                self._slot.is_torn |= _is_freed(source)
-                self._tier.leaving_bytes -= source.numel()
+            source, self._source = self._source, None
+            assert source is not None
+            self._slot.is_torn |= _is_freed(source)
+            self._tier.leaving_bytes -= source.numel()
 
 
 def _is_freed(source: Tensor) -> bool:
@@ -240,24 +238,19 @@ class DiskTier:
         )
 
     def _let_leave(self, source: Tensor, write: Transfer) -> LeavingSource:
-        num_bytes, address, block_bytes = source.numel(), source.data_ptr(), self._pool.block_bytes
+        num_bytes = source.numel()
 
         def has_room() -> bool:
             self._arena.shrink()
             return self.leaving_bytes + num_bytes + self._arena.resident_bytes <= self._window_bytes
 
         self._wait_for(has_room)
-        starts = range(0, num_bytes, block_bytes)
         write.slot.may_change = True
-        leaving, num_queued = LeavingSource(self, source, write.slot, len(starts)), 0
+        leaving = LeavingSource(self, source, write.slot)
         try:
-            for start in starts:
-                view = memory_at(address + start, min(block_bytes, num_bytes - start))
-                self._pool.add_write(write, start, view, after=leaving.finish_block)
-                num_queued += 1
+            self._pool.add_write(write, 0, memory_at(source.data_ptr(), num_bytes), after=leaving.finish)
         except BaseException:
-            for _ in starts[num_queued:]:
-                leaving.finish_block()
+            leaving.finish()
             raise
         return leaving
 

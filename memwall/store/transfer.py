@@ -1,7 +1,8 @@
 """A few threads that carry blocks between memory and a scratch file while training goes on.
 
-A transfer is a set of blocks. Blocks are done in the order they were queued, urgent ones first. The first failure makes
-the pool refuse all further work: bytes that training relies on are gone, so the run must not go on with others.
+A transfer is a set of pieces of memory, moved in blocks, in the order they were queued, urgent ones first. The first
+failure makes the pool refuse all further work: bytes that training relies on are gone, so the run must not go on with
+others.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ from typing import Self
 
 from memwall.errors import StoreError
 from memwall.store.scratch import ScratchFile, Slot
-from memwall.store.workers import Block, Transfer, WorkState, run_worker, shut_down
+from memwall.store.workers import Piece, Transfer, WorkState, run_worker, shut_down
 
 __all__ = ["DEFAULT_BLOCK_BYTES", "Transfer", "TransferPool", "memory_at"]
 
@@ -38,7 +39,7 @@ class TransferPool:
 
     Args:
         scratch: where the bytes go.
-        num_workers: threads; two keep a disk busy while each spends its time in the kernel.
+        num_workers: threads; two keep a disk busy, each in the kernel, while a third checks what was moved.
         block_bytes: the size of one read or write, a multiple of 4096.
         has_checksums: crc32 of every block at its write, compared at its read.
         stall_seconds: how long the disk may finish nothing before the training thread gives up waiting.
@@ -48,14 +49,14 @@ class TransferPool:
         self,
         scratch: ScratchFile,
         *,
-        num_workers: int = 2,
+        num_workers: int = 3,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         has_checksums: bool = True,
         stall_seconds: float = 60.0,
     ) -> None:
         self.scratch = scratch
         self.block_bytes = block_bytes
-        self._state = WorkState(scratch, has_checksums, stall_seconds)
+        self._state = WorkState(scratch, block_bytes, has_checksums, stall_seconds)
         self._threads = [
             threading.Thread(target=run_worker, args=(self._state,), name=f"memwall-disk-{index}", daemon=True)
             for index in range(num_workers)
@@ -93,9 +94,12 @@ class TransferPool:
         keep: object = None,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Queue one block of an open write. `data` must not change until `after` is called, from a worker."""
-        self._state.add_shares(transfer, 1)
-        self._state.queue([Block(transfer, slot_offset, data, False, keep, after)], is_urgent=False)
+        """Queue a piece of an open write, which begins where a block does: a multiple of `block_bytes`.
+
+        `data` must not change until `after` is called, from a worker.
+        """
+        self._state.add_share(transfer)
+        self._state.queue(Piece(transfer, slot_offset, data, False, keep, after), is_urgent=False)
 
     def write(self, slot: Slot, data: memoryview, *, label: str = "a buffer", keep: object = None) -> Transfer:
         """Write aligned `data` (at most the slot's size) into `slot`. It must not change until the transfer is done.
@@ -107,8 +111,7 @@ class TransferPool:
             keep: the owner of the memory behind `data`.
         """
         transfer = self.open_write(slot, label)
-        self._state.queue(self._cut(transfer, data, is_read=False, keep=(data, keep)), is_urgent=False)
-        transfer.seal()
+        self._state.queue(Piece(transfer, 0, data, False, keep, None), is_urgent=False)
         return transfer
 
     def read(
@@ -133,16 +136,15 @@ class TransferPool:
         """
         self._check_usable()
         transfer = Transfer(self._state, slot, label)
-        blocks = self._cut(transfer, buffer, is_read=True, keep=keep)
-        transfer.seal()
+        piece = Piece(transfer, 0, buffer, True, keep, None)
         if after is None or after.is_done:
-            self._state.queue(blocks, is_urgent=is_urgent)
+            self._state.queue(piece, is_urgent=is_urgent)
         else:
-            after.then(lambda: self._state.queue(blocks, is_urgent=True))
+            after.then(lambda: self._state.queue(piece, is_urgent=True))
         return transfer
 
     def wait_for(self, is_ready: Callable[[], bool]) -> float:
-        """Block until `is_ready()`, asked again whenever a block is finished; the seconds that took."""
+        """Block until `is_ready()`, asked again whenever a piece is finished; the seconds that took."""
         return self._state.wait_for(is_ready)
 
     def close(self) -> None:
@@ -156,15 +158,6 @@ class TransferPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _cut(self, transfer: Transfer, buffer: memoryview, *, is_read: bool, keep: object) -> list[Block]:
-        size = self.block_bytes
-        blocks = [
-            Block(transfer, start, buffer[start : start + size], is_read, keep, None)
-            for start in range(0, len(buffer), size)
-        ]
-        self._state.add_shares(transfer, len(blocks))
-        return blocks
 
     def _check_usable(self) -> None:
         state = self._state

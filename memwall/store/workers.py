@@ -1,4 +1,8 @@
-"""The threads behind `TransferPool`, and what they share with it: a queue of blocks, and the first failure."""
+"""The threads behind `TransferPool`, and what they share with it: a queue of pieces, and the first failure.
+
+The training thread queues a piece as a whole and sleeps until what it waits for is so: its Python code runs with cold
+caches, between operations that fill them. Cutting, checking and counting blocks is done here, while it computes.
+"""
 
 import logging
 import os
@@ -12,20 +16,20 @@ from memwall.store.checksum import crc32
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
-__all__ = ["Block", "Transfer", "WorkState", "run_worker", "shut_down"]
+__all__ = ["Piece", "Transfer", "WorkState", "run_worker", "shut_down"]
 
 _JOIN_SECONDS = 5.0
 _logger = logging.getLogger(__name__)
 
 
 class Transfer:
-    """Blocks under way between memory and one slot; made by `TransferPool`, waited for by the training thread."""
+    """Pieces under way between memory and one slot; made by `TransferPool`, waited for by the training thread."""
 
     __slots__ = ("_callbacks", "_pending", "_state", "is_cancelled", "label", "slot")
 
     def __init__(self, state: "WorkState", slot: Slot, label: str) -> None:
         self._state = state
-        self._pending = 1  # the opener's own share, given up by `seal`
+        self._pending = 1  # the share of its only piece, or the opener's own, given up by `seal`
         self._callbacks: list[Callable[[], None]] = []
         self.slot = slot
         self.label = label
@@ -33,11 +37,11 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """True when no block is queued or under way any more, for good or bad."""
+        """True when nothing is queued or under way any more, for good or bad."""
         return self._pending == 0
 
     def seal(self) -> None:
-        """Say that no further block will be added."""
+        """Say that no further piece will be added."""
         self._state.finish_share(self)
 
     def cancel(self) -> None:
@@ -45,7 +49,7 @@ class Transfer:
         self.is_cancelled = True
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when done: now, or from the worker that finishes the last block."""
+        """Call `callback` once when done: now, or from the worker that finishes the last piece."""
         with self._state.lock:
             if self._pending:
                 self._callbacks.append(callback)
@@ -65,10 +69,13 @@ class Transfer:
         return seconds
 
 
-class Block:
-    """One read or write. `keep` is whatever must outlive it: the buffer's owner."""
+class Piece:
+    """Memory to be read or written, which workers take block by block; `after` is called when all of it is settled.
 
-    __slots__ = ("after", "is_read", "keep", "slot_offset", "transfer", "view")
+    `keep` is whatever must outlive it: the memory's owner.
+    """
+
+    __slots__ = ("after", "is_read", "keep", "num_settled_bytes", "num_taken_bytes", "slot_offset", "transfer", "view")
 
     def __init__(
         self,
@@ -85,19 +92,22 @@ class Block:
         self.is_read = is_read
         self.keep = keep
         self.after = after
+        self.num_taken_bytes = self.num_settled_bytes = 0
 
 
 class WorkState:
     """What the workers share with the pool. They hold this and not the pool, so that a forgotten pool can die."""
 
-    def __init__(self, scratch: ScratchFile, has_checksums: bool, stall_seconds: float) -> None:
+    def __init__(self, scratch: ScratchFile, block_bytes: int, has_checksums: bool, stall_seconds: float) -> None:
         self.scratch = scratch
+        self.block_bytes = block_bytes
         self.has_checksums = has_checksums
         self.stall_seconds = stall_seconds
         self.lock = threading.RLock()  # reentrant: a garbage collection inside a locked region may run our callbacks
         self.work_added = threading.Condition(self.lock)
         self.work_done = threading.Condition(self.lock)
-        self.blocks: deque[Block] = deque()
+        self.questions: list[Callable[[], bool]] = []
+        self.pieces: deque[Piece] = deque()
         self.failure: BaseException | None = None
         self.is_closing = False
         self.num_finished = 0
@@ -105,64 +115,100 @@ class WorkState:
         self.bytes_read = 0
         self.process_id = os.getpid()
 
-    def add_shares(self, transfer: Transfer, num_blocks: int) -> None:
-        """Count blocks into `transfer`, before they are queued."""
+    def add_share(self, transfer: Transfer) -> None:
+        """Count one more piece into `transfer`, before it is queued."""
         with self.lock:
-            transfer._pending += num_blocks
+            transfer._pending += 1
 
-    def queue(self, blocks: list[Block], *, is_urgent: bool) -> None:
-        """Hand counted blocks to the workers, or drop them when the pool is closing."""
+    def queue(self, piece: Piece, *, is_urgent: bool) -> None:
+        """Hand a counted piece to the workers, or drop it when the pool is closing."""
         with self.lock:
-            if not self.is_closing:
+            is_dropped = self.is_closing
+            if not is_dropped:
                 if is_urgent:
-                    self.blocks.extendleft(reversed(blocks))
+                    self.pieces.appendleft(piece)
                 else:
-                    self.blocks.extend(blocks)
-                self.work_added.notify(len(blocks))
+                    self.pieces.append(piece)
+                self.work_added.notify()
+        if is_dropped:
+            self.drop(piece)
+
+    def take(self) -> tuple[Piece, memoryview, int] | None:
+        """The next block: of which piece, its memory, and its place in the slot. Waits; None when the pool is closing.
+
+        One worker is woken for a piece; it wakes the next one if there is more.
+        """
+        with self.lock:
+            while not self.pieces:
+                if self.is_closing:
+                    return None
+                self.work_added.wait()
+            piece = self.pieces[0]
+            start, piece.num_taken_bytes = piece.num_taken_bytes, piece.num_taken_bytes + self.block_bytes
+            if piece.num_taken_bytes >= len(piece.view):
+                self.pieces.popleft()
+            if self.pieces:
+                self.work_added.notify()
+        return piece, piece.view[start : start + self.block_bytes], piece.slot_offset + start
+
+    def drop(self, piece: Piece) -> None:
+        """Finish what nobody has taken of a piece without doing it."""
+        piece.transfer.is_cancelled = True
+        self.settle(piece, max(0, len(piece.view) - piece.num_taken_bytes))
+
+    def settle(self, piece: Piece, num_bytes: int) -> None:
+        """Count so much of a piece as finished; with the last of it, give back what it holds."""
+        with self.lock:
+            self.num_finished += 1
+            piece.num_settled_bytes += num_bytes
+            if piece.num_settled_bytes < len(piece.view):
                 return
-        self.drop(blocks)
-
-    def drop(self, blocks: list[Block]) -> None:
-        """Finish blocks without doing them."""
-        for block in blocks:
-            block.transfer.is_cancelled = True
-            self.settle(block)
-
-    def settle(self, block: Block) -> None:
-        """Give back what `block` holds, and count it as finished."""
         try:
-            if block.after is not None:
-                block.after()
+            if piece.after is not None:
+                piece.after()
         finally:
-            self.finish_share(block.transfer)
+            self.finish_share(piece.transfer)
 
     def finish_share(self, transfer: Transfer) -> None:
         """Count one share of `transfer` as finished; the last one calls its callbacks."""
         callbacks: list[Callable[[], None]] = []
         with self.lock:
             transfer._pending -= 1
-            self.num_finished += 1
             if transfer._pending == 0:
                 callbacks, transfer._callbacks = transfer._callbacks, []
-            self.work_done.notify_all()
-        for callback in callbacks:
-            callback()
+        try:
+            for callback in callbacks:
+                callback()
+        finally:
+            with self.lock:
+                if any(is_ready() for is_ready in self.questions):
+                    self.work_done.notify_all()
 
     def wait_for(self, is_ready: Callable[[], bool]) -> float:
         """See `TransferPool.wait_for`."""
         started = time.perf_counter()
         with self.lock:
-            while not is_ready():
-                self.raise_failure()
-                num_finished = self.num_finished
-                if not self.work_done.wait(self.stall_seconds) and self.num_finished == num_finished:
-                    self.failure = StoreError(
-                        f"the disk behind {self.scratch.path} has finished nothing for {self.stall_seconds:.0f} s "
-                        f"with {len(self.blocks) + 1} blocks waiting; look at the kernel "
-                        f"log (dmesg) and give another {self.scratch.option} DIR"
-                    )
+            self.questions.append(is_ready)
+            try:
+                while not is_ready():
+                    self.raise_failure()
+                    num_finished = self.num_finished
+                    if not self.work_done.wait(self.stall_seconds) and self.num_finished == num_finished:
+                        self.failure = StoreError(
+                            f"the disk behind {self.scratch.path} has finished nothing for {self.stall_seconds:.0f} s "
+                            f"with {len(self.pieces) + 1} transfers waiting; look at the kernel "
+                            f"log (dmesg) and give another {self.scratch.option} DIR"
+                        )
+            finally:
+                self.questions.remove(is_ready)
             self.raise_failure()
         return time.perf_counter() - started
+
+    def fail(self, error: BaseException) -> None:
+        """Note a failure, if it is the first, for whoever waits and whoever comes later."""
+        with self.lock:
+            self.failure = self.failure or error
+            self.work_done.notify_all()
 
     def raise_failure(self) -> None:
         """Raise a fresh copy of the first failure: raising one object again and again would grow its traceback."""
@@ -183,26 +229,26 @@ class WorkState:
                 f"a worker moving bytes to or from {self.scratch.path} died of {type(failure).__name__}: {failure}"
             ) from failure
 
-    def run_block(self, block: Block) -> None:
+    def run_block(self, piece: Piece, view: memoryview, slot_offset: int) -> None:
         """Do one block, unless nobody wants it any more."""
-        transfer, size = block.transfer, len(block.view)
+        transfer, size = piece.transfer, len(view)
         if transfer.is_cancelled or self.failure is not None:
             return
-        if not block.is_read:
+        if not piece.is_read:
             if self.has_checksums:
-                transfer.slot.checksums[block.slot_offset] = crc32(block.view)
-            self.scratch.write(transfer.slot, block.slot_offset, block.view, transfer.label)
+                transfer.slot.checksums[slot_offset] = crc32(view)
+            self.scratch.write(transfer.slot, slot_offset, view, transfer.label)
             with self.lock:
                 self.bytes_written += size
             return
-        self.scratch.read(transfer.slot, block.slot_offset, block.view, transfer.label)
+        self.scratch.read(transfer.slot, slot_offset, view, transfer.label)
         with self.lock:
             self.bytes_read += size
-        if self.has_checksums and transfer.slot.checksums.get(block.slot_offset) != crc32(block.view):
+        if self.has_checksums and transfer.slot.checksums.get(slot_offset) != crc32(view):
             if transfer.slot.may_change:  # perhaps nobody wants these bytes, or who does is told
                 transfer.slot.is_torn = True
                 return
-            offset = transfer.slot.offset + block.slot_offset
+            offset = transfer.slot.offset + slot_offset
             raise OffloadIOError(
                 f"{transfer.label} came back different from {self.scratch.place}: the checksum of "
                 f"{format_bytes(size)} at byte {offset} does not match what was written; the disk or its cable, or the "
@@ -217,20 +263,17 @@ class WorkState:
 
 def run_worker(state: WorkState) -> None:
     """The life of a worker thread."""
-    while True:
-        with state.lock:
-            while not state.blocks and not state.is_closing:
-                state.work_added.wait()
-            if not state.blocks:
-                return
-            block = state.blocks.popleft()
-        for act in (state.run_block, state.settle):
+    while (taken := state.take()) is not None:
+        piece, view, slot_offset = taken
+        try:
             try:
-                act(block)
+                state.run_block(piece, view, slot_offset)
             except BaseException as error:  # handed to the training thread, whatever it is
-                with state.lock:
-                    state.failure = state.failure or error
-        del block  # an idle worker must not keep a buffer alive
+                state.fail(error)
+            state.settle(piece, len(view))
+        except BaseException as error:
+            state.fail(error)
+        del taken, piece, view  # an idle worker must not keep a buffer alive
 
 
 def shut_down(state: WorkState, threads: list[threading.Thread]) -> None:
@@ -239,10 +282,11 @@ def shut_down(state: WorkState, threads: list[threading.Thread]) -> None:
         return
     with state.lock:
         state.is_closing = True
-        dropped = list(state.blocks)
-        state.blocks.clear()
+        dropped = list(state.pieces)
+        state.pieces.clear()
         state.work_added.notify_all()
-    state.drop(dropped)
+    for piece in dropped:
+        state.drop(piece)
     deadline = time.monotonic() + _JOIN_SECONDS
     for thread in threads:
         if thread is not threading.current_thread():

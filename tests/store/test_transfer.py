@@ -154,6 +154,33 @@ def test_any_other_exception_in_a_worker_is_typed(tmp_path: Path) -> None:
             write.wait()
 
 
+def test_blocks_of_a_transfer_are_done_by_all_threads_at_once(tmp_path: Path) -> None:
+    gate = Gate()
+    with TransferPool(ScratchFile(tmp_path, backend=gate.backend), num_workers=4, block_bytes=BLOCK) as pool:
+        pool.write(pool.scratch.allocate(6 * BLOCK), pages(6 * BLOCK))
+        deadline = time.monotonic() + 10
+        while gate.num_waiting < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        gate.event.set()
+    assert gate.num_waiting >= 4
+
+
+def test_who_waits_sleeps_until_the_last_block_is_done(tmp_path: Path) -> None:
+    gate, num_looks = Gate(), 0
+    with TransferPool(ScratchFile(tmp_path, backend=gate.backend), block_bytes=BLOCK) as pool:
+        write = pool.write(pool.scratch.allocate(20 * BLOCK), pages(20 * BLOCK))
+
+        def is_done() -> bool:
+            nonlocal num_looks
+            num_looks += threading.current_thread() is threading.main_thread()
+            return write.is_done
+
+        gate.look = lambda: time.sleep(0.002)  # time enough to wake up in between
+        threading.Timer(0.1, gate.event.set).start()
+        pool.wait_for(is_done)
+    assert num_looks == 2
+
+
 def test_a_disk_that_stands_still_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     released = threading.Event()
 
