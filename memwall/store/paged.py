@@ -3,7 +3,6 @@
 Views of it, autograd's saved tensors among them, share its storage: they are valid whenever it `is_here`.
 """
 
-import mmap
 from collections import deque
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from memwall.errors import StoreError
 from memwall.store.backend import round_up
-from memwall.store.pages import address_of, has_pages, move_pages, new_map
+from memwall.store.pages import PageMap, has_pages, move_pages
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 
@@ -32,10 +31,9 @@ class PagedTensor:
         self._pool, self._label = pool, label
         self.num_bytes = round_up(num_bytes)
         """Pages included; also what it takes on disk."""
-        self._map = new_map(self.num_bytes)
-        self._arrivals: mmap.mmap | None = None
-        self._address = address_of(self._map)
-        flat = torch.frombuffer(self._map, dtype=like.dtype, count=like.numel())
+        self._pages = PageMap(self.num_bytes)
+        self._arrivals: PageMap | None = None
+        flat = torch.frombuffer(self._pages.memory, dtype=like.dtype, count=like.numel(), offset=self._pages.offset)
         self.tensor = flat.as_strided(like.size(), like.stride())
         self.is_here = True
         """Whether the memory holds the newest bytes."""
@@ -74,8 +72,8 @@ class PagedTensor:
         if not self.is_here and self._read is None:
             assert self._slot is not None
             if self._arrivals is None:
-                self._arrivals = new_map(self.num_bytes)
-            view = memory_at(address_of(self._arrivals), self.num_bytes)
+                self._arrivals = PageMap(self.num_bytes)
+            view = memory_at(self._arrivals.address, self.num_bytes)
             self._read = self._pool.read(self._slot, view, label=self._label, keep=self._arrivals)
 
     def want(self) -> None:
@@ -89,12 +87,12 @@ class PagedTensor:
         if self._read is not None and self._arrivals is not None:
             self._read.wait()
             self._read = None
-            if has_pages(self._address, self.num_bytes):
+            if has_pages(self._pages):
                 raise StoreError(
                     f"{self._label} was read or written while it was on disk, through something else that shares its "
                     "memory, so what came of that is wrong; use it itself in place of what refers to its memory"
                 )
-            move_pages(self._arrivals, self._address, self.num_bytes)
+            move_pages(self._arrivals, self._pages)
             self.is_here = True
 
     def changed(self) -> None:
@@ -125,7 +123,7 @@ class PagedTensor:
         """
         self._settle()
         self._slot = self._pool.scratch.successor(self._slot, self.num_bytes)
-        self._write = self._pool.write(self._slot, self._view(), label=self._label, keep=self._map)
+        self._write = self._pool.write(self._slot, self._view(), label=self._label, keep=self._pages)
         self._is_stored = True
 
     def let_go(self) -> None:
@@ -182,9 +180,9 @@ class PagedTensor:
         if self._read is not None and self._arrivals is not None:
             self._read.wait()
             self._read = None
-            self._arrivals.madvise(mmap.MADV_DONTNEED)
+            self._arrivals.drop_pages()
         if self.is_here:
-            self._map.madvise(mmap.MADV_DONTNEED)
+            self._pages.drop_pages()
             self.is_here = False
 
     def _settle(self) -> None:
@@ -193,7 +191,7 @@ class PagedTensor:
             self._write = None
 
     def _view(self) -> memoryview:
-        return memory_at(self._address, self.num_bytes)
+        return memory_at(self._pages.address, self.num_bytes)
 
 
 class WriteBehind:

@@ -7,7 +7,7 @@ import os
 
 from memwall.errors import StoreError
 
-__all__ = ["address_of", "has_pages", "move_pages", "new_map"]
+__all__ = ["PageMap", "has_pages", "move_pages"]
 
 # With huge pages, in GB/s (2 cores, ext4 on a virtual disk, 24 tensors of 16 MiB): filled by copying 5.4 against 1.4,
 # read from disk 1.5 against 1.0; given up in 1 ms against 128 ms.
@@ -18,51 +18,61 @@ _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def new_map(num_bytes: int) -> mmap.mmap:
-    """Private memory without pages, page-aligned; an empty page after it belongs to it.
+class PageMap:
+    """Private memory of its own that begins without pages, to be given pages and emptied again.
+
+    Where it can hold a huge page it begins at the boundary of one: then `move_pages` moves huge pages whole from map to
+    map. Between other addresses it would have to cut them up, and what is moved out of would never get huge ones again.
 
     Args:
         num_bytes: a multiple of the page size.
     """
-    # Private: advice to drop the pages of a shared map would leave them in memory.
-    made = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # The last page parts it from the next map: no huge page may lie in both.
-        made.madvise(mmap.MADV_NOHUGEPAGE)
-        if num_bytes >= _HUGE_PAGE_BYTES:
-            made.madvise(mmap.MADV_HUGEPAGE, 0, num_bytes)
-    return made
+
+    def __init__(self, num_bytes: int) -> None:
+        has_huge_pages = num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
+        boundary_bytes = _HUGE_PAGE_BYTES if has_huge_pages else mmap.PAGESIZE
+        self.num_bytes = num_bytes
+        # Private: advice to drop the pages of a shared map would leave them in memory. The last page parts it from the
+        # next map: no huge page may lie in both.
+        self.memory = mmap.mmap(-1, num_bytes + boundary_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.offset = -start % boundary_bytes
+        """Where in `memory` it begins; what lies before it and after it stays without pages."""
+        self.address = start + self.offset
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_NOHUGEPAGE)
+        if has_huge_pages:
+            self.memory.madvise(mmap.MADV_HUGEPAGE, self.offset, num_bytes)
+
+    def drop_pages(self) -> None:
+        """Gives its memory back to the system; what it held is lost."""
+        self.memory.madvise(mmap.MADV_DONTNEED, self.offset, self.num_bytes)
 
 
-def address_of(memory: mmap.mmap) -> int:
-    """Where it begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+def has_pages(pages: PageMap) -> bool:
+    """Whether anything in a map that was emptied has been touched since: each touch brings a page of zeros."""
+    found = ctypes.create_string_buffer(-(-pages.num_bytes // mmap.PAGESIZE))
+    failed = _libc.mincore(pages.address, pages.num_bytes, found)
+    return not failed and found.raw.strip(b"\0") != b""
 
 
-def has_pages(address: int, num_bytes: int) -> bool:
-    """Whether anything in a range that was given up has been touched since: each touch brings a page of zeros."""
-    pages = ctypes.create_string_buffer(-(-num_bytes // mmap.PAGESIZE))
-    failed = _libc.mincore(address, num_bytes, pages)
-    return not failed and pages.raw.strip(b"\0") != b""
-
-
-def move_pages(source: mmap.mmap, address: int, num_bytes: int) -> None:
-    """Move what a map holds to an address; the map is empty then. By page tables where the system can (Linux 5.7).
+def move_pages(source: PageMap, target: PageMap) -> None:
+    """Move what a map holds to an empty one of the same size. By page tables where the system can (Linux 5.7).
 
     Raises:
         StoreError: the system refuses.
     """
     if hasattr(_libc, "mremap"):
         _libc.mremap.restype = ctypes.c_void_p
-        place = ctypes.c_void_p(address)
-        size, flags = ctypes.c_size_t(num_bytes), ctypes.c_int(_MAYMOVE | _FIXED | _DONTUNMAP)
-        if _libc.mremap(ctypes.c_void_p(address_of(source)), size, size, flags, place) != _FAILED:
+        start, place = ctypes.c_void_p(source.address), ctypes.c_void_p(target.address)
+        size, flags = ctypes.c_size_t(source.num_bytes), ctypes.c_int(_MAYMOVE | _FIXED | _DONTUNMAP)
+        if _libc.mremap(start, size, size, flags, place) != _FAILED:
             return
         number = ctypes.get_errno()
         if number != errno.EINVAL:
             raise StoreError(
-                f"{num_bytes} bytes that came from disk cannot be put in their place: {os.strerror(number)} "
+                f"{source.num_bytes} bytes that came from disk cannot be put in their place: {os.strerror(number)} "
                 f"(errno {number}); look at the limits of this process's memory (ulimit -v, vm.max_map_count)"
             )
-    ctypes.memmove(address, address_of(source), num_bytes)
-    source.madvise(mmap.MADV_DONTNEED)
+    ctypes.memmove(target.address, source.address, source.num_bytes)
+    source.drop_pages()

@@ -1,5 +1,6 @@
 """A tensor whose memory comes and goes: its address and its bits stay."""
 
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 
 KIB, MIB = 1 << 10, 1 << 20
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -70,6 +72,21 @@ def test_its_memory_goes_back_to_the_system(pool: TransferPool) -> None:
     assert before - resident_anonymous_bytes() > 31 * MIB
     assert not paged.is_resident
     del numbers
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this system gives no huge pages"
+)
+def test_it_is_in_huge_pages_each_time_it_comes_back(pool: TransferPool) -> None:
+    """Pages of 4 KiB would be 2,048 faults; moved between addresses that huge pages do not fit, they became that."""
+    paged, _ = filled(pool, 2 * MIB)
+    paged.begin_write()
+    for _ in range(3):
+        paged.finish_write()
+        paged.let_go()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        paged.want()
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 512
 
 
 @pytest.mark.parametrize("like", [torch.zeros(70, 30).t(), torch.zeros(5, 3, dtype=torch.bfloat16), torch.zeros(())])

@@ -68,7 +68,6 @@ class ParameterStreaming:
         self._tier = tier
         self.failure: MemwallError | None = None
         """The first error in a backward: autograd passes it through the caller's code, which may drop it."""
-        self._handles: list[Any] = []
         self._unwrap: list[Callable[[], None]] = []
         # Forward: which stream follows which, as seen last time.
         self._following: dict[tuple[bool, _Stream | None, _Stream], _Stream | None] = {}
@@ -149,11 +148,9 @@ class ParameterStreaming:
         Raises:
             StoreError: bytes cannot be read back; those parameters raise when they are used.
         """
-        for handle in self._handles:
-            handle.remove()
         for unwrap in reversed(self._unwrap):
             unwrap()
-        self._handles, self._unwrap = [], []
+        self._unwrap = []
         self._let_go_of_backward()
         for member in self._members():
             self._tier.give_up(member)
@@ -333,7 +330,7 @@ class ParameterStreaming:
                     member.spill_gradient()
 
         if member.parameter.requires_grad:
-            self._handles.append(member.parameter.register_post_accumulate_grad_hook(accumulated))
+            member.gradient_hook = member.parameter.register_post_accumulate_grad_hook(accumulated)
 
     # -- step ------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class StreamedParameter:
         """Those of them that use it as a plain parameter."""
         self.has_graph = False
         """Whether a graph may have saved it, so that references to its storage tell nothing."""
+        self.gradient_hook: Any = None
+        """Sees its gradient arrive; goes when it leaves the tier."""
         self.values = PagedTensor(tier.values_pool, parameter.detach(), name)
         self.values.tensor.copy_(parameter.detach())
         self.gradient = GradientStore(
@@ -268,6 +270,8 @@ class ParameterTier:
             if member.gradient.handle is not None:
                 member.gradient.take()
             member.gradient.forget()
+        if member.gradient_hook is not None:
+            member.gradient_hook.remove()
         self._used.pop(member, None)
         del self._members[id(member.parameter)]
         unguarded(member.parameter)

@@ -247,6 +247,34 @@ def test_a_model_whose_gradients_are_used_inside_backward_is_refused(tmp_path: P
         train(model, optimizer, scheduler)
 
 
+def test_a_parameter_that_its_model_uses_itself_stays_and_is_no_reason_for_the_others(
+    without_room: None, tmp_path: Path
+) -> None:
+    """GIVEN positions that are sliced WHEN a first step has left them in memory THEN a plan may have the rest on disk.
+
+    What memwall itself had on them while they were away is gone by then.
+    """
+
+    class Sliced(GPT):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+            for layer in self.layers:
+                x = layer(x)
+            out: Tensor = self.head(self.norm(x))
+            return out
+
+    model = Sliced()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)) as session:
+        loss = loss_of(model, 0)
+        assert type(model.positions.weight) is nn.Parameter
+        assert type(model.head.weight) is not nn.Parameter
+        loss.backward()
+        assert why_not_streamed(model, optimizer) is None
+        optimizer.step()
+        assert session._live.parameters.away_bytes > 0
+
+
 def test_an_optimizer_that_mixes_parameters_is_a_reason_too() -> None:
     model = GPT()
     reason = "LBFGS cannot be stepped a few parameters at a time"
