@@ -155,6 +155,8 @@ class ParameterPlacement(
     tier: Literal["disk"]
     blocks: tuple[str, ...]
     """Modules whose parameters are brought in as one; outside them each module with parameters is one by itself."""
+    staying: tuple[str, ...] = ()
+    """Of all these modules those whose parameters stay in memory: only their gradients leave."""
     window_bytes: int
     """Parameters stepped at a time, and what may wait to be written; one parameter may always."""
     min_bytes: int

@@ -42,6 +42,7 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequenc
             reasons.append(
                 f"{saved_text} of parameters and gradients are on disk between their uses: parameters are read in each "
                 f"forward, backward and optimizer step, {format_bytes(action.written_bytes)} are written in a step"
+                + (f"; the parameters of {len(action.staying)} modules stay in memory" if action.staying else "")
             )
     return tuple(reasons)
 

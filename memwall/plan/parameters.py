@@ -1,4 +1,4 @@
-"""Parameters and gradients on disk: what that frees and what it costs; the last resort of the search."""
+"""Gradients and parameters on disk: what that frees and what it costs; the last resort of the search."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ __all__ = [
     "MIN_PARAMETER_BYTES",
     "as_streamed",
     "built_bytes",
-    "parameter_placement",
+    "parameter_placements",
     "parameter_window_bytes",
     "streamed",
     "streamed_bytes",
@@ -24,6 +24,8 @@ MIN_PARAMETER_BYTES = 256 << 10
 _WINDOW_BYTES = 32 << 20
 _MIN_WINDOW_BYTES = 1 << 20
 _WINDOW_SHARE = 1 / 32
+# Parts of the parameters that may stay in memory where their gradients cannot.
+_STAYING_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
 def parameter_window_bytes(parameter_bytes: int) -> int:
@@ -31,10 +33,10 @@ def parameter_window_bytes(parameter_bytes: int) -> int:
     return min(max(int(parameter_bytes * _WINDOW_SHARE), _MIN_WINDOW_BYTES), _WINDOW_BYTES)
 
 
-def parameter_placement(
+def parameter_placements(
     trace: Trace, steady: Step, state: OptimizerPlacement, *, capacity_bytes: int
-) -> ParameterPlacement | str:
-    """The way to have parameters and gradients on disk; the reason where that is not legal.
+) -> tuple[ParameterPlacement, ...] | str:
+    """Ways to have gradients on disk, and parameters: none of them first, all at last; the reason where none is legal.
 
     Args:
         steady: the step that repeats, as it was recorded.
@@ -42,21 +44,46 @@ def parameter_placement(
         capacity_bytes: what the disk may be used for.
     """
     blocks = streamed_blocks(trace.modules)
-    away = away_from(steady, trace.modules, blocks, MIN_PARAMETER_BYTES)
-    parameter_bytes = away.parameter_bytes + away.gradient_bytes
-    away_bytes = parameter_bytes + (state.saved_bytes or 0) if away.users else 0
+    leanest = away_from(steady, trace.modules, blocks, MIN_PARAMETER_BYTES)
+    leaving_bytes = leanest.parameter_bytes + leanest.gradient_bytes
+    away_bytes = leaving_bytes + (state.saved_bytes or 0) if leanest.users else 0
     reason = can_move_parameters(trace, away_bytes, capacity_bytes)
     if reason is not None:
         return reason
-    return ParameterPlacement(
-        tier="disk",
-        blocks=blocks,
-        window_bytes=_window_of(steady),
-        min_bytes=MIN_PARAMETER_BYTES,
-        written_bytes=away.gradient_bytes * (1 + trace.num_micro_batches),
-        saved_bytes=parameter_bytes,
-        cost_seconds=_seconds(trace, steady, away),
-    )
+    found = []
+    for staying in dict.fromkeys(_first_units(trace, steady, leanest, share) for share in _STAYING_SHARES):
+        away = away_from(steady, trace.modules, blocks, MIN_PARAMETER_BYTES, staying=staying)
+        found.append(
+            ParameterPlacement(
+                tier="disk",
+                blocks=blocks,
+                staying=staying,
+                window_bytes=_window_of(steady),
+                min_bytes=MIN_PARAMETER_BYTES,
+                written_bytes=away.gradient_bytes * trace.num_micro_batches + _stepped_bytes(away, leanest),
+                saved_bytes=away.parameter_bytes + away.gradient_bytes,
+                cost_seconds=_seconds(trace, steady, away, _stepped_bytes(away, leanest)),
+            )
+        )
+    return tuple(found)
+
+
+def _first_units(trace: Trace, steady: Step, away: Away, share: float) -> tuple[str, ...]:
+    """The units that come first in the model, with at least so much of the parameters that can leave."""
+    found: list[str] = []
+    left_bytes = share * away.parameter_bytes
+    for unit in sorted({unit for units in away.users.values() for unit in units}):
+        if left_bytes <= 0:
+            break
+        found.append(trace.modules[unit].path)
+        # A tied parameter is counted with the first of its units.
+        left_bytes -= sum(steady.storages[i].nbytes for i, units in away.users.items() if unit == min(units))
+    return tuple(found)
+
+
+def _stepped_bytes(away: Away, leanest: Away) -> int:
+    """Of the parameters that leave, what a step reads and writes; a trace does not know which of them are trained."""
+    return away.gradient_bytes * away.parameter_bytes // max(1, leanest.parameter_bytes)
 
 
 def streamed(trace: Trace, step: Step, placement: ParameterPlacement) -> Step:
@@ -88,11 +115,14 @@ def _window_of(step: Step) -> int:
 
 
 def _away(trace: Trace, step: Step, placement: ParameterPlacement) -> Away:
-    return away_from(step, trace.modules, placement.blocks, placement.min_bytes)
+    return away_from(step, trace.modules, placement.blocks, placement.min_bytes, staying=placement.staying)
 
 
-def _seconds(trace: Trace, steady: Step, away: Away) -> float:
+def _seconds(trace: Trace, steady: Step, away: Away, stepped_bytes: int) -> float:
     """What a step takes longer than with parameters and gradients in memory.
+
+    Args:
+        stepped_bytes: of the parameters that leave, what the optimizer's step reads and writes.
 
     The disk either reads or writes. Parameters are read in each forward and each backward, beside which gradients are
     written; what these phases compute hides that as far as it goes. The optimizer's own transfers overlap with those of
@@ -111,8 +141,9 @@ def _seconds(trace: Trace, steady: Step, away: Away) -> float:
         "forward": num_passes * away.parameter_bytes,
         "backward": num_passes * away.parameter_bytes + (num_passes - 1) * away.gradient_bytes,
     }
-    stepping_seconds = 2 * (per_read + machine.fault_seconds_per_byte / num_cores) + per_write
-    seconds = away.gradient_bytes * stepping_seconds + written_bytes * machine.copy_seconds_per_byte
+    arriving_seconds = per_read + machine.fault_seconds_per_byte / num_cores
+    seconds = (away.gradient_bytes + stepped_bytes) * arriving_seconds + stepped_bytes * per_write
+    seconds += written_bytes * machine.copy_seconds_per_byte
     for phase, computed in computing.items():
         out_bytes = written_bytes if phase == "backward" else 0
         disk_seconds = read_bytes[phase] * per_read + out_bytes * per_write

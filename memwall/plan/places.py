@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from memwall.plan.actions import Action, OptimizerPlacement, ParameterPlacement
 from memwall.plan.legality import can_move_optimizer_state
-from memwall.plan.parameters import parameter_placement, streamed
+from memwall.plan.parameters import parameter_placements, streamed
 from memwall.plan.placement import MIN_STATE_BYTES, optimizer_placements, placed
 from memwall.predict.state_on_disk import movable_state_bytes
 from memwall.trace.records import Step, Trace
@@ -50,8 +50,10 @@ def state_away(trace: Trace, steady: Step, *, capacity_bytes: int) -> tuple[Plac
     return tuple(Place(state) for state in optimizer_placements(trace, steady, capacity_bytes=capacity_bytes))
 
 
-def parameters_away(trace: Trace, steady: Step, places: Sequence[Place], *, capacity_bytes: int) -> Place | str:
-    """The leanest of these ways with parameters and gradients on disk as well; the reason where that is not legal.
+def parameters_away(
+    trace: Trace, steady: Step, places: Sequence[Place], *, capacity_bytes: int
+) -> tuple[Place, ...] | str:
+    """The leanest of these ways with gradients on disk as well, and ever more parameters; or why that is not legal.
 
     No reason, "", where not even moving the state would free anything: the model is small.
     """
@@ -59,8 +61,8 @@ def parameters_away(trace: Trace, steady: Step, places: Sequence[Place], *, capa
         state_bytes = movable_state_bytes(steady, MIN_STATE_BYTES)
         reason = can_move_optimizer_state(trace, state_bytes, capacity_bytes)
         return f"they go to disk only where the optimizer's state goes as well, and {reason}" if reason else ""
-    found = parameter_placement(trace, steady, places[0].state, capacity_bytes=capacity_bytes)
-    return found if isinstance(found, str) else places[0]._replace(parameters=found)
+    found = parameter_placements(trace, steady, places[0].state, capacity_bytes=capacity_bytes)
+    return found if isinstance(found, str) else tuple(places[0]._replace(parameters=each) for each in found)
 
 
 def place_step(trace: Trace, step: Step, place: Place) -> Step:

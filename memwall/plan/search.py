@@ -142,16 +142,16 @@ class _Search:
         """Ways to have the optimizer's state on disk, the one that frees most first."""
         if settings.can_move_state:
             self._places = state_away(trace, self.steady, capacity_bytes=problem.capacity_bytes)
-        self._last_resort: Place | None = None
-        """Parameters on disk as well."""
+        self._last_resorts: tuple[Place, ...] = ()
+        """Gradients on disk as well, and ever more parameters."""
         self._parameters_stay = settings.parameters_stay or ("" if settings.kernels is None else _KERNELS_READ_THEM)
         """Why there is no such way; "" where there is, or where nothing is on disk anyway."""
         if problem.has_disk and not self._parameters_stay:
             found = parameters_away(trace, self.steady, self._places, capacity_bytes=problem.capacity_bytes)
-            if isinstance(found, Place):
-                self._last_resort = found
-            else:
+            if isinstance(found, str):
                 self._parameters_stay = found
+            else:
+                self._last_resorts = found
         self._can_pack = can_pack(trace, settings.allow) is None
         self._smallest_bytes: int | None = None
 
@@ -200,9 +200,14 @@ class _Search:
                 found = self._best_at(place, packs=packs)
                 if found is not None and found.extra_seconds < at_most:
                     best = found
-        if best is not None or self._last_resort is None:
+        if best is not None:
             return best
-        return self._best_at(self._last_resort, packs=packs)
+        for place in self._last_resorts:
+            if best is None or place.seconds < best.extra_seconds:
+                found = self._best_at(place, packs=packs)
+                if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
+                    best = found
+        return best
 
     def _best_at(self, place: Place, *, packs: bool) -> Candidate | None:
         limit_bytes = self._problem.limit_bytes(has_margin=self.has_margin)
@@ -234,11 +239,9 @@ class _Search:
     def smallest_bytes(self) -> int:
         """The smallest budget for which a plan exists, margin included, with every tier that is there."""
         if self._smallest_bytes is None:
-            leanest = [next(iter(self._places), IN_MEMORY), self._last_resort]
+            leanest = (next(iter(self._places), IN_MEMORY), *self._last_resorts[-1:])
             self._smallest_bytes = min(
-                PlacedSearch(self._problem, place, packs=self._can_pack).smallest_bytes()
-                for place in leanest
-                if place is not None
+                PlacedSearch(self._problem, place, packs=self._can_pack).smallest_bytes() for place in leanest
             )
         return self._smallest_bytes
 

@@ -24,10 +24,13 @@ class Away(NamedTuple):
 
     users: dict[int, frozenset[int]]
     """Of each parameter, the units that use it."""
+    staying: frozenset[int]
+    """Parameters of these that stay in memory; their gradients leave."""
     gradients: tuple[int, ...]
     is_summed: bool
     """Whether a backward adds to gradients that are on disk: of an earlier micro-batch, or zeros."""
     parameter_bytes: int
+    """Of parameters that leave."""
     gradient_bytes: int
 
 
@@ -51,10 +54,19 @@ def streamed_blocks(modules: Sequence[Module]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def away_from(step: Step, modules: Sequence[Module], blocks: Iterable[str], min_bytes: int) -> Away:
+def away_from(
+    step: Step, modules: Sequence[Module], blocks: Iterable[str], min_bytes: int, *, staying: Iterable[str] = ()
+) -> Away:
     """What can be on disk: parameters that nothing but their units uses, and the gradients of those.
 
     The root's own stay: its forward runs already when they would have to be brought in.
+
+    Args:
+        step: as it was recorded.
+        modules: of its trace.
+        blocks: paths of modules that are units; so is every module outside them that has parameters of its own.
+        min_bytes: smaller parameters stay, and their gradients.
+        staying: paths of units whose parameters stay in memory.
     """
     units = _units(modules, frozenset(blocks))
     users: dict[int, set[int]] = {}
@@ -66,19 +78,22 @@ def away_from(step: Step, modules: Sequence[Module], blocks: Iterable[str], min_
     candidates = [i for i, s in enumerate(step.storages) if s.category == "parameter" and _is_large(s, min_bytes)]
     away = {i: frozenset(users[i]) for i in candidates if i in users and -1 not in users[i]}
     # A trace does not know whose gradient is whose; they have their parameters' sizes.
-    staying = Counter(step.storages[i].nbytes for i in candidates if i not in away)
+    without_unit = Counter(step.storages[i].nbytes for i in candidates if i not in away)
     gradients: list[int] = []
     for index, storage in enumerate(step.storages):
         if storage.category == "gradient" and _is_large(storage, min_bytes):
-            if staying[storage.nbytes] > 0:
-                staying[storage.nbytes] -= 1
+            if without_unit[storage.nbytes] > 0:
+                without_unit[storage.nbytes] -= 1
             else:
                 gradients.append(index)
+    paths = frozenset(staying)
+    stay = frozenset(i for i, used in away.items() if any(modules[unit].path in paths for unit in used))
     return Away(
         away,
+        stay,
         tuple(gradients),
         any(name == "accumulation" for name, _ in step.marks) or any(step.storages[i].birth < 0 for i in gradients),
-        sum(round_up(step.storages[i].nbytes) for i in away),
+        sum(round_up(step.storages[i].nbytes) for i in away if i not in stay),
         sum(round_up(step.storages[i].nbytes) for i in gradients),
     )
 
@@ -144,14 +159,17 @@ def _paged(step: Step, modules: Sequence[Module], away: Away, window_bytes: int)
     summed_sizes = {step.storages[i].nbytes for i in away.gradients} if away.is_summed else set()
     for index, users in sorted(away.users.items()):
         num_bytes = round_up(like[index].nbytes)
+        if index in away.staying:
+            found.append(_stay(like[index], num_bytes, 0, len(step.ops), step))
         for begin, end in _merged(span for unit in users for span in spans.get(unit, ())):
-            found.append(_stay(like[index], num_bytes, begin, end, step))
+            if index not in away.staying:
+                found.append(_stay(like[index], num_bytes, begin, end, step))
             if like[index].nbytes in summed_sizes and step.ops[end - 1].phase == "backward":
                 found.append(_stay(like[index], num_bytes, max(begin, _backward_start(step, end)), end, step))
     sizes = sorted((round_up(step.storages[i].nbytes) for i in away.gradients), reverse=True)
     for phase, num_bytes in (
         ("backward", _spilling_bytes(sizes, window_bytes)),
-        ("optimizer", _stepping_bytes(sizes, window_bytes)),
+        ("optimizer", _stepping_bytes(sizes, window_bytes, leaves=len(away.staying) < len(away.users))),
     ):
         ops = [number for number, op in enumerate(step.ops) if op.phase == phase]
         if ops and num_bytes:
@@ -172,9 +190,14 @@ def _spilling_bytes(sizes: Sequence[int], window_bytes: int) -> int:
     return min(sizes[0] + max(window_bytes, sizes[0]), sum(sizes))
 
 
-def _stepping_bytes(sizes: Sequence[int], window_bytes: int) -> int:
-    """Parameters and gradients in memory in the optimizer's step: a window, the next one, and one being written."""
+def _stepping_bytes(sizes: Sequence[int], window_bytes: int, *, leaves: bool) -> int:
+    """Parameters and gradients in memory in the optimizer's step: a window, the next one, and one being written.
+
+    Where all parameters stay, only gradients pass, and nothing is written.
+    """
     first, second, third = (max(size, window_bytes) for size in (*sizes[:3], 0, 0, 0)[:3])
+    if not leaves:
+        return min(first + second, sum(sizes))
     most_bytes = max(2 * (first + second) + second, 2 * (second + third) + first)
     return min(most_bytes, 3 * sum(sizes))
 

@@ -218,8 +218,10 @@ def _where(actions: Sequence[Action]) -> str:
             return "process" + (f"; free pages returned above {format_bytes(limit_bytes)}" if limit_bytes else "")
         case OptimizerPlacement(resident_bytes=resident_bytes):
             return "between steps" + (f"; {format_bytes(resident_bytes)} stay" if resident_bytes else "")
-        case ParameterPlacement():
-            return "between uses"
+        case ParameterPlacement(staying=staying):
+            return "between uses" + (
+                f"; parameters stay in {block_ranges(sorted(staying, key=_natural))}" if staying else ""
+            )
         case _:
             return DASH
 

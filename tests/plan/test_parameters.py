@@ -29,18 +29,22 @@ def smallest_without(smallest_where: Callable[..., int]) -> Callable[[Trace], in
     return lambda trace: smallest_where(trace, parameters_away=lambda *_, **__: "they stay in this test")
 
 
-def offered(trace: Trace, capacity_bytes: int = CAPACITY_BYTES) -> Place | str:
+def offered(trace: Trace, capacity_bytes: int = CAPACITY_BYTES) -> tuple[Place, ...] | str:
     steady = steady_step(trace)
     return parameters_away(
         trace, steady, state_away(trace, steady, capacity_bytes=CAPACITY_BYTES), capacity_bytes=capacity_bytes
     )
 
 
-def placed_parameters(trace: Trace) -> ParameterPlacement:
+def all_placements(trace: Trace) -> list[ParameterPlacement]:
     found = offered(trace)
-    assert isinstance(found, Place)
-    assert found.parameters is not None
-    return found.parameters
+    assert not isinstance(found, str)
+    return [place.parameters for place in found if place.parameters is not None]
+
+
+def placed_parameters(trace: Trace) -> ParameterPlacement:
+    """The leanest: nothing that can leave stays."""
+    return all_placements(trace)[-1]
 
 
 # Legality.
@@ -119,6 +123,25 @@ def test_of_a_disk_that_takes_no_time_copies_pages_and_the_threads_own_work_are_
     assert on_two_cores == pytest.approx(seconds / 2 + half_bytes * 2e-9 + 2 * half_bytes * 1e-9)
 
 
+def test_parameters_may_stay_where_their_gradients_leave_more_of_them_for_more_memory_and_less_time(
+    a_trace: Callable[[str], Trace],
+) -> None:
+    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=2e8, disk_write_bytes_per_second=1e8)
+    step, found = steady_step(trace), all_placements(trace)
+    assert len(found) > 2
+    units = {trace.modules[unit].path for unit in range(len(trace.modules))}
+    assert units >= set(found[0].staying) > set(found[1].staying) > set(found[-1].staying) == set()
+    seconds = [placement.cost_seconds or 0.0 for placement in found]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < 0.75 * seconds[-1]
+    # Of the first only gradients leave: half of what the last one frees.
+    assert found[0].saved_bytes == (found[-1].saved_bytes or 0) // 2
+    assert found[0].written_bytes == found[0].saved_bytes
+    peaks = [live_peak_bytes(place_step(trace, step, Place(parameters=each)), "cpu") for each in found]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < live_peak_bytes(step, "cpu")
+
+
 # In the search.
 
 
@@ -164,6 +187,21 @@ def test_a_budget_that_something_else_meets_is_met_without(
     trace = on_machine(a_trace(name), disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
     found = plan(trace, budget=smallest_without(trace) + MIB)
     assert not any(isinstance(action, ParameterPlacement) for action in found.actions)
+
+
+def test_more_parameters_stay_under_a_larger_budget_and_the_step_is_shorter(
+    a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], smallest_bytes: Callable[..., int]
+) -> None:
+    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=2e8, disk_write_bytes_per_second=1e8)
+    least, least_without = smallest_bytes(trace), smallest_without(trace)
+    found = [plan(trace, budget=least + share * (least_without - least) // 10) for share in (0, 5, 9)]
+    away = [next(a for a in each.actions if isinstance(a, ParameterPlacement)) for each in found]
+    num_staying = [len(action.staying) for action in away]
+    assert num_staying[0] < num_staying[-1]
+    assert num_staying == sorted(num_staying)
+    seconds = [each.forecast.step_seconds or 0.0 for each in found]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0]
 
 
 def test_no_budget_is_met_that_the_model_does_not_fit_into_when_it_is_built(

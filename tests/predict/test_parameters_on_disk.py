@@ -140,6 +140,26 @@ def test_what_lies_in_maps_of_its_own_is_the_most_of_these() -> None:
     assert found == max(parameters_at(streamed())) - staying
 
 
+def test_parameters_that_stay_are_in_memory_throughout_and_their_gradients_leave() -> None:
+    step, leanest = step_and_away()
+    modules = trace().modules
+    blocks = streamed_blocks(modules)
+    staying = away_from(step, modules, blocks, KIB, staying=(*blocks, "head"))
+    assert (staying.users, staying.gradients) == (leanest.users, leanest.gradients)
+    assert (staying.parameter_bytes, staying.gradient_bytes) == (0, leanest.gradient_bytes)
+    present = parameters_at(with_parameters_on_disk(step, modules, staying, window_bytes=WINDOW_BYTES))
+    all_bytes = NUM_BLOCKS * BLOCK_BYTES + 2 * MATRIX_BYTES
+    # In backward one gradient is copied while another waits; a step has a window of gradients, and the next one.
+    for phase, on_their_way_bytes in (("forward", 0), ("backward", 2 * MATRIX_BYTES), ("optimizer", 2 * MATRIX_BYTES)):
+        found = {present[number] for number, op in enumerate(step.ops) if op.phase == phase}
+        assert found == {all_bytes + on_their_way_bytes}
+
+    half = away_from(step, modules, blocks, KIB, staying=blocks[:2])
+    assert half.parameter_bytes == leanest.parameter_bytes - 2 * BLOCK_BYTES
+    peaks = [paged_bytes(step, modules, away, window_bytes=WINDOW_BYTES) for away in (leanest, half, staying)]
+    assert peaks == sorted(peaks)
+
+
 def test_a_backward_that_adds_to_gradients_has_those_of_two_blocks_in_memory_too() -> None:
     step = streamed(2)
     present = parameters_at(step)

@@ -1,4 +1,4 @@
-"""The place of parameters between their uses: seen in what is away between steps."""
+"""The place of parameters and gradients between their uses: seen in what is away, or has left."""
 
 from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.plan.actions import ParameterPlacement
@@ -11,12 +11,12 @@ _PRESENT_SHARE = 0.5
 
 
 class ParameterEffect:
-    """Parameters are on disk between steps."""
+    """Parameters are on disk between steps; of those that stay in memory, gradients have been there."""
 
     def __init__(self, action: ParameterPlacement, parameters: ParameterKeeper) -> None:
         self.name = f"parameters on the {action.tier}"
         self.expected = f"between steps parameters and gradients, {format_bytes(action.saved_bytes or 0)}, are away"
-        self._parameters = parameters
+        self._parameters, self._stays = parameters, bool(action.staying)
 
     def is_seen(self) -> bool:
         """See `Effect`."""
@@ -25,6 +25,8 @@ class ParameterEffect:
     def contrary(self) -> str:
         """See `Effect`."""
         away_bytes, absent_bytes = self._parameters.away_bytes, self._parameters.absent_bytes
+        if away_bytes == 0 and self._stays and self._parameters.num_spilled:
+            return ""
         if absent_bytes > _PRESENT_SHARE * away_bytes:
             return ""
         if away_bytes == 0:

@@ -83,6 +83,11 @@ class ParameterKeeper:
         streaming = self._streaming
         return 0 if streaming is None else streaming.away_bytes - streaming.resident_bytes
 
+    @property
+    def num_spilled(self) -> int:
+        """How many gradients have left memory, or terms of them."""
+        return 0 if self._streaming is None else self._streaming.num_spilled
+
     def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """An optimizer's step below its hooks that brings in the parameters it steps, as long as they are away."""
 
@@ -99,15 +104,16 @@ class ParameterKeeper:
             ApplyError: this model cannot have its parameters there.
             StoreError: the directory is missing, read-only, full, or a RAM disk.
         """
+        if self._streaming is None:
+            reason = why_not_streamed(model, None)
+            if reason is not None:
+                raise ApplyError(
+                    f"the plan keeps parameters on the {action.tier}, which cannot be done here: {reason}; make a plan "
+                    "without that, for a larger budget"
+                )
+            self._open(model, action.blocks, action.window_bytes, action.min_bytes)
         if self._streaming is not None:
-            return
-        reason = why_not_streamed(model, None)
-        if reason is not None:
-            raise ApplyError(
-                f"the plan keeps parameters on the {action.tier}, which cannot be done here: {reason}; make a plan "
-                "without that, for a larger budget"
-            )
-        self._open(model, action.blocks, action.window_bytes, action.min_bytes)
+            self._streaming.let_stay(action.staying)
 
     def spill_recorded(
         self,

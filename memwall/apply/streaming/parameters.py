@@ -8,7 +8,7 @@ has a few parameters, their gradients and their state in memory at a time; `Opti
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,6 +81,7 @@ class ParameterStreaming:
         self._step = StreamedStep(tier)
         units = find_units(model, repeated_blocks(model) if blocks is None else blocks)
         units = units if has_root else tuple(unit for unit in units if unit.module is not model)
+        self._unit_names = frozenset(unit.name for unit in units)
         _refuse_hooked(model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._order: list[_Stream] = []
@@ -122,15 +123,41 @@ class ParameterStreaming:
                 member.values.changed()  # as far as anyone can tell: who shares its memory may write there
         return [(member.parameter, slot, member.values.num_bytes) for member, slot in members if slot is not None]
 
+    def let_stay(self, names: Collection[str]) -> None:
+        """Has the parameters of these units in memory from now on, and all others on disk between their uses.
+
+        Raises:
+            ApplyError: there is no such unit.
+            StoreError: no room on disk, or a transfer failed.
+        """
+        for name in names:
+            if name not in self._unit_names:
+                raise ApplyError(
+                    f"the plan keeps the parameters of '{name}' in memory, but the model has no such module with "
+                    "parameters to be moved: make the plan again with `memwall plan`"
+                )
+        staying = {member for stream in self._order if stream.unit.name in names for member in stream.members}
+        for member in self._members():
+            member.stays = member in staying
+            if member.stays:
+                member.values.want()
+            else:
+                self._tier.put_away([member])
+
     @property
     def away_bytes(self) -> int:
-        """Bytes of the parameters that have their place on disk."""
-        return self._tier.num_bytes
+        """Bytes of the parameters that are on disk between their uses."""
+        return sum(member.values.num_bytes for member in self._tier if not member.stays)
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that streamed parameters and their gradients take now."""
-        return self._tier.resident_bytes
+        """Memory that these and their gradients take now."""
+        return sum(member.resident_bytes for member in self._tier if not member.stays)
+
+    @property
+    def num_spilled(self) -> int:
+        """How many gradients have left memory, or terms of them."""
+        return self._tier.num_spilled
 
     @property
     def bytes_written(self) -> int:

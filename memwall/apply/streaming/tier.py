@@ -33,6 +33,8 @@ class StreamedParameter:
         """Blocks and steps that have it in memory now."""
         self.num_exposures = 0
         """Those of them that use it as a plain parameter."""
+        self.stays = False
+        """Whether it is in memory between its uses as well: only its gradient leaves."""
         self.has_graph = False
         """Whether a graph may have saved it, so that references to its storage tell nothing."""
         self.gradient_hook: Any = None
@@ -74,6 +76,7 @@ class StreamedParameter:
         if type(new) is Tensor and new.layout is torch.strided and new.dtype == self.parameter.dtype:
             self.gradient.add(new, self._tier.stands_for)
             self.parameter.grad = None
+            self._tier.num_spilled += 1
 
     # -- the guard's side ------------------------------------------------------------------------------------------
 
@@ -115,6 +118,8 @@ class ParameterTier:
         self.reductions = Reductions()
         self.stands_for: StandsFor | None = None
         """While a step is recorded: who is told what stands for a gradient that has left."""
+        self.num_spilled = 0
+        """How many gradients have left memory, or terms of them."""
         self._members: dict[int, StreamedParameter] = {}
         # Used outside blocks, the longest ago first; in memory until the window is full.
         self._used: dict[StreamedParameter, None] = {}
@@ -197,7 +202,8 @@ class ParameterTier:
         for member in members:
             if member.num_holders == 0 and id(member.parameter) in self._members and not member.is_aliased:
                 self._used.pop(member, None)
-                self.writes.put_away(member.values)
+                if not member.stays:
+                    self.writes.put_away(member.values)
 
     def use(self, members: Sequence[StreamedParameter], run: Callable[[], Any]) -> Any:
         """Runs code that uses parameters outside their blocks, and may change them.

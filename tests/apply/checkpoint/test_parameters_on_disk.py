@@ -38,7 +38,13 @@ class Trained(NamedTuple):
     """Of the optimizer."""
 
 
-def trained(checkpoint: StepCheckpoint | None, *, is_streamed: bool, stop_in: int | None = None) -> Trained | None:
+def trained(
+    checkpoint: StepCheckpoint | None,
+    *,
+    is_streamed: bool,
+    staying: tuple[str, ...] = (),
+    stop_in: int | None = None,
+) -> Trained | None:
     """A run as `memwall run --checkpoint` has it, with clipping, accumulation and weights that are touched in between;
     None where it was interrupted."""
     set_checkpoint(checkpoint)
@@ -57,6 +63,7 @@ def trained(checkpoint: StepCheckpoint | None, *, is_streamed: bool, stop_in: in
                         model, disk=None, capacity_bytes=None, window_bytes=1 << 16, min_bytes=1024
                     )
                     closing.append(close)
+                    parameters.let_stay(staying)
                     _, close = open_optimizer_state(
                         optimizer,
                         disk=None,
@@ -114,6 +121,16 @@ def test_an_interrupted_run_goes_on_with_them_on_disk_or_in_memory(tmp_path: Pat
             )
         assert found is not None
         assert are_equal(found, plain)
+
+
+def test_parameters_that_stay_in_memory_are_committed_in_each_step_as_well(tmp_path: Path, plain: Trained) -> None:
+    units = ("tokens", "positions", *(f"layers.{number}" for number in range(4)), "head")
+    for staying, stop_in in ((units, 2), (units[:3], 4), (units, None)):
+        found = trained(
+            StepCheckpoint(tmp_path, is_resuming=stop_in != 2), is_streamed=True, staying=staying, stop_in=stop_in
+        )
+    assert found is not None
+    assert are_equal(found, plain)
 
 
 def test_a_commit_is_of_its_step_whatever_is_written_before_it_is_durable(tmp_path: Path) -> None:

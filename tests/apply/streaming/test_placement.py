@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from plans import plan_of
@@ -80,6 +81,64 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 # A plan that was given.
+
+
+@pytest.mark.parametrize(
+    "staying", [BLOCKS[1:3], ("tokens", "positions", *BLOCKS, "head")], ids=["two blocks", "all that can leave"]
+)
+def test_parameters_that_a_plan_leaves_in_memory_have_only_their_gradients_on_disk(
+    staying: tuple[str, ...], tmp_path: Path
+) -> None:
+    model, optimizer, scheduler = made()
+    plain_numbers = train(model, optimizer, scheduler)
+    plain = everything(model, optimizer)
+    moved: dict[tuple[str, ...], int] = {}
+    for stays in ((), staying):
+        model, optimizer, scheduler = made()
+        placement = msgspec.structs.replace(PARAMETERS, staying=stays)
+        with memwall.fit(model, optimizer, plan=plan_of(model, placement, STATE), disk=str(tmp_path)) as session:
+            numbers = train(model, optimizer, scheduler)
+            keeper = session._live.parameters
+            assert keeper.num_spilled > 4
+            assert (keeper.away_bytes == 0) == (len(stays) > 2)
+            present = [member.name for member in keeper._streaming._tier if member.values.is_here]
+            if stays:
+                assert any(name.startswith("layers.1.") for name in present)
+        assert numbers == plain_numbers
+        assert differing(plain, everything(model, optimizer)) == []
+        moved[stays] = session.measured.bytes_from_tier
+    assert moved[staying] < 0.8 * moved[()]
+
+
+def test_what_stays_may_change_from_plan_to_plan(tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    train(model, optimizer, scheduler, num_steps=6)
+    plain = everything(model, optimizer)
+    model, optimizer, scheduler = made()
+    away: list[int] = []
+
+    def plan_with(*staying: str) -> Plan:
+        return plan_of(model, msgspec.structs.replace(PARAMETERS, staying=staying), STATE)
+
+    with memwall.fit(model, optimizer, plan=plan_with(*BLOCKS), disk=str(tmp_path)) as session:
+        train(model, optimizer, scheduler, num_steps=2)
+        for first, staying in ((2, ()), (4, BLOCKS[:1])):
+            away.append(session._live.parameters.away_bytes)
+            session._live._change_to(session.trace, plan_with(*staying), model, (optimizer,), is_running=False)
+            train(model, optimizer, scheduler, first=first, num_steps=2)
+        away.append(session._live.parameters.away_bytes)
+    assert away[0] < away[2] < away[1]
+    assert differing(plain, everything(model, optimizer)) == []
+
+
+def test_a_plan_that_names_a_module_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    placement = msgspec.structs.replace(PARAMETERS, staying=("layers.9",))
+    with (
+        memwall.fit(model, optimizer, plan=plan_of(model, placement, STATE), disk=str(tmp_path)),
+        pytest.raises(ApplyError, match=r"keeps the parameters of 'layers\.9' in memory, but the model has no such"),
+    ):
+        train(model, optimizer, scheduler)
 
 
 def test_a_plan_with_parameters_on_disk_trains_to_the_same_bits(set_to_none: bool, tmp_path: Path) -> None:
