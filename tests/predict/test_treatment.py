@@ -65,10 +65,10 @@ class InlinePool(TransferPool):
         return transfer
 
     def _work(self) -> None:
-        while self._state.blocks:
-            block = self._state.blocks.popleft()
-            self._state.run_block(block)
-            self._state.settle(block)
+        while self._state.pieces and (taken := self._state.take()):
+            piece, view, slot_offset = taken
+            self._state.run_block(piece, view, slot_offset)
+            self._state.settle(piece, len(view))
 
 
 @contextmanager
