@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memwall.apply.block_counts import BlockCounts
 from memwall.apply.offload_cuda import PinnedTier
-from memwall.apply.offload_entry import Entry, EntryList, Kept, Saved, byte_range, describe, quiet
+from memwall.apply.offload_entry import Entry, EntryList, Kept, Saved, byte_range, described, guard_of, quiet
 from memwall.apply.offload_packed import PackedTier, can_leave_packed
 from memwall.errors import ApplyError, MemwallError
 from memwall.plan.actions import LeavingForm
-from memwall.store.tier import DiskTier, Tier
+from memwall.store.tier import ByteRange, DiskTier, Tier
 from memwall.store.transfer import TransferPool
 
 __all__ = ["ActivationOffload", "SavedTensorModifiedError"]
@@ -194,6 +194,7 @@ class ActivationOffload:
             start, end = byte_range(tensor, storage.nbytes(), _RANGE_ALIGNMENT_BYTES)
             if end - start < self._min_bytes or self._is_excluded(tensor):
                 return Kept(tensor)
+            guard = guard_of(tensor)  # before anything is queued, for which workers ask for the interpreter
             place = (storage._cdata, storage.data_ptr(), start, end, tensor._version)
             entry = self._by_range.get(place)
             if entry is None and form != "exact":
@@ -201,11 +202,14 @@ class ActivationOffload:
             if entry is None:
                 if not can_leave_packed(tensor, end - start):
                     form = "exact"
-                with self._noting_failure():
+                try:
                     entry = self._park(tensor, storage, start, end, place, form)
+                except MemwallError as error:
+                    self._note_failure(error)
+                    raise
             if counts is not None:
                 counts.num_moved += 1
-            return Saved(tensor, entry, self._dead)
+            return Saved(tensor, guard, entry, self._dead)
 
     def unpack(self, saved: Any) -> Tensor:
         """The tensor as it was: same bits, strides and dtype.
@@ -226,9 +230,11 @@ class ActivationOffload:
             self._reap()
             if self._is_closed:
                 raise ApplyError(f"the activation offload was closed before backward asked for {saved.label}")
-            with self._noting_failure():
-                tensor: Tensor = saved.view_of(self._restore(saved))
-                return tensor
+            try:
+                return self._restore(saved)
+            except MemwallError as error:
+                self._note_failure(error)
+                raise
 
     # Lifetime.
 
@@ -252,13 +258,8 @@ class ActivationOffload:
 
     # How it is done.
 
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except MemwallError as error:
-            self.failure = self.failure or error.without_frames()
-            raise
+    def _note_failure(self, error: MemwallError) -> None:
+        self.failure = self.failure or error.without_frames()
 
     def _can_move(self, tensor: Tensor) -> bool:
         """The cheap part of eligibility: a plain dense tensor, on a device that has a tier."""
@@ -290,17 +291,14 @@ class ActivationOffload:
         form: LeavingForm,
     ) -> Entry:
         group = self._group.key
-        label = describe(tensor)
-        if group is not None:
-            label += f" saved in {group}"
+        label = described(tensor.dtype, tensor.shape, group)
         tier: Tier[Any, Any] = self._tier(tensor.device)
         key = place
         if form != "exact":
             tier, key = PackedTier(tier, form, tensor.dtype), (*place, form, tensor.dtype)
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, start, (end - start,), (1,))
         entry = Entry(
             tier=tier,
-            parked=tier.park(source, label),
+            parked=tier.park(ByteRange(storage, start, end - start), label),
             label=label,
             start=start,
             num_bytes=end - start,
@@ -317,23 +315,26 @@ class ActivationOffload:
         return entry
 
     def _restore(self, saved: Saved) -> Tensor:
-        """The bytes of the entry, and reading ahead for those that backward will ask for next."""
+        """The tensor, and reading ahead for those that backward will ask for next."""
         entry = saved.entry
         buffer = entry.restored_buffer()
+        is_loaded = buffer is None
         if buffer is None:
             if entry.load is not None and entry.was_written:
                 self._drop_load(entry, is_collected=True)
             if entry.load is None:
                 self._begin_load(entry, is_urgent=True)
-            self._read_ahead(entry)
             buffer, seconds = entry.tier.collect(entry.load)
             self._stall_seconds += seconds
             entry.remember(buffer)
+        tensor = saved.view_of(buffer)
         saved.mark_read()
+        if is_loaded:  # last: with something queued workers ask for the interpreter, at each operation on tensors here
+            self._read_ahead(entry)
         # A range with handles that wait is kept for them while the window has room: the next reader is often near.
         if entry.load is not None and (entry.num_unread == 0 or self._loaded_bytes > self._window_bytes):
             self._drop_load(entry, is_collected=True)
-        return buffer
+        return tensor
 
     def _begin_load(self, entry: Entry, *, is_urgent: bool) -> None:
         entry.load = entry.tier.load(entry.parked, is_urgent=is_urgent)

@@ -14,6 +14,7 @@ from torch import Tensor
 from memwall.errors import StoreError
 from memwall.store.backend import round_up
 from memwall.store.extents import FreeExtents
+from memwall.store.tier import ByteRange
 from memwall.units import format_bytes
 
 __all__ = ["PinnedArena", "PinnedLoad", "PinnedParked", "PinnedSlot", "PinnedTier"]
@@ -155,15 +156,16 @@ class PinnedTier:
         self._leaving_bytes = 0
         self.stall_seconds = 0.0
 
-    def park(self, source: Tensor, label: str) -> PinnedParked:
+    def park(self, source: ByteRange, label: str) -> PinnedParked:
         """See `Tier`."""
+        tensor = source.tensor()
         compute = torch.cuda.current_stream(self._device)
-        host = self._arena.allocate(source.numel())
+        host = self._arena.allocate(source.num_bytes)
         self._outward.wait_stream(compute)
         with torch.cuda.stream(self._outward):
-            host.memory.copy_(source, non_blocking=True)
+            host.memory.copy_(tensor, non_blocking=True)
         copied = self._outward.record_event()
-        parked = PinnedParked(host=host, copied=copied, source=source, num_bytes=source.numel())
+        parked = PinnedParked(host=host, copied=copied, source=tensor, num_bytes=source.num_bytes)
         self._leaving[parked] = None
         self._leaving_bytes += parked.num_bytes
         while self._leaving_bytes > self._window_bytes:

@@ -1,8 +1,10 @@
 """What `ActivationOffload` remembers: a parked storage range, and the objects autograd holds in place of tensors."""
 
+import functools
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +15,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memwall.store.tier import Tier
 
-__all__ = ["Entry", "EntryList", "Kept", "Saved", "byte_range", "describe", "quiet"]
+__all__ = ["Entry", "EntryList", "Kept", "Saved", "byte_range", "described", "guard_of", "quiet"]
 
 _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+_NOTHING_TO_HIDE_FROM = nullcontext()
+
+
+def quiet() -> AbstractContextManager[None]:
+    """Hide the tensor operations inside from recorders and other torch modes; costs nothing where none is active."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return _hidden()
+    return _NOTHING_TO_HIDE_FROM
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Hide the tensor operations inside from recorders and other torch modes; costs nothing where none is active."""
-    if torch._C._len_torch_function_stack():
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            yield
-    elif torch._C._len_torch_dispatch_stack():
-        with _disable_current_modes():
-            yield
-    else:
+def _hidden() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
@@ -37,9 +40,11 @@ def byte_range(tensor: Tensor, storage_bytes: int, alignment_bytes: int) -> tupl
     A view that spans more than half of its storage takes the whole: its siblings (query, key and value in one matrix)
     then find the bytes moved already. A smaller one takes its own span, from an aligned start.
     """
-    if tensor.numel() == 0:
+    num_items = tensor.numel()
+    if num_items == 0:
         return 0, 0
-    num_items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.is_contiguous():
+        num_items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.itemsize
     end = start + num_items * tensor.itemsize
     if 2 * (end - start) > storage_bytes:
@@ -49,7 +54,14 @@ def byte_range(tensor: Tensor, storage_bytes: int, alignment_bytes: int) -> tupl
 
 def describe(tensor: Tensor) -> str:
     """Dtype and shape, as in an error: `float32[8, 128]`."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return described(tensor.dtype, tensor.shape, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def described(dtype: torch.dtype, shape: torch.Size, group: Hashable) -> str:
+    """A saved tensor in an error: `float32[8, 128] saved in blocks.1`."""
+    place = "" if group is None else f" saved in {group}"
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}{place}"
 
 
 @dataclass(slots=True, eq=False)
@@ -75,16 +87,16 @@ class Entry:
     num_handles: int = 0
     num_unread: int = 0
     """Handles that backward has not asked for yet."""
-    _restored: StorageWeakRef | None = None
+    _restored: "weakref.ref[torch.UntypedStorage] | None" = None
     _restored_offset: int = 0
     _restored_guard: Tensor | None = None
     _restored_version: int = 0
 
     def remember(self, buffer: Tensor) -> None:
         """Let later readers share `buffer` for as long as somebody else keeps it, and nobody writes into it."""
-        self._restored = StorageWeakRef(buffer.untyped_storage())
+        self._restored = weakref.ref(buffer.untyped_storage())
         self._restored_offset = int(buffer.storage_offset())
-        self._restored_guard, self._restored_version = _guard_of(buffer), buffer._version
+        self._restored_guard, self._restored_version = guard_of(buffer), buffer._version
 
     @property
     def was_written(self) -> bool:
@@ -95,9 +107,8 @@ class Entry:
         """The buffer last remembered, if it still lives and is as it was."""
         if self._restored is None or self._restored_guard is None or self.was_written:
             return None
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._restored.cdata)
+        storage = self._restored()
         if storage is None:
-            self._restored = None
             return None
         view = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return _sharing(self._restored_guard, view.set_(storage, self._restored_offset, (self.num_bytes,), (1,)))
@@ -182,7 +193,7 @@ class Saved:
 
     __slots__ = ("_dead", "_guard", "_is_read", "_offset_bytes", "dtype", "entry", "shape", "stride", "version")
 
-    def __init__(self, tensor: Tensor, entry: Entry, dead: "deque[tuple[Entry, bool]]") -> None:
+    def __init__(self, tensor: Tensor, guard: Tensor, entry: Entry, dead: "deque[tuple[Entry, bool]]") -> None:
         self._is_read = False
         self._dead = dead
         self.entry = entry
@@ -193,7 +204,7 @@ class Saved:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self._offset_bytes = tensor.storage_offset() * tensor.itemsize - entry.start
-        self._guard = _guard_of(tensor)
+        self._guard = guard
 
     def __del__(self) -> None:
         self._dead.append((self.entry, self._is_read))
@@ -225,7 +236,7 @@ class Saved:
         return _sharing(buffer, view)
 
 
-def _guard_of(tensor: Tensor) -> Tensor:
+def guard_of(tensor: Tensor) -> Tensor:
     """An alias that shares the tensor's version counter but none of its memory."""
     place = (tensor.device, tensor.dtype)
     empty = _EMPTY.get(place)

@@ -13,7 +13,7 @@ from torch import Tensor
 from memwall.errors import ApplyError
 from memwall.plan.actions import LeavingForm
 from memwall.predict.packing import PACKED_ITEMSIZES, num_packed_bytes, units_offset_bytes
-from memwall.store.tier import Tier
+from memwall.store.tier import ByteRange, Tier
 from memwall.triton_kernels.pack import BLOCK_ELEMENTS, Packed, pack, pack_into, unpack_into
 
 __all__ = ["PackedTier", "can_leave_packed", "check_can_pack", "pack_seconds_per_element"]
@@ -93,15 +93,15 @@ class PackedTier:
     def __init__(self, tier: Tier[Any, Any], form: LeavingForm, dtype: torch.dtype) -> None:
         self._tier, self._codes, self._dtype = tier, _CODES[form], dtype
 
-    def park(self, source: Tensor, label: str) -> PackedRange:
+    def park(self, source: ByteRange, label: str) -> PackedRange:
         """See `Tier`."""
-        elements = source.view(self._dtype)
-        memory = torch.empty(num_packed_bytes(elements.numel()), dtype=torch.uint8, device=source.device)
+        elements = source.tensor().view(self._dtype)
+        memory = torch.empty(num_packed_bytes(elements.numel()), dtype=torch.uint8, device=elements.device)
         packed = self._packed_in(memory, elements.numel())
         pack_into(elements, packed)
         if not packed.is_finite:
             return PackedRange(self._tier.park(source, label), 0)
-        return PackedRange(self._tier.park(memory, label), elements.numel())
+        return PackedRange(self._tier.park(ByteRange.of(memory), label), elements.numel())
 
     def load(self, parked: PackedRange, *, is_urgent: bool) -> PackedLoad:
         """See `Tier`."""

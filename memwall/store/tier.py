@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,38 @@ from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 from memwall.units import format_bytes
 
-__all__ = ["DiskLoad", "DiskParked", "DiskTier", "StagingArena", "Tier"]
+__all__ = ["ByteRange", "DiskLoad", "DiskParked", "DiskTier", "StagingArena", "Tier"]
 
 P = TypeVar("P")
 L = TypeVar("L")
+
+
+class ByteRange(NamedTuple):
+    """Bytes of a storage that are to leave. Not a tensor: of those that a step saves each would be made for this."""
+
+    storage: torch.UntypedStorage
+    start: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Those of a contiguous tensor."""
+        return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
+
+    @property
+    def address(self) -> int:
+        """Where they begin in memory."""
+        return self.storage.data_ptr() + self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the storage has no others."""
+        return self.storage.nbytes() == self.num_bytes
+
+    def tensor(self) -> Tensor:
+        """The bytes (uint8, one dimension), not a copy of them."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage, self.start, (self.num_bytes,), (1,))
 
 
 class Tier(Protocol[P, L]):
@@ -32,8 +60,8 @@ class Tier(Protocol[P, L]):
     stall_seconds: float
     """Time `park` waited for room, so far."""
 
-    def park(self, source: Tensor, label: str) -> P:
-        """Take `source` (uint8, one dimension, contiguous) away; the caller lets go of it on return.
+    def park(self, source: ByteRange, label: str) -> P:
+        """Take `source` away; the caller lets go of it on return.
 
         What comes back has `num_bytes`: what it takes here.
         """
@@ -104,19 +132,19 @@ class LeavingSource:
 
     __slots__ = ("_slot", "_source", "_tier")
 
-    def __init__(self, tier: "DiskTier", source: Tensor, slot: Slot) -> None:
+    def __init__(self, tier: "DiskTier", source: ByteRange, slot: Slot) -> None:
         self._tier, self._slot = tier, slot
-        self._source: Tensor | None = source
+        self._source: ByteRange | None = source
         with tier.leaving_lock:
-            tier.leaving_bytes += source.numel()
+            tier.leaving_bytes += source.num_bytes
 
     def copy_into(self, target: Tensor) -> bool:
         """Fills `target` if all of the bytes are still here."""
         with self._tier.leaving_lock:
             source = self._source
-        if source is None or _is_freed(source):
+        if source is None or not source.is_whole:
             return False
-        target.copy_(source)
+        target.copy_(source.tensor())
         return True
 
     def finish(self) -> None:
@@ -124,13 +152,8 @@ class LeavingSource:
         with self._tier.leaving_lock:
             source, self._source = self._source, None
             assert source is not None
-            self._slot.is_torn |= _is_freed(source)
-            self._tier.leaving_bytes -= source.numel()
-
-
-def _is_freed(source: Tensor) -> bool:
-    """By `resize_`, which leaves the tensor as it was."""
-    return source.untyped_storage().nbytes() != source.numel()
+            self._slot.is_torn |= not source.is_whole  # freed by `resize_`
+            self._tier.leaving_bytes -= source.num_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -199,14 +222,14 @@ class DiskTier:
         """Staging memory that is resident: of the window, what copies used so far."""
         return self._arena.resident_bytes
 
-    def park(self, source: Tensor, label: str) -> DiskParked:
+    def park(self, source: ByteRange, label: str) -> DiskParked:
         """See `Tier`. A source larger than the window passes through it in pieces.
 
         Raises:
             StoreError: no room on disk, or a transfer failed.
         """
         scratch = self._pool.scratch
-        slot = scratch.allocate(source.numel())
+        slot = scratch.allocate(source.num_bytes)
         try:
             write = self._pool.open_write(slot, label)
         except StoreError:
@@ -224,38 +247,36 @@ class DiskTier:
             raise
         finally:
             write.seal()
-        return DiskParked(num_bytes=source.numel(), slot=slot, write=write, label=label, reads=[], leaving=leaving)
+        return DiskParked(num_bytes=source.num_bytes, slot=slot, write=write, label=label, reads=[], leaving=leaving)
 
-    def _can_leave_from_there(self, source: Tensor) -> bool:
+    def _can_leave_from_there(self, source: ByteRange) -> bool:
         # Of a larger storage more would stay than is counted.
         return (
             self._owns_pages is not None
-            and source.numel() <= self._window_bytes
-            and source.numel() % ALIGNMENT_BYTES == 0
-            and source.data_ptr() % ALIGNMENT_BYTES == 0
-            and source.untyped_storage().nbytes() == source.numel()
-            and self._owns_pages(source.data_ptr())
+            and source.num_bytes <= self._window_bytes
+            and source.num_bytes % ALIGNMENT_BYTES == 0
+            and source.address % ALIGNMENT_BYTES == 0
+            and source.is_whole
+            and self._owns_pages(source.address)
         )
 
-    def _let_leave(self, source: Tensor, write: Transfer) -> LeavingSource:
-        num_bytes = source.numel()
-
+    def _let_leave(self, source: ByteRange, write: Transfer) -> LeavingSource:
         def has_room() -> bool:
             self._arena.shrink()
-            return self.leaving_bytes + num_bytes + self._arena.resident_bytes <= self._window_bytes
+            return self.leaving_bytes + source.num_bytes + self._arena.resident_bytes <= self._window_bytes
 
         self._wait_for(has_room)
         write.slot.may_change = True
         leaving = LeavingSource(self, source, write.slot)
         try:
-            self._pool.add_write(write, 0, memory_at(source.data_ptr(), num_bytes), after=leaving.finish)
+            self._pool.add_write(write, 0, memory_at(source.address, source.num_bytes), after=leaving.finish)
         except BaseException:
             leaving.finish()
             raise
         return leaving
 
-    def _copy(self, source: Tensor, write: Transfer) -> None:
-        arena, num_bytes, address = self._arena, source.numel(), source.data_ptr()
+    def _copy(self, source: ByteRange, write: Transfer) -> None:
+        arena, num_bytes, address = self._arena, source.num_bytes, source.address
         for start in range(0, num_bytes, arena.block_bytes):
             size = min(arena.block_bytes, num_bytes - start)
             self._wait_for(lambda: arena.has_free(self._window_bytes - self.leaving_bytes))
@@ -279,7 +300,8 @@ class DiskTier:
         if skipped_bytes > spare_bytes:
             memory = torch.empty(padded_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
             skipped_bytes = -memory.data_ptr() % ALIGNMENT_BYTES
-        buffer = memory[skipped_bytes : skipped_bytes + parked.num_bytes]
+        is_whole = memory.numel() == parked.num_bytes
+        buffer = memory if is_whole else memory[skipped_bytes : skipped_bytes + parked.num_bytes]
         if is_urgent and parked.leaving is not None and parked.leaving.copy_into(buffer):
             return DiskLoad(buffer=buffer, read=None, parked=parked)
         read = self._pool.read(

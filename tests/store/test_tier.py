@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memwall.errors import StoreError
 from memwall.store.scratch import ScratchFile
-from memwall.store.tier import DiskTier, StagingArena
+from memwall.store.tier import ByteRange, DiskTier, StagingArena
 from memwall.store.transfer import TransferPool, memory_at
 
 BLOCK = 64 << 10
@@ -55,7 +55,7 @@ def test_a_storage_of_whole_pages_is_written_from_where_it_lies_and_stays_until_
     tier = tier_on(gated, 4)
     source = on_a_page(3 * BLOCK)
     wanted, alive = source.clone(), weakref.ref(source.untyped_storage())
-    parked = tier.park(source, "x")
+    parked = tier.park(ByteRange.of(source), "x")
     del source
     gc.collect()
     assert (tier.staging_bytes, tier.leaving_bytes) == (0, 3 * BLOCK)
@@ -78,7 +78,7 @@ def test_what_does_not_lie_so_or_is_beyond_the_window_is_copied_and_may_change_a
         tier = tier_on(pool, 4)
         source = on_a_page(num_bytes, offset)
         wanted = source.clone()
-        parked = tier.park(source, "x")
+        parked = tier.park(ByteRange.of(source), "x")
         source.zero_()
         assert tier.staging_bytes > 0
         assert torch.equal(tier.collect(tier.load(parked, is_urgent=True))[0], wanted)
@@ -88,7 +88,7 @@ def test_of_a_larger_storage_a_part_is_copied_because_all_of_it_would_stay(gate:
     tier = tier_on(gated, 4)
     source = on_a_page(3 * BLOCK)
     alive = weakref.ref(source.untyped_storage())
-    tier.park(source[BLOCK : 2 * BLOCK], "x")
+    tier.park(ByteRange.of(source[BLOCK : 2 * BLOCK]), "x")
     del source
     gc.collect()
     assert (tier.staging_bytes, tier.leaving_bytes) == (BLOCK, 0)
@@ -102,7 +102,7 @@ def test_pages_that_are_not_known_to_be_a_tensors_own_are_copied(
     tier = DiskTier(gated, window_bytes=4 * BLOCK, owns_pages=owns_pages)
     source = on_a_page(2 * BLOCK)
     wanted = source.clone()
-    parked = tier.park(source, "x")
+    parked = tier.park(ByteRange.of(source), "x")
     source.zero_()
     gate.event.set()
     assert torch.equal(tier.collect(tier.load(parked, is_urgent=True))[0], wanted)
@@ -110,10 +110,10 @@ def test_pages_that_are_not_known_to_be_a_tensors_own_are_copied(
 
 def test_a_source_waits_until_the_window_has_room_for_it(gate: Gate, gated: TransferPool) -> None:
     tier = tier_on(gated, 4)
-    tier.park(on_a_page(3 * BLOCK), "first")
+    tier.park(ByteRange.of(on_a_page(3 * BLOCK)), "first")
     opener = threading.Timer(0.2, gate.event.set)
     opener.start()
-    tier.park(on_a_page(2 * BLOCK), "second")
+    tier.park(ByteRange.of(on_a_page(2 * BLOCK)), "second")
     assert gate.event.is_set()
     assert tier.stall_seconds > 0.1
     opener.join()
@@ -125,7 +125,10 @@ def test_a_source_that_changes_while_it_is_written_is_an_error_for_its_reader_on
     tier = tier_on(gated, 8)
     first, second = on_a_page(2 * BLOCK), on_a_page(2 * BLOCK)
     wanted = second.clone()
-    changed, kept = tier.park(first, "float32[4, 4] saved in blocks.1"), tier.park(second, "y")
+    changed, kept = (
+        tier.park(ByteRange.of(first), "float32[4, 4] saved in blocks.1"),
+        tier.park(ByteRange.of(second), "y"),
+    )
     while gate.num_waiting < 2:  # both workers have its checksums
         threading.Event().wait(0.01)
     first.add_(1)
@@ -154,7 +157,7 @@ def test_bytes_on_their_way_out_never_take_more_than_the_window(gate: Gate, gate
     for _ in range(150):
         num_bytes = draw.choice((1, 2, 3, 7)) * BLOCK - draw.choice((0, 0, 4096, 10))
         source = on_a_page(num_bytes, draw.choice((0, 0, 64)))
-        kept.append((tier.park(source, "x"), source.clone()))
+        kept.append((tier.park(ByteRange.of(source), "x"), source.clone()))
     for parked, wanted in kept:
         assert torch.equal(tier.collect(tier.load(parked, is_urgent=True))[0], wanted)
     assert 4 * BLOCK < most_bytes <= 6 * BLOCK
@@ -164,17 +167,17 @@ def test_bytes_on_their_way_out_never_take_more_than_the_window(gate: Gate, gate
 def test_staging_memory_makes_way_again_for_sources(gate: Gate, gated: TransferPool) -> None:
     tier = tier_on(gated, 4)
     gate.event.set()
-    large = tier.park(on_a_page(8 * BLOCK), "large")
+    large = tier.park(ByteRange.of(on_a_page(8 * BLOCK)), "large")
     tier.collect(tier.load(large, is_urgent=True))
     assert tier.staging_bytes > 0
-    assert tier.park(on_a_page(4 * BLOCK), "x").leaving is not None
+    assert tier.park(ByteRange.of(on_a_page(4 * BLOCK)), "x").leaving is not None
     assert tier.staging_bytes == 0
 
 
 def test_what_is_wanted_at_once_and_has_not_left_is_copied(gate: Gate, gated: TransferPool) -> None:
     tier = tier_on(gated, 4)
     source = on_a_page(2 * BLOCK)
-    parked = tier.park(source, "x")
+    parked = tier.park(ByteRange.of(source), "x")
     back, seconds = tier.collect(tier.load(parked, is_urgent=True))
     assert (torch.equal(back, source), seconds) == (True, 0.0)
     back.zero_()  # as a gradient may be
@@ -204,14 +207,14 @@ def test_an_interrupted_park_leaves_the_window_as_it_was(gate: Gate, gated: Tran
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gated, "add_write", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            tier.park(on_a_page(3 * BLOCK), "x")
+            tier.park(ByteRange.of(on_a_page(3 * BLOCK)), "x")
     gate.event.set()
     gated.wait_for(lambda: tier.leaving_bytes == 0 and gated.scratch.used_bytes == 0)
 
 
 def test_a_slot_is_not_reused_while_something_is_under_way_in_it(gate: Gate, gated: TransferPool) -> None:
     tier = tier_on(gated, 4)
-    parked = tier.park(torch.ones(BLOCK, dtype=torch.uint8), "x")
+    parked = tier.park(ByteRange.of(torch.ones(BLOCK, dtype=torch.uint8)), "x")
     tier.release(parked)
     assert gated.scratch.used_bytes == BLOCK
     gate.event.set()
@@ -232,7 +235,7 @@ def test_bytes_read_back_land_on_a_page_without_a_copy(tmp_path: Path) -> None:
     with TransferPool(ScratchFile(tmp_path), block_bytes=BLOCK) as pool:
         tier = DiskTier(pool, window_bytes=2 * BLOCK)
         source = torch.arange(3 * BLOCK + 5, dtype=torch.int64).to(torch.uint8)
-        parked = tier.park(source, "x")
+        parked = tier.park(ByteRange.of(source), "x")
         back, _ = tier.collect(tier.load(parked, is_urgent=True))
         assert back.data_ptr() % 4096 == 0
         assert torch.equal(back, source)
