@@ -9,10 +9,9 @@ read. `optimizer.state_dict()` reads everything back into tensors of its own; `l
 """
 
 import logging
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +21,9 @@ from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
 from memwall.apply.optimizer_state.ring import step_through
 from memwall.apply.optimizer_state.shares import Share, Shares
-from memwall.apply.partial_step import Arguments, inner_step_of, step_some, with_closure_called, without_closure
-from memwall.errors import ApplyError, MemwallError, StoreError
+from memwall.apply.optimizer_state.taken_step import TakenStep
+from memwall.apply.partial_step import Arguments, inner_step_of, step_some
+from memwall.errors import MemwallError, StoreError
 from memwall.store.buckets import Bucket, padded_bytes
 from memwall.store.location import check_directory, default_directory
 from memwall.store.scratch import ScratchFile
@@ -68,30 +68,27 @@ class OptimizerState:
         self._optimizer, self._pool = optimizer, pool
         self._min_bytes = min_bytes
         self._recorded = RecordedState() if is_recorded else None
-        self._withheld: list[dict[str, Any]] | None = None
-        self.failure: MemwallError | None = None
-        """The first transfer that failed in a step."""
         self._shares = self._new_shares(resident_bytes, bucket_bytes)
         pool.scratch.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
         with _disable_current_modes(), torch.no_grad():
             self._put_all_away()
-        before = optimizer.register_step_pre_hook(self._before_step)
-        after = optimizer.register_step_post_hook(self._after_step)
-        _order(optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
-        self._before_id = before.id
-        self._handles: list[Any] = [
-            before,
-            after,
-            optimizer.register_state_dict_post_hook(self._gathered, prepend=True),
-            optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
-        ]
-        # What copy.deepcopy and torch.save ask for; without it they would take what stands in for the state.
-        vars(optimizer)["__getstate__"] = self._whole
+        self._taken = TakenStep(
+            optimizer,
+            done_to_state="put its state on disk",
+            step=self._step_all,
+            copier=self._copier,
+            after_load=self._after_load,
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Whose state it is."""
         return self._optimizer
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """The first transfer that failed in a step."""
+        return self._taken.failure
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -120,11 +117,7 @@ class OptimizerState:
         Raises:
             StoreError: state cannot be read back; it stays on the meta device, so that nothing computes without it.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        vars(self._optimizer).pop("__getstate__", None)
-        self._give_groups_back()
+        self._taken.give_back()
         for share in self._shares.every:
             share.bucket.bring_back()
             share.bucket.release()
@@ -201,37 +194,9 @@ class OptimizerState:
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Does the step, bucket by bucket; what is left for the optimizer is a step without parameters."""
-        self._give_groups_back()
-        if next(reversed(_order(optimizer._optimizer_step_pre_hooks))) != self._before_id:
-            raise ApplyError(
-                f"a step pre-hook was registered on the {type(optimizer).__name__} after memwall put its state on "
-                "disk, and would run after the update that it belongs before; register it before the session starts"
-            )
-        args, kwargs = with_closure_called(args, kwargs)
-        try:
-            with torch.no_grad():
-                self._shares.adopt()
-                self._step_all(without_closure(args, kwargs))
-        except MemwallError as error:
-            self.failure = self.failure or error.without_frames()
-            raise
-        self._withheld, optimizer.param_groups = optimizer.param_groups, []
-        return args, kwargs
-
-    def _after_step(self, *_: Any) -> None:
-        self._give_groups_back()
-        # Pre-hooks registered meanwhile come before the next step.
-        _order(self._optimizer._optimizer_step_pre_hooks).move_to_end(self._before_id)
-
-    def _give_groups_back(self) -> None:
-        if self._withheld is not None:
-            self._optimizer.param_groups, self._withheld = self._withheld, None
-
     def _step_all(self, arguments: Arguments) -> None:
+        """Bucket by bucket."""
+        self._shares.adopt()
         parts = self._shares.parts()
         moving = [share for share in self._shares.every if share.has_gradient and share in parts]
         step_some(self._optimizer, self._inner_step, parts.get(None), arguments)
@@ -271,30 +236,14 @@ class OptimizerState:
 
     # -- saving and loading ----------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _gathered(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict with everything that is on disk, all of it in tensors that later steps do not change."""
+    def _copier(self) -> Callable[[Tensor], Tensor]:
+        """Everything that is on disk, and what is in memory: a step later that would belong to another state."""
         copies: dict[int, Tensor] = {}
         for share in self._shares.every:
             copies.update(share.bucket.copies())
+        return lambda value: copies[id(value)] if id(value) in copies else value.clone()
 
-        def copied(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: copied(item) for key, item in value.items()}
-            if not isinstance(value, Tensor):
-                return value
-            # What is in memory is copied too: a step later it would belong to another state than the rest.
-            return copies[id(value)] if id(value) in copies else value.clone()
-
-        return {**state_dict, "state": copied(state_dict["state"])}
-
-    def _whole(self) -> dict[str, Any]:
-        """What a copy or a pickle of the optimizer gets."""
-        whole = self._gathered(self._optimizer, type(self._optimizer).__getstate__(self._optimizer))
-        return {**whole, "state": defaultdict(dict, whole["state"])}
-
-    @torch.no_grad()
-    def _after_load(self, _: torch.optim.Optimizer) -> None:
+    def _after_load(self) -> None:
         """Writes what was loaded in place of what was on disk."""
         for share in self._shares.every:
             share.bucket.forget()
@@ -364,8 +313,3 @@ def open_optimizer_state(
                 kept.tenant = None
 
     return state, close
-
-
-def _order(hooks: Any) -> "OrderedDict[int, Any]":
-    """Step hooks by number, in the order in which they run (torch.optim.Optimizer.__init__)."""
-    return cast("OrderedDict[int, Any]", hooks)
