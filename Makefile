@@ -1,6 +1,7 @@
 # Everything runs in .venv, which the first target that needs it creates; nothing is installed outside of it.
 #   make test     set up, then the whole test suite
 #   make test-kernels   the tests that need triton, which a folder of its own gets (Linux; 285 MB once)
+#   make test-low-bit   the tests that need torchao, which a folder of its own gets (26 MB once)
 #   make test-deepspeed   real DeepSpeed on CPUs, in an environment of its own
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
@@ -17,6 +18,10 @@ STAMP := .venv/.installed
 # Beside the other packages, not among them: torch imports triton wherever it finds one, and `make test` stays without.
 TRITON := 3.9.0
 TRITON_FOLDER := .venv/triton-$(TRITON)
+# Beside them, too: transformers imports torchao wherever it finds one.
+TORCHAO := 0.18.0
+TORCHAO_FOLDER := .venv/torchao-$(TORCHAO)
+LOW_BIT_TESTS := $(wildcard tests/apply/optimizer_state/test_low_bit*.py)
 KERNEL_TESTS := tests/kernels/test_interpreter.py tests/kernels/test_ahead_of_time.py
 # An environment on top of .venv: among its packages, DeepSpeed would be imported by every test of Accelerate's.
 DEEPSPEED := .venv/deepspeed
@@ -25,7 +30,7 @@ DEEPSPEED_OPS := AsyncIOBuilder CPUAdamBuilder ShareMemCommBuilder
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap clean
+.PHONY: venv test test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap clean
 
 venv: $(STAMP)
 
@@ -66,6 +71,13 @@ $(TRITON_FOLDER)/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TRITON_FOLDER) triton==$(TRITON)
 	touch $@
 
+test-low-bit: $(TORCHAO_FOLDER)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(TORCHAO_FOLDER) $(BIN)/python -m pytest $(LOW_BIT_TESTS)
+
+$(TORCHAO_FOLDER)/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TORCHAO_FOLDER) torchao==$(TORCHAO)
+	touch $@
+
 unit: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu and not cgroup and not deepspeed"
 
@@ -96,6 +108,9 @@ bench-cap: $(STAMP)
 # The least memory under which cases of the zoo finish; needs the right to make a memory control group.
 smallest-cap: $(STAMP)
 	$(BIN)/python benchmarks/smallest_cap.py
+
+bench-low-bit: $(TORCHAO_FOLDER)/.installed
+	PYTHONPATH=$(CURDIR)/$(TORCHAO_FOLDER) $(BIN)/python benchmarks/low_bit_state.py
 
 bench-heap: $(STAMP)
 	$(BIN)/python benchmarks/heap.py

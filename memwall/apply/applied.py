@@ -29,6 +29,7 @@ from memwall.plan.actions import (
     AllocatorReuse,
     Autocast,
     FusedKernels,
+    LowBitState,
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
@@ -96,7 +97,7 @@ class AppliedPlan:
         try:
             if not any(isinstance(action, ParameterPlacement) for action in self.plan.actions):
                 self.parameters.bring_back()
-            if not any(isinstance(action, OptimizerPlacement) for action in self.plan.actions):
+            if not any(isinstance(action, OptimizerPlacement | LowBitState) for action in self.plan.actions):
                 self.keeper.bring_back()
             done: set[Callable[..., Any]] = set()
             for action in self.plan.actions:
@@ -138,7 +139,7 @@ class AppliedPlan:
             return
         self.optimizers += (optimizer,)
         for action in self.plan.actions:
-            if isinstance(action, OptimizerPlacement):
+            if isinstance(action, OptimizerPlacement | LowBitState):
                 self._place_state(action)
 
     def begin_step(self) -> None:
@@ -216,15 +217,24 @@ class AppliedPlan:
         if self.optimizers:
             self._place_state(action)
 
-    def _place_state(self, action: OptimizerPlacement) -> None:
+    def _apply_low_bit_state(self, action: Action) -> None:
+        assert isinstance(action, LowBitState)
+        if self.optimizers:
+            self._place_state(action)
+
+    def _place_state(self, action: OptimizerPlacement | LowBitState) -> None:
+        is_placement = isinstance(action, OptimizerPlacement)
         if len(self.optimizers) > 1:
             raise ApplyError(
-                "the plan keeps the optimizer's state on disk, and this model is stepped by several "
-                f"({joint_name(self.optimizers)}), whose state stays in memory; make a plan from a trace of this "
-                "training, or give a budget in place of a plan"
+                f"the plan keeps the optimizer's state {'on disk' if is_placement else 'in 8 bits'}, and this model is "
+                f"stepped by several ({joint_name(self.optimizers)}), whose state stays in memory; make a plan from a "
+                "trace of this training, or give a budget in place of a plan"
             )
         self._undo.append(self.keeper.bring_back)
-        self.keeper.place(self.optimizers[0], action)
+        if isinstance(action, OptimizerPlacement):
+            self.keeper.place(self.optimizers[0], action)
+        else:
+            self.keeper.close_moments(self.optimizers[0])
 
     def _apply_parameter_placement(self, action: Action) -> None:
         assert isinstance(action, ParameterPlacement)
@@ -253,5 +263,6 @@ HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
     Autocast: AppliedPlan._apply_autocast,
     FusedKernels: AppliedPlan._apply_kernels,
     OptimizerPlacement: AppliedPlan._apply_optimizer_placement,
+    LowBitState: AppliedPlan._apply_low_bit_state,
     ParameterPlacement: AppliedPlan._apply_parameter_placement,
 }

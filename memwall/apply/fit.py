@@ -44,7 +44,8 @@ def fit(
             rest. Of several the state stays in memory, and so do parameters.
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU).
+        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
+            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU).
 
     Raises:
         UsageError: neither or both of budget and plan; a budget that is no size; no optimizer of this model.

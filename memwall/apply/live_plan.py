@@ -23,6 +23,7 @@ from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.plan.actions import AllocatorReuse
 from memwall.plan.blocks import find_blocks
 from memwall.plan.legality import can_autocast, can_pack
+from memwall.plan.low_bit import why_no_low_bits
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings, steady_step
 from memwall.trace.records import Trace
@@ -126,9 +127,13 @@ class LivePlan:
         self.stop_recording()
         self._measured.note_first_step(peak_bytes)
         self.settings = msgspec.structs.replace(self.settings, kernels=self._kernels.found_in(self.trace))
-        reason = can_pack(self.trace, self.settings.allow)
-        if reason is not None and "low-bit-offload" in self.settings.allow:
+        allow = self.settings.allow
+        reason = can_pack(self.trace, allow) if "low-bit-offload" in allow else None
+        if reason is not None:
             _log.warning("no saved tensor leaves in int8: %s", reason)
+        reason = why_no_low_bits(self.trace, allow) if "low-bit-optimizer" in allow else None
+        if reason is not None:
+            _log.warning("no optimizer state is kept in 8 bits: %s", reason)
         try:
             self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizers), self.allocator)
         except InfeasibleError:

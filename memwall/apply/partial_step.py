@@ -28,8 +28,11 @@ Part = Sequence[tuple[int, list[Tensor]]]
 _ELSEWHERE = {"Lion": ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")}
 
 
-def inner_step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+def inner_step_of(optimizer: torch.optim.Optimizer, *, kept: str = "on disk") -> Callable[..., Any]:
     """The step below the hooks, of an optimizer that may be stepped a few parameters at a time.
+
+    Args:
+        kept: where its state is to be between steps, for messages.
 
     Raises:
         ApplyError: it may not, or is not known to.
@@ -37,7 +40,7 @@ def inner_step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     kind: Any = type(optimizer)
     if not _is_known(kind):
         raise ApplyError(
-            f"the state of {kind.__module__}.{kind.__qualname__} cannot be kept on disk: memwall steps a few "
+            f"the state of {kind.__module__}.{kind.__qualname__} cannot be kept {kept}: memwall steps a few "
             "parameters at a time, which is known to change nothing for torch.optim's "
             f"{', '.join(sorted(STEPPED_ALONE - _ELSEWHERE.keys()))} and lion-pytorch's Lion alone; use one of these, "
             "or plan without moving optimizer state"
@@ -51,14 +54,14 @@ def inner_step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise ApplyError(
-                f"a differentiable {kind.__qualname__} keeps its state in the graph, so it cannot be on disk; "
+                f"a differentiable {kind.__qualname__} keeps its state in the graph, so it cannot be {kept}; "
                 "pass differentiable=False"
             )
         for parameter in group["params"]:
             if parameter.device.type != "cpu":
                 raise ApplyError(
-                    f"{kind.__qualname__} trains parameters on {parameter.device}; its state goes to disk from "
-                    "CPU memory only; plan for this device without moving optimizer state"
+                    f"{kind.__qualname__} trains parameters on {parameter.device}; its state is kept {kept} for CPU "
+                    "parameters only; plan for this device without that"
                 )
     return inner
 

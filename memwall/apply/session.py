@@ -17,6 +17,7 @@ from memwall.apply.first_calls import settle_first_calls
 from memwall.apply.live_plan import LivePlan
 from memwall.apply.measurements import Measurements
 from memwall.apply.microbatch import shifts_labels
+from memwall.apply.optimizer_state.low_bit import load_torchao
 from memwall.apply.parking import close_unneeded
 from memwall.apply.planning import check_plan_is_for, excess_bytes
 from memwall.apply.redo import Redo
@@ -62,11 +63,15 @@ class Session:
                 f"the plan is for device {plan.forecast.device}, and torch finds no CUDA device here; run it on a "
                 "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
             )
+        is_low_bit = "low-bit-optimizer" in allow
+        if is_low_bit:
+            load_torchao()  # before a step is recorded, so that what it takes is known
         settings = Settings(
             budget_bytes=budget_bytes if budget_bytes is not None else (plan.forecast.budget_bytes or 0) if plan else 0,
             disk=disk,
             disk_capacity_bytes=disk_capacity_bytes,
             allow=tuple(allow),
+            is_torchao_loaded=is_low_bit,
         )
         self.state: Literal["waiting", "recording", "running", "closed"] = "waiting"
         self.measured = Measurements()

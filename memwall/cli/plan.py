@@ -130,10 +130,12 @@ def plan(
             "plan from the package.module:factory or the config.json, or give --allow kernels to `memwall run`"
         )
     from memwall.plan.legality import can_pack
+    from memwall.plan.low_bit import why_no_low_bits
 
-    reason = can_pack(trace, allowed) if "low-bit-offload" in allowed else None
-    if reason is not None:
-        raise UsageError(f"--allow low-bit-offload: {reason}")
+    for kind, judge in (("low-bit-offload", can_pack), ("low-bit-optimizer", why_no_low_bits)):
+        reason = judge(trace, allowed) if kind in allowed else None
+        if reason is not None:
+            raise UsageError(f"--allow {kind}: {reason}")
     from msgspec.structs import replace
     from rich.console import Group
     from rich.text import Text

@@ -39,7 +39,8 @@ class MemwallPlugin:
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU).
+        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
+            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU).
     """
 
     def __init__(

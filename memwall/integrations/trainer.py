@@ -52,7 +52,8 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU).
+        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
+            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU).
         history: directory; the CUDA allocator is recorded from here on, and a snapshot is written there when memory
             runs out. Build the callback before the model, whose tensors have no stack otherwise (it says so).
         history_at_end: with `history`, write one when training ends as well.

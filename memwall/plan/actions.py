@@ -16,6 +16,7 @@ __all__ = [
     "Exactness",
     "FusedKernels",
     "LeavingForm",
+    "LowBitState",
     "Offload",
     "OptimizerPlacement",
     "ParameterPlacement",
@@ -147,6 +148,15 @@ class OptimizerPlacement(
     exactness: Exactness = "bit-exact"
 
 
+class LowBitState(Struct, frozen=True, kw_only=True, tag_field="kind", tag="low-bit-state", forbid_unknown_fields=True):
+    """Keeps the moments of Adam and AdamW in 8 bits between steps; a step opens them slice by slice."""
+
+    bits: Literal[8] = 8
+    saved_bytes: int | None = None
+    cost_seconds: float | None = None
+    exactness: Exactness = "changes-numerics"
+
+
 class ParameterPlacement(
     Struct, frozen=True, kw_only=True, tag_field="kind", tag="parameter-placement", forbid_unknown_fields=True
 ):
@@ -177,6 +187,7 @@ Action = (
     | FusedKernels
     | AllocatorReuse
     | OptimizerPlacement
+    | LowBitState
     | ParameterPlacement
 )
 
@@ -185,6 +196,6 @@ def kinds() -> dict[str, type[Struct]]:
     """Action records by the name they have in a plan file."""
     records: tuple[type[Struct], ...] = (
         *(Recompute, Rebuild, Offload, Accumulate, Autocast, FusedKernels),
-        *(AllocatorReuse, OptimizerPlacement, ParameterPlacement),
+        *(AllocatorReuse, OptimizerPlacement, LowBitState, ParameterPlacement),
     )
     return {str(record.__struct_config__.tag): record for record in records}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct
 
 from memwall.errors import IntegrationError
-from memwall.plan.actions import Accumulate, Action, Autocast, OptimizerPlacement
+from memwall.plan.actions import Accumulate, Action, Autocast, LowBitState, OptimizerPlacement
 from memwall.plan.planfile import Plan
 from memwall.store.location import check_directory, default_directory
 from memwall.units import format_bytes
@@ -114,6 +114,11 @@ def deepspeed_config(
     ranks = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 1:
         raise IntegrationError(f"world_size is {ranks}; expected the number of ranks that train, 1 or more")
+    if any(isinstance(action, LowBitState) for action in plan.actions):
+        raise IntegrationError(
+            "the plan keeps the optimizer's moments in 8 bits, which DeepSpeed's optimizers do not; make a plan "
+            "without --allow low-bit-optimizer"
+        )
     placement = next((a for a in plan.actions if isinstance(a, OptimizerPlacement)), None)
     state: Place = "none" if placement is None else "nvme" if placement.tier == "disk" else "cpu"
     dtype = next((a.dtype for a in plan.actions if isinstance(a, Autocast)), None)

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from memwall.plan.actions import Action, Offload, OptimizerPlacement, ParameterPlacement
+from memwall.plan.actions import Action, LowBitState, Offload, OptimizerPlacement, ParameterPlacement
 from memwall.plan.fused import could_have_kernels
 from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can_use_kernels
+from memwall.plan.low_bit import why_no_low_bits
 from memwall.predict.curve import peak_of
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
@@ -38,6 +39,11 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequenc
         saved_text = format_bytes(action.saved_bytes or 0)
         if isinstance(action, OptimizerPlacement):
             reasons.append(f"{saved_text} of optimizer state are read from disk and written in each step")
+        if isinstance(action, LowBitState):
+            reasons.append(
+                f"the optimizer's moments are in {action.bits} bits between steps, {saved_text} less; each is off by "
+                "up to half of a step of torchao's table, and updates with it"
+            )
         if isinstance(action, ParameterPlacement):
             reasons.append(
                 f"{saved_text} of parameters and gradients are on disk between their uses: parameters are read in each "
@@ -72,6 +78,8 @@ def relaxations(trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> tup
         found.append("allow fused kernels for norms, gated MLPs and the loss of a language model: --allow kernels")
     if can_autocast(trace, ("precision",)) is None and "precision" not in allow:
         found.append("allow bfloat16 autocast, which changes numerics: --allow precision")
+    if why_no_low_bits(trace, ("low-bit-optimizer",)) is None and "low-bit-optimizer" not in allow:
+        found.append(f"keep {trace.optimizer}'s moments in 8 bits, which changes numerics: --allow low-bit-optimizer")
     found.append("shorten the sequence or lower the resolution")
     return tuple(found)
 

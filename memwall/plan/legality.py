@@ -13,6 +13,7 @@ __all__ = [
     "STEPPED_ALONE",
     "can_accumulate",
     "can_autocast",
+    "can_keep_low_bits",
     "can_move_optimizer_state",
     "can_move_parameters",
     "can_offload",
@@ -35,6 +36,8 @@ torch has not, of lion-pytorch; `memwall.apply.partial_step` looks at which clas
 LBFGS mixes all of them. Others mix some, as by a norm over all gradients, or count their steps in a group; whoever adds
 a class here has read its step.
 """
+
+_WITH_MOMENTS = ("Adam", "AdamW")
 
 
 def can_recompute(trace: Trace, model: StepModel, block: BlockCalls) -> str | None:
@@ -142,6 +145,25 @@ def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int
         return f"{trace.optimizer} has no state that is large enough to move"
     if state_bytes > capacity_bytes:
         return f"the state needs {format_bytes(state_bytes)} of disk, there are {format_bytes(capacity_bytes)}"
+    return None
+
+
+def can_keep_low_bits(trace: Trace, num_elements: int, allow: tuple[str, ...]) -> str | None:
+    """None if the optimizer's moments may be in 8 bits between steps, else why not.
+
+    Args:
+        num_elements: of all moments that are large enough.
+    """
+    if "low-bit-optimizer" not in allow:
+        return "optimizer state in 8 bits changes numerics; allow it with --allow low-bit-optimizer"
+    if trace.device != "cpu":
+        return f"optimizer state is kept in 8 bits in CPU memory only; the step is for '{trace.device}'"
+    if trace.optimizer not in _WITH_MOMENTS:
+        return f"only moments of {' and '.join(_WITH_MOMENTS)} are kept in 8 bits; {trace.optimizer or 'nothing'} steps"
+    if num_elements == 0:
+        return f"{trace.optimizer} has no moment in float32 of 4,096 elements or more, in whole blocks of 256"
+    if find_spec("torchao") is None:
+        return "optimizer state in 8 bits is kept by torchao, which is not installed: pip install torchao"
     return None
 
 

@@ -26,6 +26,7 @@ _NAMES = {
 _PLACED = {
     "kernels": "fused kernels",
     "optimizer-placement": "optimizer state to disk",
+    "low-bit-state": "optimizer state in 8 bits, lossy",
     "parameter-placement": "parameters and gradients to disk",
 }
 

@@ -18,6 +18,7 @@ from memwall.plan.forecast import Lever
 from memwall.plan.instance import Choice, Instance, Link
 from memwall.plan.legality import can_accumulate, can_offload, can_reuse_allocator
 from memwall.plan.levers import levers_of
+from memwall.plan.low_bit import LIBRARY_BYTES
 from memwall.plan.menu import Costs, Menu, build_instance, build_menus
 from memwall.plan.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES, block_actions, treatments_of_choice, window_bytes_of
@@ -51,6 +52,9 @@ class PlacedSearch:
         self._trace, self._settings = problem.trace, problem.settings
         self._process, self._steady = problem.process, problem.steady
         self._packs = packs
+        is_new = place.low_bit is not None and not self._settings.is_torchao_loaded
+        self._library_bytes = LIBRARY_BYTES if is_new else 0
+        """What the actions load into the process, beside what it had when the step was recorded."""
 
     def best(self, limit_bytes: int) -> Candidate | None:
         """The cheapest candidate within so many process bytes.
@@ -58,6 +62,7 @@ class PlacedSearch:
         The user's own micro-batch comes first, so that equal costs leave it alone.
         """
         best: Candidate | None = None
+        limit_bytes -= self._library_bytes
         if self._built_bytes > limit_bytes:
             return None
         for model, num_parts in self._models():
@@ -101,7 +106,7 @@ class PlacedSearch:
         plain = self._process.untreated(model.step)
         # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
         if self._place.parameters is None and self._process.fits_untouched(
-            plain.process_bytes, budget_bytes=self._settings.budget_bytes, limit_bytes=limit_bytes
+            plain.process_bytes, budget_bytes=self._settings.budget_bytes - self._library_bytes, limit_bytes=limit_bytes
         ):
             return self._found(model, num_parts, {}, plain, None, 0)
         best: Candidate | None = None
@@ -222,7 +227,7 @@ class PlacedSearch:
             extra_seconds += choice.extra_seconds
             bound = choice.lower_bound_seconds + split_seconds
             moved_bytes = num_parts * sum(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
-        process_bytes = resident.process_bytes + window_bytes
+        process_bytes = resident.process_bytes + window_bytes + self._library_bytes
         fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self._problem.plain_fault_seconds
         if not resident.is_default:
             actions.append(
@@ -262,5 +267,5 @@ class PlacedSearch:
             raise PlanError("the solver found no plan at the smallest budget it gave; please report the trace")
         treatments = treatments_of_choice(menus, choice)
         step = model.treated(treatments)
-        process_bytes = self._resident(step, 0).process_bytes + window_bytes_of(menus, choice)
+        process_bytes = self._resident(step, 0).process_bytes + window_bytes_of(menus, choice) + self._library_bytes
         return self._process.budget_for(max(process_bytes, self._built_bytes))

@@ -1,12 +1,13 @@
-"""Where what stands between steps may be, beside memory: the optimizer's state, and with it the parameters."""
+"""Where what stands between steps may be, and how: the optimizer's state, and with it the parameters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from memwall.plan.actions import Action, OptimizerPlacement, ParameterPlacement
+from memwall.plan.actions import Action, LowBitState, OptimizerPlacement, ParameterPlacement
 from memwall.plan.legality import can_move_optimizer_state
 from memwall.plan.parameters import parameter_placements, streamed
 from memwall.plan.placement import MIN_STATE_BYTES, optimizer_placements, placed
+from memwall.predict.low_bit_state import with_low_bit_state
 from memwall.predict.state_on_disk import movable_state_bytes
 from memwall.trace.records import Step, Trace
 
@@ -19,16 +20,18 @@ class Place(NamedTuple):
     state: OptimizerPlacement | None = None
     parameters: ParameterPlacement | None = None
     """Only where all of the state is away, too."""
+    low_bit: LowBitState | None = None
+    """State in memory, with fewer digits."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
         """In the order in which they are applied."""
-        return tuple(action for action in (self.parameters, self.state) if action is not None)
+        return tuple(action for action in (self.parameters, self.state, self.low_bit) if action is not None)
 
     @property
     def seconds(self) -> float:
         """What a step takes longer."""
-        return sum(action.cost_seconds or 0.0 for action in (self.state, self.parameters) if action is not None)
+        return sum(action.cost_seconds or 0.0 for action in self.actions)
 
     @property
     def away_bytes(self) -> int:
@@ -69,4 +72,6 @@ def place_step(trace: Trace, step: Step, place: Place) -> Step:
     """The step with state and parameters there."""
     if place.state is not None:
         step = placed(step, place.state)
+    if place.low_bit is not None:
+        step = with_low_bit_state(step)
     return step if place.parameters is None else streamed(trace, step, place.parameters)

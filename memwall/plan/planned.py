@@ -1,6 +1,14 @@
 """The step that a plan makes of a trace: what runs, recomputed operations and second lives included."""
 
-from memwall.plan.actions import Accumulate, Offload, OptimizerPlacement, ParameterPlacement, Rebuild, Recompute
+from memwall.plan.actions import (
+    Accumulate,
+    LowBitState,
+    Offload,
+    OptimizerPlacement,
+    ParameterPlacement,
+    Rebuild,
+    Recompute,
+)
 from memwall.plan.blocks import find_blocks
 from memwall.plan.microbatch import with_micro_batch
 from memwall.plan.places import Place, place_step
@@ -35,7 +43,8 @@ def planned_step(trace: Trace, plan: Plan) -> Step:
     """The steady step of a trace under a plan made from it."""
     state = next((action for action in plan.actions if isinstance(action, OptimizerPlacement)), None)
     parameters = next((action for action in plan.actions if isinstance(action, ParameterPlacement)), None)
-    step = place_step(trace, steady_step(trace), Place(state, parameters))
+    low_bit = next((action for action in plan.actions if isinstance(action, LowBitState)), None)
+    step = place_step(trace, steady_step(trace), Place(state, parameters, low_bit))
     for action in plan.actions:
         if isinstance(action, Accumulate):
             step = with_micro_batch(trace, step, action.micro_batch)

@@ -16,6 +16,7 @@ from memwall.plan.device_phases import with_device_phases
 from memwall.plan.explain import infeasible_message, relaxations
 from memwall.plan.fused import kernels_compared
 from memwall.plan.legality import can_autocast, can_pack, can_use_kernels
+from memwall.plan.low_bit import low_bit_state, why_no_low_bits
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.plan.placed_search import PlacedSearch
 from memwall.plan.places import IN_MEMORY, Place, parameters_away, state_away
@@ -60,7 +61,8 @@ def plan(
         budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
         disk: directory of the next tier; by default the one measured when the trace was recorded.
         disk_capacity_bytes: the most to take of it; by default all that is free.
-        allow: relaxations: "kernels" round at other points; "precision" and "low-bit-offload" change numerics.
+        allow: relaxations: "kernels" round at other points; "precision", "low-bit-offload" and "low-bit-optimizer"
+            change numerics.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.translate), where it is not here.
@@ -152,6 +154,10 @@ class _Search:
                 self._parameters_stay = found
             else:
                 self._last_resorts = found
+        self._low_bit: tuple[Place, ...] = ()
+        """State in memory, in 8 bits; () where that is not legal."""
+        if settings.can_move_state and why_no_low_bits(trace, settings.allow) is None:
+            self._low_bit = (Place(low_bit=low_bit_state(trace, self.steady)),)
         self._can_pack = can_pack(trace, settings.allow) is None
         self._smallest_bytes: int | None = None
 
@@ -183,11 +189,15 @@ class _Search:
     def best(self) -> Candidate | None:
         """The cheapest candidate that fits; one that loses digits only where that is worth it."""
         exact = self._best(packs=False)
-        packed = self._best(packs=True) if self._can_pack and (exact is None or exact.actions) else None
-        if exact is None or packed is None:
-            return exact or packed
-        is_worth_it = self.seconds_of(exact) >= _WORTH_DIGITS * self.seconds_of(packed)
-        return packed if is_worth_it else exact
+        if exact is not None and not exact.actions:
+            return exact
+        packed = self._best(packs=True) if self._can_pack else None
+        low_bit = (self._best_at(place, packs=self._can_pack) for place in self._low_bit)
+        lossy = min((one for one in (packed, *low_bit) if one is not None), key=self.seconds_of, default=None)
+        if exact is None or lossy is None:
+            return exact or lossy
+        is_worth_it = self.seconds_of(exact) >= _WORTH_DIGITS * self.seconds_of(lossy)
+        return lossy if is_worth_it else exact
 
     def _best(self, *, packs: bool) -> Candidate | None:
         best = in_memory = self._best_at(IN_MEMORY, packs=packs)
@@ -239,7 +249,7 @@ class _Search:
     def smallest_bytes(self) -> int:
         """The smallest budget for which a plan exists, margin included, with every tier that is there."""
         if self._smallest_bytes is None:
-            leanest = (next(iter(self._places), IN_MEMORY), *self._last_resorts[-1:])
+            leanest = (next(iter(self._places), IN_MEMORY), *self._low_bit, *self._last_resorts[-1:])
             self._smallest_bytes = min(
                 PlacedSearch(self._problem, place, packs=self._can_pack).smallest_bytes() for place in leanest
             )

@@ -24,6 +24,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Whether the loop can be given smaller micro-batches."""
     can_move_state: bool = True
     """Whether the optimizer, as far as it is known, can be stepped a few parameters at a time."""
+    is_torchao_loaded: bool = False
+    """Whether the process had torchao loaded when the step was recorded."""
     parameters_stay: str = ""
     """Why the model's parameters cannot be on disk between their uses; "" where nothing is known against it."""
     hardware: Hardware | None = None

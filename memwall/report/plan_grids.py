@@ -10,6 +10,7 @@ from memwall.plan.actions import (
     AllocatorReuse,
     Autocast,
     FusedKernels,
+    LowBitState,
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
@@ -194,6 +195,8 @@ def _what(action: Action) -> str:
             return f"allocator policy {action.policy}"
         case OptimizerPlacement():
             return f"optimizer state to {action.tier}"
+        case LowBitState():
+            return f"optimizer state in {action.bits} bits, lossy"
         case ParameterPlacement():
             return f"parameters and gradients to {action.tier}"
         case _:
@@ -218,6 +221,8 @@ def _where(actions: Sequence[Action]) -> str:
             return "process" + (f"; free pages returned above {format_bytes(limit_bytes)}" if limit_bytes else "")
         case OptimizerPlacement(resident_bytes=resident_bytes):
             return "between steps" + (f"; {format_bytes(resident_bytes)} stay" if resident_bytes else "")
+        case LowBitState():
+            return "between steps"
         case ParameterPlacement(staying=staying):
             return "between uses" + (
                 f"; parameters stay in {block_ranges(sorted(staying, key=_natural))}" if staying else ""

@@ -125,6 +125,22 @@ def test_packing_is_refused_where_nothing_can_be_packed(tmp_path: Path, capsys: 
     assert "--allow low-bit-offload: there is no disk to move saved tensors to; pass --disk DIR" in message
 
 
+def test_moments_in_8_bits_are_refused_for_another_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = Workload(
+        model=torch.nn.Linear(64, 64),
+        batch=torch.randn(4, 64),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )
+    path = tmp_path / "t.trace"
+    save_trace(record(workload), path)
+    assert main(["plan", str(path), "--budget", "1GiB", "--allow", "low-bit-optimizer"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "--allow low-bit-optimizer: only moments of Adam and AdamW are kept in 8 bits; SGD steps" in message
+
+
 @pytest.mark.requires("transformers")
 def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, config: str) -> None:
     """Where nothing is to be done both say the same of each; under a plan the steps need less, and resuming does not.

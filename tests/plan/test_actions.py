@@ -15,6 +15,7 @@ from memwall.plan.actions import (
     AllocatorReuse,
     Autocast,
     FusedKernels,
+    LowBitState,
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
@@ -49,6 +50,10 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
         OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=2, min_bytes=1),
         ("optimizer state to disk", "between steps", "bit-exact"),
     ),
+    "low-bit-state": (
+        LowBitState(),
+        ("optimizer state in 8 bits, lossy", "between steps", "changes-numerics"),
+    ),
     "parameter-placement": (
         ParameterPlacement(tier="disk", blocks=("h.0", "h.1"), window_bytes=2, min_bytes=1, written_bytes=3),
         ("parameters and gradients to disk", "between uses", "bit-exact"),
@@ -66,6 +71,7 @@ LEGALITY = {
     "kernels": "can_use_kernels",
     "allocator": "can_reuse_allocator",
     "optimizer-placement": "can_move_optimizer_state",
+    "low-bit-state": "can_keep_low_bits",
     "parameter-placement": "can_move_parameters",
     "packed": "can_pack",
 }

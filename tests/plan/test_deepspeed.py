@@ -11,7 +11,16 @@ from plans import a_plan
 from torch import nn
 
 from memwall.errors import IntegrationError, StoreError
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, OptimizerPlacement, Recompute
+from memwall.plan.actions import (
+    Accumulate,
+    Action,
+    AllocatorReuse,
+    Autocast,
+    LowBitState,
+    Offload,
+    OptimizerPlacement,
+    Recompute,
+)
 from memwall.plan.deepspeed import not_expressed, remarks
 from memwall.plan.planfile import Plan
 
@@ -208,6 +217,11 @@ def test_memory_is_pinned_for_a_device_with_a_link_of_its_own_only(tmp_path: Pat
 
 
 # -- optimizer and precision -------------------------------------------------------------------------------------------
+
+
+def test_moments_in_8_bits_are_refused() -> None:
+    with pytest.raises(IntegrationError, match="moments in 8 bits, which DeepSpeed's optimizers do not; make a plan"):
+        a_plan(LowBitState()).deepspeed_config()
 
 
 def test_an_optimizer_that_looks_at_a_parameters_shape_is_refused() -> None:

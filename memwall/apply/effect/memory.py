@@ -11,13 +11,13 @@ from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.cuda_setting import effective_setting
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.errors import NoEffectError
-from memwall.plan.actions import AllocatorReuse, OptimizerPlacement
+from memwall.plan.actions import AllocatorReuse, LowBitState, OptimizerPlacement
 from memwall.predict.malloc import policy_named
 from memwall.predict.process import TENSOR_HEAP
 from memwall.predict.tensor_heap import MIN_TENSOR_BYTES
 from memwall.units import format_bytes
 
-__all__ = ["AllocatorEffect", "PlacementEffect"]
+__all__ = ["AllocatorEffect", "LowBitEffect", "PlacementEffect"]
 
 # Another thread may free a block between two looks.
 _NUM_LOOKS = 8
@@ -121,6 +121,34 @@ class PlacementEffect:
     def close(self) -> None:
         """See `Effect`."""
         self._handle.remove()
+
+
+class LowBitEffect:
+    """Moments of the optimizer that steps are in 8 bits between steps."""
+
+    def __init__(
+        self, action: LowBitState, keeper: StateKeeper, optimizer: Callable[[], torch.optim.Optimizer | None]
+    ) -> None:
+        self.name = f"optimizer state in {action.bits} bits"
+        self.expected = "between steps moments are in a byte an element"
+        self._keeper, self._optimizer = keeper, optimizer
+
+    def is_seen(self) -> bool:
+        """See `Effect`."""
+        return self._keeper.num_low_bit > 0
+
+    def contrary(self) -> str:
+        """See `Effect`."""
+        optimizer = self._optimizer()
+        if optimizer is None or not optimizer.state or self._keeper.num_low_bit:
+            return ""
+        return (
+            f"no moment of the {type(optimizer).__name__} is: its parameters are not in float32, lie with gaps or in "
+            "another order in memory, or have less than 4,096 elements or no whole number of blocks of 256"
+        )
+
+    def close(self) -> None:
+        """See `Effect`."""
 
 
 class _MallocInfo(ctypes.Structure):

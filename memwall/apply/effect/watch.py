@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from memwall.apply.effect.blocks import OffloadEffect, RebuildEffect, RecomputeEffect, Watched, own_weight
 from memwall.apply.effect.effect import Effect, Effects
 from memwall.apply.effect.kernels import KernelsEffect
-from memwall.apply.effect.memory import AllocatorEffect, PlacementEffect
+from memwall.apply.effect.memory import AllocatorEffect, LowBitEffect, PlacementEffect
 from memwall.apply.effect.numerics import AccumulationEffect, AutocastEffect
 from memwall.apply.effect.parameters import ParameterEffect
 from memwall.plan.actions import (
@@ -15,6 +15,7 @@ from memwall.plan.actions import (
     AllocatorReuse,
     Autocast,
     FusedKernels,
+    LowBitState,
     Offload,
     OptimizerPlacement,
     ParameterPlacement,
@@ -89,6 +90,11 @@ def _placement(applied: "AppliedPlan", action: Action) -> Effect:
     return PlacementEffect(action, applied.model, applied.keeper, lambda: next(iter(applied.optimizers), None))
 
 
+def _low_bit(applied: "AppliedPlan", action: Action) -> Effect:
+    assert isinstance(action, LowBitState)
+    return LowBitEffect(action, applied.keeper, lambda: next(iter(applied.optimizers), None))
+
+
 def _parameters(applied: "AppliedPlan", action: Action) -> Effect:
     assert isinstance(action, ParameterPlacement)
     return ParameterEffect(action, applied.parameters)
@@ -103,5 +109,6 @@ EFFECTS: dict[type, Callable[["AppliedPlan", Action], Effect | None]] = {
     FusedKernels: _kernels,
     AllocatorReuse: _allocator,
     OptimizerPlacement: _placement,
+    LowBitState: _low_bit,
     ParameterPlacement: _parameters,
 }

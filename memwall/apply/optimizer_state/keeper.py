@@ -1,4 +1,7 @@
-"""Where a session's optimizer state is: in memory until a step or a plan moves it, and carried over between plans."""
+"""Where a session's optimizer state is, and how: in memory until a step or a plan moves it or puts it into 8 bits.
+
+It is carried over between plans.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -9,6 +12,7 @@ import torch
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.open_on_disk import OpenOnDisk
+from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.on_disk import OptimizerState, open_optimizer_state
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.apply.partial_step import inner_step_of
@@ -56,6 +60,7 @@ class StateKeeper:
     ) -> None:
         self._disk, self._capacity_bytes, self._around_step = disk, capacity_bytes, around_step
         self._opened = OpenOnDisk[OptimizerState]()
+        self._low_bit: LowBitOptimizerState | None = None
 
     @property
     def _state(self) -> OptimizerState | None:
@@ -64,7 +69,7 @@ class StateKeeper:
     @property
     def failure(self) -> MemwallError | None:
         """The first transfer that failed in a step."""
-        return self._state.failure if self._state is not None else None
+        return next((kept.failure for kept in (self._state, self._low_bit) if kept and kept.failure), None)
 
     @property
     def is_away(self) -> bool:
@@ -76,6 +81,26 @@ class StateKeeper:
         """State that is on disk now."""
         return self._state.away_bytes if self._state is not None else 0
 
+    @property
+    def num_low_bit(self) -> int:
+        """Tensors of state that are in 8 bits now."""
+        return 0 if self._low_bit is None else self._low_bit.moments.num_closed
+
+    def close_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has the optimizer's moments in 8 bits; from disk they come a bucket at a time.
+
+        Raises:
+            ApplyError: it is not known how, or torchao is missing.
+            StoreError: state cannot be read back.
+        """
+        if self._low_bit is not None:
+            return
+        moments = LowBitMoments(optimizer)
+        if self._state is not None:
+            self._state.on_return = moments.close
+            self._opened.close()
+        self._low_bit = LowBitOptimizerState(moments)
+
     def place(self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement) -> None:
         """Puts the state where a plan has it, from wherever it is.
 
@@ -83,6 +108,7 @@ class StateKeeper:
             ApplyError: the optimizer cannot be stepped in parts.
             StoreError: the directory is missing, read-only, full, or a RAM disk.
         """
+        self._open_moments()
         if self._state is not None:
             self._state.end_recording()
             self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
@@ -154,12 +180,18 @@ class StateKeeper:
             yield
 
     def bring_back(self) -> None:
-        """All state is in memory again, and nothing on disk.
+        """All state is in memory again, as torch has it, and nothing on disk.
 
         Raises:
             StoreError: state cannot be read back, and no step has failed for that reason before.
         """
+        self._open_moments()
         self._opened.close()
+
+    def _open_moments(self) -> None:
+        low_bit, self._low_bit = self._low_bit, None
+        if low_bit is not None:
+            low_bit.undo()
 
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes written to disk and read from it since this was asked last."""

@@ -72,6 +72,8 @@ class OptimizerState:
         pool.scratch.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
         with _disable_current_modes(), torch.no_grad():
             self._put_all_away()
+        self.on_return: Callable[[Sequence[Tensor]], None] = lambda _: None
+        """Called by `undo` for parameters whose state is in memory again, before the next ones' is."""
         self._taken = TakenStep(
             optimizer,
             done_to_state="put its state on disk",
@@ -121,6 +123,7 @@ class OptimizerState:
         for share in self._shares.every:
             share.bucket.bring_back()
             share.bucket.release()
+            self.on_return(share.parameters)
 
     @torch.no_grad()
     def settle(self, *, resident_bytes: int, bucket_bytes: int) -> None:

@@ -1,0 +1,207 @@
+"""The moments of Adam and AdamW in 8 bits, in torchao's form; the optimizer's own step, slice by slice, in float32.
+
+Between steps a moment is torchao's `OptimState8bit`: codes, a scale for each 256 of them, a table. A step opens a slice
+of a parameter's moments, has the optimizer itself step that slice, and closes it. The update sees moments as they were
+before they are rounded again, as torchao's own AdamW8bit has it; unlike that it needs no compiler, and no learning rate
+that is a tensor. What is no whole number of blocks, or small, stays as it is.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memwall.apply.optimizer_state.kept_space import kept_space
+from memwall.apply.optimizer_state.taken_step import TakenStep
+from memwall.apply.partial_step import Arguments, inner_step_of, step_some
+from memwall.errors import ApplyError, MemwallError
+from memwall.predict.low_bit_state import BLOCK_ELEMENTS, SLICE_ELEMENTS, can_be_low_bit
+
+__all__ = ["LowBitMoments", "LowBitOptimizerState", "load_torchao"]
+
+# The moments, and whether they have a sign.
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+
+
+def load_torchao() -> Any:
+    """The class of torchao's that holds a tensor in 8 bits.
+
+    Raises:
+        ApplyError: torchao is not installed.
+    """
+    if find_spec("torchao") is None:
+        raise ApplyError("optimizer state in 8 bits is kept by torchao, which is not installed: pip install torchao")
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return OptimState8bit
+
+
+class LowBitMoments:
+    """The moments of one optimizer, some of them in 8 bits.
+
+    Args:
+        optimizer: torch's Adam or AdamW, on CPU parameters.
+
+    Raises:
+        ApplyError: another optimizer, torchao is missing, or the run is committed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        kind = type(optimizer)
+        if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+            raise ApplyError(
+                "the plan keeps moments in 8 bits, which is known for torch.optim's Adam and AdamW, and "
+                f"{kind.__module__}.{kind.__qualname__} steps this model; make a plan without --allow low-bit-optimizer"
+            )
+        if kept_space() is not None:
+            raise ApplyError(
+                "the plan keeps the optimizer's moments in 8 bits, which --checkpoint does not commit; run without "
+                "--checkpoint, and save in the script, or make a plan without --allow low-bit-optimizer"
+            )
+        self.optimizer = optimizer
+        self.inner_step = inner_step_of(optimizer, kept="in 8 bits")
+        self._form = load_torchao()
+
+    @property
+    def num_closed(self) -> int:
+        """Tensors that are in 8 bits now."""
+        return sum(isinstance(value, self._form) for state in self.optimizer.state.values() for value in state.values())
+
+    def can_close(self, parameter: Tensor) -> bool:
+        """Whether moments of this parameter are kept in 8 bits."""
+        return parameter.dtype == torch.float32 and parameter.is_contiguous() and can_be_low_bit(parameter.numel())
+
+    def close(self, parameters: Sequence[Tensor]) -> None:
+        """Puts moments of these parameters into 8 bits, those that are there, can be and are not."""
+        for parameter in parameters:
+            state = self.optimizer.state.get(parameter)
+            if not state or not self.can_close(parameter):
+                continue
+            for key in _MOMENTS.keys() & state.keys():
+                moment = state[key]
+                if not isinstance(moment, self._form) and not moment.is_meta:
+                    state[key] = self.new(parameter, key)
+                    for begin, end in _slices(parameter):
+                        self.write(state[key], begin, end, moment.reshape(-1)[begin:end])
+
+    def close_all(self) -> None:
+        """Of all parameters."""
+        for group in self.optimizer.param_groups:
+            self.close(group["params"])
+
+    def new(self, parameter: Tensor, key: str) -> Any:
+        """A moment of zeros."""
+        return self._form.zeros(parameter.shape, _MOMENTS[key], BLOCK_ELEMENTS, parameter.device, parameter.dtype)
+
+    def write(self, moment: Any, begin: int, end: int, values: Tensor) -> None:
+        """Closes a slice: codes and scales that torchao finds for it, found in half the time on a CPU.
+
+        In place of torchao's own search for a code, a loop of operations on int64, torch's for a place in a sorted
+        tensor (torchao/optim/quant_utils.py, `quantize_8bit_with_qmap`).
+        """
+        codes, scales, table = _part(moment, begin, end)
+        blocks = values.view(-1, BLOCK_ELEMENTS)
+        torch.amax(blocks.abs(), -1, out=scales).clip_(1e-12)
+        scaled = (blocks / scales.view(-1, 1)).view(-1)
+        below = torch.bucketize(scaled, table, out_int32=True, right=True).sub_(1).clamp_(min=0)
+        halves = torch.cat([(table[1:] - table[:-1]) * 0.5, table.new_tensor([torch.inf])])
+        rest = scaled.sub_(table[below])
+        codes.copy_(below.add_(rest >= halves[below]))
+
+    def opened(self, value: Any, begin: int, end: int) -> Any:
+        """A slice of a moment in float32; anything else, as the count of steps, for this slice alone."""
+        if isinstance(value, self._form):
+            return self._form(*_part(value, begin, end), value.signed, value.dtype).dequantize()
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def copy(self, value: Tensor) -> Tensor:
+        """As torch would have it."""
+        if not isinstance(value, self._form):
+            return value.clone()
+        whole = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+        for begin, end in _slices(whole):
+            whole.view(-1)[begin:end] = self.opened(value, begin, end)
+        return whole
+
+    def open_all(self) -> None:
+        """All of them are torch's again."""
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, self._form):
+                    state[key] = self.copy(value)
+
+
+class LowBitOptimizerState:
+    """Keeps an optimizer's moments in 8 bits until `undo`."""
+
+    def __init__(self, moments: LowBitMoments) -> None:
+        self.moments, self._optimizer = moments, moments.optimizer
+        with torch.no_grad():
+            moments.close_all()
+        self._taken = TakenStep(
+            self._optimizer,
+            done_to_state="put its state into 8 bits",
+            step=self._step_all,
+            copier=lambda: moments.copy,
+            after_load=moments.close_all,
+        )
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """The first error of a step."""
+        return self._taken.failure
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """The optimizer steps by itself again, on state as torch has it."""
+        self._taken.give_back()
+        self.moments.open_all()
+
+    def _step_all(self, arguments: Arguments) -> None:
+        for number, group in enumerate(self._optimizer.param_groups):
+            whole = []
+            for parameter in group["params"]:
+                if parameter.grad is not None and self.moments.can_close(parameter):
+                    self._step_slices(number, parameter, arguments)
+                else:
+                    whole.append(parameter)
+            step_some(self._optimizer, self.moments.inner_step, [(number, whole)], arguments)
+
+    def _step_slices(self, number: int, parameter: Tensor, arguments: Arguments) -> None:
+        """The optimizer is given each slice as a parameter of its own, with its own state."""
+        moments, every, state = self.moments, self._optimizer.state, self._optimizer.state[parameter]
+        before = dict(state)
+        gradient = parameter.grad
+        assert gradient is not None
+        for begin, end in _slices(parameter):
+            piece = parameter.detach().view(-1)[begin:end]
+            piece.grad = gradient.reshape(-1)[begin:end]
+            if before:
+                every[piece] = {key: moments.opened(value, begin, end) for key, value in before.items()}
+            try:
+                step_some(self._optimizer, moments.inner_step, [(number, [piece])], arguments)
+            finally:
+                stepped = every.pop(piece, {})
+            if before and torch.equal(stepped["step"], before["step"]):
+                return  # a scaler left the step out inside the fused kernel: nothing is rounded again
+            for key, value in stepped.items():
+                if key not in _MOMENTS:
+                    state[key] = value
+                    continue
+                if key not in state:
+                    state[key] = moments.new(parameter, key)
+                moments.write(state[key], begin, end, value)
+
+
+def _part(moment: Any, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of a slice, which share its memory, and the table."""
+    scales = moment.scale[begin // BLOCK_ELEMENTS : end // BLOCK_ELEMENTS]
+    return moment.codes.view(-1)[begin:end], scales, moment.qmap
+
+
+def _slices(tensor: Tensor) -> list[tuple[int, int]]:
+    """Begin and end of each, in elements."""
+    size = tensor.numel()
+    return [(begin, min(begin + SLICE_ELEMENTS, size)) for begin in range(0, size, SLICE_ELEMENTS)]
