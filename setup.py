@@ -5,7 +5,8 @@ import sys
 from setuptools import Extension, setup
 
 # Plain C without Python's headers, loaded by ctypes. Where no compiler is found the installation goes on without it,
-# and memwall has malloc return each large tensor, at the price of page faults, and zlib compute checksums.
+# and memwall has malloc return each large tensor, at the price of page faults, zlib compute checksums, and threads read
+# and write.
 TENSOR_HEAP = Extension(
     "memwall.native.tensor_heap",
     sources=["memwall/native/tensor_heap.c", "memwall/native/tensor_heap_hook.c"],
@@ -20,5 +21,11 @@ CRC32 = Extension(
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
 )
+URING = Extension(
+    "memwall.native.uring",
+    sources=["memwall/native/uring.c"],
+    extra_compile_args=["-O2", "-Wall", "-Wextra"],
+    optional=True,
+)
 
-setup(ext_modules=[TENSOR_HEAP, CRC32] if sys.platform == "linux" else [])
+setup(ext_modules=[TENSOR_HEAP, CRC32, URING] if sys.platform == "linux" else [])

@@ -1,8 +1,10 @@
 """The safest plan, under which the first step is recorded: every large saved tensor leaves the device."""
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from memwall.apply.offload_packed import pack_seconds_per_element
 from memwall.predict.limits import free_memory_bytes
 from memwall.predict.malloc import fault_seconds_per_byte
 from memwall.store.location import check_directory, default_directory
-from memwall.store.probe import probe_disk
+from memwall.store.race import probe_faster
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.trace.records import Machine
@@ -139,24 +141,26 @@ class Parked:
 
 
 def measured_machine(disk: str) -> Machine:
-    """Speeds of this machine, measured in about half a second: disk as the store uses it, faults, copies, packing."""
-    write = read = 0.0
-    free_bytes = 0
-    if disk:
-        speed = probe_disk(disk, _PROBE_BYTES)
-        write, read = speed.write_bytes_per_second, speed.read_bytes_per_second
-        import shutil
+    """Speeds of this machine, measured in about half a second: disk as the store uses it, faults, copies, packing.
 
-        free_bytes = shutil.disk_usage(disk).free
+    From then on the disk is served by the engine that is faster there; see `memwall.store.race`.
+    """
     faults = fault_seconds_per_byte()
-    return Machine(
-        disk=disk,
-        disk_write_bytes_per_second=write,
-        disk_read_bytes_per_second=read,
-        disk_free_bytes=free_bytes,
+    found = Machine(
         copy_seconds_per_byte=_copy_seconds_per_byte() + faults,
         fault_seconds_per_byte=faults,
         pack_seconds_per_element=pack_seconds_per_element() + torch.float32.itemsize * faults,
+    )
+    if not disk:
+        return found
+    speed = probe_faster(disk, _PROBE_BYTES)
+    return msgspec.structs.replace(
+        found,
+        disk=disk,
+        disk_write_bytes_per_second=speed.write_bytes_per_second,
+        disk_read_bytes_per_second=speed.read_bytes_per_second,
+        disk_free_bytes=shutil.disk_usage(disk).free,
+        disk_engine=speed.engine,
     )
 
 

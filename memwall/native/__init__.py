@@ -1,7 +1,7 @@
-"""C sources of the tensor heap and of a fast crc32, and the libraries that the installation built, if it could.
+"""C sources of the tensor heap, of a fast crc32 and of io_uring, and the libraries that the installation built of them.
 
-They need Linux and a C compiler where no wheel is used. Without them memwall goes on with what malloc offers, and with
-zlib.
+They need Linux and a C compiler where no wheel is used. Without them memwall goes on with what malloc offers, with
+zlib, and with the system's own reads and writes.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ __all__ = ["load_library"]
 
 
 def load_library(
-    name: Literal["tensor_heap", "crc32"], signatures: Mapping[str, tuple[object, tuple[object, ...]]]
+    name: Literal["tensor_heap", "crc32", "uring"], signatures: Mapping[str, tuple[object, tuple[object, ...]]]
 ) -> ctypes.CDLL | None:
     """A built library with the types of its functions declared; None if the installation has none.
 

@@ -11,14 +11,15 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-from memwall.errors import StoreError, UsageError
+from memwall.errors import UsageError
+from memwall.observe.disk import Disk, measure_disk
 from memwall.predict.cuda_allocator.versions import profile_for
 from memwall.predict.limits import CgroupLimit, cgroup_limit, memory_limit_bytes
 from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.trace.tags import Tag, measured_tag
 from memwall.units import format_bytes
 
-__all__ = ["Device", "Disk", "Finding", "Library", "Machine", "inspect_machine", "warnings_of"]
+__all__ = ["Device", "Finding", "Library", "Machine", "inspect_machine", "warnings_of"]
 
 # Distribution names, with the extra that installs each one that is optional.
 _LIBRARIES: tuple[tuple[str, str], ...] = (
@@ -52,15 +53,6 @@ class Library(Struct, frozen=True, kw_only=True):
     version: str | None
     extra: str
     """The extra of torch-memwall that installs it; "" for one that is required."""
-
-
-class Disk(Struct, frozen=True, kw_only=True):
-    """A folder for offloaded bytes, with its measured speed."""
-
-    directory: str
-    free_bytes: int
-    write_bytes_per_second: float
-    read_bytes_per_second: float
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -106,7 +98,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 def inspect_machine(directory: Path | None = None) -> Machine:
-    """Look at this machine; takes about a second, writing and deleting a file in `directory`.
+    """Look at this machine; takes a second or two, writing and deleting a file in `directory`.
 
     Args:
         directory: whose disk to measure; None for the one that offloading uses when the user names none.
@@ -116,7 +108,7 @@ def inspect_machine(directory: Path | None = None) -> Machine:
     """
     import torch
 
-    disk, disk_problem = _measure_disk(directory)
+    disk, disk_problem = measure_disk(directory)
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     devices = _devices(memory.available)
     return Machine(
@@ -241,27 +233,6 @@ def _memlock_bytes() -> int | None:
         return None
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
-
-
-def _measure_disk(directory: Path | None) -> tuple[Disk | None, str]:
-    """Speed of the directory's disk, or why there is none."""
-    from memwall.store.location import default_directory
-    from memwall.store.probe import probe_disk
-
-    try:
-        folder = str(directory or default_directory())
-        speed = probe_disk(folder)
-    except StoreError as error:
-        if directory is not None:
-            raise
-        return None, str(error)
-    disk = Disk(
-        directory=folder,
-        free_bytes=shutil.disk_usage(folder).free,
-        write_bytes_per_second=speed.write_bytes_per_second,
-        read_bytes_per_second=speed.read_bytes_per_second,
-    )
-    return disk, ""
 
 
 def _num_usable_cores() -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memwall.errors import UsageError
-from memwall.store.backend import IOBackend
+from memwall.store.backend import IOBackend, SystemBackend
 from memwall.store.location import check_directory
 from memwall.store.rows_index import RowIndex
 from memwall.store.rows_initial import InitialRows
@@ -110,6 +110,8 @@ class RowStore:
         self.layout, self.initial = layout, initial
         self._index = RowIndex()
         self._recent: list[tuple[Tensor, Tensor, int]] = []
+        # Pages are smaller than the blocks that engines race with, and the training thread moves them itself.
+        backend = backend if backend is not None else SystemBackend()
         self._scratch = ScratchFile(directory, backend=backend, capacity_bytes=capacity_bytes, step_bytes=1 << 24)
         try:
             self._pages = PageCache(

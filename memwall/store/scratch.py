@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import Self
 
 from memwall.errors import StoreError
-from memwall.store.backend import IOBackend, OpenScratch, SystemBackend, read_fully, round_up, write_fully
+from memwall.store.backend import IOBackend, OpenScratch, read_fully, round_up, write_fully
+from memwall.store.engines import backend_of
 from memwall.store.extents import FreeExtents
 from memwall.units import format_bytes
 
@@ -42,7 +43,7 @@ class ScratchFile:
 
     Args:
         directory: where; see `memwall.store.location.check_directory`.
-        backend: the operating system, or a test's substitute for it.
+        backend: the operating system, or a test's substitute for it; by default the engine of the directory's disk.
         capacity_bytes: the most to take from the disk; None leaves only the disk's own limit.
         step_bytes: how much to reserve at a time.
 
@@ -59,7 +60,7 @@ class ScratchFile:
         step_bytes: int = 64 << 20,
     ) -> None:
         self.path = os.fspath(directory)
-        self._backend = backend if backend is not None else SystemBackend()
+        self._backend = backend if backend is not None else backend_of(directory)
         self._capacity_bytes = capacity_bytes
         self._step_bytes = round_up(step_bytes)
         self._free = FreeExtents()

@@ -8,9 +8,13 @@ from msgspec.structs import replace
 
 from memwall.cli.app import main
 from memwall.errors import StoreError
+from memwall.observe import disk
 from memwall.observe import machine as subject
-from memwall.observe.machine import Device, Disk, Library, Machine, inspect_machine, warnings_of
+from memwall.observe.disk import Disk, Engines
+from memwall.observe.machine import Device, Library, Machine, inspect_machine, warnings_of
 from memwall.predict.limits import CgroupLimit
+from memwall.store.probe import DiskSpeed
+from memwall.store.uring import UringBackend
 
 GIB = 1 << 30
 HEALTHY = Machine(
@@ -36,6 +40,8 @@ HEALTHY = Machine(
     foreign_memwall=None,
 )
 
+LIBRARIES = "torch         2.13.0+cpu"
+
 
 def show(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     monkeypatch.setattr(subject, "inspect_machine", lambda directory: machine)
@@ -59,6 +65,62 @@ def test_table_of_a_healthy_machine(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         "",
         "nothing to mend",
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (
+            {
+                "engines": Engines(
+                    turn_bytes=16 << 20,
+                    system_seconds=(0.02, 0.021, 0.0224),
+                    uring_seconds=(0.019, 0.02, 0.0221),
+                    faster="system calls",
+                )
+            },
+            "system calls; io_uring is not faster: 16.0 MiB out and back take 20.0-22.4 ms with system calls, "
+            "19.0-22.1 ms with io_uring (quartiles)",
+        ),
+        (
+            {
+                "engines": Engines(
+                    turn_bytes=16 << 20,
+                    system_seconds=(0.002, 0.0021, 0.0022),
+                    uring_seconds=(0.0016, 0.0017, 0.0018),
+                    faster="io_uring",
+                )
+            },
+            "io_uring; io_uring is faster: 16.0 MiB out and back take 2.0-2.2 ms with system calls, "
+            "1.6-1.8 ms with io_uring (quartiles)",
+        ),
+        (
+            {"engine_problem": "io_uring cannot be had (Operation not permitted)"},
+            "system calls; io_uring cannot be had (Operation not permitted)",
+        ),
+    ],
+)
+def test_the_engine_of_the_disk_is_named_with_what_was_measured(
+    change: dict[str, object], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert HEALTHY.disk is not None
+    lines = show(replace(HEALTHY, disk=replace(HEALTHY.disk, **change)), monkeypatch, capsys)
+    first = next(index for index, line in enumerate(lines) if line.startswith("disk engine"))
+    assert " ".join(" ".join(lines[first : lines.index(LIBRARIES)]).split()) == f"disk engine {shown}"
+
+
+def test_why_the_engines_of_a_disk_were_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> UringBackend:
+        raise PermissionError(1, "Operation not permitted")
+
+    fast = DiskSpeed(write_bytes_per_second=1e9, read_bytes_per_second=1e9)
+    monkeypatch.setattr("memwall.store.race.UringBackend", refuse)
+    assert disk._race_engines("/data", fast) == (None, "io_uring cannot be had (Operation not permitted)")
+    slow = DiskSpeed(write_bytes_per_second=1e8, read_bytes_per_second=1e9)
+    assert disk._race_engines("/data", slow) == (
+        None,
+        "not compared with io_uring, since threads wait for a disk of this speed, whatever the engine",
+    )
 
 
 def test_table_ends_with_warnings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +218,13 @@ def test_this_machine_as_an_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["memory_limit_bytes"] <= found["ram_total_bytes"]
     assert found["disk"]["write_bytes_per_second"] > 0
     assert found["disk"]["read_bytes_per_second"] > 0
+    engines = found["disk"]["engines"]
+    assert (engines is None) == bool(found["disk"]["engine_problem"])
+    if engines is not None:
+        for name in ("system_seconds", "uring_seconds"):
+            assert 0 < engines[name][0] <= engines[name][1] <= engines[name][2]
+        is_faster = engines["uring_seconds"][2] < engines["system_seconds"][0]
+        assert engines["faster"] == ("io_uring" if is_faster else "system calls")
     assert found["libraries"][0]["name"] == "torch"
 
 
@@ -171,7 +240,7 @@ def test_default_directory_that_is_unsuitable_is_a_warning(monkeypatch: pytest.M
     def refuse() -> str:
         raise StoreError("name one with --disk DIR")
 
-    monkeypatch.setattr("memwall.store.location.default_directory", refuse)
+    monkeypatch.setattr(disk, "default_directory", refuse)
     found = inspect_machine()
     assert found.disk is None
     assert "name one with --disk DIR" in [warning.found for warning in warnings_of(found)]
