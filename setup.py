@@ -27,5 +27,11 @@ URING = Extension(
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
 )
+PAGE_SWAP = Extension(
+    "memwall.native.page_swap",
+    sources=["memwall/native/page_swap.c", "memwall/native/crc32.c"],
+    extra_compile_args=["-O2", "-Wall", "-Wextra"],
+    optional=True,
+)
 
-setup(ext_modules=[TENSOR_HEAP, CRC32, URING] if sys.platform == "linux" else [])
+setup(ext_modules=[TENSOR_HEAP, CRC32, PAGE_SWAP, URING] if sys.platform == "linux" else [])

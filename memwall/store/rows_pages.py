@@ -6,8 +6,7 @@ if it has changed. Threads swap pages; the caller waits for those it needs.
 """
 
 import os
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -15,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memwall.errors import OffloadIOError, StoreError, UsageError
+from memwall.errors import StoreError, UsageError
 from memwall.store.backend import round_up
 from memwall.store.buckets import BucketBuffer
-from memwall.store.checksum import crc32
+from memwall.store.page_swaps import PageMover, PageSwaps
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
@@ -27,8 +26,6 @@ __all__ = ["PageCache"]
 _SEGMENT_BYTES = 16 << 20
 _MIN_FRAMES = 16
 _COLD, _RECENT, _HELD = 0, 1, 2
-_Swap = tuple[int, int, int]
-"""A frame, the page to write from it, and the page to read into it; -1 for none."""
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -37,9 +34,7 @@ class _Batch(NamedTuple):
     """Swaps under way."""
 
     futures: list[Future[None]]
-    frames: Tensor
-    leaving: Tensor
-    """Pages that are being written."""
+    swaps: PageSwaps
 
 
 class PageCache:
@@ -85,6 +80,7 @@ class PageCache:
         self._rows = whole.as_strided(
             (self.num_frames, self.rows_per_page, row_elements), (self.page_bytes // dtype.itemsize, row_elements, 1)
         )
+        self._mover = PageMover(scratch, self._memory, self.page_bytes, self._place)
         self._frame_of = torch.full((1024,), -1, dtype=torch.int32, device="cpu")
         self._num_pages = 0
         self._page_in = torch.full((self.num_frames,), -1, dtype=torch.int64, device="cpu")
@@ -95,8 +91,9 @@ class PageCache:
         self._hand = 0
         self._spare = torch.empty(0, dtype=torch.int64, device="cpu")
         self._num_new = 0
-        self._checksums = array("I")
+        self._checksums = torch.zeros(1024, dtype=torch.int64, device="cpu")
         self._slots: dict[int, Slot] = {}
+        self._slot_offsets = torch.zeros(1024, dtype=torch.int64, device="cpu")
         self._pages_per_slot = max(1, _SEGMENT_BYTES // self.page_bytes)
         self._under_way: list[_Batch] = []
         self._failure: str | None = None
@@ -112,7 +109,7 @@ class PageCache:
     def num_bytes(self) -> int:
         """Memory held by pages and by the directory; frames that were never used cost none."""
         per_frame = self.page_bytes + self._page_in.itemsize + 3
-        per_page = self._frame_of.nbytes + self._checksums.itemsize * len(self._checksums)
+        per_page = self._frame_of.nbytes + self._checksums.nbytes
         return self._num_used_frames * per_frame + per_page
 
     def read(self, positions: Tensor, num_columns: int) -> Tensor:
@@ -211,12 +208,8 @@ class PageCache:
         return frames
 
     def _cover(self, num_pages: int) -> None:
-        if num_pages > self._frame_of.numel():
-            grown = torch.full((max(num_pages, self._frame_of.numel() * 3 // 2),), -1, dtype=torch.int32, device="cpu")
-            grown[: self._frame_of.numel()] = self._frame_of
-            self._frame_of = grown
-        if num_pages > len(self._checksums):
-            self._checksums.frombytes(bytes(self._checksums.itemsize * (num_pages - len(self._checksums))))
+        self._frame_of = _covering(self._frame_of, num_pages, -1)
+        self._checksums = _covering(self._checksums, num_pages, 0)
 
     def _empty_ahead(self) -> None:
         """Begins to empty as many frames as the last write took for new rows, so that the next one need not wait."""
@@ -268,7 +261,9 @@ class PageCache:
         must_read = (pages >= 0) & (pages < self._num_pages)
         for segment in torch.unique(leaving[must_write] // self._pages_per_slot).tolist():
             if segment not in self._slots:
-                self._slots[segment] = self._scratch.allocate(self._pages_per_slot * self.page_bytes)
+                slot = self._slots[segment] = self._scratch.allocate(self._pages_per_slot * self.page_bytes)
+                self._slot_offsets = _covering(self._slot_offsets, segment + 1, 0)
+                self._slot_offsets[segment] = slot.offset
         self._frame_of[leaving[leaving >= 0]] = -1
         self._frame_of[pages[pages >= 0]] = frames[pages >= 0].int()
         self._page_in[frames] = pages
@@ -279,45 +274,30 @@ class PageCache:
         self._is_moving[frames[moves]] = True
         self.num_pages_written += int(must_write.sum())
         self.num_pages_read += int(must_read.sum())
-        out = torch.where(must_write, leaving, -1)[moves].tolist()
-        into = torch.where(must_read, pages, -1)[moves].tolist()
-        swaps = list(zip(frames[moves].tolist(), out, into, strict=True))
+        frames, pages = frames[moves], torch.where(must_read, pages, -1)[moves]
+        leaving = torch.where(must_write, leaving, -1)[moves]
+        swaps = PageSwaps(
+            frames,
+            leaving,
+            self._offsets(leaving),
+            pages,
+            self._offsets(pages),
+            torch.zeros_like(frames),
+            self._checksums[pages],
+        )
         if self._workers is None:
             self._workers = ThreadPoolExecutor(self._num_workers, thread_name_prefix="memwall-rows")
-        futures = [
-            self._workers.submit(self._swap_some, swaps[number :: self._num_workers])
-            for number in range(min(self._num_workers, len(swaps)))
-        ]
-        self._under_way.append(_Batch(futures, frames[moves], leaving[must_write]))
-
-    def _swap_some(self, swaps: Sequence[_Swap]) -> None:
-        """What a thread does: for each frame, write one page, then read the other."""
-        for frame, leaving, coming in swaps:
-            with self._memory[frame * self.page_bytes : (frame + 1) * self.page_bytes] as view:
-                if leaving >= 0:
-                    self._checksums[leaving] = crc32(view)
-                    self._scratch.write(*self._place(leaving), view, f"page {leaving} of a table of rows")
-                if coming >= 0:
-                    slot, offset = self._place(coming)
-                    self._scratch.read(slot, offset, view, f"page {coming} of a table of rows")
-                    if crc32(view) != self._checksums[coming]:
-                        raise self._different(coming, slot.offset + offset)
+        futures = [self._workers.submit(self._mover.move, part) for part in swaps.chunks(self._num_workers)]
+        self._under_way.append(_Batch(futures, swaps))
 
     def _place(self, page: int) -> tuple[Slot, int]:
         slot = self._slots[page // self._pages_per_slot]
         return slot, page % self._pages_per_slot * self.page_bytes
 
-    def _different(self, page: int, offset: int) -> OffloadIOError:
-        return OffloadIOError(
-            f"page {page} of a table of rows came back different from the scratch file in {self._scratch.path}: the "
-            f"checksum of {format_bytes(self.page_bytes)} at byte {offset} does not match what was written; the disk "
-            "or its cable, or the machine's memory, loses data: check them, and give another directory",
-            path=self._scratch.path,
-            offset=offset,
-            wanted_bytes=self.page_bytes,
-            got_bytes=self.page_bytes,
-            errno=0,
-        )
+    def _offsets(self, pages: Tensor) -> Tensor:
+        """Where pages are in the file, -1 for none."""
+        offsets = self._slot_offsets[pages // self._pages_per_slot] + pages % self._pages_per_slot * self.page_bytes
+        return torch.where(pages < 0, -1, offsets)
 
     def _wait_for(self, *, frames: Tensor = _NONE, pages: Tensor = _NONE) -> None:
         """Returns when none of these frames is moving, and none of these pages is being written.
@@ -327,11 +307,23 @@ class PageCache:
         """
         waiting, self._under_way = self._under_way, []
         for batch in waiting:
-            is_wanted = bool(torch.isin(frames, batch.frames).any()) or bool(torch.isin(pages, batch.leaving).any())
+            swaps = batch.swaps
+            is_wanted = bool(torch.isin(frames, swaps.frames).any()) or bool(torch.isin(pages, swaps.leaving).any())
             if not is_wanted and not all(future.done() for future in batch.futures):
                 self._under_way.append(batch)
                 continue
             failures = [failure for failure in (future.exception() for future in batch.futures) if failure is not None]
             if failures:
                 raise failures[0]
-            self._is_moving[batch.frames] = False
+            self._is_moving[swaps.frames] = False
+            has_left = swaps.leaving >= 0
+            self._checksums[swaps.leaving[has_left]] = swaps.checksums[has_left]
+
+
+def _covering(entries: Tensor, count: int, empty: int) -> Tensor:
+    """Entries of pages or slots, or more of them, so that there are `count`."""
+    if count <= entries.numel():
+        return entries
+    grown = torch.full((max(count, entries.numel() * 3 // 2),), empty, dtype=entries.dtype, device="cpu")
+    grown[: entries.numel()] = entries
+    return grown

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from memwall.errors import StoreError
-from memwall.store.backend import IOBackend, OpenScratch, read_fully, round_up, write_fully
+from memwall.store.backend import IOBackend, OpenScratch, SystemBackend, read_fully, round_up, write_fully
 from memwall.store.engines import backend_of
 from memwall.store.extents import FreeExtents
 from memwall.units import format_bytes
@@ -83,6 +83,11 @@ class ScratchFile:
                 f"no scratch file can be created in {self.path}: {os.strerror(error.errno or 0)} "
                 f"(errno {error.errno}); give a writable directory on a local disk with --disk DIR"
             ) from error
+
+    @property
+    def system_fd(self) -> int | None:
+        """The file for who moves bytes past this object; None where they are moved another way, or leave traces."""
+        return self._fd if type(self._backend) is SystemBackend and self.is_direct and not self._is_closed else None
 
     @property
     def place(self) -> str:

@@ -1,0 +1,121 @@
+"""Pages swapped in C and page by page: the same bytes, the same errors."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from memwall.errors import OffloadIOError, StoreError
+from memwall.store import page_swaps
+from memwall.store.backend import SystemBackend
+from memwall.store.buckets import BucketBuffer
+from memwall.store.checksum import crc32
+from memwall.store.page_swaps import PageMover, PageSwaps
+from memwall.store.scratch import ScratchFile, Slot
+
+PAGE_BYTES, NUM_PAGES = 4096, 6
+NONE = -1
+
+
+class Pages:
+    """Frames of memory with a number each in all their bytes, and a file with room for as many pages."""
+
+    def __init__(self, scratch: ScratchFile) -> None:
+        self.scratch = scratch
+        self.slot = scratch.allocate(NUM_PAGES * PAGE_BYTES)
+        self.buffer = BucketBuffer(NUM_PAGES * PAGE_BYTES)
+        self.memory = self.buffer.view(NUM_PAGES * PAGE_BYTES)
+        for frame in range(NUM_PAGES):
+            self.memory[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES] = bytes([frame + 1]) * PAGE_BYTES
+        self.mover = PageMover(scratch, self.memory, PAGE_BYTES, self.place)
+
+    def place(self, page: int) -> tuple[Slot, int]:
+        return self.slot, page * PAGE_BYTES
+
+    def frame(self, frame: int) -> int:
+        """The byte that a frame is full of."""
+        (found,) = set(self.memory[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES])
+        return found
+
+    def on_disk(self, page: int) -> int:
+        """The byte that a page of the file is full of."""
+        buffer = BucketBuffer(PAGE_BYTES)
+        view = buffer.view(PAGE_BYTES)
+        self.scratch.read(*self.place(page), view, "a page")
+        (found,) = set(view)
+        return found
+
+    def swaps(self, *moves: tuple[int, int, int], expected: dict[int, int] | None = None) -> PageSwaps:
+        """Of each frame the page that leaves and the page that comes."""
+        frames, leaving, coming = torch.tensor(moves).t().contiguous().unbind()
+        offsets = [torch.where(pages < 0, NONE, self.slot.offset + pages * PAGE_BYTES) for pages in (leaving, coming)]
+        known = torch.tensor([(expected or {}).get(page, 0) for page in coming.tolist()])
+        return PageSwaps(frames, leaving, offsets[0], coming, offsets[1], torch.zeros_like(frames), known)
+
+
+@pytest.fixture(params=["in C", "page by page", "past another backend"])
+def pages(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pages]:
+    class Another(SystemBackend):
+        pass
+
+    if request.param == "page by page":
+        monkeypatch.setattr(page_swaps, "_library", lambda: None)
+    backend = Another() if request.param == "past another backend" else None
+    with ScratchFile(tmp_path, backend=backend) as scratch:
+        assert (scratch.system_fd is None) == (request.param == "past another backend" or not scratch.is_direct)
+        yield Pages(scratch)
+
+
+def sums(swaps: PageSwaps) -> dict[int, int]:
+    return {p: c for p, c in zip(swaps.leaving.tolist(), swaps.checksums.tolist(), strict=True) if p >= 0}
+
+
+def test_pages_leave_and_come_back_into_other_frames(pages: Pages) -> None:
+    out = pages.swaps((0, 3, NONE), (1, 4, NONE), (2, 5, NONE))
+    pages.mover.move(out)
+    assert [pages.on_disk(page) for page in (3, 4, 5)] == [1, 2, 3]
+    assert sums(out) == {page: crc32(memoryview(bytes([page - 2]) * PAGE_BYTES)) for page in (3, 4, 5)}
+    pages.mover.move(pages.swaps((5, NONE, 3), (4, NONE, 5), expected=sums(out)))
+    assert [pages.frame(frame) for frame in range(NUM_PAGES)] == [1, 2, 3, 4, 3, 1]
+
+
+def test_a_frame_gives_its_page_up_before_it_takes_another(pages: Pages) -> None:
+    first = pages.swaps((0, 0, NONE))
+    pages.mover.move(first)
+    second = pages.swaps((1, 1, 0), expected=sums(first))
+    pages.mover.move(second)
+    assert (pages.frame(1), pages.on_disk(1)) == (1, 2)
+    pages.mover.move(pages.swaps((0, NONE, 1), expected=sums(second)))
+    assert pages.frame(0) == 2
+
+
+def test_a_page_that_comes_back_different_is_named_and_what_left_before_it_is_whole(pages: Pages) -> None:
+    out = pages.swaps((0, 0, NONE), (1, 1, NONE))
+    pages.mover.move(out)
+    damage = BucketBuffer(PAGE_BYTES)
+    damage.memory.fill_(0)
+    pages.scratch.write(*pages.place(1), damage.view(PAGE_BYTES), "damage")
+    with pytest.raises(OffloadIOError, match="page 1 of a table of rows came back different") as caught:
+        pages.mover.move(pages.swaps((2, 2, 0), (3, 3, 1), (4, 4, NONE), expected=sums(out)))
+    assert caught.value.offset == pages.slot.offset + PAGE_BYTES
+    # The frame holds what came by then: writing it once more would have put that in the place of the page that left.
+    assert [pages.on_disk(page) for page in (2, 3)] == [3, 4]
+    assert pages.frame(2) == 1
+
+
+def test_a_page_beyond_the_file_is_an_error(pages: Pages) -> None:
+    """GIVEN a read that comes back short THEN the store's own door says what is wrong."""
+    beyond = NUM_PAGES + 1
+    with pytest.raises(StoreError, match="lie outside a slot"):
+        pages.mover.move(
+            PageSwaps(*(torch.tensor([v]) for v in (0, NONE, NONE, beyond, 1 << 40, 0, 0))),
+        )
+
+
+def test_chunks_share_the_memory_of_the_whole() -> None:
+    whole = PageSwaps(*(torch.arange(5) for _ in PageSwaps._fields))
+    parts = whole.chunks(2)
+    assert [part.frames.tolist() for part in parts] == [[0, 1, 2], [3, 4]]
+    parts[1].checksums[0] = 9
+    assert whole.checksums.tolist() == [0, 1, 2, 9, 4]
