@@ -20,7 +20,7 @@ from memwall.apply.recorded_kernels import RecordedKernels
 from memwall.apply.recorded_step import RecordedStep
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
-from memwall.plan.actions import AllocatorReuse
+from memwall.plan.actions import AllocatorReuse, ParameterPlacement
 from memwall.plan.blocks import find_blocks
 from memwall.plan.legality import can_autocast, can_pack
 from memwall.plan.low_bit import why_no_low_bits
@@ -77,6 +77,14 @@ class LivePlan:
         applied = () if self.applied is None else (self.applied.engine, self.applied.effects)
         parts = (self.recorded, *applied, self.keeper, self.parameters)
         return next((part.failure for part in parts if part and part.failure), None)
+
+    def watch_building(self) -> None:
+        """Has parameters go to disk as they are made, where there is no room for them."""
+        is_possible = not torch.cuda.is_available()
+        if self.plan is not None:
+            is_possible &= any(isinstance(action, ParameterPlacement) for action in self.plan.actions)
+        if is_possible and self.settings.budget_bytes:
+            self.parameters.watch_building(self.settings.budget_bytes, self.allocator)
 
     # -- the recorded step -------------------------------------------------------------------------------------------
 
@@ -272,10 +280,18 @@ class LivePlan:
             self.parameters.bring_back()
             self.keeper.bring_back()
 
+    def end_showing(self) -> None:
+        """What was shown of parameters on disk, to save them, is no part of the step that follows."""
+        shown_bytes = self.parameters.end_showing()
+        if shown_bytes:
+            self._measured.note_peak(shown_bytes)
+            self._measured.meter.reset_peak()
+
     def end(self) -> None:
         """The process is as before, too."""
         self._end_autocast()
         self._kernels.end()
+        self.parameters.end_building()
         self.allocator.undo()
 
     def _end_autocast(self) -> None:
@@ -297,5 +313,6 @@ class LivePlan:
             self.settings,
             allow_accumulation=self.is_cooperative,
             can_move_state=can_place(optimizers),
+            is_built_on_disk=self.parameters.is_watching and self.parameters.away_bytes > 0,
             parameters_stay=why_not_streamed(model, optimizers) or "",
         )

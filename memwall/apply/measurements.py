@@ -33,9 +33,13 @@ class Measurements(Struct, kw_only=True):
     bytes_from_tier: int = 0
     plan_seconds: float = 0.0
 
-    def note_peak(self) -> None:
-        """To be called before every reset of the process's peak, and at the end."""
-        self.overall_peak_bytes = max(self.overall_peak_bytes, self.meter.peak_bytes())
+    def note_peak(self, shown_bytes: int = 0) -> None:
+        """To be called before every reset of the process's peak, and at the end.
+
+        Args:
+            shown_bytes: what of it the system has filled from a file to show parameters there, and can take back.
+        """
+        self.overall_peak_bytes = max(self.overall_peak_bytes, self.meter.peak_bytes() - shown_bytes)
 
     def begin_plan(self, base_bytes: int | None) -> None:
         """A plan is in effect from now on, in a process that holds so much before each step; None for what it holds."""

@@ -22,6 +22,7 @@ from memwall.plan.placement import MIN_STATE_BYTES
 from memwall.plan.settings import Settings
 from memwall.predict.process import calibrated
 from memwall.trace.meter import meter_of
+from memwall.trace.optimizers import joint_name
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Trace
 
@@ -88,7 +89,9 @@ class RecordedStep:
             self._peak_before_optimizer_bytes = meter_of(self._model).peak_bytes()
         self._spill(optimizers)
         if self._parameters.away_bytes and not self._keeper.is_away:
-            self._parameters.bring_back()  # nothing else steps a few of them at a time
+            # Nothing else steps a few of them at a time.
+            reason = f"the state of {joint_name(optimizers)} stays in memory"
+            self._parameters.bring_back_within(self._settings.budget_bytes, reason)
 
     def finish(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Trace, int]:
         """Ends the recording.

@@ -130,6 +130,10 @@ class Session:
             self._borders.add_optimizer(optimizer)
             self._live.add_optimizer(optimizer)
 
+    def watch_building(self) -> None:
+        """From now on parameters go to disk as modules get them, where the budget has no room for them."""
+        self._live.watch_building()
+
     def __enter__(self) -> Self:
         return self
 
@@ -153,8 +157,9 @@ class Session:
         if self.state == "closed":
             return
         self._note_engine_failure()
-        self.measured.note_peak()
         try:
+            self._live.end_showing()
+            self.measured.note_peak()
             if completed and self.failure is None:
                 self.end_step()
         finally:
@@ -282,12 +287,15 @@ class Session:
 
     def saving_begins(self) -> None:
         """It finds free what the last step has freed."""
+        self._live.end_showing()
+        self.measured.note_peak()
         self._make_room()
 
     def step_begins(self) -> None:
         """The plan for this step is made and applied, if it is not the first one."""
         close_unneeded()
         try:
+            self._live.end_showing()
             self.end_step()
             if self.state == "running" and self._has_newcomer:
                 self._live.forget_plan()

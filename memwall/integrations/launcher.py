@@ -149,6 +149,8 @@ def run_script(
     handle = register_module_forward_pre_hook(before_forward)
     step_handle = register_optimizer_step_pre_hook(before_step)
     status = 1
+    if checkpoint is None:
+        session.watch_building()
     set_checkpoint(checkpoint)
     try:
         status = _execute(name, args, is_module=is_module, failed=failed, explained=session.explained)

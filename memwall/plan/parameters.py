@@ -14,6 +14,7 @@ __all__ = [
     "built_bytes",
     "parameter_placements",
     "parameter_window_bytes",
+    "passing_bytes",
     "streamed",
     "streamed_bytes",
 ]
@@ -104,10 +105,26 @@ def streamed_bytes(trace: Trace, step: Step, placement: ParameterPlacement) -> i
     return paged_bytes(step, trace.modules, _away(trace, step, placement), window_bytes=placement.window_bytes)
 
 
-def built_bytes(trace: Trace, placement: ParameterPlacement) -> int:
-    """What the process holds when parameters begin to leave it: all of them, and one that waits to be written."""
+def built_bytes(trace: Trace, placement: ParameterPlacement, *, is_built_there: bool) -> int:
+    """What the process holds before parameters are on disk: all of them, and one that waits to be written.
+
+    Args:
+        is_built_there: they leave as they are made, so that some are in memory at a time.
+    """
     sizes = [s.nbytes for s in trace.steps[0].storages if s.category == "parameter"]
-    return trace.base_bytes + sum(sizes) + placement.window_bytes + max(sizes, default=0)
+    largest_bytes = max(sizes, default=0)
+    if is_built_there:
+        return trace.base_bytes + passing_bytes(placement.window_bytes, largest_bytes)
+    return trace.base_bytes + sum(sizes) + placement.window_bytes + largest_bytes
+
+
+def passing_bytes(window_bytes: int, largest_bytes: int) -> int:
+    """The most that parameters take which leave as they are made.
+
+    Of one window wait those that have just been made, of another those that are written. Beside both there is one that
+    has no numbers yet, what it gets them from (`0.02 * torch.randn(...)`), and the copy of one that leaves.
+    """
+    return 2 * window_bytes + 3 * largest_bytes
 
 
 def _window_of(step: Step) -> int:

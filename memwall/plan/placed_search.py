@@ -182,7 +182,11 @@ class PlacedSearch:
     def _built_bytes(self) -> int:
         """What the process holds before parameters leave it; 0 where they stay."""
         parameters = self._place.parameters
-        return 0 if parameters is None else built_bytes(self._trace, parameters)
+        return (
+            0
+            if parameters is None
+            else built_bytes(self._trace, parameters, is_built_there=self._settings.is_built_on_disk)
+        )
 
     def _instance(self, model: StepModel, num_parts: int, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
         machine = self._trace.machine

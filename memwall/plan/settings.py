@@ -28,6 +28,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Whether the process had torchao loaded when the step was recorded."""
     parameters_stay: str = ""
     """Why the model's parameters cannot be on disk between their uses; "" where nothing is known against it."""
+    is_built_on_disk: bool = False
+    """Whether parameters go to disk as they are made, so that building the model needs no room for all of them."""
     hardware: Hardware | None = None
     """The device to plan for where it is not here; the trace is translated to it."""
     autocast: Literal["bfloat16", "float16"] | None = None

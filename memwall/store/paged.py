@@ -36,7 +36,9 @@ class PagedTensor:
         flat = torch.frombuffer(self._pages.memory, dtype=like.dtype, count=like.numel(), offset=self._pages.offset)
         self.tensor = flat.as_strided(like.size(), like.stride())
         self.is_here = True
-        """Whether the memory holds the newest bytes."""
+        """Whether the newest bytes are in memory."""
+        self.is_shown = False
+        """Whether they are read by way of the system's cache, see `show`."""
         self._is_stored = False
         self._is_wanted = True
         self._slot: Slot | None = None
@@ -51,12 +53,17 @@ class PagedTensor:
     @property
     def is_stored(self) -> bool:
         """Whether the newest bytes are on disk, or on their way there."""
-        return self._is_stored
+        return self._is_stored and not (self.is_shown and self._pages.own_bytes)
+
+    @property
+    def shown_bytes(self) -> int:
+        """Memory that the system has filled to `show` it, and can take back."""
+        return self._pages.file_bytes if self.is_shown else 0
 
     @property
     def slot(self) -> Slot | None:
         """Where its newest bytes are on disk; None while they are nowhere but in memory."""
-        return self._slot if self._is_stored else None
+        return self._slot if self.is_stored else None
 
     @property
     def is_written(self) -> bool:
@@ -69,11 +76,9 @@ class PagedTensor:
         Raises:
             StoreError: an earlier transfer failed.
         """
-        if not self.is_here and self._read is None:
+        if not self.is_here and not self.is_shown and self._read is None:
             assert self._slot is not None
-            if self._arrivals is None:
-                self._arrivals = PageMap(self.num_bytes)
-            view = memory_at(self._arrivals.address, self.num_bytes)
+            view = memory_at(self._map_of_arrivals().address, self.num_bytes)
             self._read = self._pool.read(self._slot, view, label=self._label, keep=self._arrivals)
 
     def want(self) -> None:
@@ -83,6 +88,7 @@ class PagedTensor:
             StoreError: the bytes cannot be had, or came back different; or somebody has used its memory meanwhile.
         """
         self._is_wanted = True
+        self._keep_shown()
         self.begin_read()
         if self._read is not None and self._arrivals is not None:
             self._read.wait()
@@ -94,6 +100,25 @@ class PagedTensor:
                 )
             move_pages(self._arrivals, self._pages)
             self.is_here = True
+
+    def show(self) -> bool:
+        """Have its memory read as if it were here, by way of the system's cache, which gives way to other memory.
+
+        It may be written, too: `is_stored` tells. Whoever wants it afterwards does not see a difference.
+
+        Returns:
+            False where this is not possible, or it is here already.
+
+        Raises:
+            StoreError: the bytes cannot be had, or come back different.
+        """
+        if self.is_here or self._read is not None or self._slot is None:
+            return False
+        if not self.is_shown:
+            self.begin_read()
+            self._stop_reading()  # checked, once
+            self.is_shown = self._pool.scratch.show(self._slot, self._pages)
+        return self.is_shown
 
     def changed(self) -> None:
         """Say that its elements are about to be written: what is on disk is old. Waits for a write under way.
@@ -110,7 +135,7 @@ class PagedTensor:
         Raises:
             StoreError: a transfer under way failed.
         """
-        if self._read is not None:
+        if self._read is not None or self.is_shown:
             self.want()
         self.changed()
         self._is_wanted = self.is_here = True
@@ -122,6 +147,7 @@ class PagedTensor:
             StoreError: no room on disk, or an earlier transfer failed.
         """
         self._settle()
+        self._keep_shown()
         self._slot = self._pool.scratch.successor(self._slot, self.num_bytes)
         self._write = self._pool.write(self._slot, self._view(), label=self._label, keep=self._pages)
         self._is_stored = True
@@ -177,13 +203,33 @@ class PagedTensor:
             self._slot = None
 
     def _drop_pages(self) -> None:
+        self._stop_reading()
+        if self.is_shown:
+            self._pages.show_nothing()
+            self.is_shown = False
+        if self.is_here:
+            self._pages.drop_pages()
+            self.is_here = False
+
+    def _stop_reading(self) -> None:
         if self._read is not None and self._arrivals is not None:
             self._read.wait()
             self._read = None
             self._arrivals.drop_pages()
-        if self.is_here:
-            self._pages.drop_pages()
-            self.is_here = False
+
+    def _keep_shown(self) -> None:
+        """Have in memory what is shown, with what was written there; nobody who looks at it sees a gap."""
+        if self.is_shown:
+            self._is_stored = self.is_stored
+            arrivals = self._map_of_arrivals()
+            arrivals.copy_of(self._pages)
+            move_pages(arrivals, self._pages)
+            self.is_shown, self.is_here = False, True
+
+    def _map_of_arrivals(self) -> PageMap:
+        if self._arrivals is None:
+            self._arrivals = PageMap(self.num_bytes)
+        return self._arrivals
 
     def _settle(self) -> None:
         if self._write is not None:
@@ -202,7 +248,7 @@ class WriteBehind:
     """
 
     def __init__(self, window_bytes: int) -> None:
-        self._window_bytes = window_bytes
+        self.window_bytes = window_bytes
         self._queue: deque[PagedTensor] = deque()
         self._queued_bytes = 0
 
@@ -215,7 +261,7 @@ class WriteBehind:
         while self._queue and self._queue[0].is_written:
             self._finish_oldest()
         if not paged.is_stored:
-            while self._queue and self._queued_bytes + paged.num_bytes > self._window_bytes:
+            while self._queue and self._queued_bytes + paged.num_bytes > self.window_bytes:
                 self._finish_oldest()
             paged.begin_write()
             self._queue.append(paged)

@@ -4,6 +4,10 @@ import ctypes
 import errno
 import mmap
 import os
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from memwall.errors import StoreError
 
@@ -16,6 +20,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _FAILED = ctypes.c_void_p(-1).value
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong)
+_libc.mmap.restype = ctypes.c_void_p
+_MAP_FIXED = 0x10
+_PAGEMAP = Path("/proc/self/pagemap")
+# Of an entry there (Linux, admin-guide/mm/pagemap): in memory, swapped out, and of a file.
+_ENTRY_BYTES, _IS_PRESENT, _IS_SWAPPED, _IS_OF_FILE = 8, 1 << 63, 1 << 62, 1 << 61
 
 
 class PageMap:
@@ -39,14 +49,67 @@ class PageMap:
         self.offset = -start % boundary_bytes
         """Where in `memory` it begins; what lies before it and after it stays without pages."""
         self.address = start + self.offset
+        self._has_huge_pages = has_huge_pages
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_NOHUGEPAGE)
-        if has_huge_pages:
-            self.memory.madvise(mmap.MADV_HUGEPAGE, self.offset, num_bytes)
+        self._advise()
 
     def drop_pages(self) -> None:
         """Gives its memory back to the system; what it held is lost."""
         self.memory.madvise(mmap.MADV_DONTNEED, self.offset, self.num_bytes)
+
+    def copy_of(self, source: "PageMap") -> None:
+        """Takes the bytes of another map of the same size."""
+        ctypes.memmove(self.address, source.address, self.num_bytes)
+
+    def show(self, fd: int, offset: int) -> bool:
+        """Has what a file holds from `offset` on: the system reads page by page, and takes pages back if it needs them.
+
+        What is written there stays there, and does not reach the file.
+
+        Returns:
+            False where the system has no such maps, or does not tell what was written; then nothing has changed.
+        """
+        if sys.platform != "linux" or not _PAGEMAP.exists():
+            return False
+        return self._map(mmap.MAP_PRIVATE, fd, offset)
+
+    def show_nothing(self) -> None:
+        """Ends that: it is without pages, as at first.
+
+        Raises:
+            StoreError: the system refuses.
+        """
+        if not self._map(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0):
+            raise StoreError(f"{self.num_bytes} bytes of memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
+        self._advise()
+
+    @property
+    def own_bytes(self) -> int:
+        """Of what shows a file, what was written to since."""
+        own = (entry & _IS_SWAPPED or entry & (_IS_PRESENT | _IS_OF_FILE) == _IS_PRESENT for entry in self._entries())
+        return mmap.PAGESIZE * sum(map(bool, own))
+
+    @property
+    def file_bytes(self) -> int:
+        """Of what shows a file, what is in memory as it was read: the system can take that back."""
+        whole = _IS_PRESENT | _IS_OF_FILE
+        return mmap.PAGESIZE * sum(entry & whole == whole for entry in self._entries())
+
+    def _advise(self) -> None:
+        if self._has_huge_pages:
+            self.memory.madvise(mmap.MADV_HUGEPAGE, self.offset, self.num_bytes)
+
+    def _map(self, flags: int, fd: int, offset: int) -> bool:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        found = _libc.mmap(self.address, self.num_bytes, access, flags | _MAP_FIXED, fd, offset)
+        return bool(found != _FAILED)
+
+    def _entries(self) -> Iterator[int]:
+        with open(_PAGEMAP, "rb", buffering=0) as table:
+            table.seek(self.address // mmap.PAGESIZE * _ENTRY_BYTES)
+            entries = table.read(self.num_bytes // mmap.PAGESIZE * _ENTRY_BYTES)
+        return (entry for (entry,) in struct.iter_unpack("=Q", entries))
 
 
 def has_pages(pages: PageMap) -> bool:

@@ -10,6 +10,7 @@ from memwall.errors import StoreError
 from memwall.store.backend import IOBackend, OpenScratch, SystemBackend, read_fully, round_up, write_fully
 from memwall.store.engines import backend_of
 from memwall.store.extents import FreeExtents
+from memwall.store.pages import PageMap
 from memwall.units import format_bytes
 
 __all__ = ["ScratchFile", "Slot"]
@@ -169,6 +170,11 @@ class ScratchFile:
         read_fully(self._backend, self._fd, buffer, offset, path=self.path, label=label, is_kept=self.is_kept)
         if not self.is_direct:
             self._backend.forget(self._fd, offset, len(buffer))
+
+    def show(self, slot: Slot, pages: PageMap) -> bool:
+        """Have a map show the slot's first bytes, see `PageMap`."""
+        self._check_range(slot, 0, pages.num_bytes)
+        return pages.show(self._fd, slot.offset)
 
     def close(self) -> None:
         """Return everything to the disk. Slots become invalid."""

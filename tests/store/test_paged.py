@@ -192,3 +192,81 @@ def test_a_failed_write_is_an_error_and_the_numbers_stay(tmp_path: Path) -> None
         with pytest.raises(OffloadIOError, match="writing numbers"):
             writes.drain()
         assert torch.equal(paged.tensor, numbers)
+
+
+# Shown by way of the system's cache.
+
+
+def away(pool: TransferPool, num_elements: int = 1 << 20) -> tuple[PagedTensor, torch.Tensor]:
+    paged, numbers = filled(pool, num_elements)
+    paged.begin_write()
+    paged.finish_write()
+    paged.let_go()
+    return paged, numbers
+
+
+def test_what_is_shown_reads_as_if_it_were_here_and_takes_no_memory_of_the_process(pool: TransferPool) -> None:
+    paged, numbers = away(pool)
+    before = resident_anonymous_bytes()
+    assert paged.show()
+    assert torch.equal(paged.tensor, numbers)
+    assert not paged.is_here
+    assert not paged.is_resident
+    assert paged.is_stored
+    assert paged.shown_bytes == paged.num_bytes
+    assert resident_anonymous_bytes() - before < MIB
+    paged.let_go()
+    assert paged.shown_bytes == 0
+    paged.want()  # nothing lies in its memory that nobody knows of
+    assert torch.equal(paged.tensor, numbers)
+    assert not paged.show()  # it is here
+
+
+def test_what_is_written_to_it_while_it_is_shown_is_kept(pool: TransferPool) -> None:
+    paged, numbers = away(pool)
+    held = paged.tensor[1000:2000]
+    for value in (1.0, 2.0):
+        assert paged.show()
+        held.fill_(value)
+        assert not paged.is_stored
+        writes = WriteBehind(MIB)
+        writes.put_away(paged)
+        writes.drain()
+        assert not paged.is_resident
+        paged.want()
+        numbers[1000:2000] = value
+        assert torch.equal(paged.tensor, numbers)
+        paged.let_go()
+
+
+def test_who_wants_what_is_shown_gets_it_with_what_was_written(pool: TransferPool) -> None:
+    paged, numbers = away(pool)
+    address = paged.tensor.data_ptr()
+    assert paged.show()
+    paged.tensor[0] = 7.0
+    paged.begin_read()
+    paged.want()
+    numbers[0] = 7.0
+    assert paged.is_here
+    assert not paged.is_stored
+    assert paged.tensor.data_ptr() == address
+    assert torch.equal(paged.tensor, numbers)
+    paged.stay()
+    assert torch.equal(paged.tensor, numbers)
+
+
+def test_wrong_bytes_are_found_before_they_are_shown(pool: TransferPool) -> None:
+    paged, _ = away(pool)
+    assert paged.slot is not None
+    paged.slot.checksums[0] ^= 1
+    with pytest.raises(StoreError, match="checksum"):
+        paged.show()
+
+
+def test_a_system_without_such_maps_shows_nothing(pool: TransferPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memwall.store.pages._PAGEMAP", Path("/nowhere"))
+    paged, numbers = away(pool)
+    assert not paged.show()
+    assert not paged.is_resident
+    paged.want()
+    assert torch.equal(paged.tensor, numbers)

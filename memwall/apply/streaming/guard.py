@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memwall.errors import ApplyError
-
 __all__ = ["Guard", "GuardedParameter", "guarded", "unguarded"]
 
 
@@ -24,6 +22,12 @@ class Guard(Protocol):
 
     def use(self, others: Sequence["Guard"], run: Callable[[], Any]) -> Any:
         """Runs code that uses the parameter, and those of `others`, with all of them in memory."""
+
+    def replace(self, run: Callable[[], Any]) -> Any:
+        """Runs code that gives the parameter other memory, or refuses that."""
+
+    def show(self, run: Callable[[], Any]) -> Any:
+        """Runs code that makes another tensor over the parameter's memory, to be read or written later."""
 
     def get_gradient(self) -> Tensor | None:
         """What `parameter.grad` is."""
@@ -66,10 +70,9 @@ class GuardedParameter(nn.Parameter):
             if func in _REPLACING:
                 if len(args) > 1 and args[1] is args[0]:
                     return None  # .to() and .float() where nothing is to be changed
-                raise ApplyError(
-                    f"{used[0].name} was given other memory ({getattr(func, '__name__', func)}, as .to() and .half() "
-                    "do) while memwall keeps it on disk; change the model before the session starts"
-                )
+                return used[0].replace(lambda: func(*args, **kwargs))
+            if func in _SHARING:
+                return used[0].show(lambda: func(*args, **kwargs))
             return used[0].use(used[1:], lambda: func(*args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -121,6 +124,7 @@ _WITHOUT_ELEMENTS = frozenset(
     )
 )
 _REPLACING = frozenset((_Tensor.data.__set__, Tensor.set_, Tensor.resize_, Tensor.share_memory_))
+_SHARING = frozenset((_Tensor.data.__get__, Tensor.detach))
 _ON_GRADIENT: dict[Any, Callable[..., Any]] = {
     _Tensor.grad.__get__: lambda guard, *_: guard.get_gradient(),
     _Tensor.grad.__set__: lambda guard, value: guard.set_gradient(value),

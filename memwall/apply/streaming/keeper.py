@@ -5,14 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.keeper import can_place
+from memwall.apply.streaming.building import Building, leaves_no_room, num_processes
 from memwall.apply.streaming.gradients import StandsFor
-from memwall.apply.streaming.opening import open_parameter_streaming
+from memwall.apply.streaming.opening import close_tier, open_parameter_streaming, open_tier
 from memwall.apply.streaming.parameters import ParameterStreaming
+from memwall.apply.streaming.tier import ParameterTier
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.plan.actions import ParameterPlacement
 from memwall.plan.orders import WINDOW_BYTES
@@ -38,12 +40,16 @@ def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
         return f"several optimizers step the model ({joint_name(optimizers)}), whose state stays in memory"
     if not can_place(optimizers):
         return f"{joint_name(optimizers)} cannot be stepped a few parameters at a time"
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return f"this is one of {distributed.get_world_size()} processes, which exchange gradients in memory"
+    if num_processes() > 1:
+        return f"this is one of {num_processes()} processes, which exchange gradients in memory"
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None) and not is_streamed(parameter):
-            return f"{name} has a hook that runs when its gradient is accumulated"
+            return _hooked(name)
     return None
+
+
+def _hooked(name: str) -> str:
+    return f"{name} has a hook that runs when its gradient is accumulated"
 
 
 def is_streamed(parameter: nn.Parameter) -> bool:
@@ -62,6 +68,10 @@ class ParameterKeeper:
     def __init__(self, disk: str | None, capacity_bytes: int | None) -> None:
         self._disk, self._capacity_bytes = disk, capacity_bytes
         self._opened = OpenOnDisk[ParameterStreaming]()
+        self._building: Building | None = None
+        self.is_watching = False
+        """Whether models are built by a script that is watched, so that no budget has to have room for that."""
+        self._was_built_there = False
 
     @property
     def _streaming(self) -> ParameterStreaming | None:
@@ -88,6 +98,32 @@ class ParameterKeeper:
         """How many gradients have left memory, or terms of them."""
         return 0 if self._streaming is None else self._streaming.num_spilled
 
+    def watch_building(self, budget_bytes: int, allocator: AllocatorHandler) -> None:
+        """From now on, until the model is called, parameters go to disk as they are made where they would not fit."""
+        window_bytes = parameter_window_bytes(budget_bytes)
+
+        def opened() -> ParameterTier:
+            _log.info("parameters go to disk as they are made: %s have no room for them", format_bytes(budget_bytes))
+            allocator.apply_tight(budget_bytes)
+            return open_tier(
+                disk=self._disk,
+                capacity_bytes=self._capacity_bytes,
+                window_bytes=window_bytes,
+                min_bytes=MIN_PARAMETER_BYTES,
+            )
+
+        self.is_watching = True
+        self._building = Building(leaves_no_room(budget_bytes, window_bytes), opened)
+
+    def end_building(self) -> None:
+        """Parameters that are made from now on stay where they are made."""
+        if self._building is not None:
+            self._building.end()
+
+    def end_showing(self) -> int:
+        """See `ParameterTier`; to be called between two steps."""
+        return 0 if self._streaming is None else self._streaming.end_showing()
+
     def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """An optimizer's step below its hooks that brings in the parameters it steps, as long as they are away."""
 
@@ -105,7 +141,7 @@ class ParameterKeeper:
             StoreError: the directory is missing, read-only, full, or a RAM disk.
         """
         if self._streaming is None:
-            reason = why_not_streamed(model, None)
+            reason = self._why_not_streamed(model, None)
             if reason is not None:
                 raise ApplyError(
                     f"the plan keeps parameters on the {action.tier}, which cannot be done here: {reason}; make a plan "
@@ -128,9 +164,10 @@ class ParameterKeeper:
         Returns:
             Whether they are on disk.
         """
-        if not _lacks_room(model, allocator, budget_bytes):
+        if not _lacks_room(model, allocator, budget_bytes, self._built_bytes):
+            self.bring_back()
             return False
-        reason = why_not_streamed(model, optimizers)
+        reason = self._why_not_streamed(model, optimizers)
         try:
             if reason is None:
                 whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -139,6 +176,7 @@ class ParameterKeeper:
         except (ApplyError, StoreError) as error:
             reason = str(error)
         if reason is not None:
+            self.bring_back_within(budget_bytes, reason)
             _log.info("the first step keeps parameters and gradients in memory: %s", reason)
         return reason is None
 
@@ -154,6 +192,25 @@ class ParameterKeeper:
             StoreError: some cannot be read back, and no step has failed for that reason before.
         """
         self._opened.close()
+        tier = self._take_built()
+        if tier is not None:
+            close_tier(tier)
+
+    def bring_back_within(self, budget_bytes: int, reason: str) -> None:
+        """The same, where parameters cannot stay on disk for a reason.
+
+        Raises:
+            ApplyError: there is no room for those that were built there.
+            StoreError: see `bring_back`.
+        """
+        coming_bytes = self._built_bytes or (self.absent_bytes if self._was_built_there else 0)
+        needed_bytes = process_bytes() + coming_bytes
+        if coming_bytes and needed_bytes > budget_bytes:
+            raise ApplyError(
+                f"parameters went to disk while the script built them, since {format_bytes(budget_bytes)} have no room "
+                f"for them, and cannot stay there: {reason}; give a budget above {format_bytes(needed_bytes)}"
+            )
+        self.bring_back()
 
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes written to disk and read from it since this was asked last."""
@@ -169,14 +226,35 @@ class ParameterKeeper:
                 min_bytes=min_bytes,
                 blocks=blocks,
                 has_root=False,  # the session comes in when the model is being called
+                built=self._take_built(),
             )
         )
 
+    @property
+    def _built_bytes(self) -> int:
+        """Parameters that were put on disk while they were built, and not in memory now."""
+        tier = None if self._building is None else self._building.tier
+        return 0 if tier is None else tier.num_bytes - tier.resident_bytes
 
-def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int) -> bool:
-    """Whether a step whose gradients are all in memory would pass the budget."""
+    def _take_built(self) -> ParameterTier | None:
+        """What has parameters that were built on disk; the building is over then."""
+        building, self._building = self._building, None
+        if building is None:
+            return None
+        building.end()
+        self._was_built_there = building.tier is not None
+        return building.tier
+
+    def _why_not_streamed(self, model: nn.Module, optimizers: Optimizers) -> str | None:
+        """Before anything of this keeper hooks parameters itself."""
+        hooked = (name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None))
+        return why_not_streamed(model, optimizers) or next(map(_hooked, hooked), None)
+
+
+def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int, coming_bytes: int) -> bool:
+    """Whether a step with all its gradients in memory would pass the budget, beside parameters that would come back."""
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    room_bytes = budget_bytes - gradient_bytes - WINDOW_BYTES - _SLACK_BYTES
+    room_bytes = budget_bytes - coming_bytes - gradient_bytes - WINDOW_BYTES - _SLACK_BYTES
     if process_bytes() > room_bytes:
         allocator.trim()
     lacks = process_bytes() > room_bytes

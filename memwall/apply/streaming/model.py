@@ -11,7 +11,7 @@ save_safetensors(model, path, tier)
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.streaming.building import Building
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.errors import ApplyError
 from memwall.store.transfer import memory_at
@@ -51,35 +52,8 @@ def streamed_init(tier: ParameterTier) -> Iterator[None]:
     Raises:
         StoreError: no room on disk, or a transfer failed.
     """
-    waiting: dict[int, tuple[nn.Parameter, str]] = {}
-    original: Callable[..., None] = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(module, name, param)
-        if param is None or tier.get(param) is not None:
-            return
-        waiting.setdefault(id(param), (param, f"{type(module).__name__}.{name}"))
-        num_bytes = sum(parameter.nbytes for parameter, _ in waiting.values())
-        # The latest has no numbers yet.
-        while num_bytes > tier.window_bytes and len(waiting) > 1:
-            num_bytes -= _take(next(iter(waiting)))
-
-    def _take(key: int) -> int:
-        parameter, name = waiting.pop(key)
-        num_bytes = parameter.nbytes
-        member = tier.adopt(parameter, name)
-        if member is not None:
-            tier.put_away([member])
-        return num_bytes
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
-    try:
+    with Building(lambda _: True, lambda: tier):
         yield
-        while waiting:
-            _take(next(iter(waiting)))
-        tier.writes.drain()
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 @torch.no_grad()

@@ -14,9 +14,37 @@ from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.units import format_bytes
 
-__all__ = ["open_parameter_streaming"]
+__all__ = ["close_tier", "open_parameter_streaming", "open_tier"]
 
 _log = logging.getLogger(__name__)
+
+
+def open_tier(*, disk: str | None, capacity_bytes: int | None, window_bytes: int, min_bytes: int) -> ParameterTier:
+    """A place for parameters on disk, until `close_tier`.
+
+    Raises:
+        StoreError: the directory is missing, read-only, full, or a RAM disk.
+    """
+    directory = disk if disk is not None else default_directory()
+    check_directory(directory)
+    kept = kept_space()
+    pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
+    # Of a run that is committed, parameters lie where a commit need only name them.
+    values_pool = None if kept is None else kept.pool
+    return ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes, values_pool=values_pool)
+
+
+def close_tier(tier: ParameterTier) -> None:
+    """Brings back whatever is there, and closes files and threads.
+
+    Raises:
+        StoreError: bytes cannot be read back.
+    """
+    try:
+        for member in list(tier):
+            tier.give_up(member)
+    finally:
+        tier.pool.close()
 
 
 def open_parameter_streaming(
@@ -28,8 +56,12 @@ def open_parameter_streaming(
     min_bytes: int,
     blocks: Sequence[str] | None = None,
     has_root: bool = True,
+    built: ParameterTier | None = None,
 ) -> tuple[ParameterStreaming, Callable[[], None]]:
     """Puts a model's parameters and gradients on disk.
+
+    Args:
+        built: has some of them already; it is closed as well where this fails.
 
     Returns:
         Their keeper, and what brings them back and closes files and threads.
@@ -38,25 +70,25 @@ def open_parameter_streaming(
         ApplyError: a block is missing or cannot be wrapped.
         StoreError: the directory is missing, read-only, full, or a RAM disk.
     """
-    directory = disk if disk is not None else default_directory()
-    check_directory(directory)
     kept = kept_space()
-    pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
+    tier = built
+    if tier is None:
+        tier = open_tier(disk=disk, capacity_bytes=capacity_bytes, window_bytes=window_bytes, min_bytes=min_bytes)
+    tier.forget_unused()
+    tier.set_window(window_bytes)
     try:
-        # Of a run that is committed, parameters lie where a commit need only name them.
-        values_pool = None if kept is None else kept.pool
-        tier = ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes, values_pool=values_pool)
         streaming = ParameterStreaming(model, tier, blocks=blocks, has_root=has_root)
     except BaseException:
-        pool.close()
+        close_tier(tier)
         raise
     if kept is not None:
         kept.parameters = streaming
-    _log.info("%s of parameters are on disk in %s", format_bytes(streaming.away_bytes), directory)
+    _log.info("%s of parameters are on disk in %s", format_bytes(streaming.away_bytes), tier.pool.scratch.path)
 
     def close() -> None:
         try:
             streaming.undo()
+            close_tier(tier)
         except StoreError as error:
             if streaming.failure is None:
                 raise
@@ -64,6 +96,6 @@ def open_parameter_streaming(
         finally:
             if kept is not None:
                 kept.parameters = None
-            pool.close()
+            tier.pool.close()
 
     return streaming, close

@@ -86,7 +86,10 @@ class ParameterStreaming:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._order: list[_Stream] = []
         self._adopted: dict[StreamedParameter, None] = {}
+        used = {id(parameter) for unit in units for parameter in unit.parameters}
         try:
+            for member in [member for member in tier if id(member.parameter) in names.keys() - used]:
+                tier.give_up(member)  # built on disk, and nobody brings it in
             for unit in units:
                 found = [tier.adopt(parameter, names[id(parameter)]) for parameter in unit.parameters]
                 members = [member for member in found if member is not None]
@@ -147,12 +150,12 @@ class ParameterStreaming:
     @property
     def away_bytes(self) -> int:
         """Bytes of the parameters that are on disk between their uses."""
-        return sum(member.values.num_bytes for member in self._tier if not member.stays)
+        return sum(member.values.num_bytes for member in self._members() if not member.stays)
 
     @property
     def resident_bytes(self) -> int:
         """Memory that these and their gradients take now."""
-        return sum(member.resident_bytes for member in self._tier if not member.stays)
+        return sum(member.resident_bytes for member in self._members() if not member.stays)
 
     @property
     def num_spilled(self) -> int:
@@ -168,6 +171,11 @@ class ParameterStreaming:
     def bytes_read(self) -> int:
         """Bytes fetched from the disk so far."""
         return self._tier.pool.bytes_read
+
+    def end_showing(self) -> int:
+        """See `ParameterTier`; to be called between a step and the next forward."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return self._tier.end_showing()
 
     def undo(self) -> None:
         """Brings everything back into memory and takes all hooks away.

@@ -5,6 +5,7 @@ storage keeps its address too, so that what autograd has saved of it is valid ag
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from memwall.apply.streaming.gradients import GradientStore, Reductions, StandsFor
 from memwall.apply.streaming.guard import Guard, guarded, unguarded
+from memwall.errors import ApplyError
 from memwall.store.buckets import can_move
 from memwall.store.paged import PagedTensor, WriteBehind
 from memwall.store.transfer import TransferPool
@@ -84,6 +86,14 @@ class StreamedParameter:
         """See `Guard`."""
         return self._tier.use([self, *(other for other in others if isinstance(other, StreamedParameter))], run)
 
+    def show(self, run: Callable[[], Any]) -> Any:
+        """See `Guard`."""
+        return self._tier.show(self, run)
+
+    def replace(self, run: Callable[[], Any]) -> Any:
+        """See `Guard`."""
+        return self._tier.replace(self, run)
+
     def get_gradient(self) -> Tensor | None:
         """See `Guard`."""
         return self.gradient.handle if self.gradient.handle is not None else self.parameter.grad
@@ -120,12 +130,18 @@ class ParameterTier:
         """While a step is recorded: who is told what stands for a gradient that has left."""
         self.num_spilled = 0
         """How many gradients have left memory, or terms of them."""
+        self.on_replaced: Callable[[StreamedParameter], None] | None = None
+        """While models are built: who is told that a parameter has left the tier, to be given other memory."""
         self._members: dict[int, StreamedParameter] = {}
         # Used outside blocks, the longest ago first; in memory until the window is full.
         self._used: dict[StreamedParameter, None] = {}
 
     def __iter__(self) -> Iterator[StreamedParameter]:
         return iter(self._members.values())
+
+    def set_window(self, window_bytes: int) -> None:
+        """Sets how much memory, see the class; to be called while nothing is in use."""
+        self.window_bytes = self.writes.window_bytes = window_bytes
 
     def get(self, parameter: Tensor) -> StreamedParameter | None:
         """The record of a parameter; None if it stays in memory."""
@@ -154,7 +170,7 @@ class ParameterTier:
             return None
         if _num_references(parameter) > _USUAL_REFERENCES or not can_move(parameter.detach(), self.min_bytes):
             return None
-        if parameter.untyped_storage().nbytes() != parameter.nbytes:
+        if parameter.untyped_storage().nbytes() != parameter.nbytes or parameter.is_shared():
             return None
         member = StreamedParameter(self, parameter, name)
         self._members[id(parameter)] = member
@@ -238,13 +254,55 @@ class ParameterTier:
         self._shrink()
         return result
 
+    def show(self, member: StreamedParameter, run: Callable[[], Any]) -> Any:
+        """Runs code that makes another tensor over a parameter's memory, as a state dict has one of each.
+
+        One that is away takes no room for that: what reads or writes the tensor does so by way of the system's cache.
+        """
+        if not member.values.show():
+            return self.use([member], run)
+        self._used[member] = None
+        result = run()
+        self._shrink()
+        return result
+
+    def end_showing(self) -> int:
+        """Lets go of parameters that are shown, unless somebody still holds tensors over their memory.
+
+        Returns:
+            Bytes that the system had in memory for that, and could take back at any time.
+        """
+        shown = [member for member in self if member.values.is_shown]
+        num_bytes = sum(member.values.shown_bytes for member in shown)
+        self.put_away(shown)
+        return num_bytes
+
+    def replace(self, member: StreamedParameter, run: Callable[[], Any]) -> Any:
+        """Runs code that gives a parameter other memory: while models are built, of one that has left.
+
+        Raises:
+            ApplyError: what is on disk is in use.
+        """
+        if self.on_replaced is None:
+            raise ApplyError(
+                f"{member.name} was given other memory (as .to() and .half() do) while memwall keeps it on disk; "
+                "change the model before its first step"
+            )
+        self.give_up(member)
+        result = run()
+        self.on_replaced(member)
+        return result
+
     def _shrink(self) -> None:
         """Lets go of parameters used longest ago, until the window holds the rest."""
         in_use_bytes = sum(member.values.num_bytes for member in self._used)
         for member in list(self._used):
             if in_use_bytes <= self.window_bytes:
                 return
-            self.put_away([member])
+            if member.values.is_shown and not member.is_aliased and member.values.is_stored:
+                del self._used[member]  # takes nothing that the system would not give to others
+            else:
+                self.put_away([member])
             if member not in self._used:
                 in_use_bytes -= member.values.num_bytes
 
@@ -262,6 +320,20 @@ class ParameterTier:
             values.finish_write()
 
     # -- leaving the tier ------------------------------------------------------------------------------------------
+
+    def forget_unused(self) -> None:
+        """Gives back the place of parameters that nobody else has: of a model that was built in vain, or made anew.
+
+        Raises:
+            StoreError: a transfer under way failed.
+        """
+        for member in list(self):
+            if sys.getrefcount(member.parameter) <= _OWN_REFERENCES and not member.is_aliased:
+                self._used.pop(member, None)
+                self.writes.drain()
+                member.values.forget()
+                del self._members[id(member.parameter)]
+                unguarded(member.parameter)
 
     def give_up(self, member: StreamedParameter) -> None:
         """Leaves a parameter and its gradient in memory for good.
@@ -289,4 +361,6 @@ def _num_references(parameter: nn.Parameter) -> int:
         return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
 
 
+# The member's own, and that of the call which counts.
+_OWN_REFERENCES = 2
 _USUAL_REFERENCES = _num_references(nn.Parameter(torch.empty(1)))

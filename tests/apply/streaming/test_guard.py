@@ -162,7 +162,7 @@ def test_a_state_dict_may_be_loaded(model: nn.Module, streaming: ParameterStream
 
 
 def test_other_memory_is_refused(model: nn.Module, streaming: ParameterStreaming) -> None:
-    with pytest.raises(ApplyError, match=r"0\.weight was given other memory .* change the model before the session"):
+    with pytest.raises(ApplyError, match=r"0\.weight was given other memory .* change the model before its first step"):
         model.to(torch.bfloat16)
     assert model[0].weight.dtype == torch.float32
 

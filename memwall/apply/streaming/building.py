@@ -1,0 +1,162 @@
+"""Parameters that go to disk while modules are still being built: the oldest first, as soon as there are too many."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import distributed, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
+from memwall.plan.parameters import passing_bytes
+from memwall.trace.meter import process_bytes, return_free_memory
+
+__all__ = ["Building", "leaves_no_room", "num_processes"]
+
+# What Python and torch make beside parameters while a model is built.
+_SLACK_BYTES = 16 << 20
+
+
+def leaves_no_room(budget_bytes: int, window_bytes: int) -> Callable[[nn.Parameter], bool]:
+    """When a model has outgrown a budget, for `Building`: what the process holds leaves no room to put it on disk.
+
+    Not before parameters take more than passes through memory on the way there: nothing would be won.
+    """
+    made_bytes = largest_bytes = 0
+
+    def must_leave(parameter: nn.Parameter) -> bool:
+        nonlocal made_bytes, largest_bytes
+        made_bytes, largest_bytes = made_bytes + parameter.nbytes, max(largest_bytes, parameter.nbytes)
+        coming_bytes = passing_bytes(window_bytes, largest_bytes)
+        if made_bytes < coming_bytes or num_processes() > 1:
+            return False
+        return process_bytes() + coming_bytes + _SLACK_BYTES > budget_bytes
+
+    return must_leave
+
+
+def num_processes() -> int:
+    """How many processes train together, as torch.distributed has it."""
+    is_one_of_several = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_one_of_several else 1
+
+
+class Building:
+    """Watches modules get their parameters, until `end`; random numbers are drawn as without.
+
+    Later uses of a parameter that has left, as by `reset_parameters`, `nn.init`, tying or loading, fetch it. One that
+    is given other memory, as by `.to(torch.bfloat16)`, comes back, and leaves again like a new one.
+
+    Args:
+        must_leave: of a new parameter, whether those before it have to leave; not asked again once they had to.
+        open_tier: makes what takes them, when it is needed.
+
+    Raises:
+        StoreError: where a module gets a parameter: no room on disk, or a transfer failed.
+    """
+
+    def __init__(self, must_leave: Callable[[nn.Parameter], bool], open_tier: Callable[[], ParameterTier]) -> None:
+        self._must_leave, self._open_tier = must_leave, open_tier
+        self.tier: ParameterTier | None = None
+        """Has what was put on disk so far; None if nothing was."""
+        self._is_over = False
+        # What nobody else refers to any more, as a head that was tied afterwards, is gone.
+        self._shared: list[tuple[weakref.ref[nn.Parameter], str]] = []
+        self._waiting: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        self._handle: Any = register_module_parameter_registration_hook(self._registered)
+        # Modules that are copied, as the layers of nn.Transformer are, get their parameters without a word.
+        self._copy: Callable[..., Any] = nn.Parameter.__deepcopy__
+        nn.Parameter.__deepcopy__ = self._copying()  # type: ignore[method-assign]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.finish()
+        self.end()
+
+    def finish(self) -> None:
+        """What still waits leaves, too; returns once all is on disk.
+
+        Raises:
+            StoreError: no room on disk, or a transfer failed.
+        """
+        if self.tier is not None:
+            self._let_go(self.tier, 0, but=0)
+            self.tier.writes.drain()
+
+    def end(self) -> None:
+        """Modules keep their parameters from now on. Safe to call twice."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._handle.remove()
+        nn.Parameter.__deepcopy__ = self._copy  # type: ignore[method-assign]
+        self._waiting.clear()
+        self._shared.clear()
+        if self.tier is not None:
+            self.tier.on_replaced = None
+
+    def _copying(self) -> Callable[..., Any]:
+        original, made = self._copy, self._made
+
+        def copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+            result = original(parameter, memo)
+            made(result, "the copy of a parameter")
+            return result
+
+        return copied
+
+    def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
+        self._made(parameter, f"{type(module).__name__}.{name}")
+
+    def _made(self, parameter: Any, name: str) -> None:
+        if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
+            return
+        self._wait(parameter, name)
+        if self.tier is None and self._must_leave(parameter):
+            self.tier = self._open_tier()
+            self.tier.on_replaced = self._replaced
+            self._let_go(self.tier, self.tier.window_bytes, but=1)
+            return_free_memory(generation=0)
+        if self.tier is not None:
+            # The latest has no numbers yet.
+            self._let_go(self.tier, self.tier.window_bytes, but=1)
+
+    def _replaced(self, member: StreamedParameter) -> None:
+        self._wait(member.parameter, member.name)
+        if self.tier is not None:
+            self._let_go(self.tier, self.tier.window_bytes, but=0)
+
+    def _wait(self, parameter: nn.Parameter, name: str) -> None:
+        known = self._waiting.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            self._waiting[id(parameter)] = (weakref.ref(parameter), name)
+
+    def _let_go(self, tier: ParameterTier, window_bytes: int, *, but: int) -> None:
+        """Has the oldest leave, until no more than so many bytes, or parameters, are left."""
+        shared, self._shared = self._shared, []
+        for reference, name in shared:
+            self._put_away(tier, reference, name)
+        present = {key: reference() for key, (reference, _) in self._waiting.items()}
+        num_bytes = sum(parameter.nbytes for parameter in present.values() if parameter is not None)
+        for key, parameter in present.items():
+            if parameter is not None:
+                if num_bytes <= window_bytes or len(self._waiting) <= but:
+                    return
+                num_bytes -= parameter.nbytes
+            self._put_away(tier, *self._waiting.pop(key))
+
+    def _put_away(self, tier: ParameterTier, reference: "weakref.ref[nn.Parameter]", name: str) -> None:
+        parameter = reference()
+        if parameter is None:
+            return
+        with torch.no_grad():
+            member = tier.adopt(parameter, name)
+        if member is not None:
+            tier.put_away([member])
+        elif type(parameter) is nn.Parameter and parameter.nbytes >= tier.min_bytes:
+            # Somebody holds a tensor over its memory, if only the code that has just given it that.
+            self._shared.append((reference, name))

@@ -1,0 +1,300 @@
+"""Models that a script builds under a budget which has no room for them: on disk as they are made, to the same bits."""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import plan_of
+from streamed_models import GPT, KIB, everything, loss_of
+from torch import nn
+
+from memwall.apply.session import Session
+from memwall.apply.streaming import building as parameter_building
+from memwall.apply.streaming import keeper as parameter_keeper
+from memwall.apply.streaming.building import Building, leaves_no_room
+from memwall.apply.streaming.guard import GuardedParameter
+from memwall.apply.streaming.tier import ParameterTier
+from memwall.errors import ApplyError
+from memwall.plan.actions import OptimizerPlacement, ParameterPlacement
+from memwall.store.transfer import TransferPool
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+WINDOW_BYTES, LARGEST_BYTES = 32 * KIB, 48 * KIB
+
+
+@pytest.fixture
+def tier(state_pool: TransferPool) -> ParameterTier:
+    return ParameterTier(state_pool, window_bytes=WINDOW_BYTES, min_bytes=4 * KIB)
+
+
+@pytest.fixture
+def open_sessions() -> Iterator[list[Session]]:
+    made: list[Session] = []
+    yield made
+    for session in made:
+        session.close(completed=False)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is large for a budget is large for a small model."""
+    monkeypatch.setattr(parameter_keeper, "MIN_PARAMETER_BYTES", 4 * KIB)
+    monkeypatch.setattr(parameter_keeper, "parameter_window_bytes", lambda _: WINDOW_BYTES)
+    monkeypatch.setattr(parameter_building, "process_bytes", lambda: 1 << 50)
+
+
+def on_disk(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if type(parameter) is GuardedParameter}
+
+
+def large(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.nbytes >= 4 * KIB}
+
+
+# When they leave.
+
+
+def test_parameters_leave_from_when_the_process_outgrows_the_budget(
+    tier: ParameterTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_bytes = 100 << 20
+    monkeypatch.setattr(parameter_building, "process_bytes", lambda: held_bytes)
+    with Building(leaves_no_room(200 << 20, WINDOW_BYTES), lambda: tier) as building:
+        first = GPT()
+        assert building.tier is None
+        held_bytes = 190 << 20
+        second = GPT()
+        assert building.tier is tier
+    # Those that were built before as well: nobody uses them now.
+    assert on_disk(first) == large(first)
+    assert on_disk(second) == large(second)
+
+
+def test_a_model_smaller_than_what_passes_through_memory_stays(
+    tier: ParameterTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_building, "process_bytes", lambda: 1 << 50)
+    with Building(leaves_no_room(1 << 20, 16 << 20), lambda: tier) as building:
+        assert on_disk(GPT()) == set()
+    assert building.tier is None
+
+
+def test_modules_are_as_before_when_it_ends(tier: ParameterTier) -> None:
+    copies = nn.Parameter.__deepcopy__
+    for _ in range(2):
+        building = Building(lambda _: True, lambda: tier)
+        assert nn.Parameter.__deepcopy__ is not copies
+        building.end()
+        building.end()
+        assert nn.Parameter.__deepcopy__ is copies
+    assert on_disk(GPT()) == set()
+
+
+# What scripts do with a model before they train it.
+
+
+def cast(model: nn.Module) -> nn.Module:
+    return model.to(torch.bfloat16)
+
+
+def cast_twice(model: nn.Module) -> nn.Module:
+    return model.half().to("cpu").float()
+
+
+def drawn_again(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data.uniform_(-0.05, 0.05)
+    return model.apply(lambda module: nn.init.ones_(module.weight) if isinstance(module, nn.LayerNorm) else None)
+
+
+def loaded(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    model.load_state_dict(copy.deepcopy(GPT().state_dict()))
+    return model
+
+
+def loaded_in_place_of_its_own(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    model.load_state_dict(copy.deepcopy(GPT().state_dict()), assign=True)
+    model.get_submodule("head").weight = model.get_submodule("tokens").weight
+    return model
+
+
+def looked_at(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, 4, dtype=torch.int64))
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+    assert str(next(model.parameters())).startswith("Parameter")
+    assert len(model.state_dict()) == len(GPT().state_dict())
+    return model.train()
+
+
+def copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    return nn.DataParallel(model)
+
+
+def encoder(_: nn.Module) -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 128, batch_first=True), 4)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [cast, cast_twice, drawn_again, loaded, loaded_in_place_of_its_own, looked_at, copied, wrapped, encoder],
+)
+def test_it_has_the_same_bits_and_is_on_disk_after(
+    prepare: Callable[[nn.Module], nn.Module], tier: ParameterTier
+) -> None:
+    torch.manual_seed(0)
+    plain = prepare(GPT())
+    drawn = torch.rand(3)
+    torch.manual_seed(0)
+    with Building(lambda _: True, lambda: tier):
+        model = prepare(GPT())
+    assert torch.equal(torch.rand(3), drawn)
+    assert tier.resident_bytes <= WINDOW_BYTES + LARGEST_BYTES
+    assert on_disk(model) == large(model)
+    found = dict(model.named_parameters())
+    assert [n for n, p in plain.named_parameters() if found[n].dtype != p.dtype or not torch.equal(found[n], p)] == []
+
+
+def test_what_a_script_no_longer_has_gives_its_disk_space_back(tier: ParameterTier) -> None:
+    with Building(lambda _: True, lambda: tier):
+        model = GPT()
+        GPT()
+    whole_bytes = tier.pool.scratch.used_bytes
+    tier.forget_unused()
+    assert tier.pool.scratch.used_bytes < 0.6 * whole_bytes
+    assert {id(member.parameter) for member in tier} == {
+        id(p) for name, p in model.named_parameters() if name in large(model)
+    }
+
+
+def test_parameters_in_shared_memory_stay(tier: ParameterTier) -> None:
+    with Building(lambda _: True, lambda: tier):
+        model = GPT().share_memory()
+    assert on_disk(model) == set()
+    assert all(parameter.is_shared() for parameter in model.parameters())
+
+
+# The first step takes them over.
+
+
+PLACEMENTS = (
+    ParameterPlacement(
+        tier="disk",
+        blocks=tuple(f"layers.{number}" for number in range(4)),
+        window_bytes=WINDOW_BYTES,
+        min_bytes=4 * KIB,
+        written_bytes=0,
+        saved_bytes=1,
+    ),
+    OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=4 * KIB),
+)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, session: Session | None = None) -> dict[str, Any]:
+    """Some steps; what torch.save writes after each, and what is left."""
+    files = []
+    for step in range(3):
+        loss_of(model, step).backward()
+        if session is not None:
+            session.add_optimizer(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        files.append(file)
+    saved = [torch.load(io.BytesIO(file.getvalue())) for file in files]
+    found = {f"{number}.{name}": tensor for number, one in enumerate(saved) for name, tensor in one.items()}
+    return found | everything(model, optimizer)
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = GPT()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["given plan", "recorded", "recorded, with room after all"])
+def test_a_model_built_on_disk_trains_and_is_saved_like_a_plain_one(
+    kind: str, tiny: None, request: pytest.FixtureRequest, tmp_path: Path, open_sessions: list[Session]
+) -> None:
+    plain = trained(*made())
+    if kind == "recorded":
+        request.getfixturevalue("without_room")
+    settings: dict[str, Any] = {"budget_bytes": 1 << 40}
+    if kind == "given plan":
+        plan = plan_of(GPT(), *PLACEMENTS)
+        settings = {"plan": plan}
+    session = Session(disk=str(tmp_path), **settings)
+    open_sessions.append(session)
+    if kind == "given plan":
+        session._live.parameters.watch_building(1 << 40, session._live.allocator)  # a plan of no budget
+    else:
+        session.watch_building()
+    model, optimizer = made()
+    assert large(model) - on_disk(model) <= {"norm.weight", "layers.3.down.weight", "layers.3.up.weight"}
+    session.attach(model, None)
+    found = trained(model, optimizer, session)
+    session.close()
+    assert on_disk(model) == set()
+    assert list(tmp_path.iterdir()) == []
+    assert found.keys() == plain.keys()
+    assert [name for name, value in plain.items() if not torch.equal(found[name], value)] == []
+
+
+def test_a_state_dict_of_a_model_on_disk_takes_no_memory_until_a_step_needs_it(
+    tiny: None, tmp_path: Path, open_sessions: list[Session]
+) -> None:
+    session = Session(disk=str(tmp_path), plan=plan_of(GPT(), *PLACEMENTS))
+    open_sessions.append(session)
+    model, optimizer = made()
+    session.attach(model, optimizer)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    parameters = session._live.parameters
+    absent_bytes = parameters.absent_bytes
+    assert absent_bytes > 0.9 * parameters.away_bytes
+    kept = model.state_dict()
+    before = {name: tensor.clone() for name, tensor in kept.items()}
+    assert parameters.absent_bytes == absent_bytes
+    # It is of the parameters, not of a copy: what is written there is theirs, and their next step is seen.
+    kept["layers.0.up.weight"].zero_()
+    assert not model.get_parameter("layers.0.up.weight").any()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(kept[name], parameter.detach())
+        assert name == "layers.0.up.weight" or not torch.equal(kept[name], before[name])
+    session.close()
+
+
+@pytest.mark.parametrize("kind", ["a hook", "an optimizer of all at once"])
+def test_what_keeps_them_from_being_on_disk_is_refused_where_there_is_no_room(
+    kind: str, tiny: None, without_room: None, tmp_path: Path, open_sessions: list[Session]
+) -> None:
+    session = Session(disk=str(tmp_path), budget_bytes=1 << 20)
+    open_sessions.append(session)
+    session.watch_building()
+    model, optimizer = made()
+    if kind == "a hook":
+        model.get_parameter("layers.1.up.weight").register_post_accumulate_grad_hook(lambda _: None)
+        reason = r"layers\.1\.up\.weight has a hook that runs when its gradient is accumulated"
+    else:
+        optimizer, reason = torch.optim.LBFGS(model.parameters()), "LBFGS cannot be stepped a few parameters at a time"
+    session.attach(model, optimizer)
+    expected = (
+        rf"parameters went to disk while the script built them, since 1\.0 MiB have no room for them, and cannot stay "
+        rf"there: {reason}; give a budget above [0-9.]+ MiB"
+    )
+    with pytest.raises(ApplyError, match=expected):
+        loss_of(model, 0)
