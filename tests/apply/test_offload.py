@@ -1,6 +1,8 @@
 """Offloaded activations: the same gradients to the bit, each range moved once, nothing left behind."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.offload import ActivationOffload
+from memwall.apply.offload_entry import Saved
 from memwall.errors import ApplyError
 
 pytestmark = pytest.mark.timeout(60)
@@ -96,6 +99,27 @@ def test_reading_ahead_stays_within_the_window_and_leaves_nothing_to_wait_for(po
             assert offload.loaded_bytes == min(left, 5) * 8 * KIB
             packed.pop()
         assert offload.bytes_read == 12 * 8 * KIB
+
+
+def test_what_is_read_ahead_is_queued_when_backward_has_its_own(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **settings: Any) -> Any:
+            order.append(name)
+            return call(*arguments, **settings)
+
+        return noted
+
+    with offload_for(pool, window_bytes=40 * KIB) as offload:
+        packed = [offload.pack(torch.randn(2048)) for _ in range(4)]
+        for saved in packed:
+            saved.entry.parked.write.wait()  # what has not left yet is copied
+        monkeypatch.setattr(pool, "read", noting("read", pool.read))
+        monkeypatch.setattr(Saved, "view_of", noting("made", Saved.view_of))
+        offload.unpack(packed[3])
+        offload.unpack(packed[2])
+    assert order == ["read", "made", "read", "read", "read", "made"]
 
 
 def test_a_range_that_every_layer_shares_leaves_room_to_read_ahead(pool: Pool) -> None:

@@ -84,6 +84,15 @@ def test_what_does_not_lie_so_or_is_beyond_the_window_is_copied_and_may_change_a
         assert torch.equal(tier.collect(tier.load(parked, is_urgent=True))[0], wanted)
 
 
+def test_a_range_of_bytes_is_those_of_its_tensor_in_their_storage() -> None:
+    numbers = torch.arange(1000.0)
+    part = ByteRange.of(numbers[100:300])
+    assert (part.address, part.num_bytes, part.is_whole) == (numbers[100:].data_ptr(), 800, False)
+    assert torch.equal(part.tensor(), numbers[100:300].view(torch.uint8))
+    assert part.tensor().data_ptr() == part.address
+    assert ByteRange.of(numbers).is_whole
+
+
 def test_of_a_larger_storage_a_part_is_copied_because_all_of_it_would_stay(gate: Gate, gated: TransferPool) -> None:
     tier = tier_on(gated, 4)
     source = on_a_page(3 * BLOCK)
