@@ -8,10 +8,11 @@ from memwall.trace.records import Step, Trace
 
 __all__ = ["LIBRARY_BYTES", "low_bit_state", "why_no_low_bits"]
 
-LIBRARY_BYTES = 83 << 20
-"""What importing torchao adds to a process, torch._dynamo with it (torchao 0.18, torch 2.13, Linux; the first line of
-benchmarks/low_bit_state.py)."""
-# To open and close one element of a moment on one core; two take half (two cores, torch 2.13, the same line).
+LIBRARY_BYTES = 12 << 20
+"""What importing torchao adds to a process with an optimizer, for which torch imports the most of the same (torchao
+0.18, torch 2.13, Linux; the first line of benchmarks/low_bit_state.py)."""
+# To open and close one element of a moment on one core, 40 to 50 ns; two take half (two cores, torch 2.13, the same
+# line).
 _SECONDS_PER_ELEMENT = 40e-9
 
 
