@@ -30,7 +30,7 @@ DEEPSPEED_OPS := AsyncIOBuilder CPUAdamBuilder ShareMemCommBuilder
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap clean
+.PHONY: venv test test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -111,6 +111,14 @@ smallest-cap: $(STAMP)
 
 bench-low-bit: $(TORCHAO_FOLDER)/.installed
 	PYTHONPATH=$(CURDIR)/$(TORCHAO_FOLDER) $(BIN)/python benchmarks/low_bit_state.py
+
+# The largest model under a cap, and the same model beside DeepSpeed; the right to make a memory control group, as
+# above, root for the arm with swap, and for ARM="--disk DIR" a disk with room: benchmarks/README.md says how much.
+frontier: $(DEEPSPEED)/.installed
+	$(BIN)/python benchmarks/frontier.py $(ARM)
+
+against-deepspeed: $(DEEPSPEED)/.installed
+	$(BIN)/python benchmarks/against_deepspeed.py $(ARM)
 
 bench-heap: $(STAMP)
 	$(BIN)/python benchmarks/heap.py

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["CapUnavailable", "CappedRun", "MemoryCap", "memory_cap", "own_group"]
+__all__ = ["CapUnavailable", "CappedRun", "MemoryCap", "memory_cap", "own_group", "own_group_peak_bytes"]
 
 _END_SECONDS = 10.0
 
@@ -100,8 +100,11 @@ class MemoryCap:
 
 
 @contextmanager
-def memory_cap(limit_bytes: int | None) -> Iterator[MemoryCap]:
+def memory_cap(limit_bytes: int | None, *, may_swap: bool = False) -> Iterator[MemoryCap]:
     """A fresh group with a limit and without swap; None limits nothing, so that the group is a meter only.
+
+    Args:
+        may_swap: limit memory alone: what exceeds it goes to whatever swap the machine has.
 
     Raises:
         CapUnavailable: there is no memory controller, or no right to make a group.
@@ -118,7 +121,7 @@ def memory_cap(limit_bytes: int | None) -> Iterator[MemoryCap]:
     try:
         try:
             if limit_bytes is not None:
-                _limit(cap, limit_bytes)
+                _limit(cap, limit_bytes, may_swap)
         except OSError as error:
             raise CapUnavailable(f"cannot limit the memory of {folder}: {error.strerror}") from error
         yield cap
@@ -158,6 +161,15 @@ def own_group(root: Path = Path("/")) -> tuple[Path, int]:
     raise CapUnavailable(f"the hierarchy of the memory controller (cgroup v{version}) is not mounted")
 
 
+def own_group_peak_bytes() -> int | None:
+    """The most that the group of this process has held so far; None where that cannot be read."""
+    try:
+        folder, version = own_group()
+        return int((folder / ("memory.max_usage_in_bytes" if version == 1 else "memory.peak")).read_text())
+    except (CapUnavailable, OSError, ValueError):
+        return None
+
+
 def _delegate(parent: Path) -> None:
     """Lets children of a v2 group have the memory controller.
 
@@ -175,14 +187,15 @@ def _delegate(parent: Path) -> None:
         ) from error
 
 
-def _limit(cap: MemoryCap, limit_bytes: int) -> None:
+def _limit(cap: MemoryCap, limit_bytes: int, may_swap: bool) -> None:
+    (cap.folder / ("memory.max" if cap.version == 2 else "memory.limit_in_bytes")).write_text(str(limit_bytes))
+    if may_swap:
+        return
     if cap.version == 2:
-        (cap.folder / "memory.max").write_text(str(limit_bytes))
         without_swap = cap.folder / "memory.swap.max"
         if without_swap.exists():
             without_swap.write_text("0")
         return
-    (cap.folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
     both = cap.folder / "memory.memsw.limit_in_bytes"
     if both.exists():
         both.write_text(str(limit_bytes))

@@ -26,7 +26,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from cgroup import CapUnavailable, own_group
+from cgroup import own_group_peak_bytes
+from raw_disk import io_bytes
 from torch.utils.checkpoint import checkpoint
 from workloads import GPT, WORKLOADS
 
@@ -112,7 +113,7 @@ def _train(options: argparse.Namespace, disk: str) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     build_seconds = time.perf_counter() - begin
     text = WORKLOADS["gpt"]
-    losses, step_seconds, moved = [], [], _moved_bytes()
+    losses, step_seconds, moved = [], [], io_bytes()
     for step in range(options.steps):
         batch = {name: rows[: options.batch, : options.tokens] for name, rows in text.batch(step).items()}
         begin = time.perf_counter()
@@ -121,7 +122,7 @@ def _train(options: argparse.Namespace, disk: str) -> dict[str, Any]:
         engine.step()
         step_seconds.append(time.perf_counter() - begin)
         losses.append(loss.item())
-    after = _moved_bytes()
+    after = io_bytes()
     return {
         "schema": "memwall.bench-deepspeed-arm/1",
         "num_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
@@ -131,29 +132,13 @@ def _train(options: argparse.Namespace, disk: str) -> dict[str, Any]:
         "step_seconds_median": median(step_seconds[1:] or step_seconds),
         "build_seconds": build_seconds,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "cgroup_peak_bytes": _group_peak_bytes(),
+        "cgroup_peak_bytes": own_group_peak_bytes(),
         "read_bytes_per_step": (after[0] - moved[0]) // options.steps,
         "written_bytes_per_step": (after[1] - moved[1]) // options.steps,
         "swap_file_bytes": sum(path.stat().st_size for path in Path(disk).rglob("*.swp")),
         "config": config,
         "versions": {name: metadata.version(name) for name in ("deepspeed", "torch")},
     }
-
-
-def _moved_bytes() -> tuple[int, int]:
-    """Bytes this process had read from and written to devices, by the kernel's own counters."""
-    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counters["read_bytes"]), int(counters["write_bytes"])
-
-
-def _group_peak_bytes() -> int | None:
-    """Of the control group this process is in, which a cap has to itself."""
-    try:
-        folder, version = own_group()
-        name = "memory.max_usage_in_bytes" if version == 1 else "memory.peak"
-        return int((folder / name).read_text())
-    except (CapUnavailable, OSError, ValueError):
-        return None
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,6 +1,9 @@
 """One GPT of one size trained for a few steps by one arm of the frontier; prints a JSON line after every step.
 
-python benchmarks/frontier_child.py --arm memwall --layers 4 --steps 2 --disk DIR
+    python benchmarks/frontier_child.py --arm memwall --layers 4 --steps 2 --disk DIR
+
+Arm "memwall" builds the model on disk; "planned" is an ordinary loop under `memwall.fit`, and tells of its plan in one
+more line. Bytes read and written are the kernel's counters of this process.
 """
 
 import argparse
@@ -13,7 +16,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from memwall_arm import tensor_heap
+from cgroup import own_group_peak_bytes
+from memwall_arm import memwall_arm, tensor_heap
+from raw_disk import io_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from workloads import GPT, WORKLOADS
@@ -23,7 +28,7 @@ _MIN_BYTES = 256 << 10
 _WINDOW_BYTES = 32 << 20
 _STATE_BYTES = 32 << 20
 
-Facts = Callable[[], dict[str, int]]
+Facts = Callable[[], dict[str, Any]]
 
 
 @contextmanager
@@ -70,25 +75,33 @@ def _memwall(
         )
 
         def facts() -> dict[str, int]:
-            return {
-                "read_bytes": sum(pool.bytes_read for pool in pools),
-                "written_bytes": sum(pool.bytes_written for pool in pools),
-                "disk_bytes": sum(pool.scratch.reserved_bytes for pool in pools),
-            }
+            return {"disk_bytes": sum(pool.scratch.reserved_bytes for pool in pools)}
 
         yield model, optimizer, facts
+
+
+@contextmanager
+def _planned(
+    build: Callable[[], nn.Module], options: argparse.Namespace
+) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Facts]]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    with memwall_arm(model, optimizer, options.budget_bytes, options.disk) as facts:
+        yield model, optimizer, dict
+        print(json.dumps(facts()), flush=True)
 
 
 def main() -> None:
     """Trains and prints."""
     parser = argparse.ArgumentParser(description="trains one GPT of one size by one arm")
-    parser.add_argument("--arm", choices=("plain", "checkpoint", "memwall"), required=True)
+    parser.add_argument("--arm", choices=("plain", "checkpoint", "memwall", "planned"), required=True)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--disk", default=".")
+    parser.add_argument("--budget-bytes", type=int, default=0, help="of the planned arm")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -97,18 +110,18 @@ def main() -> None:
         return GPT(options.width, options.width // 64, options.layers, options.tokens).train()
 
     workload = WORKLOADS["gpt"]
-    arm = _memwall if options.arm == "memwall" else _plain
+    arm = {"memwall": _memwall, "planned": _planned}.get(options.arm, _plain)
     begin = time.perf_counter()
     with arm(build, options) as (model, optimizer, facts):
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         print(json.dumps({"num_parameters": num_parameters, "build_seconds": time.perf_counter() - begin}), flush=True)
         for step in range(options.steps):
             batch = {name: value[:1, : options.tokens] for name, value in workload.batch(step).items()}
-            seconds, counts = [time.perf_counter()], [facts()]
+            seconds, counts = [time.perf_counter()], [io_bytes()]
 
-            def mark(seconds: list[float] = seconds, counts: list[dict[str, int]] = counts) -> None:
+            def mark(seconds: list[float] = seconds, counts: list[tuple[int, int]] = counts) -> None:
                 seconds.append(time.perf_counter())
-                counts.append(facts())
+                counts.append(io_bytes())
 
             loss = workload.loss(model, batch)
             mark()
@@ -117,9 +130,14 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             mark()
-            row = {"loss": loss.item(), "phase_seconds": _differences(seconds), "disk_bytes": 0} | counts[-1]
-            for name in ("read_bytes", "written_bytes"):
-                row[name] = _differences([count.get(name, 0) for count in counts])
+            row = {
+                "loss": loss.item(),
+                "phase_seconds": _differences(seconds),
+                "read_bytes": _differences([read for read, _ in counts]),
+                "written_bytes": _differences([written for _, written in counts]),
+                "disk_bytes": 0,
+                "group_peak_bytes": own_group_peak_bytes(),
+            } | facts()
             print(json.dumps(row), flush=True)
 
 

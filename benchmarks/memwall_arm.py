@@ -8,8 +8,13 @@ from torch.optim import Optimizer
 
 
 @contextmanager
-def memwall_arm(model: nn.Module, optimizer: Optimizer, budget_bytes: int) -> Iterator[Callable[[], dict[str, object]]]:
+def memwall_arm(
+    model: nn.Module, optimizer: Optimizer, budget_bytes: int, disk: str | None = None
+) -> Iterator[Callable[[], dict[str, object]]]:
     """Trains an ordinary loop under a plan for `budget_bytes` of process memory.
+
+    Args:
+        disk: directory for what leaves memory; None for the temporary one.
 
     Yields:
         A function that returns, after the last step, `predicted_peak_bytes` (process, steps under the plan),
@@ -19,7 +24,7 @@ def memwall_arm(model: nn.Module, optimizer: Optimizer, budget_bytes: int) -> It
     import memwall
     from memwall.observe.measure import run_report
 
-    with memwall.fit(model, optimizer, budget=budget_bytes) as session:
+    with memwall.fit(model, optimizer, budget=budget_bytes, disk=disk) as session:
 
         def facts() -> dict[str, object]:
             report = run_report(session)

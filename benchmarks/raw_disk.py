@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["RawDisk", "io_bytes"]
 
 # As many threads as the store has.
-_BLOCK_BYTES, _PROBE_BYTES, _NUM_THREADS = 2 << 20, 96 << 20, 3
+_BLOCK_BYTES, _FILE_BYTES, _NUM_THREADS = 2 << 20, 96 << 20, 3
 
 
 class RawDisk:
@@ -18,9 +18,14 @@ class RawDisk:
     Args:
         memory_bytes: of the buffers. The host of a virtual disk copies each byte: faster from and to a few blocks, that
             stay in caches of the processor, than the memory of tensors.
+        file_bytes: of the file, of which every measurement moves all: at least a block. A small one shows the speed of
+            a burst, which a disk does not keep up over gigabytes.
     """
 
-    def __init__(self, directory: str, memory_bytes: int = _NUM_THREADS * _BLOCK_BYTES) -> None:
+    def __init__(
+        self, directory: str, memory_bytes: int = _NUM_THREADS * _BLOCK_BYTES, file_bytes: int = _FILE_BYTES
+    ) -> None:
+        self._num_blocks = file_bytes // _BLOCK_BYTES
         self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
         self._buffers = [mmap(-1, _BLOCK_BYTES) for _ in range(memory_bytes // _BLOCK_BYTES)]
         for buffer in self._buffers:
@@ -32,9 +37,14 @@ class RawDisk:
         """To write and to read, now."""
         return self._pass(is_read=False), self._pass(is_read=True)
 
+    def close(self) -> None:
+        """Gives the file's room back."""
+        self._pool.shutdown()
+        os.close(self._fd)
+
     def _pass(self, *, is_read: bool) -> float:
         def move(thread: int) -> None:
-            for number in range(thread, _PROBE_BYTES // _BLOCK_BYTES, _NUM_THREADS):
+            for number in range(thread, self._num_blocks, _NUM_THREADS):
                 buffers, offset = [self._buffers[number % len(self._buffers)]], number * _BLOCK_BYTES
                 done = os.preadv(self._fd, buffers, offset) if is_read else os.pwritev(self._fd, buffers, offset)
                 if done != _BLOCK_BYTES:
@@ -42,7 +52,7 @@ class RawDisk:
 
         begin = time.perf_counter()
         list(self._pool.map(move, range(_NUM_THREADS)))
-        return (time.perf_counter() - begin) / _PROBE_BYTES
+        return (time.perf_counter() - begin) / (self._num_blocks * _BLOCK_BYTES)
 
 
 def io_bytes() -> tuple[int, int]:
