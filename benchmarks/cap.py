@@ -1,12 +1,12 @@
 """The claim: a script that the kernel kills at a memory cap finishes below it under memwall, with the same weights.
 
     python benchmarks/cap.py [--steps 20] [--shares 75 60]
-    python benchmarks/cap.py --model weights --shares 45
+    python benchmarks/cap.py --model weights --shares 45 31
 
 The first model is large by its activations, the second by its weights: below half of its plain peak there is no room
-for gradients beside parameters. Per share of the plain peak, in one memory control group each: the plain script, and
-the same script under `memwall run --budget SIZE`. The reference is the plain script without a cap. Writes
-results/cpu/cap.json, or cap_weights.json.
+for gradients beside parameters, and below a third none for building the model. Per share of the plain peak, in one
+memory control group each: the plain script, and the same script under `memwall run --budget SIZE`. The reference is the
+plain script without a cap. Writes results/cpu/cap.json, or cap_weights.json.
 """
 
 import argparse
