@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 from knob_report import provenance
-from packed_offload import HeldDisk
+from packed_offload import hold_disk
 from torch import Tensor, nn
 
 import memwall
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, load_torchao
 from memwall.plan.actions import LowBitState
 from memwall.predict.low_bit_state import SLICE_ELEMENTS
-from memwall.store import scratch
 from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "low_bit_state.json"
@@ -95,9 +94,7 @@ def run_child(arm: str, budget_bytes: int, mib_per_second: int, directory: str) 
         reset_process_peak()
         seconds, losses = train(model, optimizer)
         return {"peak_bytes": process_peak_bytes(), "step_seconds": statistics.median(seconds[1:]), "losses": losses}
-    if mib_per_second:
-        HeldDisk.bytes_per_second = mib_per_second * 2.0**20
-        scratch.SystemBackend = HeldDisk  # type: ignore[misc]
+    hold_disk(mib_per_second)
     allow = ("low-bit-optimizer",) if arm == "low" else ()
     with memwall.fit(model, optimizer, budget=budget_bytes, allow=allow, disk=directory) as session:
         seconds, losses = train(model, optimizer)

@@ -69,6 +69,13 @@ class HeldDisk(SystemBackend):
         time.sleep(max(0.0, begin + num_bytes / self.bytes_per_second - time.perf_counter()))
 
 
+def hold_disk(mib_per_second: int) -> None:
+    """What is opened on disk from now on passes at that speed; at the disk's own for 0."""
+    if mib_per_second:
+        HeldDisk.bytes_per_second = mib_per_second * 2.0**20
+        scratch.backend_of = lambda directory: HeldDisk()
+
+
 class Stage(nn.Module):
     """Two convolutions, each with its spectral norm, whose power iteration goes on in every forward."""
 
@@ -136,9 +143,7 @@ def run_child(arm: str, budget_bytes: int, mib_per_second: int, directory: str) 
         reset_process_peak()
         seconds, losses = train(model, optimizer)
         return {"peak_bytes": process_peak_bytes(), "step_seconds": statistics.median(seconds[1:]), "losses": losses}
-    if mib_per_second:
-        HeldDisk.bytes_per_second = mib_per_second * 2.0**20
-        scratch.backend_of = lambda directory: HeldDisk()
+    hold_disk(mib_per_second)
     allow = ("low-bit-offload",) if arm == "packed" else ()
     with memwall.fit(model, optimizer, budget=budget_bytes, allow=allow, disk=directory) as session:
         seconds, losses = train(model, optimizer)
