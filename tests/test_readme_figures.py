@@ -157,6 +157,26 @@ def test_saved_tensors_on_disk_cost_what_was_measured() -> None:
         assert f"| {middle} % ({low}-{high} %) |" in row
 
 
+def test_what_moments_in_8_bits_cost_is_what_was_measured() -> None:
+    page, found = (ROOT / "benchmarks" / "README.md").read_text(), result("low_bit_state")
+    text = " ".join(page.split())
+    plain, costs = found["plain"], found["costs"]
+    one, two = (f"{costs['seconds_per_element'][number] * 1e9:.0f}" for number in ("1", "2"))
+    assert f"takes {plain['step_seconds']:.2f} s and {plain['peak_bytes'] / 2**20:,.0f} MiB" in text
+    assert f"the budget is {found['budget_bytes'] / 2**20:,.0f} MiB" in text
+    assert f"took {costs['import_bytes'] / 2**20:.0f} MiB, and opening and closing a moment {one} ns" in text
+    assert f"with one thread, {two} with two" in text
+    for row in found["rows"]:
+        assert row["peak_bytes"] <= found["budget_bytes"]
+        speed, moments = row["disk_bytes_per_second"], "8 bits" if row["is_low_bit"] else "float32"
+        disk = f"{speed / 2**20:.0f} MiB/s" if speed else "as it is"
+        seconds = f"{median(row['step_seconds']):.2f} s | {row['predicted_step_seconds']:.2f} s"
+        peaks = " | ".join(f"{row[f'{name}_peak_bytes'] / 2**20:,.0f} MiB" for name in ("steady", "predicted"))
+        moved = f"{row['moved_bytes'] / 2**20:,.0f} MiB"
+        assert f"| {disk} | {row['arm']} | {moments} | {moved} | {seconds} | {peaks} |" in page
+        assert row["is_plain_loss"] != row["is_low_bit"]
+
+
 def test_what_packing_is_worth_on_a_slow_disk_is_what_was_measured() -> None:
     page, found = (ROOT / "benchmarks" / "README.md").read_text(), result("packed_offload")
     assert all(row["is_plain_loss"] for row in found["rows"] if row["arm"] == "exact")
