@@ -19,7 +19,7 @@ DISK_BYTES_PER_PARAMETER = 16
 _CHILD = Path(__file__).resolve().parent / "frontier_child.py"
 _TIMEOUT_S = 3600.0
 # DeepSpeed's peak grows by this much for each parameter, as measured: where its search begins, not where it ends.
-_DEEPSPEED_BYTES_PER_PARAMETER, _DEEPSPEED_BASE_BYTES = 13.4, 790 << 20
+_DEEPSPEED_BYTES_PER_PARAMETER, _DEEPSPEED_BASE_BYTES = 13.4, 640 << 20
 _DEEPSPEED_TIMEOUT_S = 600.0
 
 
