@@ -18,6 +18,7 @@ from memwall.apply.streaming.guard import Guard, guarded, unguarded
 from memwall.errors import ApplyError
 from memwall.store.buckets import can_move
 from memwall.store.paged import PagedTensor, WriteBehind
+from memwall.store.pages import return_file_pages
 from memwall.store.transfer import TransferPool
 from memwall.units import format_bytes
 
@@ -46,7 +47,9 @@ class StreamedParameter:
         self.gradient = GradientStore(
             tier.pool, tier.writes, tier.reductions, self.values.tensor, f"the gradient of {name}", self._put_gradient
         )
+        address = parameter.data_ptr()
         parameter.data = self.values.tensor
+        return_file_pages(address, parameter.nbytes)  # of a checkpoint that was mapped
         self._num_own_references, self._was_aliased = _num_references(parameter), False
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:

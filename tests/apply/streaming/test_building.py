@@ -177,6 +177,27 @@ def test_what_a_script_no_longer_has_gives_its_disk_space_back(tier: ParameterTi
     }
 
 
+def resident_file_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
+    return int(line.split()[1]) * KIB
+
+
+def test_of_a_checkpoint_that_is_mapped_no_pages_stay_in_memory(tier: ParameterTier, tmp_path: Path) -> None:
+    """GIVEN weights that are a mapped file's WHEN they leave for the disk THEN the file's pages leave memory, too."""
+    torch.save(nn.Linear(4096, 1000).state_dict(), tmp_path / "checkpoint.pt")
+    with Building(lambda _: True, lambda: tier):
+        model = nn.Linear(4096, 1000)
+        checkpoint = torch.load(tmp_path / "checkpoint.pt", mmap=True)
+        model.load_state_dict(checkpoint, assign=True)
+        del checkpoint  # the bias, which is small, holds the file's map
+        expected = model.weight.detach().clone()
+        before = resident_file_bytes()
+    assert on_disk(model) == {"weight"}
+    # At both ends there may be pages that the file cache keeps together with what lies beside them.
+    assert before - resident_file_bytes() > 0.5 * expected.nbytes
+    assert torch.equal(model.weight, expected)
+
+
 def test_parameters_in_shared_memory_stay(tier: ParameterTier) -> None:
     with Building(lambda _: True, lambda: tier):
         model = GPT().share_memory()
