@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.apply.streaming.parameters import ParameterStreaming
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.store.transfer import TransferPool
@@ -76,7 +77,7 @@ def streamed(
     if optimizer is not None:
         state = OptimizerState(
             optimizer,
-            pool,
+            DiskSpace(pool),
             resident_bytes=0,
             bucket_bytes=window_bytes,
             min_bytes=min_bytes,

@@ -223,10 +223,9 @@ class AppliedPlan:
             self._place_state(action)
 
     def _place_state(self, action: OptimizerPlacement | LowBitState) -> None:
-        is_placement = isinstance(action, OptimizerPlacement)
         if len(self.optimizers) > 1:
             raise ApplyError(
-                f"the plan keeps the optimizer's state {'on disk' if is_placement else 'in 8 bits'}, and this model is "
+                f"the plan keeps the optimizer's state {_kept(action)}, and this model is "
                 f"stepped by several ({joint_name(self.optimizers)}), whose state stays in memory; make a plan from a "
                 "trace of this training, or give a budget in place of a plan"
             )
@@ -251,7 +250,13 @@ class AppliedPlan:
         if self.disk_capacity_bytes is None:
             return None
         placements = (a for a in self.plan.actions if isinstance(a, OptimizerPlacement | ParameterPlacement))
-        return self.disk_capacity_bytes - sum(action.saved_bytes or 0 for action in placements)
+        return self.disk_capacity_bytes - sum(a.saved_bytes or 0 for a in placements if a.tier == "disk")
+
+
+def _kept(action: OptimizerPlacement | LowBitState) -> str:
+    if isinstance(action, LowBitState):
+        return "in 8 bits"
+    return "on disk" if action.tier == "disk" else "in host memory"
 
 
 HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {

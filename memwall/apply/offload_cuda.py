@@ -50,10 +50,12 @@ class PinnedArena:
 
     Args:
         limit_bytes: the most to pin; None for no limit.
+        chunk_bytes: the least to register at a time; 0 for few requests that stay, each of which gets a map of its own
+            in whole pages.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int | None, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._limit_bytes, self._chunk_bytes = limit_bytes, chunk_bytes
         self._chunks: list[_Chunk] = []
         self.pinned_bytes = 0
 
@@ -76,15 +78,25 @@ class PinnedArena:
         """Take a slot back."""
         slot.chunk.free.give(slot.offset, slot.num_bytes)
 
+    def trim(self) -> None:
+        """Unpin maps in which nothing is lent. No copy may be under way there."""
+        for chunk in list(self._chunks):
+            if chunk.free.total_bytes == chunk.memory.numel():
+                self._remove_chunk(chunk)
+
     def close(self) -> None:
         """Unpin everything. No copy may be under way."""
-        for chunk in self._chunks:
-            _runtime().cudaHostUnregister(chunk.memory.data_ptr())
-        self._chunks.clear()
-        self.pinned_bytes = 0
+        for chunk in list(self._chunks):
+            self._remove_chunk(chunk)
+
+    def _remove_chunk(self, chunk: _Chunk) -> None:
+        _runtime().cudaHostUnregister(chunk.memory.data_ptr())
+        self._chunks.remove(chunk)
+        self.pinned_bytes -= chunk.memory.numel()
 
     def _add_chunk(self, needed_bytes: int) -> _Chunk:
-        size = max(_CHUNK_BYTES, round_up(needed_bytes, _HUGE_PAGE_BYTES))
+        page_bytes = _HUGE_PAGE_BYTES if needed_bytes >= _CHUNK_BYTES else mmap.PAGESIZE
+        size = max(self._chunk_bytes, round_up(needed_bytes, page_bytes))
         if self._limit_bytes is not None:
             room_bytes = self._limit_bytes - self.pinned_bytes
             if needed_bytes > room_bytes:

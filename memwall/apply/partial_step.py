@@ -22,17 +22,22 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Part = Sequence[tuple[int, list[Tensor]]]
 """Parameters by the number of the group they are in."""
 
+_CPU = torch.device("cpu")
+
 # Where else than in torch.optim such classes are, by their names. Lion is read in lion-pytorch 0.2.5: what either class
 # shares between parameters are a group's settings and the learning rate it was made with. Lions of other packages
 # bring their own steps.
 _ELSEWHERE = {"Lion": ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")}
 
 
-def inner_step_of(optimizer: torch.optim.Optimizer, *, kept: str = "on disk") -> Callable[..., Any]:
+def inner_step_of(
+    optimizer: torch.optim.Optimizer, *, kept: str = "on disk", device: torch.device = _CPU
+) -> Callable[..., Any]:
     """The step below the hooks, of an optimizer that may be stepped a few parameters at a time.
 
     Args:
         kept: where its state is to be between steps, for messages.
+        device: where all its parameters are to be.
 
     Raises:
         ApplyError: it may not, or is not known to.
@@ -58,10 +63,11 @@ def inner_step_of(optimizer: torch.optim.Optimizer, *, kept: str = "on disk") ->
                 "pass differentiable=False"
             )
         for parameter in group["params"]:
-            if parameter.device.type != "cpu":
+            if parameter.device != device:
+                whose = "CPU parameters" if device == _CPU else f"parameters on {device}"
                 raise ApplyError(
-                    f"{kind.__qualname__} trains parameters on {parameter.device}; its state is kept {kept} for CPU "
-                    "parameters only; plan for this device without that"
+                    f"{kind.__qualname__} trains parameters on {parameter.device}; its state is kept {kept} for {whose}"
+                    " only; plan for this device without that"
                 )
     return inner
 

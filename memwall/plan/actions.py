@@ -136,11 +136,12 @@ class OptimizerPlacement(
 ):
     """Keeps the optimizer's state on the next tier between steps; a step goes through it bucket by bucket."""
 
-    tier: Literal["disk"]
+    tier: Literal["disk", "host"]
+    """"host" is pinned memory, for parameters on CUDA; "disk" is for parameters on a CPU."""
     resident_bytes: int
     """Of the state, what stays in memory all the time."""
     bucket_bytes: int
-    """State of so many parameters is read, stepped and written as one; two buckets are in memory during a step."""
+    """State of so many parameters is read, stepped and written as one; three buckets are in memory during a step."""
     min_bytes: int
     """Smaller tensors of state stay in memory besides."""
     saved_bytes: int | None = None

@@ -38,7 +38,8 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequenc
     for action in actions:
         saved_text = format_bytes(action.saved_bytes or 0)
         if isinstance(action, OptimizerPlacement):
-            reasons.append(f"{saved_text} of optimizer state are read from disk and written in each step")
+            where = "disk" if action.tier == "disk" else "host memory"
+            reasons.append(f"{saved_text} of optimizer state are read from {where} and written in each step")
         if isinstance(action, LowBitState):
             reasons.append(
                 f"the optimizer's moments are in {action.bits} bits between steps, {saved_text} less; each is off by "

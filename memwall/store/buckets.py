@@ -1,11 +1,14 @@
-"""Tensors that live on disk while nobody uses them: a bucket is a few of them, read and written as one.
+"""Tensors that live elsewhere while nobody uses them: a bucket is a few of them, read and written as one.
+
+Elsewhere is a disk here; what a bucket is does not depend on it.
 
 The owner of the tensors is a dictionary (an optimizer keeps one per parameter). While a bucket is away, the dictionary
 holds a tensor of the same shape on the meta device in each one's place: reading numbers out of it raises.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +17,7 @@ from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 
-__all__ = ["Bucket", "BucketBuffer", "Entry", "can_move", "is_dense", "padded_bytes"]
+__all__ = ["Bucket", "BucketBuffer", "DiskBucket", "Entry", "can_move", "is_dense", "padded_bytes"]
 
 # Kernels load whole vectors; torch's own allocations begin at such a boundary as well.
 _TENSOR_ALIGNMENT_BYTES = 64
@@ -23,11 +26,27 @@ Entry = tuple[dict[Any, Any], Any]
 """A dictionary and the key under which it holds a tensor."""
 
 
-def can_move(value: object, min_bytes: int) -> bool:
-    """Whether a value is a plain tensor in memory whose elements can be written out and read back as they lie."""
+class Move(Protocol):
+    """Bytes on their way."""
+
+    def wait(self) -> object:
+        """Return once whoever goes on from here finds them moved.
+
+        Raises:
+            StoreError: the bytes cannot be had, or came back different.
+        """
+
+
+M = TypeVar("M", bound=Move)
+
+_CPU = torch.device("cpu")
+
+
+def can_move(value: object, min_bytes: int, device: torch.device = _CPU) -> bool:
+    """Whether a value is a plain tensor on a device whose elements can be written out and read back as they lie."""
     return (
         type(value) is Tensor
-        and value.device.type == "cpu"
+        and value.device == device
         and value.layout is torch.strided
         and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
         and value.numel() * value.element_size() >= max(1, min_bytes)
@@ -43,21 +62,25 @@ def padded_bytes(sizes: Iterable[int]) -> int:
 class BucketBuffer:
     """Memory for a bucket in use, page-aligned; torch allocates it, so that it lies where other tensors lie."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, device: torch.device = _CPU) -> None:
         self.num_bytes = round_up(num_bytes)
-        self.memory = torch.empty(self.num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
+        self.memory = torch.empty(self.num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
         address = self.memory.data_ptr()
         self._skipped_bytes = round_up(address) - address
         self._address = address + self._skipped_bytes
 
     def view(self, num_bytes: int) -> memoryview:
-        """The first bytes; whoever uses them keeps `memory`."""
+        """The first bytes, of a buffer on a CPU; whoever uses them keeps `memory`."""
         return memory_at(self._address, num_bytes)
+
+    def bytes_of(self, num_bytes: int) -> Tensor:
+        """The first bytes (uint8, one dimension)."""
+        return self.memory[self._skipped_bytes : self._skipped_bytes + num_bytes]
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
         """The tensor with the dtype, shape and strides of `like` that lies at `offset`."""
         start = (self._skipped_bytes + offset) // like.element_size()
-        empty = torch.empty(0, dtype=like.dtype, device="cpu")
+        empty = torch.empty(0, dtype=like.dtype, device=self.memory.device)
         return empty.set_(self.memory.untyped_storage(), start, like.size(), like.stride())
 
     def holds(self, tensor: Tensor, offset: int) -> bool:
@@ -66,7 +89,7 @@ class BucketBuffer:
 
 
 class _Piece(NamedTuple):
-    """One tensor of a bucket. `away` stands in its place while it is on disk."""
+    """One tensor of a bucket. `away` stands in its place while it is away."""
 
     holder: dict[Any, Any]
     key: Any
@@ -74,30 +97,42 @@ class _Piece(NamedTuple):
     offset: int
 
 
-class Bucket:
-    """Tensors of some dictionaries, in a slot of their own that is reused at every write.
+class Bucket(ABC, Generic[M]):
+    """Tensors of some dictionaries, in a place of their own that is reused at every write.
 
     Args:
-        pool: the threads and the file.
-        label: names the bucket in an error.
+        device: where the tensors are used.
     """
 
-    def __init__(self, pool: TransferPool, label: str) -> None:
-        self._pool, self._label = pool, label
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pieces: tuple[_Piece, ...] = ()
-        self._slot: Slot | None = None
-        self._read: Transfer | None = None
-        self.write: Transfer | None = None
+        self._read: M | None = None
+        self.write: M | None = None
         """The last one begun."""
         self.num_bytes = 0
-        """What is on disk, padding included: the buffer that a read needs."""
+        """What is away, padding included: the buffer that a read needs."""
 
-    def begin_read(self, buffer: BucketBuffer, after: Transfer | None = None) -> None:
+    @abstractmethod
+    def _read_into(self, buffer: BucketBuffer, after: M | None) -> M:
+        """Begin to fill `buffer` with all `num_bytes`, once `after` is done."""
+
+    @abstractmethod
+    def _write_from(self, buffer: BucketBuffer, num_bytes: int) -> M:
+        """Begin to write so many bytes."""
+
+    @abstractmethod
+    def _free_place(self) -> None:
+        """Give up where the tensors are while they are away, if there is such a place."""
+
+    def new_buffer(self, num_bytes: int) -> BucketBuffer:
+        """Memory that such tensors are used in."""
+        return BucketBuffer(num_bytes, self._device)
+
+    def begin_read(self, buffer: BucketBuffer, after: M | None = None) -> None:
         """Begin to fill `buffer`, once the write `after` no longer needs it."""
-        if self._slot is not None and self.num_bytes:
-            self._read = self._pool.read(
-                self._slot, buffer.view(self.num_bytes), label=self._label, keep=buffer.memory, after=after
-            )
+        if self.num_bytes:
+            self._read = self._read_into(buffer, after)
 
     def finish_read(self, buffer: BucketBuffer | None) -> None:
         """Put the tensors, which then lie in `buffer`, back into their dictionaries.
@@ -122,28 +157,26 @@ class Bucket:
         done. Others are copied, and are written on return.
 
         Raises:
-            StoreError: no room on disk, or a transfer failed.
+            StoreError: no room for them, or a transfer failed.
         """
         pieces, num_bytes = self._laid_out(entries)
         if pieces:
             is_in_place = buffer is not None and all(buffer.holds(p.holder[p.key], p.offset) for p in pieces)
-            source = buffer if buffer is not None and is_in_place else BucketBuffer(num_bytes)
+            source = buffer if buffer is not None and is_in_place else self.new_buffer(num_bytes)
             if not is_in_place:
                 for piece in pieces:
                     source.tensor(piece.offset, piece.away).copy_(piece.holder[piece.key])
-            slot = self._slot_for(num_bytes)
-            self.write = self._pool.write(slot, source.view(num_bytes), label=self._label, keep=source.memory)
+            self.write = self._write_from(source, num_bytes)
             if not is_in_place:
                 self.write.wait()
-        elif self._slot is not None:
-            self._pool.scratch.free(self._slot)  # what nobody has contents in may be given to others
-            self._slot = None
+        else:
+            self._free_place()  # what nobody has contents in may be given to others
         self._pieces, self.num_bytes = pieces, num_bytes
         for piece in pieces:
             piece.holder[piece.key] = piece.away
 
     def wait_for_write(self) -> None:
-        """Return once the last write is on disk.
+        """Return once the last write is done.
 
         Raises:
             StoreError: it failed.
@@ -152,20 +185,27 @@ class Bucket:
             self.write.wait()
             self.write = None
 
-    def copies(self) -> dict[int, Tensor]:
-        """Tensors of their own with what is on disk, by the id of what stands in their place.
+    def drop_read(self) -> None:
+        """Give up a read that nobody has waited for: its buffer may be freed, and is not used."""
+        self._read = None
+
+    def copies(self, device: torch.device | None = None) -> dict[int, Tensor]:
+        """Tensors of their own with what is away, by the id of what stands in their place.
+
+        Args:
+            device: where they are to be; by default where they are used.
 
         Raises:
             StoreError: the bytes cannot be had, or came back different.
         """
         if not self.num_bytes:
             return {}
-        buffer = BucketBuffer(self.num_bytes)
-        self.begin_read(buffer)
-        assert self._read is not None
-        self._read.wait()
-        self._read = None
-        return {id(piece.away): buffer.tensor(piece.offset, piece.away).clone() for piece in self._pieces}
+        buffer = self.new_buffer(self.num_bytes)
+        self._read_into(buffer, None).wait()
+        return {
+            id(piece.away): buffer.tensor(piece.offset, piece.away).to(device or self._device, copy=True)
+            for piece in self._pieces
+        }
 
     def bring_back(self) -> None:
         """Put the tensors back into their dictionaries for good, each in memory of its own.
@@ -178,11 +218,6 @@ class Bucket:
             if piece.holder.get(piece.key) is piece.away:
                 piece.holder[piece.key] = copies[id(piece.away)]
         self.forget()
-
-    @property
-    def slot(self) -> Slot | None:
-        """Where the tensors are on disk; None while none are."""
-        return self._slot if self.num_bytes else None
 
     def pieces_away(self) -> list[tuple[Entry, Tensor, int]]:
         """Of each tensor that is away, where it belongs, what stands in its place, and its offset in the bucket."""
@@ -197,14 +232,12 @@ class Bucket:
         return [((piece.holder, piece.key), piece.away) for piece in self._pieces]
 
     def release(self) -> None:
-        """Give up what is on disk, and the slot."""
+        """Give up what is away, and its place."""
         self.forget()
-        if self._slot is not None:
-            self._pool.scratch.free(self._slot)
-            self._slot = None
+        self._free_place()
 
     def forget(self) -> None:
-        """Give up what is on disk; the slot stays."""
+        """Give up what is away; its place stays."""
         self._pieces, self.num_bytes = (), 0
 
     def _laid_out(self, entries: Sequence[Entry]) -> tuple[tuple[_Piece, ...], int]:
@@ -222,9 +255,39 @@ class Bucket:
             offset += round_up(tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT_BYTES)
         return tuple(pieces), round_up(offset)
 
-    def _slot_for(self, num_bytes: int) -> Slot:
+
+class DiskBucket(Bucket[Transfer]):
+    """A bucket of tensors in CPU memory that has a slot on disk.
+
+    Args:
+        pool: the threads and the file.
+        label: names the bucket in an error.
+    """
+
+    def __init__(self, pool: TransferPool, label: str) -> None:
+        super().__init__(_CPU)
+        self._pool, self._label = pool, label
+        self._slot: Slot | None = None
+
+    @property
+    def slot(self) -> Slot | None:
+        """Where the tensors are on disk; None while none are."""
+        return self._slot if self.num_bytes else None
+
+    def _read_into(self, buffer: BucketBuffer, after: Transfer | None) -> Transfer:
+        assert self._slot is not None
+        return self._pool.read(
+            self._slot, buffer.view(self.num_bytes), label=self._label, keep=buffer.memory, after=after
+        )
+
+    def _write_from(self, buffer: BucketBuffer, num_bytes: int) -> Transfer:
         self._slot = self._pool.scratch.successor(self._slot, num_bytes)
-        return self._slot
+        return self._pool.write(self._slot, buffer.view(num_bytes), label=self._label, keep=buffer.memory)
+
+    def _free_place(self) -> None:
+        if self._slot is not None:
+            self._pool.scratch.free(self._slot)
+            self._slot = None
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from zoo import trained_parameters
 from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.optimizer_state import keeper as state_keeper
 from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.apply.streaming import keeper as parameter_keeper
 from memwall.plan.actions import Recompute
 from memwall.plan.blocks import find_blocks
@@ -51,7 +52,9 @@ def keep(state_pool: TransferPool) -> Callable[..., OptimizerState]:
 
     def put(optimizer: torch.optim.Optimizer, **settings: Any) -> OptimizerState:
         return OptimizerState(
-            optimizer, state_pool, **({"resident_bytes": 0, "bucket_bytes": 40 * KIB, "min_bytes": KIB} | settings)
+            optimizer,
+            DiskSpace(state_pool),
+            **({"resident_bytes": 0, "bucket_bytes": 40 * KIB, "min_bytes": KIB} | settings),
         )
 
     return put

@@ -119,6 +119,12 @@ def test_a_stage_that_cannot_do_it_is_refused(
 # -- offload -----------------------------------------------------------------------------------------------------------
 
 
+def test_state_in_host_memory_becomes_cpu_from_stage_2_on() -> None:
+    zero = a_plan(msgspec.structs.replace(ON_DISK, tier="host")).deepspeed_config()["zero_optimization"]
+    assert zero["stage"] == 2
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False, "ratio": 1.0}
+
+
 def test_state_on_disk_becomes_nvme_with_a_folder_of_its_own(tmp_path: Path) -> None:
     first, second = (a_plan(ON_DISK).deepspeed_config(disk=str(tmp_path)) for _ in range(2))
     section = first["zero_optimization"]["offload_optimizer"]

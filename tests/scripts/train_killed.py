@@ -21,7 +21,7 @@ from torch import nn
 import memwall
 from memwall.apply.checkpoint.resumption import set_checkpoint
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.apply.optimizer_state.on_disk import open_optimizer_state
+from memwall.apply.optimizer_state.opening import open_optimizer_state
 from memwall.apply.streaming.opening import open_parameter_streaming
 
 WIDTH = 384

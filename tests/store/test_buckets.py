@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memwall.errors import OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend
-from memwall.store.buckets import Bucket, BucketBuffer, Entry, can_move, padded_bytes
+from memwall.store.buckets import BucketBuffer, DiskBucket, Entry, can_move, padded_bytes
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 
@@ -44,7 +44,7 @@ def entries_of(state: dict[str, Any]) -> list[Entry]:
     return [(state, key) for key, value in state.items() if can_move(value, 1024)]
 
 
-def read_back(bucket: Bucket) -> BucketBuffer:
+def read_back(bucket: DiskBucket) -> BucketBuffer:
     buffer = BucketBuffer(bucket.num_bytes)
     bucket.begin_read(buffer)
     bucket.finish_read(buffer)
@@ -59,7 +59,7 @@ def equal(state: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 def test_while_away_a_tensor_is_a_shape_without_numbers(pool: TransferPool) -> None:
     state = moments()
-    Bucket(pool, "bucket 0").put_away(entries_of(state), None)
+    DiskBucket(pool, "bucket 0").put_away(entries_of(state), None)
     assert state["step"].device.type == "cpu"
     assert {key for key, value in state.items() if value.is_meta} == set(state) - {"step"}
     assert (state["transposed"].shape, state["transposed"].dtype) == ((50, 64), torch.float32)
@@ -68,14 +68,14 @@ def test_while_away_a_tensor_is_a_shape_without_numbers(pool: TransferPool) -> N
 
 
 def test_tensors_come_back_with_their_bits_and_strides(pool: TransferPool) -> None:
-    state, bucket = moments(), Bucket(pool, "bucket 0")
+    state, bucket = moments(), DiskBucket(pool, "bucket 0")
     bucket.put_away(entries_of(state), None)
     read_back(bucket)
     assert equal(state, moments())
 
 
 def test_what_was_changed_in_place_is_written_from_where_it_was_read(pool: TransferPool) -> None:
-    state, bucket = moments(), Bucket(pool, "bucket 0")
+    state, bucket = moments(), DiskBucket(pool, "bucket 0")
     bucket.put_away(entries_of(state), None)
     reserved_bytes = pool.scratch.used_bytes
     wanted = moments()
@@ -94,7 +94,7 @@ def test_what_was_changed_in_place_is_written_from_where_it_was_read(pool: Trans
 
 
 def test_tensors_that_were_replaced_added_or_taken_away_are_noticed(pool: TransferPool) -> None:
-    state, bucket = moments(), Bucket(pool, "bucket 0")
+    state, bucket = moments(), DiskBucket(pool, "bucket 0")
     bucket.put_away(entries_of(state), None)
     buffer = read_back(bucket)
     state["contiguous"] = state["contiguous"] + 1  # no longer in the buffer
@@ -109,7 +109,7 @@ def test_tensors_that_were_replaced_added_or_taken_away_are_noticed(pool: Transf
 
 
 def test_what_an_owner_put_in_a_tensors_place_stays(pool: TransferPool) -> None:
-    state, bucket = moments(), Bucket(pool, "bucket 0")
+    state, bucket = moments(), DiskBucket(pool, "bucket 0")
     bucket.put_away(entries_of(state), None)
     state["contiguous"] = None
     del state["half"]
@@ -120,7 +120,7 @@ def test_what_an_owner_put_in_a_tensors_place_stays(pool: TransferPool) -> None:
 
 
 def test_copies_leave_the_tensors_away_and_bring_back_does_not(pool: TransferPool) -> None:
-    state, bucket = moments(), Bucket(pool, "bucket 0")
+    state, bucket = moments(), DiskBucket(pool, "bucket 0")
     bucket.put_away(entries_of(state), None)
     copies = bucket.copies()
     copied = {key: copies.get(id(value), value) for key, value in state.items()}
@@ -133,7 +133,7 @@ def test_copies_leave_the_tensors_away_and_bring_back_does_not(pool: TransferPoo
 
 
 def test_an_empty_bucket_moves_nothing(pool: TransferPool) -> None:
-    bucket = Bucket(pool, "bucket 0")
+    bucket = DiskBucket(pool, "bucket 0")
     bucket.put_away([], None)
     bucket.finish_read(None)
     bucket.bring_back()
@@ -178,7 +178,7 @@ class FailingReads(SystemBackend):
 
 def test_a_failed_read_names_the_bucket_and_leaves_the_tensors_away(tmp_path: Path) -> None:
     with TransferPool(ScratchFile(tmp_path, backend=FailingReads()), block_bytes=8 * KIB) as pool:
-        state, bucket = moments(), Bucket(pool, "bucket 4 of the AdamW's state")
+        state, bucket = moments(), DiskBucket(pool, "bucket 4 of the AdamW's state")
         bucket.put_away(entries_of(state), None)
         with pytest.raises(OffloadIOError, match=r"reading bucket 4 of the AdamW's state .* Input/output error"):
             bucket.bring_back()
@@ -189,14 +189,14 @@ def test_a_full_disk_leaves_the_tensors_in_memory(tmp_path: Path) -> None:
     with TransferPool(ScratchFile(tmp_path, capacity_bytes=8 * KIB), block_bytes=8 * KIB) as pool:
         state = moments()
         with pytest.raises(StoreError, match=r"more of disk are needed .* limit of 8.* KiB"):
-            Bucket(pool, "bucket 0").put_away(entries_of(state), None)
+            DiskBucket(pool, "bucket 0").put_away(entries_of(state), None)
         assert equal(state, moments())
 
 
 def test_a_bucket_without_tensors_gives_its_place_back(pool: TransferPool) -> None:
     """Of a checkpoint's file, nobody would know that it is taken."""
     state = moments()
-    bucket = Bucket(pool, "bucket 0")
+    bucket = DiskBucket(pool, "bucket 0")
     bucket.put_away([(state, "contiguous")], None)
     bucket.wait_for_write()
     assert pool.scratch.used_bytes > 0

@@ -62,7 +62,7 @@ def find_on_disk(
     lost = next((part.name for part in absent if part.name not in known), None)
     if lost is not None:
         raise ApplyError(
-            f"{lost.replace('/', ' ')} is on disk, but not in {space.pool.scratch.path}: a session put it there before "
-            "the checkpoint was opened; open the checkpoint first"
+            f"{lost.replace('/', ' ')} is neither in memory nor in {space.pool.scratch.path}: a session put it "
+            "elsewhere before the checkpoint was opened; open the checkpoint first"
         )
     return OnDisk(tuple(stored), tuple(records))

@@ -13,8 +13,11 @@ import torch
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
-from memwall.apply.optimizer_state.on_disk import OptimizerState, open_optimizer_state
+from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.opening import open_optimizer_state, open_pinned_state
+from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import expected_state_bytes
+from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.apply.partial_step import inner_step_of
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.plan.actions import OptimizerPlacement
@@ -27,6 +30,7 @@ __all__ = ["StateKeeper", "can_place"]
 
 _log = logging.getLogger(__name__)
 
+_KEPT = {"disk": DiskSpace.kept, "host": PinnedSpace.kept}
 # Beside the state, a step makes temporaries of a parameter's size, and Python objects.
 _TEMPORARIES = 2
 _SLACK_BYTES = 16 << 20
@@ -105,13 +109,25 @@ class StateKeeper:
         """Puts the state where a plan has it, from wherever it is.
 
         Raises:
-            ApplyError: the optimizer cannot be stepped in parts.
-            StoreError: the directory is missing, read-only, full, or a RAM disk.
+            ApplyError: the optimizer cannot be stepped in parts, or its parameters are not on the plan's device.
+            StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
         """
         self._open_moments()
+        if self._state is not None and self._state.kept != _KEPT[action.tier]:
+            self._opened.close()
         if self._state is not None:
             self._state.end_recording()
             self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
+            return
+        if action.tier == "host":
+            self._opened.hold(
+                open_pinned_state(
+                    optimizer,
+                    resident_bytes=action.resident_bytes,
+                    bucket_bytes=action.bucket_bytes,
+                    min_bytes=action.min_bytes,
+                )
+            )
             return
         self._opened.hold(
             open_optimizer_state(

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from memwall.store.buckets import Bucket
+from memwall.store.buckets import DiskBucket
 from memwall.store.scratch import Slot
 from memwall.store.transfer import TransferPool
 
@@ -24,7 +24,7 @@ class KeepsBuckets(Protocol):
         """Whose state it is."""
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[DiskBucket]:
         """What is on disk between two steps."""
 
     def fill(self, load: Callable[[Sequence[Tensor]], None]) -> None:

@@ -1,4 +1,4 @@
-"""An optimizer's state on disk: step by step the same bits as in memory, a few parameters' worth of it in memory.
+"""An optimizer's state elsewhere, on disk or in the host's memory: the same bits, a few parameters' worth of it here.
 
 Parameters are put into buckets. A step reads one bucket's state, has the optimizer itself step the parameters of that
 bucket, and writes the state back, while the next bucket is being read. It happens between the step's pre-hooks and its
@@ -8,7 +8,6 @@ Between steps `optimizer.state` has all its keys; large tensors in it are on the
 read. `optimizer.state_dict()` reads everything back into tensors of its own; `load_state_dict` writes what it is given.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,30 +16,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
 from memwall.apply.optimizer_state.ring import step_through
 from memwall.apply.optimizer_state.shares import Share, Shares
+from memwall.apply.optimizer_state.spaces import StateSpace
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.apply.partial_step import Arguments, inner_step_of, step_some
-from memwall.errors import MemwallError, StoreError
-from memwall.store.buckets import Bucket, padded_bytes
-from memwall.store.location import check_directory, default_directory
-from memwall.store.scratch import ScratchFile
-from memwall.store.transfer import TransferPool
-from memwall.units import format_bytes
+from memwall.errors import MemwallError
+from memwall.store.buckets import DiskBucket, padded_bytes
 
-__all__ = ["OptimizerState", "open_optimizer_state"]
+__all__ = ["OptimizerState"]
 
-_log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 
 
 class OptimizerState:
-    """Keeps an optimizer's state on disk until `undo`.
+    """Keeps an optimizer's state in another space until `undo`.
 
     Args:
-        optimizer: one of torch's own that steps each parameter alone, on CPU parameters.
-        pool: the threads and the file; the caller closes it, after `undo`.
+        optimizer: one of torch's own that steps each parameter alone, on parameters of the space's device.
+        space: where the state is between steps; the caller closes it, after `undo`.
         resident_bytes: state that stays in memory, of the parameters that come first.
         bucket_bytes: state read at a time; `NUM_BUFFERS` buckets are in memory during a step. A parameter with more is
             a bucket by itself, and then alone in memory.
@@ -50,13 +45,13 @@ class OptimizerState:
 
     Raises:
         ApplyError: the optimizer cannot be stepped in parts; nothing has changed then.
-        StoreError: no room on disk, or a transfer failed; the state is in memory as before then.
+        StoreError: no room there, or a transfer failed; the state is in memory as before then.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        pool: TransferPool,
+        space: StateSpace,
         *,
         resident_bytes: int,
         bucket_bytes: int,
@@ -64,21 +59,22 @@ class OptimizerState:
         is_recorded: bool = False,
         around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
     ) -> None:
-        self._inner_step = around_step(inner_step_of(optimizer))
-        self._optimizer, self._pool = optimizer, pool
+        self._inner_step = around_step(inner_step_of(optimizer, kept=space.kept, device=space.device))
+        self._optimizer, self._space = optimizer, space
         self._min_bytes = min_bytes
         self._recorded = RecordedState() if is_recorded else None
         self._shares = self._new_shares(resident_bytes, bucket_bytes)
-        pool.scratch.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
+        space.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
         with _disable_current_modes(), torch.no_grad():
             self._put_all_away()
         self.on_return: Callable[[Sequence[Tensor]], None] = lambda _: None
         """Called by `undo` for parameters whose state is in memory again, before the next ones' is."""
         self._taken = TakenStep(
             optimizer,
-            done_to_state="put its state on disk",
+            done_to_state=f"put its state {space.kept}",
             step=self._step_all,
             copier=self._copier,
+            saver=self._saver,
             after_load=self._after_load,
         )
 
@@ -93,24 +89,30 @@ class OptimizerState:
         return self._taken.failure
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[DiskBucket]:
         """What is on disk between steps."""
-        return [share.bucket for share in self._shares.every if share.bucket.num_bytes]
+        buckets = [share.bucket for share in self._shares.every if share.bucket.num_bytes]
+        return [bucket for bucket in buckets if isinstance(bucket, DiskBucket)]
+
+    @property
+    def kept(self) -> str:
+        """Where the state is between steps, as in "on disk"."""
+        return self._space.kept
 
     @property
     def away_bytes(self) -> int:
-        """Bytes that are on disk between steps, padding included."""
+        """Bytes that are away between steps, padding included."""
         return sum(share.bucket.num_bytes for share in self._shares.every)
 
     @property
     def bytes_written(self) -> int:
-        """Bytes given to the disk so far."""
-        return self._pool.bytes_written
+        """Bytes that have left so far."""
+        return self._space.bytes_written
 
     @property
     def bytes_read(self) -> int:
-        """Bytes fetched from the disk so far."""
-        return self._pool.bytes_read
+        """Bytes that have come back so far."""
+        return self._space.bytes_read
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -187,7 +189,7 @@ class OptimizerState:
         self._ring_bytes = padded_bytes([bucket_bytes])
         shares = Shares(
             self._optimizer,
-            self._pool,
+            self._space,
             resident_bytes=resident_bytes,
             bucket_bytes=bucket_bytes,
             min_bytes=self._min_bytes,
@@ -239,80 +241,27 @@ class OptimizerState:
 
     # -- saving and loading ----------------------------------------------------------------------------------------
 
-    def _copier(self) -> Callable[[Tensor], Tensor]:
-        """Everything that is on disk, and what is in memory: a step later that would belong to another state."""
+    def _saver(self) -> Callable[[Tensor], Tensor]:
+        """Copies for a state dict: in the host's memory, since the device's may have no room for all of them.
+
+        `load_state_dict` brings them to the parameters' device.
+        """
+        return self._copier(_CPU)
+
+    def _copier(self, device: torch.device | None = None) -> Callable[[Tensor], Tensor]:
+        """Everything that is away, and what is in memory: a step later that would belong to another state.
+
+        Args:
+            device: where what is away is to be copied to; by default where it is used.
+        """
         copies: dict[int, Tensor] = {}
         for share in self._shares.every:
-            copies.update(share.bucket.copies())
+            copies.update(share.bucket.copies(device))
         return lambda value: copies[id(value)] if id(value) in copies else value.clone()
 
     def _after_load(self) -> None:
-        """Writes what was loaded in place of what was on disk."""
+        """Writes what was loaded in place of what was away."""
         for share in self._shares.every:
             share.bucket.forget()
         self._recorded = None if self._recorded is None else RecordedState()
         self._put_all_away()
-
-
-def open_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    *,
-    disk: str | None,
-    capacity_bytes: int | None,
-    resident_bytes: int,
-    bucket_bytes: int,
-    min_bytes: int,
-    is_recorded: bool = False,
-    around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
-) -> tuple[OptimizerState, Callable[[], None]]:
-    """Puts an optimizer's state on disk.
-
-    Returns:
-        Its keeper, and what brings the state back and closes files and threads.
-
-    Raises:
-        ApplyError: the optimizer cannot be stepped in parts.
-        StoreError: the directory is missing, read-only, full, or a RAM disk.
-    """
-    inner_step_of(optimizer)
-    kept = kept_space()
-    if kept is None:
-        directory = disk if disk is not None else default_directory()
-        check_directory(directory)
-        pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
-    else:
-        pool = kept.pool
-        directory = pool.scratch.path
-    try:
-        state = OptimizerState(
-            optimizer,
-            pool,
-            resident_bytes=resident_bytes,
-            bucket_bytes=bucket_bytes,
-            min_bytes=min_bytes,
-            is_recorded=is_recorded,
-            around_step=around_step,
-        )
-    except BaseException:
-        if kept is None:
-            pool.close()
-        raise
-    if kept is not None:
-        kept.tenant = state
-    _log.info("%s of optimizer state are on disk in %s", format_bytes(state.away_bytes), directory)
-
-    def close() -> None:
-        try:
-            state.undo()
-        except StoreError as error:
-            if state.failure is None:
-                raise
-            # The run has ended with the same error already.
-            _log.error("the optimizer's state could not be brought back into memory: %s", error)
-        finally:
-            if kept is None:
-                pool.close()
-            else:
-                kept.tenant = None
-
-    return state, close

@@ -6,7 +6,7 @@ has given up its memory, and takes its memory back when it returns. The moves th
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -40,9 +40,9 @@ class RecordedState:
     """Tensors of buckets that are away, as the recorder knows them."""
 
     def __init__(self) -> None:
-        self._emptied: dict[Bucket, list[_Emptied]] = {}
+        self._emptied: dict[Bucket[Any], list[_Emptied]] = {}
 
-    def put_away(self, bucket: Bucket, entries: Sequence[Entry]) -> None:
+    def put_away(self, bucket: Bucket[Any], entries: Sequence[Entry]) -> None:
         """Writes tensors, and takes their memory once they are on disk.
 
         Raises:
@@ -55,7 +55,7 @@ class RecordedState:
             bucket.wait_for_write()
             self.empty(bucket, tensors)
 
-    def empty(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
+    def empty(self, bucket: Bucket[Any], tensors: Sequence[Tensor]) -> None:
         """Takes the memory of tensors that a bucket has written, given in its order."""
         self._emptied[bucket] = [
             _Emptied(entry, tensor, away, tensor.untyped_storage().nbytes())
@@ -64,7 +64,7 @@ class RecordedState:
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
 
-    def bring(self, bucket: Bucket) -> None:
+    def bring(self, bucket: Bucket[Any]) -> None:
         """Gives the tensors of a bucket their memory and their places back.
 
         Raises:

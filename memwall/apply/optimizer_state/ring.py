@@ -16,7 +16,7 @@ def step_through(
     *,
     ring_bytes: int,
 ) -> None:
-    """Steps shares whose state is on disk, or is made by their step; then it is on disk again.
+    """Steps shares whose state is away, or is made by their step; then it is away again.
 
     Args:
         step: steps one share, with its state in memory.
@@ -42,7 +42,7 @@ def _step_in_turn(
     num_buffers: int,
 ) -> None:
     num_bytes = max((share.bucket.num_bytes for share in moving), default=0)
-    buffers = [BucketBuffer(num_bytes) if num_bytes else None for _ in range(num_buffers)]
+    buffers = [moving[0].bucket.new_buffer(num_bytes) if num_bytes else None for _ in range(num_buffers)]
     try:
         for number in range(num_buffers - 1):
             _read_ahead(moving, number, buffers)
@@ -56,6 +56,7 @@ def _step_in_turn(
                 share.bucket.put_away(entries(share), buffer)
     finally:
         for share in moving:
+            share.bucket.drop_read()
             share.bucket.wait_for_write()
 
 

@@ -1,4 +1,4 @@
-"""Which parameters' state lies in one bucket on disk, and which state stays in memory: shares of an optimizer's state.
+"""Which parameters' state lies in one bucket, and which state stays in memory: shares of an optimizer's state.
 
 Parameters are taken in the optimizer's order. The first ones that fit into the resident bytes stay; the others fill
 one bucket after another.
@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.apply.optimizer_state.spaces import StateSpace
 from memwall.apply.partial_step import Part
 from memwall.store.buckets import Bucket, Entry, can_move, padded_bytes
-from memwall.store.transfer import TransferPool
 
 __all__ = ["Share", "Shares", "expected_state_bytes", "state_entries"]
 
 # State per byte of parameter, where it does not exist yet: two moments, and in some variants a third buffer.
 _USUAL_RATIO, _LARGER_RATIO = 2, 3
+_CPU = torch.device("cpu")
 
 
 class Share:
     """Parameters that are stepped together, and where their state is between steps."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket[Any]) -> None:
         self.bucket = bucket
         self.parameters: list[Tensor] = []
         self.state_bytes = 0
@@ -42,6 +43,7 @@ class Shares:
     """The shares of one optimizer.
 
     Args:
+        space: has the buckets.
         resident_bytes: state that stays in memory, of the parameters that come first.
         bucket_bytes: state of so many parameters is one share. A parameter with more is a share by itself.
         min_bytes: smaller tensors of state stay in memory besides.
@@ -50,13 +52,13 @@ class Shares:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        pool: TransferPool,
+        space: StateSpace,
         *,
         resident_bytes: int,
         bucket_bytes: int,
         min_bytes: int,
     ) -> None:
-        self._optimizer, self._pool = optimizer, pool
+        self._optimizer, self._space = optimizer, space
         self.bucket_bytes, self._min_bytes = bucket_bytes, min_bytes
         self._resident_left_bytes = resident_bytes
         self.every: list[Share] = []
@@ -67,7 +69,9 @@ class Shares:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in self._share_of:
-                    num_bytes = expected_state_bytes(self._optimizer, parameter, group, self._min_bytes)
+                    num_bytes = expected_state_bytes(
+                        self._optimizer, parameter, group, self._min_bytes, self._space.device
+                    )
                     self._share_of[parameter] = self._place_of(parameter, num_bytes)
 
     def parts(self) -> dict[Share | None, Part]:
@@ -83,7 +87,7 @@ class Shares:
         return [
             entry
             for parameter in share.parameters
-            for entry in state_entries(self._optimizer, parameter, self._min_bytes)
+            for entry in state_entries(self._optimizer, parameter, self._min_bytes, self._space.device)
         ]
 
     def _place_of(self, parameter: Tensor, num_bytes: int) -> Share | None:
@@ -93,33 +97,39 @@ class Shares:
             return None
         if not self.every or self.every[-1].state_bytes + num_bytes > self.bucket_bytes:
             label = f"bucket {len(self.every)} of the {type(self._optimizer).__name__}'s state"
-            self.every.append(Share(Bucket(self._pool, label)))
+            self.every.append(Share(self._space.bucket(label)))
         self.every[-1].parameters.append(parameter)
         self.every[-1].state_bytes += num_bytes
         return self.every[-1]
 
 
-def state_entries(optimizer: torch.optim.Optimizer, parameter: Tensor, min_bytes: int) -> list[Entry]:
-    """Where the state of a parameter holds tensors that are in memory and may leave it."""
+def state_entries(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, min_bytes: int, device: torch.device = _CPU
+) -> list[Entry]:
+    """Where the state of a parameter holds tensors that are in a device's memory and may leave it."""
     state = optimizer.state.get(parameter)
     if not isinstance(state, dict):
         return []
     kept = {tensor.data_ptr() for tensor in (parameter, parameter.grad) if tensor is not None}
     found: list[Entry] = []
     for key, value in state.items():
-        if can_move(value, min_bytes) and value.data_ptr() not in kept:
+        if can_move(value, min_bytes, device) and value.data_ptr() not in kept:
             kept.add(value.data_ptr())  # held under a second key, it stays there
             found.append((state, key))
     return found
 
 
 def expected_state_bytes(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any], min_bytes: int
+    optimizer: torch.optim.Optimizer,
+    parameter: Tensor,
+    group: dict[str, Any],
+    min_bytes: int,
+    device: torch.device = _CPU,
 ) -> int:
     """State of a parameter that may leave memory: what there is, or what such optimizers usually make."""
     state = optimizer.state.get(parameter)
     if state:
-        here = [holder[key] for holder, key in state_entries(optimizer, parameter, min_bytes)]
+        here = [holder[key] for holder, key in state_entries(optimizer, parameter, min_bytes, device)]
         away = [value for value in state.values() if isinstance(value, Tensor) and value.is_meta]
         return padded_bytes(tensor.numel() * tensor.element_size() for tensor in (*here, *away))
     num_bytes = parameter.numel() * parameter.element_size()

@@ -24,6 +24,7 @@ class TakenStep:
         done_to_state: what was done to its state, as in "put its state on disk"; for messages.
         step: updates all parameters that have a gradient; called without gradient mode.
         copier: what makes a copy of a tensor of the state as torch would have it; asked for once a state dict.
+        saver: the same for a state dict that is asked for to be saved; by default `copier`.
         after_load: called after a state dict was loaded into the optimizer.
     """
 
@@ -35,9 +36,11 @@ class TakenStep:
         step: Callable[[Arguments], None],
         copier: Callable[[], Callable[[Tensor], Tensor]],
         after_load: Callable[[], None],
+        saver: Callable[[], Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self._optimizer, self._done_to_state = optimizer, done_to_state
-        self._step, self._copier, self._load = step, copier, after_load
+        self._step, self._load = step, after_load
+        self._copier, self._saver = copier, saver or copier
         self._withheld: list[dict[str, Any]] | None = None
         self.failure: MemwallError | None = None
         """The first error of a step."""
@@ -94,8 +97,9 @@ class TakenStep:
     @torch.no_grad()
     def _gathered(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state dict with all of the state, in tensors that later steps do not change."""
-        copy = self._copier()
+        return self._with_copies(state_dict, self._saver())
 
+    def _with_copies(self, state_dict: dict[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         def copied(value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: copied(item) for key, item in value.items()}
@@ -105,7 +109,8 @@ class TakenStep:
 
     def _whole(self) -> dict[str, Any]:
         """What a copy or a pickle of the optimizer gets."""
-        whole = self._gathered(self._optimizer, type(self._optimizer).__getstate__(self._optimizer))
+        with torch.no_grad():
+            whole = self._with_copies(type(self._optimizer).__getstate__(self._optimizer), self._copier())
         return {**whole, "state": defaultdict(dict, whole["state"])}
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ import memwall
 from memwall.apply.checkpoint.files import export_safetensors, import_checkpoint
 from memwall.apply.checkpoint.resumption import set_checkpoint
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.apply.optimizer_state.on_disk import open_optimizer_state
+from memwall.apply.optimizer_state.opening import open_optimizer_state
 from memwall.apply.session import Session
 from memwall.apply.streaming.opening import open_parameter_streaming
 from memwall.errors import ApplyError, MemwallError, StoreError
@@ -190,7 +190,7 @@ def test_parameters_that_lie_elsewhere_are_not_left_out_without_a_word(tmp_path:
     optimizer = torch.optim.AdamW(model.parameters())
     _, close = open_parameter_streaming(model, disk=None, capacity_bytes=None, window_bytes=1 << 16, min_bytes=1024)
     try:
-        with pytest.raises(ApplyError, match=r"parameter .* is on disk, but not in .*open the checkpoint first"):
+        with pytest.raises(ApplyError, match=r"parameter .* is neither in memory nor in .*open the checkpoint first"):
             import_checkpoint(tmp_path / "run", model, optimizer, step=3)
     finally:
         close()

@@ -7,7 +7,7 @@ from checkpoint_runs import Counting, Script, run
 from optimizer_runs import OPTIMIZERS, are_equal
 
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.apply.optimizer_state.on_disk import open_optimizer_state
+from memwall.apply.optimizer_state.opening import open_optimizer_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

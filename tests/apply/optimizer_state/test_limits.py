@@ -13,7 +13,9 @@ import pytest
 import torch
 from optimizer_runs import Make, Net, are_equal, resident_state_bytes, train, train_step
 
-from memwall.apply.optimizer_state.on_disk import OptimizerState, open_optimizer_state
+from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.opening import open_optimizer_state
+from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.errors import ApplyError, OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile
@@ -197,7 +199,7 @@ def test_a_failing_disk_ends_the_step_with_an_error_and_so_does_every_further_on
     optimizer = torch.optim.AdamW(model.parameters())
     train_step(model, optimizer, 0)
     with faulty_pool(tmp_path, kind, num_good) as pool:
-        keeper = OptimizerState(optimizer, pool, resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB)
+        keeper = OptimizerState(optimizer, DiskSpace(pool), resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB)
         for _ in range(2):
             with pytest.raises(OffloadIOError, match=r"bucket \d of the AdamW's state in .* Input/output error"):
                 train_step(model, optimizer, 2)
@@ -213,7 +215,7 @@ def test_a_disk_that_fails_at_the_beginning_leaves_the_state_in_memory(tmp_path:
     train_step(model, optimizer, 0)
     before = {p: dict(state) for p, state in optimizer.state.items()}
     with faulty_pool(tmp_path, "write", 5) as pool, pytest.raises(OffloadIOError):
-        OptimizerState(optimizer, pool, resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB)
+        OptimizerState(optimizer, DiskSpace(pool), resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB)
     assert all(optimizer.state[p][key] is value for p, state in before.items() for key, value in state.items())
     train_step(model, optimizer, 1)
 

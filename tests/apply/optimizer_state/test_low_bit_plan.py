@@ -57,7 +57,7 @@ def test_from_disk_moments_come_a_bucket_at_a_time(tmp_path: Path, monkeypatch: 
     keeper.place(optimizer, ON_DISK)
     form, seen, bring_back = load_torchao(), [], Bucket.bring_back
 
-    def watched(bucket: Bucket) -> None:
+    def watched(bucket: Bucket[Any]) -> None:
         bring_back(bucket)
         large = [v for state in optimizer.state.values() for v in state.values() if v.numel() == 64 * 64]
         seen.append(sum(not isinstance(v, form) and not v.is_meta for v in large))

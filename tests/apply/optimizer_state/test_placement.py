@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_going_over_to_other_sizes_holds_a_bucket_at_a_time(
     seen: list[int] = []
     bring = Bucket.bring_back
 
-    def watched(bucket: Bucket) -> None:
+    def watched(bucket: Bucket[Any]) -> None:
         bring(bucket)
         seen.append(resident_state_bytes(optimizer))
 
@@ -167,7 +168,7 @@ def test_state_that_was_on_its_way_to_other_sizes_is_found_when_a_transfer_fails
     state = keep(optimizer, bucket_bytes=1)
     bring, number = Bucket.bring_back, 0
 
-    def failing(bucket: Bucket) -> None:
+    def failing(bucket: Bucket[Any]) -> None:
         nonlocal number
         number += 1
         if number == 3:

@@ -10,6 +10,7 @@ from streamed_models import GPT, KIB, everything, loss_of
 from torch import nn
 
 from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.apply.streaming.parameters import ParameterStreaming
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.store.transfer import TransferPool
@@ -57,7 +58,7 @@ def recorded(
         return step, builder.trace(optimizer).names, everything(model, optimizer)
     state = OptimizerState(
         optimizer,
-        pool,
+        DiskSpace(pool),
         resident_bytes=0,
         bucket_bytes=40 * KIB,
         min_bytes=4 * KIB,

@@ -1,0 +1,135 @@
+"""Opens an optimizer's state elsewhere: the space it goes to, and what brings it back and closes that."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memwall.apply.optimizer_state.kept_space import kept_space
+from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.pinned import PinnedSpace
+from memwall.apply.optimizer_state.spaces import DiskSpace
+from memwall.apply.partial_step import inner_step_of
+from memwall.errors import ApplyError, StoreError
+from memwall.predict.limits import free_memory_bytes
+from memwall.store.location import check_directory, default_directory
+from memwall.store.scratch import ScratchFile
+from memwall.store.transfer import TransferPool
+from memwall.units import format_bytes
+
+__all__ = ["open_optimizer_state", "open_pinned_state"]
+
+_log = logging.getLogger(__name__)
+
+
+def open_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    *,
+    disk: str | None,
+    capacity_bytes: int | None,
+    resident_bytes: int,
+    bucket_bytes: int,
+    min_bytes: int,
+    is_recorded: bool = False,
+    around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
+) -> tuple[OptimizerState, Callable[[], None]]:
+    """Puts an optimizer's state on disk.
+
+    Returns:
+        Its keeper, and what brings the state back and closes files and threads.
+
+    Raises:
+        ApplyError: the optimizer cannot be stepped in parts.
+        StoreError: the directory is missing, read-only, full, or a RAM disk.
+    """
+    inner_step_of(optimizer)
+    kept = kept_space()
+    if kept is None:
+        directory = disk if disk is not None else default_directory()
+        check_directory(directory)
+        pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
+    else:
+        pool = kept.pool
+        directory = pool.scratch.path
+    try:
+        state = OptimizerState(
+            optimizer,
+            DiskSpace(pool),
+            resident_bytes=resident_bytes,
+            bucket_bytes=bucket_bytes,
+            min_bytes=min_bytes,
+            is_recorded=is_recorded,
+            around_step=around_step,
+        )
+    except BaseException:
+        if kept is None:
+            pool.close()
+        raise
+    if kept is not None:
+        kept.tenant = state
+    _log.info("%s of optimizer state are on disk in %s", format_bytes(state.away_bytes), directory)
+
+    def close() -> None:
+        try:
+            _bring_back(state)
+        finally:
+            if kept is None:
+                pool.close()
+            else:
+                kept.tenant = None
+
+    return state, close
+
+
+def open_pinned_state(
+    optimizer: torch.optim.Optimizer, *, resident_bytes: int, bucket_bytes: int, min_bytes: int
+) -> tuple[OptimizerState, Callable[[], None]]:
+    """Puts the state of an optimizer of CUDA parameters into pinned host memory, of which it takes the state's size.
+
+    Returns:
+        Its keeper, and what brings the state back and unpins the memory.
+
+    Raises:
+        ApplyError: the optimizer cannot be stepped in parts, its parameters are on a CPU, or the run is committed.
+        StoreError: the host has no room, or the driver does not allow it.
+    """
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    if device.type != "cuda":
+        raise ApplyError(
+            f"the plan keeps the {type(optimizer).__name__}'s state in host memory, and its parameters are on {device},"
+            " which pins none: make the plan from a trace of this training"
+        )
+    if kept_space() is not None:
+        raise ApplyError(
+            "each step of this run is committed to disk, and the plan keeps the optimizer's state in host memory, from "
+            "where a commit does not take it; run without the checkpoint, or plan without moving optimizer state"
+        )
+    inner_step_of(optimizer, kept=PinnedSpace.kept, device=device)
+    space = PinnedSpace(device, limit_bytes=free_memory_bytes() * 9 // 10)
+    try:
+        state = OptimizerState(
+            optimizer, space, resident_bytes=resident_bytes, bucket_bytes=bucket_bytes, min_bytes=min_bytes
+        )
+    except BaseException:
+        space.close()
+        raise
+    _log.info("%s of optimizer state are in pinned host memory", format_bytes(state.away_bytes))
+
+    def close() -> None:
+        try:
+            _bring_back(state)
+        finally:
+            space.close()
+
+    return state, close
+
+
+def _bring_back(state: OptimizerState) -> None:
+    try:
+        state.undo()
+    except StoreError as error:
+        if state.failure is None:
+            raise
+        # The run has ended with the same error already.
+        _log.error("the optimizer's state could not be brought back into memory: %s", error)

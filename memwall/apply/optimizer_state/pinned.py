@@ -1,0 +1,161 @@
+"""An optimizer's state in pinned host memory, for parameters on CUDA: copies on own streams, kept in order by events.
+
+The compute stream is whatever stream is current when a step begins. The host never waits: to wait for a copy is to have
+the compute stream wait for it. So what a ring of buffers does in program order, the device does in the same order:
+
+- state comes in after all that was launched before it was asked for, which may use the memory of its buffer still, and
+  after the buffer was written from;
+- the step of a bucket comes after its copy in;
+- the copy out comes after the step, and buffers are freed after the last copy out.
+
+`record_stream` is not used: it delays reuse without a bound.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memwall.apply.offload_cuda import PinnedArena, PinnedSlot
+from memwall.errors import StoreError
+from memwall.store.buckets import Bucket, BucketBuffer
+from memwall.units import format_bytes
+
+__all__ = ["PinnedBucket", "PinnedSpace", "StreamCopy"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCopy:
+    """A copy on a stream of its own, done when `done` has happened."""
+
+    done: torch.cuda.Event
+    device: torch.device
+
+    def wait(self) -> None:
+        """What is launched on the current stream from now on comes after it."""
+        torch.cuda.current_stream(self.device).wait_event(self.done)
+
+
+class PinnedSpace:
+    """Pinned host memory in the size of the state that is in it, and the streams to it and from it.
+
+    Args:
+        device: the CUDA device of the parameters.
+        limit_bytes: the most to pin.
+    """
+
+    kept = "in host memory"
+
+    def __init__(self, device: torch.device, *, limit_bytes: int) -> None:
+        self.device = device
+        self._limit_bytes = limit_bytes
+        self._arena = PinnedArena(limit_bytes, chunk_bytes=0)
+        self._outward = torch.cuda.Stream(device)
+        self._inward = torch.cuda.Stream(device)
+        self.bytes_written = self.bytes_read = 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned now, free slots included."""
+        return self._arena.pinned_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """See `StateSpace`. Nothing is pinned before there is state to put there."""
+        if num_bytes > self._limit_bytes:
+            raise StoreError(
+                f"the optimizer's state needs {format_bytes(num_bytes)} of pinned host memory, and "
+                f"{format_bytes(self._limit_bytes)} can be had; free host memory, or plan for more of the device's"
+            )
+
+    def bucket(self, label: str) -> "PinnedBucket":
+        """See `StateSpace`."""
+        return PinnedBucket(self)
+
+    def successor(self, slot: PinnedSlot | None, num_bytes: int) -> PinnedSlot:
+        """The slot for what takes the place of `slot`'s contents: the same one where it is large enough.
+
+        Raises:
+            StoreError: the limit, or the driver, does not allow it.
+        """
+        if slot is not None and slot.num_bytes < num_bytes:
+            self.free(slot)
+            slot = None
+        return slot if slot is not None else self._arena.allocate(num_bytes)
+
+    def free(self, slot: PinnedSlot) -> None:
+        """Take a slot back, and unpin what nobody uses; waits for copies, and is no part of a usual step."""
+        self._synchronize()
+        self._arena.free(slot)
+        self._arena.trim()
+
+    def copy_in(self, slot: PinnedSlot, memory: Tensor, after: StreamCopy | None) -> StreamCopy:
+        """Begin to fill `memory` (uint8, one dimension, on the device) from a slot.
+
+        Args:
+            after: the copy out of `memory` that comes first.
+        """
+        self._inward.wait_stream(self._compute())
+        if after is not None:
+            self._inward.wait_event(after.done)
+        with torch.cuda.stream(self._inward):
+            memory.copy_(slot.memory[: memory.numel()], non_blocking=True)
+        self.bytes_read += memory.numel()
+        return StreamCopy(self._inward.record_event(), self.device)
+
+    def copy_out(self, slot: PinnedSlot, memory: Tensor) -> StreamCopy:
+        """Begin to write `memory` into a slot; the current stream must have waited for the slot's last copy in."""
+        self._outward.wait_stream(self._compute())
+        with torch.cuda.stream(self._outward):
+            slot.memory[: memory.numel()].copy_(memory, non_blocking=True)
+        self.bytes_written += memory.numel()
+        return StreamCopy(self._outward.record_event(), self.device)
+
+    def close(self) -> None:
+        """Unpin everything."""
+        self._synchronize()
+        self._arena.close()
+
+    def _synchronize(self) -> None:
+        self._outward.synchronize()
+        self._inward.synchronize()
+
+    def _compute(self) -> torch.cuda.Stream:
+        """The stream that steps.
+
+        Raises:
+            StoreError: what it does is being captured, and would be played back without the dictionaries' changes.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise StoreError(
+                "an optimizer's step is being captured into a CUDA graph, and its state is in host memory between "
+                "steps; leave optimizer.step() out of the graph, or plan without moving optimizer state"
+            )
+        return torch.cuda.current_stream(self.device)
+
+
+class PinnedBucket(Bucket[StreamCopy]):
+    """A bucket of tensors on a CUDA device that has a slot in pinned host memory."""
+
+    def __init__(self, space: PinnedSpace) -> None:
+        super().__init__(space.device)
+        self._space = space
+        self._slot: PinnedSlot | None = None
+
+    def drop_read(self) -> None:
+        """See `Bucket`. Whoever gets the buffer's memory next comes after the copy into it."""
+        if self._read is not None:
+            self._read.wait()
+        super().drop_read()
+
+    def _read_into(self, buffer: BucketBuffer, after: StreamCopy | None) -> StreamCopy:
+        assert self._slot is not None
+        return self._space.copy_in(self._slot, buffer.bytes_of(self.num_bytes), after)
+
+    def _write_from(self, buffer: BucketBuffer, num_bytes: int) -> StreamCopy:
+        self._slot = self._space.successor(self._slot, num_bytes)
+        return self._space.copy_out(self._slot, buffer.bytes_of(num_bytes))
+
+    def _free_place(self) -> None:
+        if self._slot is not None:
+            self._space.free(self._slot)
+            self._slot = None
