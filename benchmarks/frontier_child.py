@@ -48,6 +48,7 @@ def _memwall(
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Facts]]:
     from memwall.apply.executor import BlockExecutor, resolve_blocks
     from memwall.apply.optimizer_state.on_disk import OptimizerState
+    from memwall.apply.optimizer_state.spaces import DiskSpace
     from memwall.apply.streaming.model import streamed_init
     from memwall.apply.streaming.parameters import ParameterStreaming
     from memwall.apply.streaming.tier import ParameterTier
@@ -67,7 +68,7 @@ def _memwall(
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         OptimizerState(
             optimizer,
-            pools[1],
+            DiskSpace(pools[1]),
             resident_bytes=0,
             bucket_bytes=_STATE_BYTES,
             min_bytes=_MIN_BYTES,
