@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from memwall.plan.actions import Accumulate, AllocatorReuse
+from memwall.plan.actions import Accumulate, AllocatorReuse, OptimizerPlacement
 from memwall.plan.forecast import PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
@@ -38,7 +38,16 @@ def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
     found = _simulated(plan, trace, process)
     if found is None:  # out of memory on a device without end: an allocation larger than any address
         return plan
-    return _with_phases(plan, found, process)
+    plan = _with_phases(plan, found, process)
+    resume_bytes = plan.forecast.phases["resume"].process_bytes
+    if not _state_bytes(plan) or plan.forecast.budget_bytes is None or resume_bytes <= plan.forecast.budget_bytes:
+        return plan
+    reason = (
+        "a state dict that is loaded has all of the optimizer's state on the device for a while: "
+        f"{format_bytes(resume_bytes)} to resume, beyond the budget"
+    )
+    forecast = msgspec.structs.replace(plan.forecast, binding=(*plan.forecast.binding, reason))
+    return msgspec.structs.replace(plan, forecast=forecast)
 
 
 def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Step) -> Plan:
@@ -108,19 +117,24 @@ def _simulated(
     setting = next((a.cuda_setting for a in plan.actions if isinstance(a, AllocatorReuse)), "")
     settings = parse_settings(setting, process.profile)
     return phase_peaks(
-        (as_first(step), step), evaluation, process.profile, settings=settings, capacity_bytes=capacity_bytes
+        (as_first(step), step),
+        evaluation,
+        process.profile,
+        settings=settings,
+        capacity_bytes=capacity_bytes,
+        resumed=steady_step(trace) if _state_bytes(plan) else None,
     )
 
 
 def _with_phases(plan: Plan, found: Mapping[str, PhasePeak], process: DeviceModel) -> Plan:
-    moved_bytes = _moved_at_once_bytes(plan)
+    away_bytes = _away_bytes(plan)
     phases = {
         name: PeakBytes(
             allocated_bytes=peak.allocated_bytes,
             reserved_bytes=peak.reserved_bytes,
             process_bytes=process.base_bytes + peak.reserved_bytes,
-            host_bytes=peak.host_bytes + (moved_bytes if name.endswith("_step") else 0),
-            disk_bytes=peak.disk_bytes,
+            host_bytes=peak.host_bytes + away_bytes.get(name, 0),
+            disk_bytes=None if peak.disk_bytes is None else peak.disk_bytes + _state_bytes(plan),
         )
         for name, peak in found.items()
     }
@@ -139,8 +153,27 @@ def _with_phases(plan: Plan, found: Mapping[str, PhasePeak], process: DeviceMode
     return msgspec.structs.replace(plan, forecast=forecast)
 
 
-def _moved_at_once_bytes(plan: Plan) -> int:
-    """Saved tensors that a step has in host memory at most: of a batch that is split, those of one part."""
+def _away_bytes(plan: Plan) -> dict[str, int]:
+    """What a plan adds to host memory, by phase.
+
+    Saved tensors: of a batch that is split, those of one part. And the optimizer's state, where that is there between
+    steps: a state dict is a copy of it, and so is what is read to be loaded.
+    """
     split = next((action for action in plan.actions if isinstance(action, Accumulate)), None)
     num_parts = 1 if split is None else split.num_micro_batches // plan.num_micro_batches
-    return plan.forecast.moved_bytes_per_step // num_parts
+    state_bytes = _state_bytes(plan)
+    in_step = (plan.forecast.moved_bytes_per_step - state_bytes) // num_parts + state_bytes
+    # What is read to be loaded is in the peak of a resumption already.
+    return {
+        "first_step": in_step,
+        "steady_step": in_step,
+        "eval": state_bytes,
+        "save": 2 * state_bytes,
+        "resume": state_bytes,
+    }
+
+
+def _state_bytes(plan: Plan) -> int:
+    """State of the optimizer that is in host memory between steps."""
+    placements = (action for action in plan.actions if isinstance(action, OptimizerPlacement))
+    return sum(action.saved_bytes or 0 for action in placements if action.tier == "host")

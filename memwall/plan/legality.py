@@ -131,11 +131,14 @@ def can_reuse_allocator(trace: Trace) -> str | None:
 
 
 def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int) -> str | None:
-    """None if the optimizer's state can be on disk between steps, else why not."""
+    """None if the optimizer's state can be on the next tier between steps, else why not."""
     machine = trace.machine
-    if trace.device != "cpu":
-        return f"optimizer state moves to disk from CPU memory only; the trace is of device '{trace.device}'"
-    if not (machine.disk and machine.disk_write_bytes_per_second and machine.disk_read_bytes_per_second):
+    has_speed = bool(machine.disk_write_bytes_per_second and machine.disk_read_bytes_per_second)
+    if trace.device not in ("cpu", "cuda"):
+        return f"optimizer state moves from CPU and CUDA memory only; the trace is of device '{trace.device}'"
+    if trace.device == "cuda" and not has_speed:
+        return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
+    if trace.device == "cpu" and not (machine.disk and has_speed):
         return "there is no disk to move optimizer state to; pass --disk DIR"
     if JOINT in trace.optimizer:
         return f"several optimizers step the model ({trace.optimizer}), and their state stays in memory"
@@ -144,7 +147,8 @@ def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int
     if state_bytes == 0:
         return f"{trace.optimizer} has no state that is large enough to move"
     if state_bytes > capacity_bytes:
-        return f"the state needs {format_bytes(state_bytes)} of disk, there are {format_bytes(capacity_bytes)}"
+        tier = "disk" if trace.device == "cpu" else "host memory"
+        return f"the state needs {format_bytes(state_bytes)} of {tier}, there are {format_bytes(capacity_bytes)}"
     return None
 
 

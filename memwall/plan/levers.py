@@ -25,9 +25,9 @@ _NAMES = {
 }
 _PLACED = {
     "kernels": "fused kernels",
-    "optimizer-placement": "optimizer state to disk",
+    "optimizer-placement": "optimizer state to {tier}",
     "low-bit-state": "optimizer state in 8 bits, lossy",
-    "parameter-placement": "parameters and gradients to disk",
+    "parameter-placement": "parameters and gradients to {tier}",
 }
 
 
@@ -41,6 +41,7 @@ def levers_of(menus: Sequence[Menu], choice: Choice, fixed: Sequence[Action]) ->
     for action in fixed:
         name = _PLACED.get(str(action.__struct_config__.tag))
         if name is not None and action.saved_bytes and action.saved_bytes > 0 and action.cost_seconds is not None:
+            name = name.format(tier=getattr(action, "tier", ""))
             found.append(Lever(name=name, freed_bytes=action.saved_bytes, cost_seconds=action.cost_seconds))
     return tuple(sorted(found, key=lambda lever: lever.seconds_per_gib))
 

@@ -17,8 +17,8 @@ __all__ = ["CPU_SECONDS_PER_BYTE", "MIN_STATE_BYTES", "bucket_choices", "optimiz
 
 MIN_STATE_BYTES = 64 << 10
 """Smaller tensors of state stay in memory: a model has many of them, and together they are little."""
-# Buckets of this size keep a disk busy; the buffers for them are little memory. Of little state they would be all:
-# its buckets are smaller, down to one block of the disk's.
+# Buckets of this size keep a disk or a link busy; the buffers for them are little memory. Of little state they would be
+# all: its buckets are smaller, down to one block of the disk's.
 _BUCKET_BYTES = 16 << 20
 _MIN_BUCKET_BYTES = 2 << 20
 # Where parameters are larger, buffers for them may take this part of the state, so that the disk works meanwhile.
@@ -31,11 +31,13 @@ cores: 0.17 s for 671 MB (two cores, torch 2.13, 2026-11-21)."""
 
 
 def optimizer_placements(trace: Trace, steady: Step, *, capacity_bytes: int) -> tuple[OptimizerPlacement, ...]:
-    """Ways to have the state on disk, the one that frees most first; none where that is not legal or frees nothing.
+    """Ways to have the state on the next tier: a disk below a CPU's memory, pinned host memory below a device's.
+
+    The one that frees most comes first; there is none where that is not legal or frees nothing.
 
     Args:
         steady: the step that repeats, as it was recorded.
-        capacity_bytes: what the disk may be used for.
+        capacity_bytes: what the tier may be used for.
     """
     state_bytes = movable_state_bytes(steady, MIN_STATE_BYTES)
     if can_move_optimizer_state(trace, state_bytes, capacity_bytes) is not None:
@@ -50,7 +52,7 @@ def optimizer_placements(trace: Trace, steady: Step, *, capacity_bytes: int) -> 
         if away_bytes > sum(buffer_sizes(sizes, bucket_bytes)):
             found.append(
                 OptimizerPlacement(
-                    tier="disk",
+                    tier="disk" if trace.device == "cpu" else "host",
                     resident_bytes=resident_bytes,
                     bucket_bytes=bucket_bytes,
                     min_bytes=MIN_STATE_BYTES,
@@ -93,9 +95,10 @@ def placed(step: Step, placement: OptimizerPlacement) -> Step:
 def _seconds(trace: Trace, steady: Step, sizes: Sequence[int], away_bytes: int, bucket_bytes: int) -> float:
     """What a step takes longer than with all state in memory.
 
-    The disk either reads or writes. Buckets pass while the optimizer computes, which shares its cores with the threads
-    that move them; the first read and the last write overlap nothing. Larger parameters' state is read, stepped and
-    written one after the other.
+    The disk either reads or writes, and so does a link to host memory here: that copies pass each other on it at full
+    speed is not counted on. Buckets pass while the optimizer computes, which shares a CPU's cores with the threads that
+    move them; the first read and the last write overlap nothing. Larger parameters' state is read, stepped and written
+    one after the other.
     """
     machine: Machine = trace.machine
     per_byte = 1 / machine.disk_read_bytes_per_second + 1 / machine.disk_write_bytes_per_second
@@ -104,7 +107,8 @@ def _seconds(trace: Trace, steady: Step, sizes: Sequence[int], away_bytes: int, 
     alone_share = sum(size for size in sizes if size > bucket_bytes) / total_bytes
     moving_share = (1 - alone_share) * away_bytes / total_bytes
     disk_seconds = (1 - alone_share) * away_bytes * per_byte
-    cpu_seconds = 2 * (1 - alone_share) * away_bytes * CPU_SECONDS_PER_BYTE / max(1, trace.num_threads)
+    seconds_per_byte = CPU_SECONDS_PER_BYTE if trace.device == "cpu" else 0.0
+    cpu_seconds = 2 * (1 - alone_share) * away_bytes * seconds_per_byte / max(1, trace.num_threads)
     edge_seconds = min(bucket_bytes, (1 - alone_share) * away_bytes) * per_byte
     overlapped_seconds = computing_seconds * moving_share
     ring_seconds = max(disk_seconds, overlapped_seconds + cpu_seconds + edge_seconds) - overlapped_seconds

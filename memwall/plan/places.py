@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
     @property
     def away_bytes(self) -> int:
-        """What has its place on disk."""
+        """What has its place on the next tier."""
         return sum(action.saved_bytes or 0 for action in (self.state, self.parameters) if action is not None)
 
     @property
@@ -49,7 +49,7 @@ IN_MEMORY = Place()
 
 
 def state_away(trace: Trace, steady: Step, *, capacity_bytes: int) -> tuple[Place, ...]:
-    """Ways to have the optimizer's state on disk, the one that frees most first; none where that is not legal."""
+    """Ways to have the optimizer's state on the next tier, the leanest one first; none where that is not legal."""
     return tuple(Place(state) for state in optimizer_placements(trace, steady, capacity_bytes=capacity_bytes))
 
 

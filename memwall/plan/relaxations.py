@@ -168,7 +168,7 @@ def plan_relaxations(
     def with_host(asked: _Asked) -> tuple[str, _Asked] | None:
         if can_offload(trace) is None:
             return None
-        return "host memory for saved tensors: --host SIZE", asked._replace(has_host=True)
+        return "host memory for saved tensors and optimizer state: --host SIZE", asked._replace(has_host=True)
 
     def with_kernels(asked: _Asked) -> tuple[str, _Asked] | None:
         if settings.with_kernels is None or not could_have_kernels(trace):

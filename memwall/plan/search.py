@@ -141,7 +141,7 @@ class _Search:
         self.has_margin = True
         """Whether a plan must leave room for the forecast's error."""
         self._places: tuple[Place, ...] = ()
-        """Ways to have the optimizer's state on disk, the one that frees most first."""
+        """Ways to have the optimizer's state on the next tier, the one that frees most first."""
         if settings.can_move_state:
             self._places = state_away(trace, self.steady, capacity_bytes=problem.capacity_bytes)
         self._last_resorts: tuple[Place, ...] = ()

@@ -86,6 +86,7 @@ def phase_peaks(
     num_batches: int = 1,
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
+    resumed: Step | None = None,
 ) -> dict[str, PhasePeak] | None:
     """Peaks of each phase of a run, in the order in which they come.
 
@@ -105,6 +106,7 @@ def phase_peaks(
         profile: release whose allocator is simulated.
         settings: of the allocator; None for torch's defaults.
         capacity_bytes: what the device can give to the allocator; None: without end.
+        resumed: a steady step with all that stands after a state dict was loaded; None for the steady one given.
 
     Returns:
         None if a request is out of memory even after the cache has been given back.
@@ -118,8 +120,9 @@ def phase_peaks(
     steady = training[1]
     built = simulated(_standing_alone(steady, "parameter", "buffer"))
     trained = simulated(*training)
-    resumed = simulated(_standing_alone(steady, "parameter", "buffer", "optimizer_state"))
-    if built is None or trained is None or resumed is None:
+    loaded = resumed if resumed is not None else steady
+    resuming = simulated(_standing_alone(loaded, "parameter", "buffer", "optimizer_state"))
+    if built is None or trained is None or resuming is None:
         return None
     found = {
         "build": _peak(built, host.build_peak_bytes),
@@ -142,7 +145,7 @@ def phase_peaks(
         host_bytes=host.save_peak_bytes,
         disk_bytes=host.weights_bytes + host.state_bytes,
     )
-    found["resume"] = _peak(resumed, host.resume_peak_bytes)
+    found["resume"] = _peak(resuming, host_bytes_of(loaded).resume_peak_bytes)
     return found
 
 

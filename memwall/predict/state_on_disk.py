@@ -1,4 +1,4 @@
-"""A step whose optimizer keeps its state on disk: what of the state can leave, and what the step is then.
+"""A step whose optimizer keeps its state on disk, or a device's in host memory: what can leave, and the step then.
 
 In the optimizer the state passes through memory in buckets of whole parameters: while one is stepped, the one before is
 written and the one after is read, in `NUM_BUFFERS` buffers of a bucket each. A parameter whose state is larger than a
@@ -29,7 +29,7 @@ _USUAL_TENSORS = 2
 
 
 def movable_state_bytes(step: Step, min_bytes: int) -> int:
-    """Bytes of the optimizer's state that can be on disk between steps."""
+    """Bytes of the optimizer's state that can be elsewhere between steps."""
     return sum(storage.nbytes for storage in step.storages if _is_movable(storage, min_bytes))
 
 
@@ -112,4 +112,5 @@ def _num_buckets(sizes: Sequence[int], bucket_bytes: int) -> int:
 
 
 def _is_movable(storage: Storage, min_bytes: int) -> bool:
-    return storage.category == "optimizer_state" and storage.device == "cpu" and storage.nbytes >= max(1, min_bytes)
+    is_in_reach = storage.device.partition(":")[0] in ("cpu", "cuda")
+    return storage.category == "optimizer_state" and is_in_reach and storage.nbytes >= max(1, min_bytes)

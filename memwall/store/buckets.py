@@ -121,6 +121,13 @@ class Bucket(ABC, Generic[M]):
     def _write_from(self, buffer: BucketBuffer, num_bytes: int) -> M:
         """Begin to write so many bytes."""
 
+    def _write_each(self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int) -> M:
+        """Begin to write tensors that lie anywhere, each to its offset among so many bytes."""
+        source = self.new_buffer(num_bytes)
+        for tensor, offset in tensors:
+            source.tensor(offset, tensor).copy_(tensor)
+        return self._write_from(source, num_bytes)
+
     @abstractmethod
     def _free_place(self) -> None:
         """Give up where the tensors are while they are away, if there is such a place."""
@@ -154,7 +161,7 @@ class Bucket(ABC, Generic[M]):
         """Begin to write the tensors at `entries`; from now on they are away.
 
         Tensors that lie in `buffer` where they were read are written from there; it must not change until `write` is
-        done. Others are copied, and are written on return.
+        done. Others are written on return.
 
         Raises:
             StoreError: no room for them, or a transfer failed.
@@ -162,12 +169,10 @@ class Bucket(ABC, Generic[M]):
         pieces, num_bytes = self._laid_out(entries)
         if pieces:
             is_in_place = buffer is not None and all(buffer.holds(p.holder[p.key], p.offset) for p in pieces)
-            source = buffer if buffer is not None and is_in_place else self.new_buffer(num_bytes)
-            if not is_in_place:
-                for piece in pieces:
-                    source.tensor(piece.offset, piece.away).copy_(piece.holder[piece.key])
-            self.write = self._write_from(source, num_bytes)
-            if not is_in_place:
+            if buffer is not None and is_in_place:
+                self.write = self._write_from(buffer, num_bytes)
+            else:
+                self.write = self._write_each([(p.holder[p.key], p.offset) for p in pieces], num_bytes)
                 self.write.wait()
         else:
             self._free_place()  # what nobody has contents in may be given to others

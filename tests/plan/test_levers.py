@@ -61,6 +61,13 @@ def test_an_option_that_frees_nothing_is_none() -> None:
     assert levers_of([useless], chosen(0), ()) == ()
 
 
+def test_a_lever_names_the_tier_that_state_goes_to() -> None:
+    state = OptimizerPlacement(
+        tier="host", resident_bytes=0, bucket_bytes=1, min_bytes=1, saved_bytes=GIB, cost_seconds=2.0
+    )
+    assert [lever.name for lever in levers_of((), chosen(), (state,))] == ["optimizer state to host"]
+
+
 def test_of_the_other_actions_those_that_free_bytes_for_time_are_among_them() -> None:
     kernels = FusedKernels(modules=("norm",), saved_bytes=2 * GIB, cost_seconds=-1.0)
     state = OptimizerPlacement(

@@ -50,7 +50,11 @@ def scaled(step: Step, factor: float) -> Step:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: msgspec.structs.replace(t, device="cuda"), "from CPU memory only; the trace is of device 'cuda'"),
+        (lambda t: msgspec.structs.replace(t, device="mps"), "CPU and CUDA memory only; the trace is of device 'mps'"),
+        (
+            lambda t: on_machine(msgspec.structs.replace(t, device="cuda"), disk_write_bytes_per_second=0.0),
+            "nothing is known of the link to host memory; pass --host SIZE together with --device NAME",
+        ),
         (lambda t: on_machine(t, disk=""), "there is no disk to move optimizer state to; pass --disk DIR"),
         (lambda t: on_machine(t, disk_read_bytes_per_second=0.0), "there is no disk"),
         (lambda t: msgspec.structs.replace(t, optimizer="LBFGS"), "LBFGS is not known to step each parameter alone"),
@@ -60,7 +64,7 @@ def scaled(step: Step, factor: float) -> Step:
             "several optimizers step the model (Muon + AdamW), and their state stays in memory",
         ),
     ],
-    ids=["device", "no disk", "no speed", "LBFGS", "no optimizer", "several"],
+    ids=["device", "no link", "no disk", "no speed", "LBFGS", "no optimizer", "several"],
 )
 def test_it_is_legal_on_a_cpu_with_a_disk_for_optimizers_that_are_known(
     change: Callable[[Trace], Trace], words: str, a_trace: Callable[[str], Trace]

@@ -98,7 +98,8 @@ def test_host_memory_is_offered_with_what_it_frees_unless_it_was_given() -> None
     trace, with_host = (traced(rows=1 << 15, samples=1, host_bytes=num_bytes) for num_bytes in (0, HOST_BYTES))
     before, after = smallest(trace), smallest(with_host)
     assert refused(trace)[0] == (
-        f"host memory for saved tensors: --host SIZE: {format_bytes(after)}, {format_bytes(before - after)} less"
+        f"host memory for saved tensors and optimizer state: --host SIZE: {format_bytes(after)}, "
+        f"{format_bytes(before - after)} less"
     )
     assert not any("--host" in line for line in refused(with_host))
 

@@ -11,6 +11,7 @@ the compute stream wait for it. So what a ring of buffers does in program order,
 `record_stream` is not used: it delays reuse without a bound.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,12 +103,19 @@ class PinnedSpace:
         self.bytes_read += memory.numel()
         return StreamCopy(self._inward.record_event(), self.device)
 
-    def copy_out(self, slot: PinnedSlot, memory: Tensor) -> StreamCopy:
-        """Begin to write `memory` into a slot; the current stream must have waited for the slot's last copy in."""
+    def copy_out(self, slot: PinnedSlot, tensors: Sequence[tuple[Tensor, int]]) -> StreamCopy:
+        """Begin to write dense tensors into a slot, each to its offset in bytes.
+
+        The current stream must have waited for the slot's last copy in.
+        """
         self._outward.wait_stream(self._compute())
-        with torch.cuda.stream(self._outward):
-            slot.memory[: memory.numel()].copy_(memory, non_blocking=True)
-        self.bytes_written += memory.numel()
+        for tensor, offset in tensors:
+            start = (int(slot.memory.storage_offset()) + offset) // tensor.element_size()
+            there = torch.empty(0, dtype=tensor.dtype, device=slot.memory.device)
+            there.set_(slot.memory.untyped_storage(), start, tensor.size(), tensor.stride())
+            with torch.cuda.stream(self._outward):
+                there.copy_(tensor, non_blocking=True)
+            self.bytes_written += tensor.numel() * tensor.element_size()
         return StreamCopy(self._outward.record_event(), self.device)
 
     def close(self) -> None:
@@ -152,8 +160,12 @@ class PinnedBucket(Bucket[StreamCopy]):
         return self._space.copy_in(self._slot, buffer.bytes_of(self.num_bytes), after)
 
     def _write_from(self, buffer: BucketBuffer, num_bytes: int) -> StreamCopy:
+        return self._write_each([(buffer.bytes_of(num_bytes), 0)], num_bytes)
+
+    def _write_each(self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int) -> StreamCopy:
+        """See `Bucket`. Without a copy on the device, which would take as much as the tensors once more."""
         self._slot = self._space.successor(self._slot, num_bytes)
-        return self._space.copy_out(self._slot, buffer.bytes_of(num_bytes))
+        return self._space.copy_out(self._slot, tensors)
 
     def _free_place(self) -> None:
         if self._slot is not None:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 import memwall
 from memwall.apply.optimizer_state.on_disk import OptimizerState
-from memwall.apply.optimizer_state.pinned import PinnedSpace
+from memwall.apply.optimizer_state.pinned import PinnedBucket, PinnedSpace
 from memwall.apply.optimizer_state.ring import step_through
 from memwall.apply.optimizer_state.shares import Share
 from memwall.errors import ApplyError, StoreError
 from memwall.plan.actions import OptimizerPlacement
 from memwall.predict.state_on_disk import NUM_BUFFERS
+from memwall.store.buckets import BucketBuffer
 
 KIB = 1 << 10
 CPU = torch.device("cpu")
@@ -180,6 +181,27 @@ def test_what_is_pinned_is_the_state_in_whole_pages(
     state.undo()
     assert not device.registered_bytes
     assert resident_state_bytes(state.optimizer) > 0
+
+
+def test_state_that_a_step_has_made_leaves_without_a_copy_on_the_device(
+    keep_pinned: Callable[..., OptimizerState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers: list[int] = []
+    new_buffer = PinnedBucket.new_buffer
+
+    def counted(bucket: PinnedBucket, num_bytes: int) -> BucketBuffer:
+        buffers.append(num_bytes)
+        return new_buffer(bucket, num_bytes)
+
+    monkeypatch.setattr(PinnedBucket, "new_buffer", counted)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = keep_pinned(optimizer)
+    train_step(model, optimizer, 0)
+    assert state.away_bytes > 0
+    assert buffers == []
+    train_step(model, optimizer, 2)
+    assert len(buffers) == NUM_BUFFERS
 
 
 def test_state_dicts_copies_and_pickles_are_whole_and_can_be_loaded(
