@@ -212,13 +212,16 @@ class Bucket(ABC, Generic[M]):
             for piece in self._pieces
         }
 
-    def bring_back(self) -> None:
+    def bring_back(self, device: torch.device | None = None) -> None:
         """Put the tensors back into their dictionaries for good, each in memory of its own.
+
+        Args:
+            device: where they are to be; by default where they are used.
 
         Raises:
             StoreError: the bytes cannot be had, or came back different; then they stay away.
         """
-        copies = self.copies()
+        copies = self.copies(device)
         for piece in self._pieces:
             if piece.holder.get(piece.key) is piece.away:
                 piece.holder[piece.key] = copies[id(piece.away)]

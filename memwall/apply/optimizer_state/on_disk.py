@@ -8,6 +8,7 @@ Between steps `optimizer.state` has all its keys; large tensors in it are on the
 read. `optimizer.state_dict()` reads everything back into tensors of its own; `load_state_dict` writes what it is given.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,9 +25,11 @@ from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.apply.partial_step import Arguments, inner_step_of, step_some
 from memwall.errors import MemwallError
 from memwall.store.buckets import DiskBucket, padded_bytes
+from memwall.units import format_bytes
 
 __all__ = ["OptimizerState"]
 
+_log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
@@ -118,12 +121,24 @@ class OptimizerState:
     def undo(self) -> None:
         """Brings all state back into memory and takes the hooks away.
 
+        What a device has no room for comes into the host's memory: a state dict finds it there, a step does not.
+
         Raises:
             StoreError: state cannot be read back; it stays on the meta device, so that nothing computes without it.
         """
         self._taken.give_back()
         for share in self._shares.every:
-            share.bucket.bring_back()
+            try:
+                share.bucket.bring_back()
+            except torch.OutOfMemoryError:
+                num_bytes = share.bucket.num_bytes
+                share.bucket.bring_back(_CPU)
+                _log.warning(
+                    "%s has no room for %s of the optimizer's state, which are CPU tensors now: state_dict() is whole, "
+                    "but before another step the state must be loaded again, with more memory free",
+                    self._space.device,
+                    format_bytes(num_bytes),
+                )
             share.bucket.release()
             self.on_return(share.parameters)
 

@@ -258,6 +258,33 @@ def test_a_gradient_scaler_skips_the_steps_it_would_skip(keep_pinned: Callable[.
 # Limits.
 
 
+def test_what_the_device_has_no_room_for_at_the_end_is_in_the_hosts_memory(
+    keep_pinned: Callable[..., OptimizerState],
+    device: LateDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = keep_pinned(optimizer)
+    train_step(model, optimizer, 0)
+    expected = optimizer.state_dict()
+    copies, asked = PinnedBucket.copies, []
+
+    def full(bucket: PinnedBucket, where: torch.device | None = None) -> dict[int, Tensor]:
+        asked.append(where)
+        if where is None and len(asked) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return copies(bucket, where)
+
+    monkeypatch.setattr(PinnedBucket, "copies", full)
+    state.undo()
+    assert asked[:3] == [None, None, CPU]
+    assert same(optimizer.state_dict()["state"], expected["state"])
+    assert not device.registered_bytes
+    assert "has no room for" in caplog.text
+
+
 def test_more_than_the_host_has_is_refused_before_anything_moves(device: LateDevice) -> None:
     model, plain = train(OPTIMIZERS["adamw for-loop"], num_steps=2)
     optimizer = OPTIMIZERS["adamw for-loop"](in_groups(model))
