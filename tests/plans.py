@@ -1,9 +1,12 @@
 """Plans made by hand, for the tests of what applies them."""
 
+import runpy
+from pathlib import Path
+
 import msgspec
 from torch import nn
 
-from memwall.plan.actions import Action
+from memwall.plan.actions import Action, OptimizerPlacement, ParameterPlacement
 from memwall.plan.forecast import Forecast, PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.trace.modules import fingerprint
@@ -43,6 +46,20 @@ def a_plan(
 def plan_of(model: nn.Module, *actions: Action, micro_batch: int = 1) -> Plan:
     """A plan that this model takes, and whose forecast nothing is below."""
     return a_plan(*actions, micro_batch=micro_batch, model_fingerprint=fingerprint([model]), process_bytes=1)
+
+
+RESUMABLE = Path(__file__).parent / "scripts" / "train_resumable.py"
+"""A script that can begin in the middle."""
+
+
+def resumable_on_disk() -> Plan:
+    """A plan for that script that has its parameters, gradients and optimizer state on disk."""
+    return plan_of(
+        runpy.run_path(str(RESUMABLE))["Net"](64, 0),
+        ParameterPlacement(tier="disk", blocks=(), window_bytes=16384, min_bytes=4096, written_bytes=0),
+        OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32768, min_bytes=4096),
+        micro_batch=32,
+    )
 
 
 def on_machine(trace: Trace, **facts: object) -> Trace:

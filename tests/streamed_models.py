@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.opening import open_optimizer_state
 from memwall.apply.optimizer_state.spaces import DiskSpace
+from memwall.apply.streaming.opening import open_parameter_streaming
 from memwall.apply.streaming.parameters import ParameterStreaming
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.store.transfer import TransferPool
 
-__all__ = ["KIB", "VOCABULARY", "GPT", "Stream", "everything", "loss_of", "streamed", "train_gpt"]
+__all__ = ["KIB", "VOCABULARY", "GPT", "Stream", "everything", "loss_of", "put_on_disk", "streamed", "train_gpt"]
 
 KIB = 1 << 10
 VOCABULARY, WIDTH = 64, 64
@@ -89,6 +91,32 @@ def streamed(
         if state is not None:
             state.undo()
         streaming.undo()
+
+
+def put_on_disk(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[ParameterStreaming, Callable[[], None]]:
+    """Parameters, gradients and state, where a run has them: in its checkpoint, if it has one.
+
+    Returns:
+        What streams the parameters, and what brings everything back.
+    """
+    streaming, close_parameters = open_parameter_streaming(
+        model, disk=None, capacity_bytes=None, window_bytes=1 << 16, min_bytes=1024
+    )
+    _, close_state = open_optimizer_state(
+        optimizer,
+        disk=None,
+        capacity_bytes=None,
+        resident_bytes=0,
+        bucket_bytes=1 << 15,
+        min_bytes=1024,
+        around_step=streaming.around_step,
+    )
+
+    def close() -> None:
+        close_state()
+        close_parameters()
+
+    return streaming, close
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
@@ -11,12 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from plans import plan_of
-
-from memwall.plan.actions import OptimizerPlacement, ParameterPlacement
+from plans import RESUMABLE, resumable_on_disk
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "scripts" / "train_resumable.py"
 KILLED = ROOT / "tests" / "scripts" / "train_killed.py"
 PLAIN = ROOT / "tests" / "scripts" / "train_plain.py"
 NUM_STEPS = 40
@@ -25,7 +22,7 @@ NUM_STEPS = 40
 def command(folder: Path, *options: str, num_steps: int = NUM_STEPS) -> list[str]:
     limit = () if "--plan" in options else ("--budget", "8GiB")
     memwall = [sys.executable, "-m", "memwall", "run", *limit, *options]
-    return [*memwall, str(SCRIPT), "--steps", str(num_steps), "--out", str(folder / "sha256.txt")]
+    return [*memwall, str(RESUMABLE), "--steps", str(num_steps), "--out", str(folder / "sha256.txt")]
 
 
 def finish(folder: Path, *options: str, num_steps: int = NUM_STEPS) -> str:
@@ -57,7 +54,7 @@ def kill_within(folder: Path, seconds: float, *options: str) -> int:
 
 def plain_sha256(folder: Path) -> str:
     subprocess.run(
-        [sys.executable, str(SCRIPT), "--steps", str(NUM_STEPS), "--out", str(folder / "plain.txt")],
+        [sys.executable, str(RESUMABLE), "--steps", str(NUM_STEPS), "--out", str(folder / "plain.txt")],
         check=True,
         stdout=subprocess.DEVNULL,
         timeout=100,
@@ -83,14 +80,7 @@ def test_a_command_killed_twice_ends_with_the_same_weights(tmp_path: Path) -> No
 
 def test_a_command_killed_with_its_parameters_on_disk_ends_with_the_same_weights(tmp_path: Path) -> None:
     expected = plain_sha256(tmp_path)
-    model = runpy.run_path(str(SCRIPT))["Net"](64, 0)
-    plan = plan_of(
-        model,
-        ParameterPlacement(tier="disk", blocks=(), window_bytes=16384, min_bytes=4096, written_bytes=0),
-        OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32768, min_bytes=4096),
-        micro_batch=32,
-    )
-    (tmp_path / "plan.json").write_bytes(plan.encode())
+    (tmp_path / "plan.json").write_bytes(resumable_on_disk().encode())
     options = ("--plan", str(tmp_path / "plan.json"), "--checkpoint", str(tmp_path / "run"), "--resume")
     options += ("--disk", str(tmp_path))
     kill_within(tmp_path, 0.2, *options)
@@ -107,7 +97,8 @@ _MANY = [pytest.mark.slow, pytest.mark.timeout(900)]
 )
 def test_kills_at_random_instants_change_nothing(tmp_path: Path, num_kills: int, options: tuple[str, ...]) -> None:
     command = [sys.executable, str(KILLED), str(tmp_path), "--kills", str(num_kills), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["killed"] == num_kills

@@ -11,42 +11,18 @@ import random
 import signal
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from streamed_models import put_on_disk
 from torch import nn
 
 import memwall
 from memwall.apply.checkpoint.resumption import set_checkpoint
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.apply.optimizer_state.opening import open_optimizer_state
-from memwall.apply.streaming.opening import open_parameter_streaming
 
 WIDTH = 384
-
-
-def put_on_disk(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Parameters, gradients and state; returns what brings them back."""
-    parameters, close_parameters = open_parameter_streaming(
-        model, disk=None, capacity_bytes=None, window_bytes=1 << 16, min_bytes=1024
-    )
-    _, close_state = open_optimizer_state(
-        optimizer,
-        disk=None,
-        capacity_bytes=None,
-        resident_bytes=0,
-        bucket_bytes=1 << 16,
-        min_bytes=1024,
-        around_step=parameters.around_step,
-    )
-
-    def close() -> None:
-        close_state()
-        close_parameters()
-
-    return close
 
 
 def train(num_steps: int, directory: Path | None, out: Path, report: int, *, is_on_disk: bool) -> None:
@@ -66,7 +42,7 @@ def train(num_steps: int, directory: Path | None, out: Path, report: int, *, is_
         x = torch.randn(64, 32)
         if checkpoint is not None and not is_attached:
             if is_on_disk:
-                closing.callback(put_on_disk(model, optimizer))
+                closing.callback(put_on_disk(model, optimizer)[1])
             checkpoint.attach(model)
             is_attached = True
         os.write(report, b".")

@@ -1,7 +1,7 @@
 """Parameters on disk are committed from where they lie, and a run goes on from there to the same bits."""
 
 import errno
-import runpy
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,20 +9,18 @@ import pytest
 import torch
 from checkpoint_runs import Counting, Interrupted
 from optimizer_runs import are_equal
-from plans import plan_of
-from streamed_models import GPT, loss_of
+from plans import RESUMABLE, resumable_on_disk
+from streamed_models import GPT, loss_of, put_on_disk
 from torch import nn
 
 import memwall
 from memwall.apply.checkpoint.files import export_safetensors, import_checkpoint
 from memwall.apply.checkpoint.resumption import set_checkpoint
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.apply.optimizer_state.opening import open_optimizer_state
 from memwall.apply.session import Session
 from memwall.apply.streaming.opening import open_parameter_streaming
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.integrations.launcher import run_script
-from memwall.plan.actions import OptimizerPlacement, ParameterPlacement
 from memwall.store.backend import SystemBackend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +49,7 @@ def trained(
     torch.manual_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    closing = []
+    closing = ExitStack()
     is_begun = False
     completed = False
     try:
@@ -59,21 +57,9 @@ def trained(
             if not is_begun:
                 is_begun = True
                 if is_streamed:
-                    parameters, close = open_parameter_streaming(
-                        model, disk=None, capacity_bytes=None, window_bytes=1 << 16, min_bytes=1024
-                    )
-                    closing.append(close)
+                    parameters, close = put_on_disk(model, optimizer)
+                    closing.callback(close)
                     parameters.let_stay(staying)
-                    _, close = open_optimizer_state(
-                        optimizer,
-                        disk=None,
-                        capacity_bytes=None,
-                        resident_bytes=0,
-                        bucket_bytes=1 << 15,
-                        min_bytes=1024,
-                        around_step=parameters.around_step,
-                    )
-                    closing.append(close)
                 if checkpoint is not None:
                     checkpoint.attach(model)
             for micro in range(2):
@@ -92,8 +78,7 @@ def trained(
         try:
             if checkpoint is not None:
                 checkpoint.finish(completed=completed)
-            for close in reversed(closing):
-                close()
+            closing.close()
         finally:
             set_checkpoint(None)
             if checkpoint is not None:
@@ -268,20 +253,12 @@ def test_a_run_that_ends_while_its_parameters_go_to_disk_may_begin_again(tmp_pat
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().pwrite(fd, data, offset)
 
-    script = Path(__file__).parents[2] / "scripts" / "train_resumable.py"
-    model = runpy.run_path(str(script))["Net"](64, 0)
-    plan = plan_of(
-        model,
-        ParameterPlacement(tier="disk", blocks=(), window_bytes=16384, min_bytes=4096, written_bytes=0),
-        OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32768, min_bytes=4096),
-        micro_batch=32,
-    )
     arguments = ["--steps", "2", "--out", str(tmp_path / "sha256.txt")]
 
     def train(backend: SystemBackend | None) -> int:
         checkpoint = StepCheckpoint(tmp_path / "run", backend=backend)
-        session = Session(plan=plan, disk=str(tmp_path))
-        return run_script(str(script), arguments, session, checkpoint=checkpoint)
+        session = Session(plan=resumable_on_disk(), disk=str(tmp_path))
+        return run_script(str(RESUMABLE), arguments, session, checkpoint=checkpoint)
 
     with pytest.raises(MemwallError, match="No space left"):
         train(Full())
