@@ -193,11 +193,11 @@ def _spilling_bytes(sizes: Sequence[int], window_bytes: int) -> int:
 def _stepping_bytes(sizes: Sequence[int], window_bytes: int, *, leaves: bool) -> int:
     """Parameters and gradients in memory in the optimizer's step: a window, the next one, and one being written.
 
-    Where all parameters stay, only gradients pass, and nothing is written.
+    Where all parameters stay, only gradients pass; the last ones of backward may still wait to be written.
     """
     first, second, third = (max(size, window_bytes) for size in (*sizes[:3], 0, 0, 0)[:3])
     if not leaves:
-        return min(first + second, sum(sizes))
+        return min(first + second + max(window_bytes, first), sum(sizes))
     most_bytes = max(2 * (first + second) + second, 2 * (second + third) + first)
     return min(most_bytes, 3 * sum(sizes))
 

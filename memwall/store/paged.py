@@ -93,11 +93,7 @@ class PagedTensor:
         if self._read is not None and self._arrivals is not None:
             self._read.wait()
             self._read = None
-            if has_pages(self._pages):
-                raise StoreError(
-                    f"{self._label} was read or written while it was on disk, through something else that shares its "
-                    "memory, so what came of that is wrong; use it itself in place of what refers to its memory"
-                )
+            self._refuse_touched()
             move_pages(self._arrivals, self._pages)
             self.is_here = True
 
@@ -110,11 +106,12 @@ class PagedTensor:
             False where this is not possible, or it is here already.
 
         Raises:
-            StoreError: the bytes cannot be had, or come back different.
+            StoreError: the bytes cannot be had, or come back different; or somebody has used its memory meanwhile.
         """
         if self.is_here or self._read is not None or self._slot is None:
             return False
         if not self.is_shown:
+            self._refuse_touched()
             self.begin_read()
             self._stop_reading()  # checked, once
             self.is_shown = self._pool.scratch.show(self._slot, self._pages)
@@ -218,13 +215,23 @@ class PagedTensor:
             self._arrivals.drop_pages()
 
     def _keep_shown(self) -> None:
-        """Have in memory what is shown, with what was written there; nobody who looks at it sees a gap."""
+        """Have in memory what is shown, with what was written there; nobody who looks at it sees a gap.
+
+        Who looks at it may write, too, and from now on nothing tells: what is on disk counts as old.
+        """
         if self.is_shown:
-            self._is_stored = self.is_stored
+            self._is_stored = False
             arrivals = self._map_of_arrivals()
             arrivals.copy_of(self._pages)
             move_pages(arrivals, self._pages)
             self.is_shown, self.is_here = False, True
+
+    def _refuse_touched(self) -> None:
+        if has_pages(self._pages):
+            raise StoreError(
+                f"{self._label} was read or written while it was on disk, through something else that shares its "
+                "memory, so what came of that is wrong; use it itself in place of what refers to its memory"
+            )
 
     def _map_of_arrivals(self) -> PageMap:
         if self._arrivals is None:

@@ -51,8 +51,8 @@ class PageMap:
         self.address = start + self.offset
         self._has_huge_pages = has_huge_pages
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.memory.madvise(mmap.MADV_NOHUGEPAGE)
-        self._advise()
+            self._advise(mmap.MADV_NOHUGEPAGE, 0, len(self.memory))
+        self._allow_huge_pages()
 
     def drop_pages(self) -> None:
         """Gives its memory back to the system; what it held is lost."""
@@ -82,7 +82,7 @@ class PageMap:
         """
         if not self._map(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0):
             raise StoreError(f"{self.num_bytes} bytes of memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
-        self._advise()
+        self._allow_huge_pages()
 
     @property
     def own_bytes(self) -> int:
@@ -96,9 +96,16 @@ class PageMap:
         whole = _IS_PRESENT | _IS_OF_FILE
         return mmap.PAGESIZE * sum(entry & whole == whole for entry in self._entries())
 
-    def _advise(self) -> None:
+    def _allow_huge_pages(self) -> None:
         if self._has_huge_pages:
-            self.memory.madvise(mmap.MADV_HUGEPAGE, self.offset, self.num_bytes)
+            self._advise(mmap.MADV_HUGEPAGE, self.offset, self.num_bytes)
+
+    def _advise(self, advice: int, offset: int, num_bytes: int) -> None:
+        try:
+            self.memory.madvise(advice, offset, num_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel without huge pages, as for real time
+                raise
 
     def _map(self, flags: int, fd: int, offset: int) -> bool:
         access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -135,7 +142,9 @@ def has_pages(pages: PageMap) -> bool:
 
 
 def move_pages(source: PageMap, target: PageMap) -> None:
-    """Move what a map holds to an empty one of the same size. By page tables where the system can (Linux 5.7).
+    """Move what a map holds to an empty one of the same size, or one that shows a file.
+
+    By page tables where the system can (Linux 5.7); then nobody who looks at it sees a gap.
 
     Raises:
         StoreError: the system refuses.
@@ -152,5 +161,6 @@ def move_pages(source: PageMap, target: PageMap) -> None:
                 f"{source.num_bytes} bytes that came from disk cannot be put in their place: {os.strerror(number)} "
                 f"(errno {number}); look at the limits of this process's memory (ulimit -v, vm.max_map_count)"
             )
-    ctypes.memmove(target.address, source.address, source.num_bytes)
+    target.show_nothing()
+    target.copy_of(source)
     source.drop_pages()

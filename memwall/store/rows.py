@@ -110,7 +110,7 @@ class RowStore:
         self.layout, self.initial = layout, initial
         self._index = RowIndex()
         self._recent: list[tuple[Tensor, Tensor, int]] = []
-        # Pages are smaller than the blocks that engines race with, and the training thread moves them itself.
+        # Pages are smaller than the blocks that engines race with, and many go in a call.
         backend = backend if backend is not None else SystemBackend()
         self._scratch = ScratchFile(directory, backend=backend, capacity_bytes=capacity_bytes, step_bytes=1 << 24)
         try:

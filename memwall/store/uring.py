@@ -91,20 +91,22 @@ class UringBackend(SystemBackend):
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         """See `IOBackend`."""
-        if data.readonly or not data.nbytes:  # ctypes names no address of such memory
-            return super().pwrite(fd, data, offset)
-        return self._ring().move(fd, data, offset, is_write=True)
+        ring = None if data.readonly or not data.nbytes else self._ring()  # ctypes names no address of such memory
+        return super().pwrite(fd, data, offset) if ring is None else ring.move(fd, data, offset, is_write=True)
 
     def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
         """See `IOBackend`."""
-        if not buffer.nbytes:
-            return super().pread(fd, buffer, offset)
-        return self._ring().move(fd, buffer, offset, is_write=False)
+        ring = self._ring() if buffer.nbytes else None
+        return super().pread(fd, buffer, offset) if ring is None else ring.move(fd, buffer, offset, is_write=False)
 
-    def _ring(self) -> Ring:
+    def _ring(self) -> Ring | None:
+        """This thread's; None where there is none to be had now, as of descriptors: the system's calls do as well."""
         ring: Ring | None = getattr(self._of_thread, "ring", None)
         if ring is None or ring.process_id != os.getpid():
-            ring = self._of_thread.ring = Ring()
+            try:
+                ring = self._of_thread.ring = Ring()
+            except OSError:
+                return None
         return ring
 
 

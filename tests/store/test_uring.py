@@ -272,6 +272,23 @@ except OSError as error:
     assert result.stdout == f"{errno.EMFILE}\n"
 
 
+def test_a_thread_that_can_have_no_ring_now_uses_the_systems_calls(
+    uring: UringBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a disk that io_uring was faster on WHEN descriptors are short later THEN the run goes on."""
+
+    def refused(*_: object) -> Ring:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subject, "Ring", refused)
+    with TransferPool(ScratchFile(tmp_path, backend=uring)) as pool:
+        slot = pool.scratch.allocate(MIB)
+        pool.write(slot, pages(MIB, 7)).wait()
+        found = pages(MIB)
+        pool.read(slot, found).wait()
+    assert bytes(found) == bytes([7]) * MIB
+
+
 def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "load_library", lambda name, signatures: None)
     subject._library.cache_clear()

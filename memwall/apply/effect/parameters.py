@@ -17,6 +17,7 @@ class ParameterEffect:
         self.name = f"parameters on the {action.tier}"
         self.expected = f"between steps parameters and gradients, {format_bytes(action.saved_bytes or 0)}, are away"
         self._parameters, self._stays = parameters, bool(action.staying)
+        self._num_spilled = parameters.num_spilled  # by a step that was recorded
 
     def is_seen(self) -> bool:
         """See `Effect`."""
@@ -25,7 +26,7 @@ class ParameterEffect:
     def contrary(self) -> str:
         """See `Effect`."""
         away_bytes, absent_bytes = self._parameters.away_bytes, self._parameters.absent_bytes
-        if away_bytes == 0 and self._stays and self._parameters.num_spilled:
+        if away_bytes == 0 and self._stays and self._parameters.num_spilled > self._num_spilled:
             return ""
         if absent_bytes > _PRESENT_SHARE * away_bytes:
             return ""

@@ -164,6 +164,8 @@ class ParameterKeeper:
         Returns:
             Whether they are on disk.
         """
+        if self._streaming is not None:  # a step that is recorded once more
+            return True
         if not _lacks_room(model, allocator, budget_bytes, self._built_bytes):
             self.bring_back()
             return False
@@ -173,6 +175,8 @@ class ParameterKeeper:
                 whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
                 self._open(model, None, parameter_window_bytes(whole_bytes), MIN_PARAMETER_BYTES)
                 allocator.trim()
+                if not self.away_bytes:
+                    reason = "all of them share it with other tensors, or are small"
         except (ApplyError, StoreError) as error:
             reason = str(error)
         if reason is not None:

@@ -7,6 +7,7 @@ storage keeps its address too, so that what autograd has saved of it is valid ag
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,12 @@ class StreamedParameter:
         self.values = PagedTensor(tier.values_pool, parameter.detach(), name)
         self.values.tensor.copy_(parameter.detach())
         self.gradient = GradientStore(
-            tier.pool, tier.writes, tier.reductions, self.values.tensor, f"the gradient of {name}", self._put_gradient
+            tier.pool,
+            tier.writes,
+            tier.reductions,
+            self.values.tensor,
+            f"the gradient of {name}",
+            partial(_put_gradient, parameter),
         )
         address = parameter.data_ptr()
         parameter.data = self.values.tensor
@@ -107,9 +113,11 @@ class StreamedParameter:
             self.gradient.drop()
             self.parameter.grad = value
 
-    def _put_gradient(self, value: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            self.parameter.grad = value
+
+def _put_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+    """Not a method: who leaves the tier must be forgotten at once, or its memory seems to be shared."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = value
 
 
 class ParameterTier:

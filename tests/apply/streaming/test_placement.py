@@ -1,5 +1,6 @@
 """Parameters on disk as a plan's action: applied and taken back by a session, the same bits, refused where need be."""
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
+from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.session import Session
 from memwall.apply.streaming import keeper as parameter_keeper
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
@@ -168,6 +170,48 @@ def test_a_plan_with_parameters_on_disk_trains_to_the_same_bits(set_to_none: boo
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+def test_what_is_written_through_a_state_dict_is_in_the_weights_whenever_it_is_written(tmp_path: Path) -> None:
+    """GIVEN a state dict that is held over an evaluation WHEN its tensors are written to and dropped THEN it counts."""
+
+    def numbers_of(model: GPT, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
+        found = train(model, optimizer, scheduler, num_steps=2)
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                found.append(loss_of(model, 99).item())
+
+        held = model.state_dict()
+        evaluate()
+        for value in held.values():
+            value.mul_(0.9)
+        evaluate()
+        del held, value
+        evaluate()
+        evaluate()
+        return found + train(model, optimizer, scheduler, first=2, num_steps=1)
+
+    model, optimizer, scheduler = made()
+    plain_numbers = numbers_of(model, optimizer, scheduler)
+    plain = everything(model, optimizer)
+    model, optimizer, scheduler = made()
+    with memwall.fit(model, optimizer, plan=plan_for(model), disk=str(tmp_path)):
+        numbers = numbers_of(model, optimizer, scheduler)
+    assert numbers == plain_numbers
+    assert differing(plain, everything(model, optimizer)) == []
+
+
+def test_one_session_after_another_has_the_parameters_on_disk(tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    gc.disable()  # nothing may wait for that
+    try:
+        for first in range(0, 6, 2):
+            with memwall.fit(model, optimizer, plan=plan_for(model), disk=str(tmp_path)) as session:
+                train(model, optimizer, scheduler, first=first, num_steps=2)
+                assert session._live.parameters.away_bytes > 400 * KIB
+    finally:
+        gc.enable()
+
+
 def test_an_optimizer_that_shows_itself_in_its_first_step_is_stepped_in_parts(tmp_path: Path) -> None:
     model, optimizer, scheduler = made()
     train(model, optimizer, scheduler, num_steps=2)
@@ -208,6 +252,15 @@ def test_a_first_step_without_room_has_parameters_on_disk_until_a_plan_brings_th
     assert away[1:] == [0] * 3
     assert numbers == plain_numbers
     assert differing(plain, everything(model, optimizer)) == []
+
+
+def test_a_step_that_is_recorded_once_more_leaves_them_where_they_are(without_room: None, tmp_path: Path) -> None:
+    model, optimizer, _ = made()
+    keeper, allocator = ParameterKeeper(str(tmp_path), None), AllocatorHandler()
+    for _ in range(2):
+        assert keeper.spill_recorded(model, optimizer, allocator, budget_bytes=1 << 40)
+        assert keeper.absent_bytes > 400 * KIB
+    keeper.bring_back()
 
 
 def test_layers_that_are_not_trained_do_not_bring_all_back_before_a_first_step(
