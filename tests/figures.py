@@ -17,7 +17,7 @@ _UNITS = re.compile(
 )
 _COUNTS = re.compile(
     r"(^|_)(num|count|counts|steps?|batch|samples?|tokens|length|layers|width|rows|parameters|calls|recoveries|cores"
-    r"|threads|events|losses|exits?|status|times|load|address|index|kernels|faults|hits|kills|ops|goal|line|version"
+    r"|threads|events|loss|losses|exits?|status|times|load|address|index|kernels|faults|hits|kills|ops|goal|line|version"
     r"|position|numbers|op)($|_)"
 )
 # Statistics of errors, which are ratios: (predicted - true) / true.

@@ -221,9 +221,11 @@ def _spans(step: Step, units: set[int]) -> dict[int, list[tuple[int, int]]]:
             (before.start if before is not None and is_ahead else call.start, call.end)
         )
     backward = sorted((call for call in calls if call.backward_start >= 0), key=lambda call: call.backward_start)
-    for before, call, after in zip((None, *backward), backward, (*backward[1:], None), strict=False):
+    for number, (before, call) in enumerate(zip((None, *backward), backward, strict=False)):
         # The last unit of a forward stays for the backward, which begins with it.
         begin = call.end if before is None or not _is_one_backward(before, call) else before.backward_start
+        # Until the backward begins of a call that was over before this one: of those within it none is.
+        after = next((other for other in backward[number + 1 :] if other.end <= call.start), None)
         end = call.backward_end if after is None or not _is_one_backward(call, after) else after.backward_start
         spans[call.module].append((begin, end))
     return spans

@@ -1,5 +1,6 @@
 """Parameters that go to disk while modules are still being built: the oldest first, as soon as there are too many."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
@@ -8,6 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 from memwall.plan.parameters import passing_bytes
 from memwall.trace.meter import process_bytes, return_free_memory
@@ -16,6 +18,8 @@ __all__ = ["Building", "leaves_no_room", "num_processes"]
 
 # What Python and torch make beside parameters while a model is built.
 _SLACK_BYTES = 16 << 20
+# After so many parameters have left it is asked which of them still exist, then after twice as many.
+_FIRST_SWEEP = 64
 
 
 def leaves_no_room(budget_bytes: int, window_bytes: int) -> Callable[[nn.Parameter], bool]:
@@ -63,11 +67,18 @@ class Building:
         self._is_over = False
         # What nobody else refers to any more, as a head that was tied afterwards, is gone.
         self._shared: list[tuple[weakref.ref[nn.Parameter], str]] = []
-        self._waiting: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        self._waiting: dict[int, tuple[weakref.ref[nn.Parameter], str, int]] = {}
+        self._waiting_bytes = 0
+        # What another thread builds stays: that thread may write to it at any moment, in code that knows no lock.
+        self._thread = threading.get_ident()
+        self._lock = threading.RLock()  # parameters may die in any thread
+        self._num_left, self._next_sweep = 0, _FIRST_SWEEP
         self._handle: Any = register_module_parameter_registration_hook(self._registered)
         # Modules that are copied, as the layers of nn.Transformer are, get their parameters without a word.
         self._copy: Callable[..., Any] = nn.Parameter.__deepcopy__
         nn.Parameter.__deepcopy__ = self._copying()  # type: ignore[method-assign]
+        self._new: Any = vars(nn.Parameter)["__new__"]
+        nn.Parameter.__new__ = self._making()  # type: ignore[method-assign]
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +105,7 @@ class Building:
         self._is_over = True
         self._handle.remove()
         nn.Parameter.__deepcopy__ = self._copy  # type: ignore[method-assign]
+        nn.Parameter.__new__ = self._new  # type: ignore[method-assign]
         self._waiting.clear()
         self._shared.clear()
         if self.tier is not None:
@@ -109,45 +121,65 @@ class Building:
 
         return copied
 
+    def _making(self) -> Any:
+        """A parameter made of one that has left, as parametrizations make theirs: torch asks for an ordinary tensor."""
+        original = self._new.__func__
+
+        def made(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+            return original(cls, data.detach() if type(data) is GuardedParameter else data, requires_grad)
+
+        return staticmethod(made)
+
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
         self._made(parameter, f"{type(module).__name__}.{name}")
 
     def _made(self, parameter: Any, name: str) -> None:
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
             return
-        self._wait(parameter, name)
-        if self.tier is None and self._must_leave(parameter):
-            self.tier = self._open_tier()
-            self.tier.on_replaced = self._replaced
-            self._let_go(self.tier, self.tier.window_bytes, but=1)
-            return_free_memory(generation=0)
-        if self.tier is not None:
-            # The latest has no numbers yet.
-            self._let_go(self.tier, self.tier.window_bytes, but=1)
+        if threading.get_ident() != self._thread:
+            return
+        with self._lock:
+            self._wait(parameter, name)
+            if self.tier is None and self._must_leave(parameter):
+                self.tier = self._open_tier()
+                self.tier.on_replaced = self._replaced
+                self._let_go(self.tier, self.tier.window_bytes, but=1)
+                return_free_memory(generation=0)
+            if self.tier is not None:
+                # The latest has no numbers yet.
+                self._let_go(self.tier, self.tier.window_bytes, but=1)
 
     def _replaced(self, member: StreamedParameter) -> None:
-        self._wait(member.parameter, member.name)
-        if self.tier is not None:
-            self._let_go(self.tier, self.tier.window_bytes, but=0)
+        with self._lock:
+            self._wait(member.parameter, member.name)
+            if self.tier is not None:
+                self._let_go(self.tier, self.tier.window_bytes, but=0)
 
     def _wait(self, parameter: nn.Parameter, name: str) -> None:
-        known = self._waiting.get(id(parameter))
-        if known is None or known[0]() is not parameter:
-            self._waiting[id(parameter)] = (weakref.ref(parameter), name)
+        key = id(parameter)
+        if key not in self._waiting:
+            reference = weakref.ref(parameter, lambda _: self._forget(key))
+            self._waiting[key] = reference, name, parameter.nbytes
+            self._waiting_bytes += parameter.nbytes
+
+    def _forget(self, key: int) -> tuple["weakref.ref[nn.Parameter]", str] | None:
+        """Of one that need not wait any more, what there is to it; None if it did not."""
+        with self._lock:
+            found = self._waiting.pop(key, None)
+            if found is None:
+                return None
+            self._waiting_bytes -= found[2]
+            return found[:2]
 
     def _let_go(self, tier: ParameterTier, window_bytes: int, *, but: int) -> None:
         """Has the oldest leave, until no more than so many bytes, or parameters, are left."""
         shared, self._shared = self._shared, []
         for reference, name in shared:
             self._put_away(tier, reference, name)
-        present = {key: reference() for key, (reference, _) in self._waiting.items()}
-        num_bytes = sum(parameter.nbytes for parameter in present.values() if parameter is not None)
-        for key, parameter in present.items():
-            if parameter is not None:
-                if num_bytes <= window_bytes or len(self._waiting) <= but:
-                    return
-                num_bytes -= parameter.nbytes
-            self._put_away(tier, *self._waiting.pop(key))
+        while self._waiting_bytes > window_bytes and len(self._waiting) > but:
+            oldest = self._forget(next(iter(self._waiting)))
+            if oldest is not None:
+                self._put_away(tier, *oldest)
 
     def _put_away(self, tier: ParameterTier, reference: "weakref.ref[nn.Parameter]", name: str) -> None:
         parameter = reference()
@@ -157,6 +189,10 @@ class Building:
             member = tier.adopt(parameter, name)
         if member is not None:
             tier.put_away([member])
+            self._num_left += 1
+            if self._num_left >= self._next_sweep:
+                tier.forget_unused()  # of models that the script has dropped
+                self._next_sweep = 2 * self._num_left
         elif type(parameter) is nn.Parameter and parameter.nbytes >= tier.min_bytes:
             # Somebody holds a tensor over its memory, if only the code that has just given it that.
             self._shared.append((reference, name))

@@ -39,10 +39,12 @@ class _Stream:
 class _Call:
     """One run of a unit's forward that a backward may follow."""
 
-    __slots__ = ("__weakref__", "number", "previous", "stream")
+    __slots__ = ("__weakref__", "begin", "end", "previous", "stream")
 
-    def __init__(self, stream: _Stream, number: int, previous: "_Call | None") -> None:
-        self.stream, self.number = stream, number
+    def __init__(self, stream: _Stream, begin: int, end: int, previous: "_Call | None") -> None:
+        self.stream = stream
+        # Among the begins and ends of all calls: one may lie within another.
+        self.begin, self.end = begin, end
         # Only the graph keeps calls alive: many may never have a backward.
         self.previous = weakref.ref(previous) if previous is not None else None
 
@@ -201,11 +203,12 @@ class ParameterStreaming:
 
     def _run(self, stream: _Stream, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_in_backward = torch._C._current_autograd_node() is not None
+        begin = next(self._numbers)
         self._enter(stream, is_in_backward)
         try:
             out = original(*args, **kwargs)
             if torch.is_grad_enabled():
-                self._watch_outputs(stream, out, (args, kwargs), is_in_backward)
+                self._watch_outputs(stream, out, (args, kwargs), None if is_in_backward else begin)
         finally:
             self._leave(stream)
         return out
@@ -258,13 +261,17 @@ class ParameterStreaming:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, stream: _Stream, out: Any, given: Any, is_in_backward: bool) -> None:
-        """Has the gradient of an output bring the unit back."""
+    def _watch_outputs(self, stream: _Stream, out: Any, given: Any, begin: int | None) -> None:
+        """Has the gradient of an output bring the unit back.
+
+        Args:
+            begin: the number of the moment when the forward began; None for one that runs again in backward.
+        """
         taken = {id(tensor) for tensor in tensors_in(given)}
         outputs = [t for t in tensors_in(out) if t.grad_fn is not None and id(t) not in taken]
         begins: Callable[[Tensor], None] = partial(self._begin_recomputed, stream)
-        if outputs and not is_in_backward:
-            self._last_call = _Call(stream, next(self._numbers), self._last_call)
+        if outputs and begin is not None:
+            self._last_call = _Call(stream, begin, next(self._numbers), self._last_call)
             begins = partial(self._begin_backward, self._last_call)
         for tensor in outputs:
             tensor.register_hook(begins)
@@ -287,10 +294,10 @@ class ParameterStreaming:
             self._path = (None, None)
         with self._noting_failure():
             _refuse_graph_of_backward(call.stream)
-            self._hold(call.stream, call.number)
-            # Autograd runs what was computed later first, so units that were called later are done.
+            self._hold(call.stream, call.begin)
+            # Autograd runs what was computed later first, so units whose call began after this one's end are done.
             for stream, reason in list(self._held.items()):
-                if isinstance(reason, int) and reason > call.number:
+                if isinstance(reason, int) and reason > call.end:
                     self._release_held(stream)
             before = call.previous() if call.previous is not None else None
             ahead = before.stream if before is not None else None
@@ -318,7 +325,7 @@ class ParameterStreaming:
         """Has a unit in memory until its backward is over.
 
         Args:
-            reason: the number of the call whose backward begins, or the node that needs it to run again.
+            reason: when the call began whose backward begins, or the node that needs it to run again.
         """
         if not self._held:
             torch.autograd.Variable._execution_engine.queue_callback(self._let_go_of_backward)

@@ -6,6 +6,7 @@ storage keeps its address too, so that what autograd has saved of it is valid ag
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from memwall.apply.streaming.guard import Guard, guarded, unguarded
 from memwall.errors import ApplyError
 from memwall.store.buckets import can_move
 from memwall.store.paged import PagedTensor, WriteBehind
-from memwall.store.pages import return_file_pages
+from memwall.store.pages import is_of_file, is_page_map, return_file_pages
 from memwall.store.transfer import TransferPool
 from memwall.units import format_bytes
 
@@ -51,7 +52,7 @@ class StreamedParameter:
             tier.reductions,
             self.values.tensor,
             f"the gradient of {name}",
-            partial(_put_gradient, parameter),
+            partial(_put_gradient, weakref.ref(parameter)),
         )
         address = parameter.data_ptr()
         parameter.data = self.values.tensor
@@ -114,8 +115,10 @@ class StreamedParameter:
             self.parameter.grad = value
 
 
-def _put_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+def _put_gradient(reference: "weakref.ref[nn.Parameter]", value: Tensor) -> None:
     """Not a method: who leaves the tier must be forgotten at once, or its memory seems to be shared."""
+    parameter = reference()
+    assert parameter is not None  # the tier has it
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = value
 
@@ -182,6 +185,8 @@ class ParameterTier:
         if _num_references(parameter) > _USUAL_REFERENCES or not can_move(parameter.detach(), self.min_bytes):
             return None
         if parameter.untyped_storage().nbytes() != parameter.nbytes or parameter.is_shared():
+            return None
+        if not (parameter.untyped_storage().resizable() or _is_nobody_elses(parameter.data_ptr())):
             return None
         member = StreamedParameter(self, parameter, name)
         self._members[id(parameter)] = member
@@ -370,6 +375,11 @@ def _num_references(parameter: nn.Parameter) -> int:
     """How many tensors, and other objects, hold the parameter's storage."""
     with torch._C.DisableTorchFunctionSubclass():
         return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
+
+
+def _is_nobody_elses(address: int) -> bool:
+    """Of memory that torch did not allocate: whether nothing but tensors can show it, as an array of numpy would."""
+    return is_page_map(address) or is_of_file(address)
 
 
 # The member's own, and that of the call which counts.

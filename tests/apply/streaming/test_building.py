@@ -3,9 +3,11 @@
 import copy
 import io
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from plans import plan_of
@@ -163,6 +165,72 @@ def test_it_has_the_same_bits_and_is_on_disk_after(
     assert on_disk(model) == large(model)
     found = dict(model.named_parameters())
     assert [n for n, p in plain.named_parameters() if found[n].dtype != p.dtype or not torch.equal(found[n], p)] == []
+
+
+def made_of_its_own(model: nn.Module) -> nn.Module:
+    """A parameter is made of another one."""
+    block = model.get_submodule("layers.1")
+    block.up.weight = nn.Parameter(block.up.weight)
+    model.positions = nn.Embedding.from_pretrained(model.get_parameter("positions.weight"), freeze=False)
+    return model
+
+
+def parametrized(model: nn.Module) -> nn.Module:
+    nn.utils.parametrizations.weight_norm(model.get_submodule("layers.1.up"))
+    return model
+
+
+@pytest.mark.parametrize("prepare", [made_of_its_own, parametrized])
+def test_a_parameter_may_be_made_of_one_that_has_left(
+    prepare: Callable[[nn.Module], nn.Module], tier: ParameterTier
+) -> None:
+    """They share memory, as ever, which therefore stays."""
+    torch.manual_seed(0)
+    plain = prepare(GPT())
+    torch.manual_seed(0)
+    with Building(lambda _: True, lambda: tier):
+        model = prepare(GPT())
+    found, expected = everything(model), everything(plain)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    assert len(on_disk(model)) > 8
+
+
+def test_memory_that_torch_did_not_allocate_stays_where_it_is(tier: ParameterTier) -> None:
+    """GIVEN a parameter over an array of numpy WHEN the array is written to later THEN the parameter has that."""
+    array = numpy.zeros((64, 64), dtype=numpy.float32)
+    with Building(lambda _: True, lambda: tier):
+        holder = nn.Module()
+        holder.weight = nn.Parameter(torch.from_numpy(array))
+        model = GPT()
+    array[:] = 1.0
+    assert on_disk(holder) == set()
+    assert torch.equal(holder.weight, torch.ones(64, 64))
+    assert on_disk(model) == large(model)
+
+
+def test_what_other_threads_build_stays_in_memory(tier: ParameterTier) -> None:
+    """They may write to it at any moment."""
+    with Building(lambda _: True, lambda: tier), ThreadPoolExecutor(4) as threads:
+        models = [future.result() for future in [threads.submit(GPT) for _ in range(8)]]
+        own = GPT()
+    assert [on_disk(model) for model in models] == [set()] * 8
+    assert on_disk(own) == large(own)
+
+
+def test_many_small_parameters_cost_what_each_costs(tier: ParameterTier) -> None:
+    """What waits is not gone through again for each new one."""
+    with Building(lambda _: True, lambda: tier) as building:
+        model = nn.ParameterList(nn.Parameter(torch.empty(16)) for _ in range(400))
+        assert len(building._waiting) * 64 <= tier.window_bytes
+        assert building._waiting_bytes == 64 * len(building._waiting)
+    assert on_disk(model) == set()
+
+
+def test_models_that_a_script_drops_do_not_pile_up_on_disk(tier: ParameterTier) -> None:
+    with Building(lambda _: True, lambda: tier):
+        for _ in range(40):
+            GPT()
+    assert tier.pool.scratch.used_bytes < 16 * sum(p.nbytes for p in GPT().parameters())
 
 
 def test_what_a_script_no_longer_has_gives_its_disk_space_back(tier: ParameterTier) -> None:

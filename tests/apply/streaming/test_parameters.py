@@ -1,6 +1,7 @@
 """Parameters and gradients on disk: the same bits as in memory, with a window of them in memory."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,43 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 # The same bits.
+
+
+class Encoder(nn.Module):
+    """Uses a matrix of its own before, between and after its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(64, 64) / 8)
+        self.inner = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.own
+        for number, layer in enumerate(self.inner):
+            x = layer(x).tanh()
+            if number == 1:
+                x = x + x @ self.own
+        return x @ self.own
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_module_around_others_may_use_a_parameter_of_its_own_at_any_time(
+    is_frozen: bool, state_pool: TransferPool
+) -> None:
+    found = []
+    for is_streamed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), Encoder(), nn.Linear(64, 64))
+        model[1].own.requires_grad_(not is_frozen)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        with streamed(model, state_pool) if is_streamed else nullcontext():
+            for step in range(3):
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(everything(model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.parametrize("window_bytes", [1, 64 * KIB, 1 << 20], ids=["one parameter", "a few", "all"])
