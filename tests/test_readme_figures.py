@@ -131,6 +131,21 @@ def test_so_many_times_the_parameters_train_under_one_cap() -> None:
     times = int(min(row["num_times_plain"] for row in rows))
     assert all(row["has_same_losses"] for row in rows)
     assert f"trains {words[times]} times the parameters of plain PyTorch under the same cap" in PAGE
+    low, high = sorted(f"{row['bound']['num_times_bound']:.2f}" for row in rows)
+    assert f"at {low} to {high} times the least that a step's bytes and arithmetic can take" in PAGE
+
+
+def test_the_largest_models_under_a_cap_are_what_was_measured() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for row in result("frontier")["rows"]:
+        largest = {arm: found["largest"] for arm, found in row["arms"].items()}
+        sizes = [largest[arm]["num_parameters"] / 1e6 for arm in ("plain", "checkpoint", "deepspeed", "memwall")]
+        columns = [f"{row['cap_bytes'] >> 30} GiB", *(f"{size:.1f} M" for size in sizes)]
+        columns.append(f"{largest['memwall']['peak_bytes'] / 2**20:.0f} MiB")
+        columns += [f"{row['bound']['step_seconds']:.1f} s", f"{row['bound']['num_times_bound']:.2f}"]
+        assert f"| {' | '.join(columns)} |" in page
+        assert row["bound"]["is_plausible"]
+        assert all(row["holds"].values())
 
 
 def test_what_kernels_leave_room_for_is_what_was_measured() -> None:
