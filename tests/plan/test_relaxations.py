@@ -81,14 +81,16 @@ def test_each_way_out_of_a_plan_has_the_figure_of_the_run_that_takes_it() -> Non
         smallest(trace),
         smallest(trace, global_batch=8),
         smallest(traced(rows=2048, fused=True), global_batch=8),
-        smallest(traced(rows=2048, fused=True, autocast=torch.bfloat16), global_batch=8),
+        smallest(traced(rows=2048, fused=True, host_bytes=HOST_BYTES), global_batch=8),
+        smallest(traced(rows=2048, fused=True, host_bytes=HOST_BYTES, autocast=torch.bfloat16), global_batch=8),
     ]
     figures = [f"{format_bytes(after)}, {format_bytes(before - after)} less" for before, after in pairwise(needed)]
     # The optimizer holds the peak only once the batch is split: its line comes after that.
     assert refused(trace, under_autocast=lambda: lower) == (
         f"smaller micro-batches that accumulate: --global-batch 8: {figures[0]}",
         f"and fused=True in torch.optim.AdamW: {figures[1]}",
-        f"and bfloat16 autocast, which changes numerics: --allow precision: {figures[2]}",
+        f"and host memory for saved tensors and optimizer state: --host SIZE: {figures[2]}",
+        f"and bfloat16 autocast, which changes numerics: --allow precision: {figures[3]}",
         "a shorter sequence, or a lower resolution",
     )
 
@@ -105,7 +107,7 @@ def test_host_memory_is_offered_with_what_it_frees_unless_it_was_given() -> None
 
 
 def test_what_was_given_already_or_frees_nothing_is_not_offered() -> None:
-    half = traced(rows=64, fused=True, dtype=torch.bfloat16)
+    half = traced(rows=64, fused=True, dtype=torch.bfloat16, host_bytes=HOST_BYTES)
     assert refused(half, global_batch=8, under_autocast=lambda: half) == ("a shorter sequence, or a lower resolution",)
     # Nothing can record a trace from a file again.
     assert not any("precision" in line for line in refused(traced(rows=2048)))

@@ -328,12 +328,14 @@ class ParameterTier:
         Raises:
             StoreError: no room on disk, or a transfer failed.
         """
-        changed = [member.values for member in self if not member.values.is_stored]
-        for values in changed:
-            values.begin_write()
+        changed = [member for member in self if not member.values.is_stored]
+        for member in changed:
+            if member.is_aliased:
+                member.values.want()  # until it is put away: who looks at it goes on
+            member.values.begin_write()
         self.writes.drain()
-        for values in changed:
-            values.finish_write()
+        for member in changed:
+            member.values.finish_write()
 
     # -- leaving the tier ------------------------------------------------------------------------------------------
 
