@@ -1,7 +1,7 @@
 """Where a session's parameters are: in memory until a step or a plan moves them, and carried over between plans."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.opening import close_tier, open_parameter_streaming, open_tier
 from memwall.apply.streaming.parameters import ParameterStreaming
 from memwall.apply.streaming.tier import ParameterTier
+from memwall.apply.streaming.units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.plan.actions import ParameterPlacement
 from memwall.plan.orders import WINDOW_BYTES
@@ -42,14 +43,12 @@ def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
         return f"{joint_name(optimizers)} cannot be stepped a few parameters at a time"
     if num_processes() > 1:
         return f"this is one of {num_processes()} processes, which exchange gradients in memory"
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None) and not is_streamed(parameter):
-            return _hooked(name)
-    return None
+    # Of those that are on disk already the hook is memwall's own.
+    return _hooked(name for name, parameter in hooked_parameters(model) if not is_streamed(parameter))
 
 
-def _hooked(name: str) -> str:
-    return f"{name} has a hook that runs when its gradient is accumulated"
+def _hooked(names: Iterator[str]) -> str | None:
+    return next((f"{name} has a hook that runs when its gradient is accumulated" for name in names), None)
 
 
 def is_streamed(parameter: nn.Parameter) -> bool:
@@ -251,8 +250,7 @@ class ParameterKeeper:
 
     def _why_not_streamed(self, model: nn.Module, optimizers: Optimizers) -> str | None:
         """Before anything of this keeper hooks parameters itself."""
-        hooked = (name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None))
-        return why_not_streamed(model, optimizers) or next(map(_hooked, hooked), None)
+        return why_not_streamed(model, optimizers) or _hooked(name for name, _ in hooked_parameters(model))
 
 
 def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int, coming_bytes: int) -> bool:

@@ -7,7 +7,6 @@ has a few parameters, their gradients and their state in memory at a time; `Opti
 
 import itertools
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.streaming.calls import Call, Stream
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
-from memwall.apply.streaming.units import Unit, find_units, repeated_blocks, tensors_in
+from memwall.apply.streaming.units import find_units, hooked_parameters, repeated_blocks, tensors_in
 from memwall.errors import ApplyError, MemwallError
 from memwall.store.scratch import Slot
 from memwall.trace.attached import wrap_forward
@@ -27,26 +27,6 @@ from memwall.trace.attached import wrap_forward
 __all__ = ["ParameterStreaming"]
 
 _log = logging.getLogger(__name__)
-
-
-class _Stream:
-    """A unit with its parameters of the tier."""
-
-    def __init__(self, unit: Unit, members: Sequence[StreamedParameter]) -> None:
-        self.unit, self.members = unit, members
-
-
-class _Call:
-    """One run of a unit's forward that a backward may follow."""
-
-    __slots__ = ("__weakref__", "begin", "end", "previous", "stream")
-
-    def __init__(self, stream: _Stream, begin: int, end: int, previous: "_Call | None") -> None:
-        self.stream = stream
-        # Among the begins and ends of all calls: one may lie within another.
-        self.begin, self.end = begin, end
-        # Only the graph keeps calls alive: many may never have a backward.
-        self.previous = weakref.ref(previous) if previous is not None else None
 
 
 class ParameterStreaming:
@@ -72,21 +52,21 @@ class ParameterStreaming:
         """The first error in a backward: autograd passes it through the caller's code, which may drop it."""
         self._unwrap: list[Callable[[], None]] = []
         # Forward: which stream follows which, as seen last time.
-        self._following: dict[tuple[bool, _Stream | None, _Stream], _Stream | None] = {}
-        self._path: tuple[_Stream | None, _Stream | None] = (None, None)
-        self._ahead: _Stream | None = None
-        self._kept: _Stream | None = None
+        self._following: dict[tuple[bool, Stream | None, Stream], Stream | None] = {}
+        self._path: tuple[Stream | None, Stream | None] = (None, None)
+        self._ahead: Stream | None = None
+        self._kept: Stream | None = None
         # Backward.
         self._numbers = itertools.count()
-        self._last_call: _Call | None = None
-        self._held: dict[_Stream, object] = {}
+        self._last_call: Call | None = None
+        self._held: dict[Stream, object] = {}
         self._step = StreamedStep(tier)
         units = find_units(model, repeated_blocks(model) if blocks is None else blocks)
         units = units if has_root else tuple(unit for unit in units if unit.module is not model)
         self._unit_names = frozenset(unit.name for unit in units)
         _refuse_hooked(model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._order: list[_Stream] = []
+        self._order: list[Stream] = []
         self._adopted: dict[StreamedParameter, None] = {}
         used = {id(parameter) for unit in units for parameter in unit.parameters}
         try:
@@ -98,7 +78,7 @@ class ParameterStreaming:
                 self._adopted.update(dict.fromkeys(members))
                 tier.put_away(members)
                 if members:
-                    self._order.append(_Stream(unit, members))
+                    self._order.append(Stream(unit, members))
             tier.writes.drain()
             for stream in self._order:
                 self._wrap(stream)
@@ -198,10 +178,10 @@ class ParameterStreaming:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def _wrap(self, stream: _Stream) -> None:
+    def _wrap(self, stream: Stream) -> None:
         self._unwrap.append(wrap_forward(stream.unit.module, partial(self._run, stream), stream.unit.name))
 
-    def _run(self, stream: _Stream, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, stream: Stream, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_in_backward = torch._C._current_autograd_node() is not None
         begin = next(self._numbers)
         self._enter(stream, is_in_backward)
@@ -213,7 +193,7 @@ class ParameterStreaming:
             self._leave(stream)
         return out
 
-    def _enter(self, stream: _Stream, is_in_backward: bool) -> None:
+    def _enter(self, stream: Stream, is_in_backward: bool) -> None:
         if is_in_backward:
             self._hold_recomputed(stream)
         else:
@@ -225,7 +205,7 @@ class ParameterStreaming:
         if not is_in_backward:
             self._read_ahead_of(stream)
 
-    def _read_ahead_of(self, stream: _Stream) -> None:
+    def _read_ahead_of(self, stream: Stream) -> None:
         is_grad, (before_last, last) = torch.is_grad_enabled(), self._path
         if last is not None:
             self._following[is_grad, before_last, last] = stream
@@ -240,12 +220,12 @@ class ParameterStreaming:
         if ahead is not None:
             self._tier.begin_read(ahead.members)
 
-    def _after(self, stream: _Stream) -> _Stream | None:
+    def _after(self, stream: Stream) -> Stream | None:
         """The next in the order of the model, for the time when nothing was seen yet."""
         place = self._order.index(stream) + 1
         return self._order[place] if place < len(self._order) else None
 
-    def _stop_reading_ahead_but(self, *streams: _Stream | None) -> None:
+    def _stop_reading_ahead_but(self, *streams: Stream | None) -> None:
         """Lets go of what was read ahead, if it was for none of these."""
         if self._ahead is not None and self._ahead not in streams:
             self._tier.put_away(self._ahead.members)
@@ -253,7 +233,7 @@ class ParameterStreaming:
                 member.gradient.unload()
             self._ahead = None
 
-    def _leave(self, stream: _Stream) -> None:
+    def _leave(self, stream: Stream) -> None:
         if torch.is_grad_enabled():
             for member in stream.members:
                 member.has_graph = True
@@ -261,7 +241,7 @@ class ParameterStreaming:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, stream: _Stream, out: Any, given: Any, begin: int | None) -> None:
+    def _watch_outputs(self, stream: Stream, out: Any, given: Any, begin: int | None) -> None:
         """Has the gradient of an output bring the unit back.
 
         Args:
@@ -271,7 +251,7 @@ class ParameterStreaming:
         outputs = [t for t in tensors_in(out) if t.grad_fn is not None and id(t) not in taken]
         begins: Callable[[Tensor], None] = partial(self._begin_recomputed, stream)
         if outputs and begin is not None:
-            self._last_call = _Call(stream, begin, next(self._numbers), self._last_call)
+            self._last_call = Call(stream, begin, next(self._numbers), self._last_call)
             begins = partial(self._begin_backward, self._last_call)
         for tensor in outputs:
             tensor.register_hook(begins)
@@ -283,7 +263,7 @@ class ParameterStreaming:
             for member in stream.members:
                 self._tier.give_up(member)
 
-    def _begin_backward(self, call: _Call, _: Tensor) -> None:
+    def _begin_backward(self, call: Call, _: Tensor) -> None:
         """Brings a unit back, lets go of those that autograd is done with, and begins to read the one before it."""
         if self._last_call is not None:
             self._last_call = None
@@ -308,12 +288,12 @@ class ParameterStreaming:
                 for member in ahead.members:
                     member.gradient.begin_load()
 
-    def _begin_recomputed(self, stream: _Stream, _: Tensor) -> None:
+    def _begin_recomputed(self, stream: Stream, _: Tensor) -> None:
         with self._noting_failure():
             _refuse_graph_of_backward(stream)
             self._hold(stream, self._held.get(stream))
 
-    def _hold_recomputed(self, stream: _Stream) -> None:
+    def _hold_recomputed(self, stream: Stream) -> None:
         """Has a unit in memory that runs again in backward, with the others that the same node has made run again."""
         node = torch._C._current_autograd_node()
         for other, reason in list(self._held.items()):
@@ -321,7 +301,7 @@ class ParameterStreaming:
                 self._release_held(other)
         self._hold(stream, self._held.get(stream, node))
 
-    def _hold(self, stream: _Stream, reason: object) -> None:
+    def _hold(self, stream: Stream, reason: object) -> None:
         """Has a unit in memory until its backward is over.
 
         Args:
@@ -335,7 +315,7 @@ class ParameterStreaming:
                 member.has_graph = True
         self._held[stream] = reason
 
-    def _release_held(self, stream: _Stream) -> None:
+    def _release_held(self, stream: Stream) -> None:
         del self._held[stream]
         self._tier.release(stream.members)
 
@@ -385,7 +365,7 @@ class ParameterStreaming:
         return self._step.around(inner)
 
 
-def _refuse_graph_of_backward(stream: _Stream) -> None:
+def _refuse_graph_of_backward(stream: Stream) -> None:
     """What a backward through the backward uses is not announced by any output's gradient."""
     if torch.is_grad_enabled():
         raise ApplyError(
@@ -395,9 +375,8 @@ def _refuse_graph_of_backward(stream: _Stream) -> None:
 
 
 def _refuse_hooked(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ApplyError(
-                f"{name} has a hook that runs when its gradient is accumulated, as steps inside backward do; with "
-                "gradients on disk it would not see them; remove it, or plan without streaming parameters"
-            )
+    for name, _ in hooked_parameters(model):
+        raise ApplyError(
+            f"{name} has a hook that runs when its gradient is accumulated, as steps inside backward do; with "
+            "gradients on disk it would not see them; remove it, or plan without streaming parameters"
+        )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from memwall.errors import ApplyError
 
-__all__ = ["Unit", "find_units", "repeated_blocks", "tensors_in"]
+__all__ = ["Unit", "find_units", "hooked_parameters", "repeated_blocks", "tensors_in"]
 
 
 class Unit:
@@ -65,6 +65,13 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
     search(model, "")
     return tuple(found)
+
+
+def hooked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those with hooks that run when their gradient is accumulated, as steps inside backward do; by name."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield name, parameter
 
 
 def tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
