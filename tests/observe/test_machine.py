@@ -13,6 +13,7 @@ from memwall.observe import machine as subject
 from memwall.observe.disk import Disk, Engines
 from memwall.observe.machine import Device, Library, Machine, inspect_machine, warnings_of
 from memwall.predict.limits import CgroupLimit
+from memwall.store.engines import EngineName
 from memwall.store.probe import DiskSpeed
 from memwall.store.uring import UringBackend
 
@@ -67,30 +68,23 @@ def test_table_of_a_healthy_machine(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     ]
 
 
+def raced(
+    system_seconds: tuple[float, float, float], uring_seconds: tuple[float, float, float], faster: EngineName
+) -> dict[str, Engines]:
+    engines = Engines(turn_bytes=16 << 20, system_seconds=system_seconds, uring_seconds=uring_seconds, faster=faster)
+    return {"engines": engines}
+
+
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
         (
-            {
-                "engines": Engines(
-                    turn_bytes=16 << 20,
-                    system_seconds=(0.02, 0.021, 0.0224),
-                    uring_seconds=(0.019, 0.02, 0.0221),
-                    faster="system calls",
-                )
-            },
+            raced((0.02, 0.021, 0.0224), (0.019, 0.02, 0.0221), "system calls"),
             "system calls; io_uring is not faster: 16.0 MiB out and back take 20.0-22.4 ms with system calls, "
             "19.0-22.1 ms with io_uring (quartiles)",
         ),
         (
-            {
-                "engines": Engines(
-                    turn_bytes=16 << 20,
-                    system_seconds=(0.002, 0.0021, 0.0022),
-                    uring_seconds=(0.0016, 0.0017, 0.0018),
-                    faster="io_uring",
-                )
-            },
+            raced((0.002, 0.0021, 0.0022), (0.0016, 0.0017, 0.0018), "io_uring"),
             "io_uring; io_uring is faster: 16.0 MiB out and back take 2.0-2.2 ms with system calls, "
             "1.6-1.8 ms with io_uring (quartiles)",
         ),

@@ -24,6 +24,7 @@ from memwall.plan.instance import Block, Instance, Link, Option, Row
 from memwall.plan.search import Settings, make_plan
 from memwall.predict import process
 from memwall.predict.curve import live_peak_bytes
+from memwall.predict.hardware import Hardware, hardware_named
 from memwall.trace.build import steady_step
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Machine, Step, Trace
@@ -151,6 +152,12 @@ def _decoder(num_blocks: int, *, is_varied: bool, budget_share: float, link_mib_
 def _all_verdicts(instance: Instance) -> list[Evaluation]:
     choices = itertools.product(*(range(len(block.options)) for block in instance.blocks))
     return [evaluate(instance, choice) for choice in choices]
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    """A device that is not here."""
+    return hardware_named("a100-80gb")
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from memwall.plan.actions import AllocatorReuse
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings, make_plan
 from memwall.predict.device import DeviceModel
-from memwall.predict.hardware import Hardware, hardware_named
+from memwall.predict.hardware import Hardware
 from memwall.predict.translate import recording_for, translated
 from memwall.trace.build import steady_step
 from memwall.trace.fake import record_fake
@@ -21,11 +21,6 @@ from memwall.trace.workload import Workload
 ROWS, WIDTHS = 3_000, (512, 1024, 700, 1600, 512)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def hardware() -> Hardware:
-    return hardware_named("a100-80gb")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings, make_plan
 from memwall.predict.curve import live_curve, live_peak_bytes
 from memwall.predict.device import DeviceModel
-from memwall.predict.hardware import Hardware, hardware_named
+from memwall.predict.hardware import Hardware
 from memwall.predict.state_on_disk import NUM_BUFFERS, buffer_sizes, movable_state_bytes, state_sizes
 from memwall.predict.translate import recording_for, translated
 from memwall.trace.build import steady_step
@@ -28,11 +28,6 @@ STATE_BYTES = 2 * 4 * NUM_LAYERS * WIDTH * WIDTH
 """Of matrices: biases are too small to move."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def hardware() -> Hardware:
-    return hardware_named("a100-80gb")
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,6 @@
 """Moments in 8 bits as a plan's action: applied, moved between plans and from disk, and met in bytes by a real run."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +8,7 @@ import pytest
 import torch
 from optimizer_runs import Net, in_groups, train_step
 from plans import plan_of
+from processes import printed_by
 from torch import nn
 
 import memwall
@@ -168,16 +165,8 @@ print(json.dumps(out))
 
 
 def in_a_process(budget_bytes: int, tmp_path: Path) -> Any:
-    result = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(budget_bytes), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    """What one run prints."""
+    return printed_by(_SCRIPT, budget_bytes, tmp_path)
 
 
 @pytest.mark.skipif(bool(heap_unavailable_reason()), reason=f"no tensor heap: {heap_unavailable_reason()}")

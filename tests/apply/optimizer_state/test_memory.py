@@ -3,14 +3,11 @@
 Each run is a process of its own; the meter is the process's own high-water mark.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import printed_by
 
 from memwall.predict.tensor_heap import heap_unavailable_reason
 
@@ -103,16 +100,7 @@ print(json.dumps(out | {"weights": weights()}))
 
 def in_a_process(mode: str, tmp_path: Path, number: int | Path = 0, width: int = 1024) -> Any:
     """What one run prints."""
-    result = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, mode, str(number), str(tmp_path), str(width)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return printed_by(_SCRIPT, mode, number, tmp_path, width)
 
 
 def test_a_budget_that_is_infeasible_without_it_is_kept_with_the_same_weights(tmp_path: Path) -> None:
