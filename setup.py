@@ -5,8 +5,8 @@ import sys
 from setuptools import Extension, setup
 
 # Plain C without Python's headers, loaded by ctypes. Where no compiler is found the installation goes on without it,
-# and memwall has malloc return each large tensor, at the price of page faults, zlib compute checksums, and threads read
-# and write.
+# and memwall has malloc return each large tensor, at the price of page faults, zlib compute checksums, tensors stand in
+# for loops, and threads read and write.
 TENSOR_HEAP = Extension(
     "memwall.native.tensor_heap",
     sources=["memwall/native/tensor_heap.c", "memwall/native/tensor_heap_hook.c"],
@@ -33,5 +33,11 @@ PAGE_SWAP = Extension(
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
 )
+ROWS = Extension(
+    "memwall.native.rows",
+    sources=["memwall/native/rows.c"],
+    extra_compile_args=["-O2", "-Wall", "-Wextra"],
+    optional=True,
+)
 
-setup(ext_modules=[TENSOR_HEAP, CRC32, PAGE_SWAP, URING] if sys.platform == "linux" else [])
+setup(ext_modules=[TENSOR_HEAP, CRC32, PAGE_SWAP, ROWS, URING] if sys.platform == "linux" else [])

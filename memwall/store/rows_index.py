@@ -8,25 +8,14 @@ import torch
 from torch import Tensor
 
 from memwall.errors import StoreError
+from memwall.store.rows_loops import find_rows, place_rows
 
-__all__ = ["RowIndex", "mixed"]
+__all__ = ["RowIndex"]
 
 _MAX_LOAD = 0.7
 _MIN_CELLS = 1024
 _GROWTH = 1.25
 _MAX_ROWS = (1 << 31) - 1
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SECOND = 0x94D049BB133111EB - (1 << 64)
-
-
-def mixed(values: Tensor) -> Tensor:
-    """64 well-mixed bits for each int64: the output function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    bits = values * _GOLDEN
-    # `>>` keeps the sign, the function wants zeros.
-    bits = (bits ^ ((bits >> 30) & ((1 << 34) - 1))) * _FIRST
-    bits = (bits ^ ((bits >> 27) & ((1 << 37) - 1))) * _SECOND
-    return bits ^ ((bits >> 31) & ((1 << 33) - 1))
 
 
 class RowIndex:
@@ -55,19 +44,7 @@ class RowIndex:
         Args:
             ids: int64 [n], in any order, also repeated.
         """
-        found = torch.full_like(ids, -1)
-        if not self._num_rows:
-            return found
-        mask = self._cells.numel() - 1
-        waiting, wanted, cell = torch.arange(ids.numel(), device="cpu"), ids, mixed(ids) & mask
-        while waiting.numel():
-            position = self._cells[cell].long()
-            is_taken = position >= 0
-            is_hit = is_taken & (self._ids[position.clamp_min(0)] == wanted)
-            found[waiting[is_hit]] = position[is_hit]
-            goes_on = is_taken & ~is_hit
-            waiting, wanted, cell = waiting[goes_on], wanted[goes_on], (cell[goes_on] + 1) & mask
-        return found
+        return find_rows(self._cells, self._ids[: self._num_rows], ids)
 
     def add(self, ids: Tensor) -> Tensor:
         """Takes ids in, in their order; the positions they get.
@@ -94,19 +71,7 @@ class RowIndex:
             del self._cells  # so that the old and the new one are never both there
             self._cells = torch.full((num_cells,), -1, dtype=torch.int32, device="cpu")
             for start in range(0, end, 1 << 16):
-                self._place(start, min(end, start + (1 << 16)))
+                place_rows(self._cells, self._ids, start, min(end, start + (1 << 16)))
         else:
-            self._place(first, end)
+            place_rows(self._cells, self._ids, first, end)
         return torch.arange(first, end, device="cpu")
-
-    def _place(self, first: int, end: int) -> None:
-        """Puts the positions [first, end) into cells."""
-        mask = self._cells.numel() - 1
-        position = torch.arange(first, end, dtype=torch.int32, device="cpu")
-        cell = mixed(self._ids[first:end]) & mask
-        while position.numel():
-            is_free = self._cells[cell] < 0
-            # Several may want one cell: whichever is left in it has it, the others go on.
-            self._cells[cell[is_free]] = position[is_free]
-            goes_on = self._cells[cell] != position
-            position, cell = position[goes_on], (cell[goes_on] + 1) & mask

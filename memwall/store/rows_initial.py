@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from memwall.store.rows_index import mixed
+from memwall.store.rows_loops import mixed
 
 __all__ = ["InitialRows"]
 

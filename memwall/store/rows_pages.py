@@ -6,7 +6,7 @@ if it has changed. Threads swap pages; the caller waits for those it needs.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from memwall.errors import StoreError, UsageError
 from memwall.store.backend import round_up
 from memwall.store.buckets import BucketBuffer
 from memwall.store.page_swaps import PageMover, PageSwaps
+from memwall.store.rows_loops import HELD, RECENT, Arena, locate_rows, take_cold_frames
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
@@ -25,9 +26,8 @@ __all__ = ["PageCache"]
 
 _SEGMENT_BYTES = 16 << 20
 _MIN_FRAMES = 16
-_COLD, _RECENT, _HELD = 0, 1, 2
-
-_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
+_AWAY, _LEAVING = -1, -2
+"""In place of the frame of a page that has none, and of one that is still being written out of its."""
 
 
 class _Batch(NamedTuple):
@@ -77,8 +77,11 @@ class PageCache:
         self._memory = buffer.view(buffer.num_bytes)
         self._buffer = buffer
         whole = buffer.tensor(0, torch.empty(buffer.num_bytes // dtype.itemsize, dtype=dtype, device="meta"))
-        self._rows = whole.as_strided(
-            (self.num_frames, self.rows_per_page, row_elements), (self.page_bytes // dtype.itemsize, row_elements, 1)
+        self._arena = Arena(
+            whole.as_strided(
+                (self.num_frames, self.rows_per_page, row_elements),
+                (self.page_bytes // dtype.itemsize, row_elements, 1),
+            )
         )
         self._mover = PageMover(scratch, self._memory, self.page_bytes, self._place)
         self._frame_of = torch.full((1024,), -1, dtype=torch.int32, device="cpu")
@@ -121,9 +124,8 @@ class PageCache:
         parts = []
         with self.refusing_after_failure():
             for part in positions.split(self.num_frames // 2):
-                frames, places = self._locate(part)
-                parts.append(self._rows[:, :, :num_columns][frames, places])
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._rows.new_empty(0, num_columns)
+                parts.append(self._arena.read(self._locate(part), part, num_columns))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def write(self, positions: Tensor, rows: Tensor) -> None:
         """Replaces these rows, each given once; the next unused positions, in their order, make new ones.
@@ -134,8 +136,8 @@ class PageCache:
         size = self.num_frames // 2
         with self.refusing_after_failure():
             for part, values in zip(positions.split(size), rows.split(size), strict=True):
-                frames, places = self._locate(part)
-                self._rows[frames, places] = values
+                frames = self._locate(part)
+                self._arena.write(frames, part, values)
                 self._is_changed[frames] = True
                 self._empty_ahead()
 
@@ -181,34 +183,36 @@ class PageCache:
 
     # -- which page is where -----------------------------------------------------------------------------------------
 
-    def _locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The frame of each row, after its page has got there, and its place in the page."""
-        pages, inverse = torch.unique(positions // self.rows_per_page, return_inverse=True)
-        frames = self._admit(pages)
-        if bool(self._is_moving[frames].any()):
-            self._wait_for(frames=frames)
-        return frames[inverse], positions % self.rows_per_page
-
-    def _admit(self, pages: Tensor) -> Tensor:
-        """Gives each of these pages (sorted, each once) a frame, and begins to fetch those that had none."""
-        self._cover(int(pages[-1]) + 1 if pages.numel() else 0)
-        frames = self._frame_of[pages].long()
-        is_missing = frames < 0
-        self._use[frames[~is_missing]] = _HELD
-        missing = pages[is_missing]
-        if missing.numel():
-            self._wait_for(pages=missing)  # what is still being written must not be read
-            taken = self._take_frames(missing.numel())
-            self._swap(taken, missing)
-            frames[is_missing] = taken
-        self._use[frames] = _RECENT
-        if pages.numel() and int(pages[-1]) >= self._num_pages:
-            self._num_new += int(pages[-1]) + 1 - self._num_pages
-            self._num_pages = int(pages[-1]) + 1
+    def _locate(self, positions: Tensor) -> Tensor:
+        """The frame of each row, after its page has got there."""
+        if positions.numel():
+            self._cover(int(positions.max()) // self.rows_per_page + 1)
+        where = self.rows_per_page, self._frame_of, self._use, self._is_moving
+        frames, is_missing, is_moving = locate_rows(positions, *where)
+        if is_missing:
+            self._admit(torch.unique(positions // self.rows_per_page))
+            frames, _, is_moving = locate_rows(positions, *where)
+        if is_moving:
+            self._wait_until_still(frames)
         return frames
 
+    def _admit(self, pages: Tensor) -> None:
+        """Gives each of these pages (sorted, each once, some without one) a frame, and begins to fetch the others."""
+        frames = self._frame_of[pages]
+        is_missing = frames < 0
+        missing = pages[is_missing]
+        leaving = missing[frames[is_missing] == _LEAVING]
+        if leaving.numel():
+            self._wait_until_written(leaving)  # what is still being written must not be read
+        self._use[frames[~is_missing].long()] = HELD
+        self._swap(self._take_frames(missing.numel()), missing)
+        self._use[self._frame_of[pages].long()] = RECENT
+        end = int(pages[-1]) + 1
+        self._num_new += max(0, end - self._num_pages)
+        self._num_pages = max(end, self._num_pages)
+
     def _cover(self, num_pages: int) -> None:
-        self._frame_of = _covering(self._frame_of, num_pages, -1)
+        self._frame_of = _covering(self._frame_of, num_pages, _AWAY)
         self._checksums = _covering(self._checksums, num_pages, 0)
 
     def _empty_ahead(self) -> None:
@@ -229,33 +233,22 @@ class PageCache:
             parts.append(self._spare[: count - num_unused])
             self._spare = self._spare[count - num_unused :]
         taken = torch.cat(parts)
-        if bool(self._is_moving[taken].any()):
-            self._wait_for(frames=taken)
-        self._use[taken] = _HELD
-        needed, num_passed = count - taken.numel(), 0
-        while needed:
-            if num_passed > 2 * self.num_frames:
-                self._wait_for(frames=torch.arange(self.num_frames, device="cpu"))
-            window = (
-                self._hand + torch.arange(min(self.num_frames, max(1024, 2 * needed)), device="cpu")
-            ) % self.num_frames
-            cold = ((self._use[window] == _COLD) & ~self._is_moving[window]).nonzero()[:, 0][:needed]
-            if cold.numel() == needed:
-                window = window[: int(cold[-1]) + 1]
-            chosen = window[cold]
-            passed = window[self._use[window] == _RECENT]
-            self._use[passed] = _COLD
-            self._use[chosen] = _HELD
-            self._hand = (int(window[-1]) + 1) % self.num_frames
-            needed -= chosen.numel()
-            num_passed += window.numel()
-            parts.append(chosen)
-        return torch.cat(parts)
+        is_moving = self._is_moving[taken]
+        if bool(is_moving.any()):
+            self._wait_until_still(taken[is_moving])
+        self._use[taken] = HELD
+        while taken.numel() < count:
+            cold, self._hand = take_cold_frames(self._use, self._is_moving, self._hand, count - taken.numel())
+            taken = torch.cat([taken, cold])
+            if taken.numel() < count:
+                self._finish_batches(lambda _: True)
+        return taken
 
     # -- moving pages ------------------------------------------------------------------------------------------------
 
     def _swap(self, frames: Tensor, pages: Tensor) -> None:
         """Begins to put pages, -1 for none, into frames whose own pages leave."""
+        self._finish_batches(lambda _: False)
         leaving = self._page_in[frames]
         must_write = (leaving >= 0) & self._is_changed[frames]
         must_read = (pages >= 0) & (pages < self._num_pages)
@@ -264,7 +257,8 @@ class PageCache:
                 slot = self._slots[segment] = self._scratch.allocate(self._pages_per_slot * self.page_bytes)
                 self._slot_offsets = _covering(self._slot_offsets, segment + 1, 0)
                 self._slot_offsets[segment] = slot.offset
-        self._frame_of[leaving[leaving >= 0]] = -1
+        self._frame_of[leaving[leaving >= 0]] = _AWAY
+        self._frame_of[leaving[must_write]] = _LEAVING
         self._frame_of[pages[pages >= 0]] = frames[pages >= 0].int()
         self._page_in[frames] = pages
         self._is_changed[frames] = ~must_read
@@ -299,25 +293,41 @@ class PageCache:
         offsets = self._slot_offsets[pages // self._pages_per_slot] + pages % self._pages_per_slot * self.page_bytes
         return torch.where(pages < 0, -1, offsets)
 
-    def _wait_for(self, *, frames: Tensor = _NONE, pages: Tensor = _NONE) -> None:
-        """Returns when none of these frames is moving, and none of these pages is being written.
+    def _wait_until_still(self, frames: Tensor) -> None:
+        """Returns when none of these frames is moving.
 
         Raises:
-            StoreError: one of them could not be moved.
+            StoreError: a page could not be moved.
+        """
+        self._finish_batches(lambda swaps: bool(torch.isin(frames, swaps.frames).any()))
+
+    def _wait_until_written(self, pages: Tensor) -> None:
+        """Returns when all of these pages are on disk.
+
+        Raises:
+            StoreError: a page could not be moved.
+        """
+        self._finish_batches(lambda swaps: bool(torch.isin(pages, swaps.leaving).any()))
+
+    def _finish_batches(self, is_wanted: Callable[[PageSwaps], bool]) -> None:
+        """Books swaps that are done, after waiting for the wanted ones.
+
+        Raises:
+            StoreError: a page could not be moved.
         """
         waiting, self._under_way = self._under_way, []
         for batch in waiting:
             swaps = batch.swaps
-            is_wanted = bool(torch.isin(frames, swaps.frames).any()) or bool(torch.isin(pages, swaps.leaving).any())
-            if not is_wanted and not all(future.done() for future in batch.futures):
+            if not all(future.done() for future in batch.futures) and not is_wanted(swaps):
                 self._under_way.append(batch)
                 continue
             failures = [failure for failure in (future.exception() for future in batch.futures) if failure is not None]
             if failures:
                 raise failures[0]
             self._is_moving[swaps.frames] = False
-            has_left = swaps.leaving >= 0
-            self._checksums[swaps.leaving[has_left]] = swaps.checksums[has_left]
+            left = swaps.leaving[swaps.leaving >= 0]
+            self._checksums[left] = swaps.checksums[swaps.leaving >= 0]
+            self._frame_of[left] = _AWAY
 
 
 def _covering(entries: Tensor, count: int, empty: int) -> Tensor:
