@@ -1,4 +1,10 @@
-/* See tensor_heap.h. Blocks and the gaps between them form one list in the order of addresses; first fit. */
+/* See tensor_heap.h. Blocks and the gaps between them form one list in the order of addresses; first fit.
+ *
+ * The books count pages of 4 KiB; memory comes in huge pages, of which a step has fewer faults and misses of the TLB, and
+ * disks and their drivers fewer pieces to handle. A huge page whose rest could be filled behind the books' back is not
+ * asked for: only ones at the end of the heap, which may be resident ahead of the books by one huge page in all, and ones
+ * that a block covers. One that is returned in part is split first.
+ */
 #define _GNU_SOURCE
 #include "tensor_heap.h"
 
@@ -8,6 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#define HUGE_BYTES (2ull << 20)
 #define COMMIT_BYTES (64u << 20) /* address space is made writable in steps */
 #define NODES_PER_SLAB 1024u
 
@@ -38,12 +45,25 @@ struct Heap {
     uint32_t top;          /* pages in use by nodes: where the heap grows */
     Node **node_at;        /* by the first page of a block */
     uint8_t *is_resident;  /* by page */
+    uint8_t *is_cut;       /* by huge page: faults bring in single pages */
     uint64_t num_resident, num_live, peak_resident, peak_live, num_fresh, num_returned, num_blocks;
 };
 
 static void *reserve(uint64_t nbytes, int protection) {
     void *found = mmap(NULL, nbytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return found == MAP_FAILED ? NULL : found;
+}
+
+static uint64_t pages_in_huge(const Heap *heap) { return HUGE_BYTES / heap->page_bytes; }
+
+/* As `reserve`, for blocks: begins where a huge page does. */
+static char *reserve_aligned(uint64_t nbytes) {
+    char *found = reserve(nbytes + HUGE_BYTES, PROT_NONE);
+    if (!found) return NULL;
+    uint64_t before = -(uintptr_t)found % HUGE_BYTES;
+    if (before) munmap(found, before);
+    munmap(found + before + nbytes, HUGE_BYTES - before);
+    return found + before;
 }
 
 Heap *heap_create(uint64_t reserved_bytes, int is_dry) {
@@ -54,16 +74,17 @@ Heap *heap_create(uint64_t reserved_bytes, int is_dry) {
     if (heap->num_reserved > UINT32_MAX) heap->num_reserved = UINT32_MAX;
     heap->is_dry = is_dry;
     /* A dry heap's addresses must only differ from NULL. */
-    heap->base = is_dry ? (char *)(uintptr_t)(1ull << 46) : reserve(heap->num_reserved * heap->page_bytes, PROT_NONE);
+    heap->base = is_dry ? (char *)(uintptr_t)(1ull << 46) : reserve_aligned(heap->num_reserved * heap->page_bytes);
     heap->node_at = reserve(heap->num_reserved * sizeof(Node *), PROT_READ | PROT_WRITE);
     heap->is_resident = reserve(heap->num_reserved, PROT_READ | PROT_WRITE);
+    heap->is_cut = reserve(heap->num_reserved / pages_in_huge(heap) + 1, PROT_READ | PROT_WRITE);
     pthread_mutex_init(&heap->lock, NULL);
-    if (!heap->num_reserved || !heap->base || !heap->node_at || !heap->is_resident) {
+    if (!heap->num_reserved || !heap->base || !heap->node_at || !heap->is_resident || !heap->is_cut) {
         heap_destroy(heap);
         return NULL;
     }
-    /* Huge pages would fill returned holes again behind the books' back. Kernels without them refuse, which is fine. */
-    if (!is_dry) madvise(heap->base, heap->num_reserved * heap->page_bytes, MADV_NOHUGEPAGE);
+    /* Kernels without huge pages refuse this, here and below, which is fine. */
+    if (!is_dry) madvise(heap->base, heap->num_reserved * heap->page_bytes, MADV_HUGEPAGE);
     return heap;
 }
 
@@ -71,6 +92,7 @@ void heap_destroy(Heap *heap) {
     if (heap->base && !heap->is_dry) munmap(heap->base, heap->num_reserved * heap->page_bytes);
     if (heap->node_at) munmap(heap->node_at, heap->num_reserved * sizeof(Node *));
     if (heap->is_resident) munmap(heap->is_resident, heap->num_reserved);
+    if (heap->is_cut) munmap(heap->is_cut, heap->num_reserved / pages_in_huge(heap) + 1);
     while (heap->slabs) {
         Slab *next = heap->slabs->next;
         free(heap->slabs);
@@ -158,6 +180,37 @@ static int split(Heap *heap, Node *node, uint32_t num_pages) {
 
 /* -- residency --------------------------------------------------------------------------------------------------- */
 
+static char *address_of(const Heap *heap, uint64_t page) { return heap->base + page * heap->page_bytes; }
+
+/* From now on the huge pages [first, end) come as such, or page by page. */
+static void set_cut(Heap *heap, uint64_t first, uint64_t end, int is_cut) {
+    uint64_t step = pages_in_huge(heap);
+    while (first < end) {
+        uint64_t last = first; /* one call for each run that is not as it should be */
+        while (last < end && heap->is_cut[last] != is_cut) heap->is_cut[last++] = (uint8_t)is_cut;
+        if (last > first && !heap->is_dry) {
+            uint64_t stop = last * step < heap->num_reserved ? last * step : heap->num_reserved;
+            madvise(address_of(heap, first * step), (stop - first * step) * heap->page_bytes,
+                    is_cut ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
+        }
+        first = last + 1;
+    }
+}
+
+/* Gives the memory of pages [begin, end) back; -1 where the system refuses (mlockall). Of a huge page that is mapped in
+ * part the system would keep all, so it is split first, which MADV_FREE does (mm/madvise.c, madvise_free_huge_pmd). What
+ * came ahead of the books at the end of the heap goes too. */
+static int return_pages(Heap *heap, uint64_t begin, uint64_t end) {
+    uint64_t step = pages_in_huge(heap), first = begin / step, last = (end - 1) / step;
+    if (end == heap->top) end = (last + 1) * step < heap->num_reserved ? (last + 1) * step : heap->num_reserved;
+    int has_part = (begin % step && !heap->is_cut[first]) || (end % step && !heap->is_cut[last]);
+    set_cut(heap, first, last + 1, 1);
+    if (heap->is_dry) return 0;
+    uint64_t nbytes = (end - begin) * heap->page_bytes;
+    if (has_part) madvise(address_of(heap, begin), nbytes, MADV_FREE);
+    return madvise(address_of(heap, begin), nbytes, MADV_DONTNEED);
+}
+
 /* Returns up to `wanted` resident pages of a free node, from its end; as many as were returned. */
 static uint64_t give_back(Heap *heap, Node *node, uint64_t wanted) {
     uint64_t given = 0;
@@ -170,8 +223,7 @@ static uint64_t give_back(Heap *heap, Node *node, uint64_t wanted) {
         uint32_t begin = end - 1;
         while (begin > node->page && heap->is_resident[begin - 1] && given + (end - begin) < wanted) begin--;
         uint32_t count = end - begin;
-        char *address = heap->base + (uint64_t)begin * heap->page_bytes;
-        if (!heap->is_dry && madvise(address, (uint64_t)count * heap->page_bytes, MADV_DONTNEED)) break; /* mlockall */
+        if (return_pages(heap, begin, end)) break;
         memset(heap->is_resident + begin, 0, count);
         given += count;
         end = begin;
@@ -182,6 +234,20 @@ static uint64_t give_back(Heap *heap, Node *node, uint64_t wanted) {
     return given;
 }
 
+/* A free node at the end of which nothing is resident goes: what lies there is as if it had never been used. */
+static void shorten(Heap *heap) {
+    Node *last = heap->last;
+    if (!last || !last->is_free || last->num_resident) return;
+    uint64_t step = pages_in_huge(heap);
+    unlink_free(heap, last);
+    heap->last = last->before;
+    if (heap->last) heap->last->after = NULL;
+    set_cut(heap, (last->page + step - 1) / step, (heap->top + step - 1) / step, 0);
+    heap->top = last->page;
+    last->free_after = heap->unused_nodes;
+    heap->unused_nodes = last;
+}
+
 /* Returns free pages, those at the highest addresses first: first fit needs them last. `num_used` are in blocks. */
 static void make_room(Heap *heap, uint64_t wanted, uint64_t num_used) {
     uint32_t below = UINT32_MAX;
@@ -189,17 +255,29 @@ static void make_room(Heap *heap, uint64_t wanted, uint64_t num_used) {
         Node *highest = NULL;
         for (Node *node = heap->free_list; node; node = node->free_after)
             if (node->num_resident && node->page < below && (!highest || node->page > highest->page)) highest = node;
-        if (!highest) return;
+        if (!highest) break;
         below = highest->page;
         wanted -= give_back(heap, highest, wanted);
     }
+    shorten(heap);
+}
+
+/* Huge pages that a block covers, and of which nothing is resident, come as such again. */
+static void mend_cut(Heap *heap, const Node *node) {
+    uint64_t step = pages_in_huge(heap), end = ((uint64_t)node->page + node->num_pages) / step;
+    for (uint64_t huge = (node->page + step - 1) / step; huge < end; huge++)
+        if (heap->is_cut[huge] && !count_resident(heap, (uint32_t)(huge * step), (uint32_t)step))
+            set_cut(heap, huge, huge + 1, 0);
 }
 
 static void become_resident(Heap *heap, Node *node) {
     uint64_t fresh = node->num_pages - node->num_resident;
     if (heap->ceiling && heap->num_resident + fresh > heap->ceiling)
         make_room(heap, heap->num_resident + fresh - heap->ceiling, heap->num_live + node->num_resident);
-    if (fresh) memset(heap->is_resident + node->page, 1, node->num_pages);
+    if (fresh) {
+        mend_cut(heap, node);
+        memset(heap->is_resident + node->page, 1, node->num_pages);
+    }
     node->num_resident = node->num_pages;
     heap->num_resident += fresh;
     heap->num_fresh += fresh;

@@ -2,7 +2,8 @@
  *
  * Why: malloc puts graph nodes and slivers of aligned blocks between tensors, and the gaps they hold open took 20 % of
  * a GPT's memory (benchmarks/heap.py). Here blocks are whole pages, bookkeeping lies elsewhere, and what fits nowhere
- * resident is paid for by returning free pages, exactly as many as are needed.
+ * resident is paid for by returning free pages, exactly as many as are needed. Memory comes in huge pages where the
+ * kernel gives them on request (transparent_hugepage/enabled: madvise or always).
  */
 #ifndef MEMWALL_TENSOR_HEAP_H
 #define MEMWALL_TENSOR_HEAP_H
