@@ -15,6 +15,7 @@ import torch
 from faulty_disk import Faulty, Gate
 
 from memwall.errors import OffloadIOError, StoreError
+from memwall.store import workers
 from memwall.store.backend import round_up
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
@@ -180,6 +181,56 @@ def test_who_waits_sleeps_until_the_last_block_is_done(tmp_path: Path) -> None:
         threading.Timer(0.1, gate.event.set).start()
         pool.wait_for(is_done)
     assert num_looks == 2
+
+
+def is_soon(is_so: Callable[[], bool]) -> bool:
+    """Whether something becomes so within ten seconds, asked without waking any worker."""
+    deadline = time.monotonic() + 10
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return is_so()
+
+
+def test_after_work_a_worker_looks_for_more_and_need_not_be_woken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_MAX_LOOKS", 1 << 30)
+    with TransferPool(ScratchFile(tmp_path), block_bytes=BLOCK) as pool:
+        state, num_wakes = pool._state, 0
+        notify = state.work_added.notify
+
+        def count(n: int = 1) -> None:
+            nonlocal num_wakes
+            num_wakes += threading.current_thread() is threading.main_thread()
+            notify(n)
+
+        monkeypatch.setattr(state.work_added, "notify", count)
+        for _ in range(3):
+            assert is_soon(lambda: state.has_looker)
+            write = pool.write(pool.scratch.allocate(BLOCK), pages(BLOCK))
+            assert is_soon(lambda: write.is_done)  # noqa: B023 -- asked within the round
+        assert num_wakes == 0
+
+
+def test_what_is_urgent_or_waited_for_does_not_wait_for_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_LOOK_SECONDS", 60.0)
+    with TransferPool(ScratchFile(tmp_path), num_workers=1, block_bytes=BLOCK) as pool:
+        assert is_soon(lambda: pool._state.has_looker)
+        slot = pool.scratch.allocate(BLOCK)
+        pool.write(slot, pages(BLOCK)).wait()
+        assert is_soon(lambda: pool._state.has_looker)
+        read = pool.read(slot, pages(BLOCK, seed=1), is_urgent=True)
+        assert is_soon(lambda: read.is_done)
+
+
+def test_a_worker_that_found_nothing_sleeps_until_it_is_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_MAX_LOOKS", 1)
+    with TransferPool(ScratchFile(tmp_path), num_workers=1, block_bytes=BLOCK) as pool:
+        for _ in range(3):
+            assert is_soon(lambda: not pool._state.has_looker)
+            time.sleep(0.01)
+            write = pool.write(pool.scratch.allocate(BLOCK), pages(BLOCK))
+            assert is_soon(lambda: write.is_done)  # noqa: B023 -- asked within the round
 
 
 def test_a_disk_that_stands_still_is_not_waited_for_for_ever(tmp_path: Path) -> None:
