@@ -27,10 +27,11 @@ URING = Extension(
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
 )
-PAGE_SWAP = Extension(
-    "memwall.native.page_swap",
-    sources=["memwall/native/page_swap.c", "memwall/native/crc32.c"],
+PAGES = Extension(
+    "memwall.native.pages",
+    sources=["memwall/native/pages.c", "memwall/native/crc32.c"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
+    libraries=["pthread"],
     optional=True,
 )
 ROWS = Extension(
@@ -40,4 +41,4 @@ ROWS = Extension(
     optional=True,
 )
 
-setup(ext_modules=[TENSOR_HEAP, CRC32, PAGE_SWAP, ROWS, URING] if sys.platform == "linux" else [])
+setup(ext_modules=[TENSOR_HEAP, CRC32, PAGES, ROWS, URING] if sys.platform == "linux" else [])

@@ -17,7 +17,7 @@ REQUIRED = (
 def faults_of(names: list[str], data_files: list[str]) -> list[str]:
     """What is wrong with a wheel of these members; `data_files` are the package's files that are not code."""
     faults = [f"{name} is missing" for name in (*REQUIRED, *data_files) if name not in names]
-    for library in ("tensor_heap", "crc32", "page_swap", "rows", "uring") if sys.platform == "linux" else ():
+    for library in ("tensor_heap", "crc32", "pages", "rows", "uring") if sys.platform == "linux" else ():
         if not any(re.fullmatch(rf"memwall/native/{library}\..*\.so", name) for name in names):
             faults.append(f"memwall/native/{library} is not built: is there a C compiler?")
     tops = {name.partition("/")[0] for name in names}

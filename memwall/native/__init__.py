@@ -14,7 +14,7 @@ __all__ = ["load_library"]
 
 
 def load_library(
-    name: Literal["tensor_heap", "crc32", "page_swap", "rows", "uring"],
+    name: Literal["tensor_heap", "crc32", "pages", "rows", "uring"],
     signatures: Mapping[str, tuple[object, tuple[object, ...]]],
 ) -> ctypes.CDLL | None:
     """A built library with the types of its functions declared; None if the installation has none.

@@ -1,14 +1,15 @@
 """Pages on their way between frames of memory and a scratch file: each checked, many in a call if possible.
 
-A page is small, so what the interpreter does for each of them would take the training thread's time. A function in C
-does as many swaps of a thread as go right; the rest, and all of them where the file is not the system's own, go through
-the store's one door, which tries again or says what is wrong.
+A page is small, so what the interpreter does for each of them would take the training thread's time; so would threads
+that ask for the interpreter. Threads in C do as many swaps as go right; the rest, and all of them where the file is not
+the system's own, go through the store's one door, which tries again or says what is wrong.
 """
 
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -18,7 +19,10 @@ from memwall.store.checksum import crc32
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
-__all__ = ["PageMover", "PageSwaps"]
+__all__ = ["Moves", "PageMover", "PageSwaps", "pages_library"]
+
+_SWAPS_PER_TASK = 16
+"""Waking a thread takes the training thread's time, as much as some pages do."""
 
 Place = Callable[[int], tuple[Slot, int]]
 """Of a page, the slot that it has a place in, and where there."""
@@ -38,48 +42,97 @@ class PageSwaps(NamedTuple):
     expected: Tensor
     """Of pages that come."""
 
-    def chunks(self, count: int) -> list["PageSwaps"]:
-        """At most so many parts, which share this one's memory."""
-        return [PageSwaps(*parts) for parts in zip(*(tensor.chunk(count) for tensor in self), strict=True)]
+
+class Moves(Protocol):
+    """Swaps under way."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        ...
+
+    def finish(self) -> None:
+        """Returns once they are done.
+
+        Raises:
+            OffloadIOError: a transfer failed, or a page came back different.
+        """
+        ...
 
 
 class PageMover:
-    """Moves pages between memory and a scratch file; safe to use from several threads.
+    """Moves pages between memory and a scratch file.
 
     Args:
         scratch: the file.
         memory: the frames, one after another.
         page_bytes: of a frame.
         place: where a page is in the file.
+        num_threads: that move them; small random reads need several to keep a disk busy.
     """
 
-    def __init__(self, scratch: ScratchFile, memory: memoryview, page_bytes: int, place: Place) -> None:
+    def __init__(
+        self, scratch: ScratchFile, memory: memoryview, page_bytes: int, place: Place, num_threads: int = 4
+    ) -> None:
         self._scratch, self._memory, self._page_bytes, self._place = scratch, memory, page_bytes, place
+        self._num_threads = num_threads
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._pool: int | None = None
+        self._in_c: list[_MovesInC] = []
+        self._executor: ThreadPoolExecutor | None = None
 
-    def move(self, swaps: PageSwaps) -> None:
-        """Does them.
-
-        Raises:
-            OffloadIOError: a transfer failed, or a page came back different.
-        """
-        num_done = self._moved_in_c(swaps)
-        for number in range(num_done // 2, swaps.frames.numel()):
-            self._move_one(swaps, number, has_left=2 * number < num_done)
-
-    def _moved_in_c(self, swaps: PageSwaps) -> int:
-        """How many halves of swaps are done."""
+    def begin(self, swaps: PageSwaps) -> Moves:
+        """Begins them; frames and tensors are the threads' until they are done."""
+        count = swaps.frames.numel()
+        size = max(_SWAPS_PER_TASK, -(-count // self._num_threads))
+        parts = [range(first, min(count, first + size)) for first in range(0, count, size)]
         library, fd = _library(), self._scratch.system_fd
-        if library is None or fd is None:
-            return 0
-        memory = ctypes.byref(ctypes.c_char.from_buffer(self._memory))
-        pointers = (
-            *(swaps.frames, swaps.leaving_offsets, swaps.coming_offsets),
-            *(swaps.checksums, swaps.expected),
-        )
-        done: int = library.swap_pages(
-            fd, memory, self._page_bytes, swaps.frames.numel(), *(tensor.data_ptr() for tensor in pointers)
-        )
-        return done
+        if library is not None and fd is not None:
+            self._pool = self._pool or library.open_pool(self._num_threads)
+        if library is not None and fd is not None and self._pool:
+            self._refuse_outside(swaps)
+            tasks = (_Task * len(parts))(*(self._task(fd, swaps, part) for part in parts))
+            moves = _MovesInC(library, self._pool, tasks, lambda halves: self._complete(swaps, parts, halves))
+            self._in_c.append(moves)  # threads use their memory, whatever becomes of the caller
+            library.begin_tasks(self._pool, tasks, len(parts))
+            self._in_c = [other for other in self._in_c if not other.is_done]
+            return moves
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self._num_threads, thread_name_prefix="memwall-rows")
+        return _MovesByThreads([self._executor.submit(self._move, swaps, part) for part in parts])
+
+    def close(self) -> None:
+        """Ends the threads, after what they are at; what waits is not done."""
+        library, pool, self._pool = _library(), self._pool, None
+        if library is not None and pool:
+            library.close_pool(pool)
+            self._in_c = []
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+
+    def _refuse_outside(self, swaps: PageSwaps) -> None:
+        """Threads in C must not touch what is no frame, and no tensor's."""
+        count, num_frames = swaps.frames.numel(), self._memory.nbytes // self._page_bytes
+        if not all(tensor.is_contiguous() and tensor.numel() == count for tensor in swaps):
+            raise IndexError(f"the parts of {count} swaps of pages are not of one length, or have gaps")
+        if count and not 0 <= int(swaps.frames.min()) <= int(swaps.frames.max()) < num_frames:
+            raise IndexError(f"of the frames of {count} swaps of pages, one is not among {num_frames}")
+
+    def _task(self, fd: int, swaps: PageSwaps, part: range) -> "_Task":
+        pointers = (swaps.frames, swaps.leaving_offsets, swaps.coming_offsets, swaps.checksums, swaps.expected)
+        starts = (tensor.data_ptr() + part.start * tensor.itemsize for tensor in pointers)
+        return _Task(fd, self._address, self._page_bytes, len(part), *starts)
+
+    def _complete(self, swaps: PageSwaps, parts: list[range], halves: list[int]) -> None:
+        """Does what is left of swaps, of each part of which so many halves are done."""
+        for part, num_done in zip(parts, halves, strict=True):
+            for number in part[num_done // 2 :]:
+                self._move_one(swaps, number, has_left=2 * (number - part.start) < num_done)
+
+    def _move(self, swaps: PageSwaps, part: range) -> None:
+        for number in part:
+            self._move_one(swaps, number, has_left=False)
 
     def _move_one(self, swaps: PageSwaps, number: int, *, has_left: bool) -> None:
         frame, leaving, coming = (int(t[number]) for t in (swaps.frames, swaps.leaving, swaps.coming))
@@ -106,12 +159,65 @@ class PageMover:
         )
 
 
-@functools.cache
+class _Task(ctypes.Structure):
+    """As in pages.c."""
+
+    _fields_ = (
+        ("fd", ctypes.c_int64),
+        ("memory", ctypes.c_void_p),
+        *((name, ctypes.c_uint64) for name in ("page_bytes", "count")),
+        *((name, ctypes.c_void_p) for name in ("frames", "leaving", "coming", "checksums", "expected")),
+        ("num_done", ctypes.c_int64),
+        ("is_done", ctypes.c_uint64),
+        ("next", ctypes.c_void_p),
+    )
+
+
+class _MovesInC:
+    def __init__(
+        self, library: ctypes.CDLL, pool: int, tasks: "ctypes.Array[_Task]", complete: Callable[[list[int]], None]
+    ) -> None:
+        self._library, self._pool, self._tasks, self._complete = library, pool, tasks, complete
+
+    @property
+    def is_done(self) -> bool:
+        return all(task.is_done for task in self._tasks)
+
+    def finish(self) -> None:
+        self._library.finish_tasks(self._pool, self._tasks, len(self._tasks))
+        self._complete([task.num_done for task in self._tasks])
+
+
+class _MovesByThreads:
+    def __init__(self, futures: list[Future[None]]) -> None:
+        self._futures = futures
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+    def finish(self) -> None:
+        failures = [failure for failure in (future.exception() for future in self._futures) if failure is not None]
+        if failures:
+            raise failures[0]
+
+
 def _library() -> ctypes.CDLL | None:
+    """The same where it is fast."""
+    library = pages_library()
+    return library if library is not None and library.crc32_is_fast() else None
+
+
+@functools.cache
+def pages_library() -> ctypes.CDLL | None:
+    """What there is in C for pages, if this installation has it."""
     number, pointer = ctypes.c_uint64, ctypes.c_void_p
     signatures = {
         "crc32_is_fast": (ctypes.c_int, ()),
-        "swap_pages": (ctypes.c_int64, (ctypes.c_int, pointer, number, number, *(pointer,) * 5)),
+        "open_pool": (pointer, (number,)),
+        "close_pool": (None, (pointer,)),
+        "begin_tasks": (None, (pointer, pointer, number)),
+        "finish_tasks": (None, (pointer, pointer, number)),
+        "plan_swaps": (ctypes.c_int64, (pointer, pointer, pointer, number, pointer)),
     }
-    library = load_library("page_swap", signatures)
-    return library if library is not None and library.crc32_is_fast() else None
+    return load_library("pages", signatures)

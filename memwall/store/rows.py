@@ -110,6 +110,7 @@ class RowStore:
         self.layout, self.initial = layout, initial
         self._index = RowIndex()
         self._recent: list[tuple[Tensor, Tensor, int]] = []
+        self._begun: tuple[Tensor, Tensor] | None = None
         # Pages are smaller than the blocks that engines race with, and many go in a call.
         backend = backend if backend is not None else SystemBackend()
         self._scratch = ScratchFile(directory, backend=backend, capacity_bytes=capacity_bytes, step_bytes=1 << 24)
@@ -236,7 +237,9 @@ class RowStore:
         found = torch.empty(ids.numel(), num_columns, dtype=self.layout.torch_dtype, device="cpu")
         new_ids = ids[is_new]
         num_weights = self.layout.num_weights
-        begun = self.initial.rows(new_ids, num_weights, self.layout.torch_dtype)
+        if self._begun is None or not torch.equal(self._begun[0], new_ids):  # they are looked up, and then stepped
+            self._begun = new_ids, self.initial.rows(new_ids, num_weights, self.layout.torch_dtype)
+        begun = self._begun[1]
         if num_columns > num_weights:
             begun = torch.cat([begun, self.layout.initial_state(new_ids.numel())], dim=1)
         found[is_new] = begun

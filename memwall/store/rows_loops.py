@@ -13,7 +13,18 @@ from torch import Tensor
 
 from memwall.native import load_library
 
-__all__ = ["COLD", "HELD", "RECENT", "Arena", "find_rows", "locate_rows", "mixed", "place_rows", "take_cold_frames"]
+__all__ = [
+    "COLD",
+    "HELD",
+    "RECENT",
+    "Arena",
+    "find_rows",
+    "locate_rows",
+    "mixed",
+    "place_rows",
+    "rows_library",
+    "take_cold_frames",
+]
 
 COLD, RECENT, HELD = 0, 1, 2
 """Uses of a frame: the clock's hand takes the first, makes it of the second, and passes the third."""
@@ -40,7 +51,7 @@ def find_rows(cells: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
         ids: by position.
         wanted: [n], in any order, also repeated.
     """
-    library, wanted = _library(), wanted.to(torch.int64).contiguous()
+    library, wanted = rows_library(), wanted.to(torch.int64).contiguous()
     if library is not None:
         found = torch.empty_like(wanted)
         pointers = cells.data_ptr(), cells.numel(), ids.data_ptr(), ids.numel(), wanted.data_ptr(), wanted.numel()
@@ -63,7 +74,7 @@ def find_rows(cells: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
 def place_rows(cells: Tensor, ids: Tensor, first: int, end: int) -> None:
     """Puts the positions [first, end) into cells, of which some stay empty."""
     assert end <= ids.numel()
-    library = _library()
+    library = rows_library()
     if library is not None:
         library.place_rows(cells.data_ptr(), cells.numel(), ids.data_ptr(), first, end)
         return
@@ -101,7 +112,7 @@ class Arena:
 
     def read(self, frames: Tensor, positions: Tensor, num_columns: int) -> Tensor:
         """The first elements of rows, [n, num_columns], whose pages are in these frames."""
-        library = _library()
+        library = rows_library()
         if library is None:
             return self._rows[:, :, :num_columns][frames, positions % self._rows_per_page]
         found = self._rows.new_empty(frames.numel(), num_columns)
@@ -110,7 +121,7 @@ class Arena:
 
     def write(self, frames: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Replaces rows, each given once, whose pages are in these frames, by [n, elements]."""
-        library = _library()
+        library = rows_library()
         rows = rows.to(self._rows.dtype).expand(frames.numel(), self._num_elements).contiguous()
         if library is None:
             self._rows[frames, positions % self._rows_per_page] = rows
@@ -140,7 +151,7 @@ def locate_rows(
         use: uint8, by frame; those of these rows become `RECENT`.
         is_moving: bool, by frame.
     """
-    library = _library()
+    library = rows_library()
     if library is None:
         frames = frame_of[positions // rows_per_page].long()
         has_frame = frames >= 0
@@ -166,7 +177,7 @@ def take_cold_frames(use: Tensor, is_moving: Tensor, hand: int, count: int) -> t
         hand: the frame to begin with.
         count: frames wanted.
     """
-    library, num_frames = _library(), use.numel()
+    library, num_frames = rows_library(), use.numel()
     if library is not None:
         at, taken = ctypes.c_int64(hand), torch.empty(count, dtype=torch.int64, device="cpu")
         states = use.data_ptr(), is_moving.data_ptr(), num_frames
@@ -190,7 +201,8 @@ def take_cold_frames(use: Tensor, is_moving: Tensor, hand: int, count: int) -> t
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def rows_library() -> ctypes.CDLL | None:
+    """The loops in C, if this installation has them."""
     number, pointer, flag = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int
     signatures = {
         "find_rows": (None, (pointer, number, pointer, number, pointer, number, pointer)),

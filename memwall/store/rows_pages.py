@@ -7,7 +7,6 @@ if it has changed. Threads swap pages; the caller waits for those it needs.
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,7 +16,8 @@ from torch import Tensor
 from memwall.errors import StoreError, UsageError
 from memwall.store.backend import round_up
 from memwall.store.buckets import BucketBuffer
-from memwall.store.page_swaps import PageMover, PageSwaps
+from memwall.store.page_directory import LEAVING, PageDirectory, SlotNeeded
+from memwall.store.page_swaps import Moves, PageMover, PageSwaps
 from memwall.store.rows_loops import HELD, RECENT, Arena, locate_rows, take_cold_frames
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
@@ -26,14 +26,12 @@ __all__ = ["PageCache"]
 
 _SEGMENT_BYTES = 16 << 20
 _MIN_FRAMES = 16
-_AWAY, _LEAVING = -1, -2
-"""In place of the frame of a page that has none, and of one that is still being written out of its."""
 
 
 class _Batch(NamedTuple):
     """Swaps under way."""
 
-    futures: list[Future[None]]
+    moves: Moves
     swaps: PageSwaps
 
 
@@ -83,25 +81,16 @@ class PageCache:
                 (self.page_bytes // dtype.itemsize, row_elements, 1),
             )
         )
-        self._mover = PageMover(scratch, self._memory, self.page_bytes, self._place)
-        self._frame_of = torch.full((1024,), -1, dtype=torch.int32, device="cpu")
-        self._num_pages = 0
-        self._page_in = torch.full((self.num_frames,), -1, dtype=torch.int64, device="cpu")
-        self._is_changed = torch.zeros(self.num_frames, dtype=torch.bool, device="cpu")
-        self._is_moving = torch.zeros(self.num_frames, dtype=torch.bool, device="cpu")
+        self._mover = PageMover(scratch, self._memory, self.page_bytes, self._place, num_workers)
+        self._directory = PageDirectory(self.num_frames, self.page_bytes, max(1, _SEGMENT_BYTES // self.page_bytes))
         self._use = torch.zeros(self.num_frames, dtype=torch.uint8, device="cpu")
         self._num_used_frames = 0
         self._hand = 0
         self._spare = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._num_new = 0
-        self._checksums = torch.zeros(1024, dtype=torch.int64, device="cpu")
+        self._num_new = self._usual_new = 0
         self._slots: dict[int, Slot] = {}
-        self._slot_offsets = torch.zeros(1024, dtype=torch.int64, device="cpu")
-        self._pages_per_slot = max(1, _SEGMENT_BYTES // self.page_bytes)
         self._under_way: list[_Batch] = []
         self._failure: str | None = None
-        self._num_workers = num_workers
-        self._workers: ThreadPoolExecutor | None = None
         self._process_id = os.getpid()
         self.num_pages_read = 0
         """Pages fetched from disk so far."""
@@ -111,9 +100,8 @@ class PageCache:
     @property
     def num_bytes(self) -> int:
         """Memory held by pages and by the directory; frames that were never used cost none."""
-        per_frame = self.page_bytes + self._page_in.itemsize + 3
-        per_page = self._frame_of.nbytes + self._checksums.nbytes
-        return self._num_used_frames * per_frame + per_page
+        per_frame = self.page_bytes + self._directory.bytes_per_frame + self._use.itemsize
+        return self._num_used_frames * per_frame + self._directory.page_entries_bytes
 
     def read(self, positions: Tensor, num_columns: int) -> Tensor:
         """The first `num_columns` elements of these rows, [n, num_columns].
@@ -138,17 +126,17 @@ class PageCache:
             for part, values in zip(positions.split(size), rows.split(size), strict=True):
                 frames = self._locate(part)
                 self._arena.write(frames, part, values)
-                self._is_changed[frames] = True
+                self._directory.is_changed[frames] = True
                 self._empty_ahead()
 
     def prefetch(self, positions: Tensor) -> None:
         """Begins to fetch the pages of these rows, as far as a quarter of the cache holds them."""
         with self.refusing_after_failure():
             pages = torch.unique(positions // self.rows_per_page)
-            pages = pages[pages < self._num_pages]
-            pages = pages[self._frame_of[pages] < 0][: self.num_frames // 4]
+            pages = pages[pages < self._directory.num_pages]
+            pages = pages[self._directory.frame_of[pages] < 0][: self.num_frames // 4]
             if pages.numel():
-                self._admit(pages)
+                self._admit(pages, has_spares=False)  # nobody waits for these; writes of new rows would
 
     @contextmanager
     def refusing_after_failure(self) -> Iterator[None]:
@@ -162,9 +150,8 @@ class PageCache:
 
     def close(self) -> None:
         """Ends the threads. Never raises, except what a thread could not."""
-        if self._workers is not None and self._process_id == os.getpid():
-            self._workers.shutdown(wait=True, cancel_futures=True)
-        self._workers = None
+        if self._process_id == os.getpid():
+            self._mover.close()
         self._failure = self._failure or "it has been closed"
 
     def check_usable(self) -> None:
@@ -186,8 +173,8 @@ class PageCache:
     def _locate(self, positions: Tensor) -> Tensor:
         """The frame of each row, after its page has got there."""
         if positions.numel():
-            self._cover(int(positions.max()) // self.rows_per_page + 1)
-        where = self.rows_per_page, self._frame_of, self._use, self._is_moving
+            self._directory.cover(int(positions.max()) // self.rows_per_page + 1)
+        where = self.rows_per_page, self._directory.frame_of, self._use, self._directory.is_moving
         frames, is_missing, is_moving = locate_rows(positions, *where)
         if is_missing:
             self._admit(torch.unique(positions // self.rows_per_page))
@@ -196,31 +183,28 @@ class PageCache:
             self._wait_until_still(frames)
         return frames
 
-    def _admit(self, pages: Tensor) -> None:
+    def _admit(self, pages: Tensor, *, has_spares: bool = True) -> None:
         """Gives each of these pages (sorted, each once, some without one) a frame, and begins to fetch the others."""
-        frames = self._frame_of[pages]
+        frames = self._directory.frame_of[pages]
         is_missing = frames < 0
         missing = pages[is_missing]
-        leaving = missing[frames[is_missing] == _LEAVING]
+        leaving = missing[frames[is_missing] == LEAVING]
         if leaving.numel():
             self._wait_until_written(leaving)  # what is still being written must not be read
         self._use[frames[~is_missing].long()] = HELD
-        self._swap(self._take_frames(missing.numel()), missing)
-        self._use[self._frame_of[pages].long()] = RECENT
+        self._swap(self._take_frames(missing.numel(), has_spares=has_spares), missing)
+        self._use[self._directory.frame_of[pages].long()] = RECENT
         end = int(pages[-1]) + 1
-        self._num_new += max(0, end - self._num_pages)
-        self._num_pages = max(end, self._num_pages)
-
-    def _cover(self, num_pages: int) -> None:
-        self._frame_of = _covering(self._frame_of, num_pages, _AWAY)
-        self._checksums = _covering(self._checksums, num_pages, 0)
+        self._num_new += max(0, end - self._directory.num_pages)
+        self._directory.num_pages = max(end, self._directory.num_pages)
 
     def _empty_ahead(self) -> None:
-        """Begins to empty as many frames as the last write took for new rows, so that the next one need not wait."""
-        wanted = min(self._num_new, self.num_frames // 8)
+        """Begins to empty as many frames as writes take for new rows, so that the next one need not wait."""
+        self._usual_new = max(self._num_new, self._usual_new * 7 // 8)  # the most of late: some writes take more
         self._num_new = 0
-        if self._num_used_frames == self.num_frames and self._spare.numel() < wanted:
-            taken = self._take_frames(wanted, has_spares=False)
+        needed = min(self._usual_new, self.num_frames // 8) - self._spare.numel()
+        if self._num_used_frames == self.num_frames and needed > 0:
+            taken = self._take_frames(needed, has_spares=False)
             self._swap(taken, torch.full_like(taken, -1))
             self._spare = torch.cat([self._spare, taken])
 
@@ -233,12 +217,12 @@ class PageCache:
             parts.append(self._spare[: count - num_unused])
             self._spare = self._spare[count - num_unused :]
         taken = torch.cat(parts)
-        is_moving = self._is_moving[taken]
+        is_moving = self._directory.is_moving[taken]
         if bool(is_moving.any()):
             self._wait_until_still(taken[is_moving])
         self._use[taken] = HELD
         while taken.numel() < count:
-            cold, self._hand = take_cold_frames(self._use, self._is_moving, self._hand, count - taken.numel())
+            cold, self._hand = take_cold_frames(self._use, self._directory.is_moving, self._hand, count - taken.numel())
             taken = torch.cat([taken, cold])
             if taken.numel() < count:
                 self._finish_batches(lambda _: True)
@@ -249,49 +233,19 @@ class PageCache:
     def _swap(self, frames: Tensor, pages: Tensor) -> None:
         """Begins to put pages, -1 for none, into frames whose own pages leave."""
         self._finish_batches(lambda _: False)
-        leaving = self._page_in[frames]
-        must_write = (leaving >= 0) & self._is_changed[frames]
-        must_read = (pages >= 0) & (pages < self._num_pages)
-        for segment in torch.unique(leaving[must_write] // self._pages_per_slot).tolist():
-            if segment not in self._slots:
-                slot = self._slots[segment] = self._scratch.allocate(self._pages_per_slot * self.page_bytes)
-                self._slot_offsets = _covering(self._slot_offsets, segment + 1, 0)
-                self._slot_offsets[segment] = slot.offset
-        self._frame_of[leaving[leaving >= 0]] = _AWAY
-        self._frame_of[leaving[must_write]] = _LEAVING
-        self._frame_of[pages[pages >= 0]] = frames[pages >= 0].int()
-        self._page_in[frames] = pages
-        self._is_changed[frames] = ~must_read
-        moves = must_write | must_read
-        if not bool(moves.any()):
+        while isinstance(swaps := self._directory.plan(frames, pages), SlotNeeded):
+            slot = self._scratch.allocate(self._directory.pages_per_slot * self.page_bytes)
+            self._slots[swaps.slot] = slot
+            self._directory.set_slot(swaps.slot, slot.offset)
+        if not swaps.frames.numel():
             return
-        self._is_moving[frames[moves]] = True
-        self.num_pages_written += int(must_write.sum())
-        self.num_pages_read += int(must_read.sum())
-        frames, pages = frames[moves], torch.where(must_read, pages, -1)[moves]
-        leaving = torch.where(must_write, leaving, -1)[moves]
-        swaps = PageSwaps(
-            frames,
-            leaving,
-            self._offsets(leaving),
-            pages,
-            self._offsets(pages),
-            torch.zeros_like(frames),
-            self._checksums[pages],
-        )
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(self._num_workers, thread_name_prefix="memwall-rows")
-        futures = [self._workers.submit(self._mover.move, part) for part in swaps.chunks(self._num_workers)]
-        self._under_way.append(_Batch(futures, swaps))
+        self.num_pages_written += int((swaps.leaving >= 0).sum())
+        self.num_pages_read += int((swaps.coming >= 0).sum())
+        self._under_way.append(_Batch(self._mover.begin(swaps), swaps))
 
     def _place(self, page: int) -> tuple[Slot, int]:
-        slot = self._slots[page // self._pages_per_slot]
-        return slot, page % self._pages_per_slot * self.page_bytes
-
-    def _offsets(self, pages: Tensor) -> Tensor:
-        """Where pages are in the file, -1 for none."""
-        offsets = self._slot_offsets[pages // self._pages_per_slot] + pages % self._pages_per_slot * self.page_bytes
-        return torch.where(pages < 0, -1, offsets)
+        pages_per_slot = self._directory.pages_per_slot
+        return self._slots[page // pages_per_slot], page % pages_per_slot * self.page_bytes
 
     def _wait_until_still(self, frames: Tensor) -> None:
         """Returns when none of these frames is moving.
@@ -315,25 +269,8 @@ class PageCache:
         Raises:
             StoreError: a page could not be moved.
         """
-        waiting, self._under_way = self._under_way, []
-        for batch in waiting:
-            swaps = batch.swaps
-            if not all(future.done() for future in batch.futures) and not is_wanted(swaps):
-                self._under_way.append(batch)
-                continue
-            failures = [failure for failure in (future.exception() for future in batch.futures) if failure is not None]
-            if failures:
-                raise failures[0]
-            self._is_moving[swaps.frames] = False
-            left = swaps.leaving[swaps.leaving >= 0]
-            self._checksums[left] = swaps.checksums[swaps.leaving >= 0]
-            self._frame_of[left] = _AWAY
-
-
-def _covering(entries: Tensor, count: int, empty: int) -> Tensor:
-    """Entries of pages or slots, or more of them, so that there are `count`."""
-    if count <= entries.numel():
-        return entries
-    grown = torch.full((max(count, entries.numel() * 3 // 2),), empty, dtype=entries.dtype, device="cpu")
-    grown[: entries.numel()] = entries
-    return grown
+        for batch in self._under_way:
+            if batch.moves.is_done or is_wanted(batch.swaps):
+                batch.moves.finish()
+                self._directory.book(batch.swaps)
+                self._under_way = [other for other in self._under_way if other is not batch]

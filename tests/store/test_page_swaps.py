@@ -30,6 +30,9 @@ class Pages:
             self.memory[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES] = bytes([frame + 1]) * PAGE_BYTES
         self.mover = PageMover(scratch, self.memory, PAGE_BYTES, self.place)
 
+    def move(self, swaps: PageSwaps) -> None:
+        self.mover.begin(swaps).finish()
+
     def place(self, page: int) -> tuple[Slot, int]:
         return self.slot, page * PAGE_BYTES
 
@@ -66,7 +69,9 @@ def pages(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     backend = Another() if request.param == "past another backend" else None
     with ScratchFile(tmp_path, backend=backend) as scratch:
         assert (scratch.system_fd is None) == (request.param == "past another backend" or not scratch.is_direct)
-        yield Pages(scratch)
+        pages = Pages(scratch)
+        yield pages
+        pages.mover.close()
 
 
 def sums(swaps: PageSwaps) -> dict[int, int]:
@@ -82,38 +87,39 @@ def test_what_goes_right_in_c_passes_no_interpreter(tmp_path: Path, monkeypatch:
         pages = Pages(scratch)
         monkeypatch.setattr(PageMover, "_move_one", lambda *_, **__: pytest.fail("a page was moved by itself"))
         out = pages.swaps((0, 0, NONE), (1, 1, NONE))
-        pages.mover.move(out)
-        pages.mover.move(pages.swaps((0, 3, 1), (1, NONE, 0), expected=sums(out)))
+        pages.move(out)
+        pages.move(pages.swaps((0, 3, 1), (1, NONE, 0), expected=sums(out)))
         assert [pages.frame(frame) for frame in (0, 1)] == [2, 1]
+        pages.mover.close()
 
 
 def test_pages_leave_and_come_back_into_other_frames(pages: Pages) -> None:
     out = pages.swaps((0, 3, NONE), (1, 4, NONE), (2, 5, NONE))
-    pages.mover.move(out)
+    pages.move(out)
     assert [pages.on_disk(page) for page in (3, 4, 5)] == [1, 2, 3]
     assert sums(out) == {page: crc32(memoryview(bytes([page - 2]) * PAGE_BYTES)) for page in (3, 4, 5)}
-    pages.mover.move(pages.swaps((5, NONE, 3), (4, NONE, 5), expected=sums(out)))
+    pages.move(pages.swaps((5, NONE, 3), (4, NONE, 5), expected=sums(out)))
     assert [pages.frame(frame) for frame in range(NUM_PAGES)] == [1, 2, 3, 4, 3, 1]
 
 
 def test_a_frame_gives_its_page_up_before_it_takes_another(pages: Pages) -> None:
     first = pages.swaps((0, 0, NONE))
-    pages.mover.move(first)
+    pages.move(first)
     second = pages.swaps((1, 1, 0), expected=sums(first))
-    pages.mover.move(second)
+    pages.move(second)
     assert (pages.frame(1), pages.on_disk(1)) == (1, 2)
-    pages.mover.move(pages.swaps((0, NONE, 1), expected=sums(second)))
+    pages.move(pages.swaps((0, NONE, 1), expected=sums(second)))
     assert pages.frame(0) == 2
 
 
 def test_a_page_that_comes_back_different_is_named_and_what_left_before_it_is_whole(pages: Pages) -> None:
     out = pages.swaps((0, 0, NONE), (1, 1, NONE))
-    pages.mover.move(out)
+    pages.move(out)
     damage = BucketBuffer(PAGE_BYTES)
     damage.memory.fill_(0)
     pages.scratch.write(*pages.place(1), damage.view(PAGE_BYTES), "damage")
     with pytest.raises(OffloadIOError, match="page 1 of a table of rows came back different") as caught:
-        pages.mover.move(pages.swaps((2, 2, 0), (3, 3, 1), (4, 4, NONE), expected=sums(out)))
+        pages.move(pages.swaps((2, 2, 0), (3, 3, 1), (4, 4, NONE), expected=sums(out)))
     assert caught.value.offset == pages.slot.offset + PAGE_BYTES
     # The frame holds what came by then: writing it once more would have put that in the place of the page that left.
     assert [pages.on_disk(page) for page in (2, 3)] == [3, 4]
@@ -124,14 +130,52 @@ def test_a_page_beyond_the_file_is_an_error(pages: Pages) -> None:
     """GIVEN a read that comes back short THEN the store's own door says what is wrong."""
     beyond = NUM_PAGES + 1
     with pytest.raises(StoreError, match="lie outside a slot"):
-        pages.mover.move(
+        pages.move(
             PageSwaps(*(torch.tensor([v]) for v in (0, NONE, NONE, beyond, 1 << 40, 0, 0))),
         )
 
 
-def test_chunks_share_the_memory_of_the_whole() -> None:
-    whole = PageSwaps(*(torch.arange(5) for _ in PageSwaps._fields))
-    parts = whole.chunks(2)
-    assert [part.frames.tolist() for part in parts] == [[0, 1, 2], [3, 4]]
-    parts[1].checksums[0] = 9
-    assert whole.checksums.tolist() == [0, 1, 2, 9, 4]
+def test_many_swaps_at_once_do_not_meet(tmp_path: Path) -> None:
+    """GIVEN more swaps than threads, of several batches WHEN all are under way THEN each page comes back as it was."""
+    with ScratchFile(tmp_path) as scratch:
+        count = 300
+        slot, buffer = scratch.allocate(count * PAGE_BYTES), BucketBuffer(count * PAGE_BYTES)
+        torch.manual_seed(0)
+        memory = torch.frombuffer(buffer.view(count * PAGE_BYTES), dtype=torch.uint8)
+        memory.copy_(torch.randint(256, memory.shape, dtype=torch.uint8))
+        before, mover = (
+            memory.clone(),
+            PageMover(scratch, buffer.view(count * PAGE_BYTES), PAGE_BYTES, lambda page: (slot, page * PAGE_BYTES)),
+        )
+        for _ in range(2):
+            frames = torch.randperm(count)
+            none, offsets = torch.full((count,), NONE), slot.offset + frames * PAGE_BYTES
+            out = PageSwaps(frames, frames, offsets, none, none, torch.zeros_like(frames), none)
+            parts = [PageSwaps(*tensors) for tensors in zip(*(tensor.split(70) for tensor in out), strict=True)]
+            for moves in [mover.begin(part) for part in parts]:
+                moves.finish()
+            memory.zero_()
+            back = PageSwaps(frames, none, none, frames, offsets, torch.zeros_like(frames), out.checksums)
+            moves = mover.begin(back)
+            moves.finish()
+            assert moves.is_done
+            assert torch.equal(memory, before)
+        mover.close()
+
+
+def test_a_mover_closes_with_work_at_hand(pages: Pages) -> None:
+    """Frames can be given back then: no thread touches them any more."""
+    for _ in range(50):
+        pages.mover.begin(pages.swaps((0, 3, NONE), (1, 4, NONE), (2, 5, NONE)))
+    pages.mover.close()
+    pages.mover.close()
+    on_disk = pages.on_disk(3)
+    pages.memory[: 3 * PAGE_BYTES] = bytes(3 * PAGE_BYTES)
+    assert pages.on_disk(3) == on_disk
+
+
+def test_a_frame_that_is_none_is_refused(pages: Pages) -> None:
+    if pages.scratch.system_fd is None or page_swaps._library() is None:
+        pytest.skip("threads in C only")
+    with pytest.raises(IndexError):
+        pages.mover.begin(pages.swaps((NUM_PAGES, 0, NONE)))

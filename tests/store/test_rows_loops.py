@@ -25,8 +25,8 @@ for_both_ways = settings(deadline=None, max_examples=60, suppress_health_check=[
 @pytest.fixture(params=["in C", "by tensors"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "by tensors":
-        monkeypatch.setattr(rows_loops, "_library", lambda: None)
-    elif rows_loops._library() is None:
+        monkeypatch.setattr(rows_loops, "rows_library", lambda: None)
+    elif rows_loops.rows_library() is None:
         pytest.skip("this installation has no library for that")
 
 

@@ -1,0 +1,178 @@
+/* Which pages of a table's rows are to be swapped between frames of memory and a file, and the threads that do it, which
+ * never meet the caller's interpreter: each page with its crc32. What does not go as it should is left to the caller, who
+ * has the words for it.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+uint32_t crc32_of(const uint8_t *bytes, uint64_t num_bytes);
+
+/* What the caller keeps in memory until it is done, all arrays included, which have `count` entries. */
+struct task {
+    int64_t fd;
+    uint8_t *memory;
+    uint64_t page_bytes, count;
+    const int64_t *frames, *out, *in;
+    int64_t *checksums;
+    const int64_t *expected;
+    int64_t num_done;
+    uint64_t is_done;
+    struct task *next;
+};
+
+struct pool {
+    pthread_mutex_t lock;
+    pthread_cond_t has_work, has_result;
+    struct task *first, *last;
+    int is_closing;
+    uint64_t num_threads;
+    pthread_t threads[];
+};
+
+/* For each frame: its page goes to byte `out[i]` of the file, if that is not negative, and its checksum to
+ * `checksums[i]`; then the page at byte `in[i]` comes, if that is not negative, and must have the checksum
+ * `expected[i]`. Returns how many halves of swaps are done, two for each frame: the first that is not ends the task.
+ */
+static int64_t swap_pages(const struct task *task) {
+    int fd = (int)task->fd;
+    int64_t num_bytes = (int64_t)task->page_bytes;
+    for (uint64_t i = 0; i < task->count; i++) {
+        uint8_t *frame = task->memory + (uint64_t)task->frames[i] * task->page_bytes;
+        if (task->out[i] >= 0) {
+            task->checksums[i] = crc32_of(frame, task->page_bytes);
+            if (pwrite(fd, frame, task->page_bytes, task->out[i]) != num_bytes) return (int64_t)(2 * i);
+        }
+        if (task->in[i] >= 0) {
+            if (pread(fd, frame, task->page_bytes, task->in[i]) != num_bytes) return (int64_t)(2 * i + 1);
+            if (crc32_of(frame, task->page_bytes) != (uint32_t)task->expected[i]) return (int64_t)(2 * i + 1);
+        }
+    }
+    return (int64_t)(2 * task->count);
+}
+
+static void *work(void *argument) {
+    struct pool *pool = argument;
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        struct task *task = pool->first;
+        if (pool->is_closing) break;
+        if (!task) {
+            pthread_cond_wait(&pool->has_work, &pool->lock);
+            continue;
+        }
+        pool->first = task->next;
+        pthread_mutex_unlock(&pool->lock);
+        task->num_done = swap_pages(task);
+        pthread_mutex_lock(&pool->lock);
+        __atomic_store_n(&task->is_done, 1, __ATOMIC_RELEASE);
+        pthread_cond_broadcast(&pool->has_result);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return 0;
+}
+
+/* Ends the threads, after the tasks that they are at; those that wait are not done any more. */
+void close_pool(struct pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    pool->is_closing = 1;
+    pthread_cond_broadcast(&pool->has_work);
+    pthread_mutex_unlock(&pool->lock);
+    for (uint64_t i = 0; i < pool->num_threads; i++) pthread_join(pool->threads[i], 0);
+    free(pool);
+}
+
+/* Threads for tasks; null where the system gives none. They take no signals, which are the interpreter's. */
+struct pool *open_pool(uint64_t num_threads) {
+    struct pool *pool = calloc(1, sizeof *pool + num_threads * sizeof(pthread_t));
+    sigset_t all, before;
+    if (!pool) return 0;
+    pthread_mutex_init(&pool->lock, 0);
+    pthread_cond_init(&pool->has_work, 0);
+    pthread_cond_init(&pool->has_result, 0);
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    while (pool->num_threads < num_threads && !pthread_create(&pool->threads[pool->num_threads], 0, work, pool))
+        pool->num_threads++;
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    if (pool->num_threads) return pool;
+    close_pool(pool);
+    return 0;
+}
+
+/* Begins `count` tasks, which lie one after another. */
+void begin_tasks(struct pool *pool, struct task *tasks, uint64_t count) {
+    pthread_mutex_lock(&pool->lock);
+    for (uint64_t i = 0; i < count; i++) {
+        tasks[i].next = 0;
+        if (pool->first) pool->last->next = &tasks[i];
+        else pool->first = &tasks[i];
+        pool->last = &tasks[i];
+    }
+    pthread_mutex_unlock(&pool->lock);
+    for (uint64_t i = 0; i < count; i++) pthread_cond_signal(&pool->has_work);
+}
+
+/* Returns when so many tasks are done. */
+void finish_tasks(struct pool *pool, struct task *tasks, uint64_t count) {
+    pthread_mutex_lock(&pool->lock);
+    for (uint64_t i = 0; i < count; i++)
+        while (!tasks[i].is_done) pthread_cond_wait(&pool->has_result, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+/* What is known of pages and frames; see page_directory.py. */
+typedef struct {
+    int32_t *frame_of;
+    int64_t *checksums, *slot_offsets, *page_in;
+    uint8_t *is_changed, *is_moving;
+    uint64_t num_frames, num_covered, num_offsets, num_pages, pages_per_slot, page_bytes;
+} directory;
+
+enum { AWAY = -1, LEAVING = -2 };
+
+/* Where a page is in the file; -1 for none, and where it has no place. */
+static int64_t offset_of(const directory *of, int64_t page) {
+    uint64_t slot = (uint64_t)page / of->pages_per_slot;
+    if (page < 0 || slot >= of->num_offsets || of->slot_offsets[slot] < 0) return -1;
+    return of->slot_offsets[slot] + (int64_t)((uint64_t)page % of->pages_per_slot * of->page_bytes);
+}
+
+static int must_write(const directory *of, int64_t frame) { return of->page_in[frame] >= 0 && of->is_changed[frame]; }
+
+/* Books that `pages`, -1 for none, take the places of those in `frames`. What must move for that goes to `swaps`: seven
+ * arrays of `count` each, as PageSwaps has them. Returns how many moves there are; or -1 - slot, with nothing done, where
+ * a page must be written whose slot has no place, or INT64_MIN, for what lies outside the arrays. */
+int64_t plan_swaps(const directory *of, const int64_t *frames, const int64_t *pages, uint64_t count, int64_t *swaps) {
+    int64_t *moving = swaps, *leaving = moving + count, *out = leaving + count, *coming = out + count;
+    int64_t *in = coming + count, *checksums = in + count, *expected = checksums + count;
+    int64_t num_moves = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        int is_inside = (uint64_t)frames[i] < of->num_frames && pages[i] < (int64_t)of->num_covered;
+        if (!is_inside || of->page_in[frames[i]] >= (int64_t)of->num_covered) return INT64_MIN;
+        if (must_write(of, frames[i]) && offset_of(of, of->page_in[frames[i]]) < 0)
+            return -1 - of->page_in[frames[i]] / (int64_t)of->pages_per_slot;
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        int64_t frame = frames[i], page = pages[i], old = of->page_in[frame];
+        int writes = must_write(of, frame), reads = page >= 0 && page < (int64_t)of->num_pages;
+        if (old >= 0) of->frame_of[old] = writes ? LEAVING : AWAY;
+        if (page >= 0) of->frame_of[page] = (int32_t)frame;
+        of->page_in[frame] = page;
+        of->is_changed[frame] = !reads;
+        if (!writes && !reads) continue;
+        of->is_moving[frame] = 1;
+        moving[num_moves] = frame;
+        leaving[num_moves] = writes ? old : -1;
+        out[num_moves] = writes ? offset_of(of, old) : -1;
+        coming[num_moves] = reads ? page : -1;
+        in[num_moves] = reads ? offset_of(of, page) : -1;
+        checksums[num_moves] = 0;
+        expected[num_moves] = reads ? of->checksums[page] : 0;
+        num_moves++;
+    }
+    return num_moves;
+}
