@@ -104,6 +104,32 @@ def test_nothing_is_on_disk_while_memory_has_room(tmp_path: Path) -> None:
         assert store.disk_bytes == 16 << 20
 
 
+def test_frames_that_were_emptied_for_new_rows_are_not_taken_by_what_is_read_ahead(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.write(torch.arange(78 * 40), torch.ones(78 * 40, 13))
+        emptied = store._pages._spare.tolist()
+        before = store.bytes_read
+        store.prefetch(torch.arange(78))
+        assert store.bytes_read == before + 4096
+        assert store._pages._spare.tolist() == emptied != []
+
+
+def test_initial_rows_that_are_looked_up_and_then_stepped_are_made_once(tmp_path: Path) -> None:
+    class Counting(InitialRows, frozen=True):
+        def rows(self, ids: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
+            made.append(ids.tolist())
+            return super().rows(ids, num_columns, dtype)
+
+    made: list[list[int]] = []
+    begin = Counting(kind="normal", scale=0.1, seed=3)
+    with RowStore(LAYOUT, begin, directory=tmp_path, cache_bytes=16 * 4096, page_bytes=4096) as store:
+        ids = torch.tensor([3, 9, 4])
+        store.weights(ids).zero_()  # the caller's own
+        assert torch.equal(store.records(ids)[:, :6], INITIAL.rows(ids, 6, torch.float32))
+        store.weights(ids + 1)
+    assert made == [[3, 9, 4], [4, 10, 5]]
+
+
 def test_unchanged_pages_are_not_written_again(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         written = fill(store)
