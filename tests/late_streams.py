@@ -24,12 +24,15 @@ class LateEvent:
     def has_happened(self) -> bool:
         return self.stream.num_done >= self.num_items
 
+    def synchronize(self) -> None:
+        self.stream.device.run_until(self)
+
 
 class LateStream:
     """Work and waits in the order in which they were launched."""
 
     def __init__(self, device: "LateDevice") -> None:
-        self._device = device
+        self.device = device
         self.items: list[Callable[[], object] | LateEvent] = []
         self.num_done = 0
         device.streams.append(self)
@@ -41,15 +44,15 @@ class LateStream:
         return LateEvent(self, len(self.items))
 
     def wait_event(self, event: LateEvent) -> None:
-        names = self._device.names()
-        if (names[self], names[event.stream]) != self._device.dropped_wait:
+        names = self.device.names()
+        if (names[self], names[event.stream]) != self.device.dropped_wait:
             self.launch(event)
 
     def wait_stream(self, other: "LateStream") -> None:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        self._device.run_until(self.record_event())
+        self.device.run_until(self.record_event())
 
     @property
     def next_item(self) -> Callable[[], object] | LateEvent | None:
@@ -62,7 +65,7 @@ class PromptStream(LateStream):
 
     def launch(self, item: Callable[[], object] | LateEvent) -> None:
         super().launch(item)
-        self._device.run_until(self.record_event())
+        self.device.run_until(self.record_event())
 
 
 class LateDevice:

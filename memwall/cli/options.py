@@ -46,8 +46,10 @@ __all__ = [
     "write_json",
 ]
 
-Allowable = Literal["precision", "kernels", "low-bit-offload", "low-bit-optimizer"]
-ALLOWABLE: tuple[Allowable, ...] = ("precision", "kernels", "low-bit-offload", "low-bit-optimizer")
+Allowable = Literal["precision", "kernels", "low-bit-offload", "low-bit-optimizer", "cpu-optimizer-step"]
+ALLOWABLE: tuple[Allowable, ...] = (
+    *("precision", "kernels", "low-bit-offload", "low-bit-optimizer", "cpu-optimizer-step"),
+)
 _RULES_TEXT = ", ".join(BATCH_RULES)
 
 PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}

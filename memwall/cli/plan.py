@@ -28,7 +28,15 @@ from memwall.cli.options import (
     require_writable,
     write_json,
 )
-from memwall.cli.plan_source import Ways, device_trace, here_with_kernels, is_spec, load_source, with_disk
+from memwall.cli.plan_source import (
+    Ways,
+    device_trace,
+    here_with_kernels,
+    is_spec,
+    load_source,
+    with_cpu_step,
+    with_disk,
+)
 from memwall.errors import InfeasibleError, UsageError
 from memwall.integrations.hf_config import config_path
 
@@ -124,15 +132,22 @@ def plan(
             is_padded=choice is not None and choice.is_padded,
             eval_batch=eval_batch,
         )
+    if "cpu-optimizer-step" in allowed and host_bytes:
+        trace, ways = with_cpu_step(trace, ways)
     if "kernels" in allowed and ways.with_kernels is None:
         raise UsageError(
             f"--allow kernels: {source} is a trace, and what kernels do to a step is seen by recording it with them; "
             "plan from the package.module:factory or the config.json, or give --allow kernels to `memwall run`"
         )
-    from memwall.plan.legality import can_pack
+    from memwall.plan.legality import can_pack, can_step_on_cpu
     from memwall.plan.low_bit import why_no_low_bits
 
-    for kind, judge in (("low-bit-offload", can_pack), ("low-bit-optimizer", why_no_low_bits)):
+    judges = (
+        ("low-bit-offload", can_pack),
+        ("low-bit-optimizer", why_no_low_bits),
+        ("cpu-optimizer-step", can_step_on_cpu),
+    )
+    for kind, judge in judges:
         reason = judge(trace, allowed) if kind in allowed else None
         if reason is not None:
             raise UsageError(f"--allow {kind}: {reason}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memwall.trace.records import Trace
     from memwall.trace.workload import Workload
 
-__all__ = ["Ways", "device_trace", "here_with_kernels", "is_spec", "load_source", "with_disk"]
+__all__ = ["Ways", "device_trace", "here_with_kernels", "is_spec", "load_source", "with_cpu_step", "with_disk"]
 
 
 class Ways(NamedTuple):
@@ -121,6 +121,33 @@ def load_source(source: str) -> "Trace":
     from memwall.trace.file import load_trace
 
     return load_trace(path)
+
+
+def with_cpu_step(trace: "Trace", ways: Ways) -> "tuple[Trace, Ways]":
+    """The trace, and those recorded in other ways, with the speed of an optimizer's step on this CPU, measured now."""
+    import msgspec
+
+    from memwall.apply.cpu_speed import cpu_step_bytes_per_second
+
+    speed = cpu_step_bytes_per_second()
+
+    def known(found: "Trace") -> "Trace":
+        machine = msgspec.structs.replace(found.machine, cpu_step_bytes_per_second=speed)
+        return msgspec.structs.replace(found, machine=machine)
+
+    lower, kernels = ways.under_autocast, ways.with_kernels
+    if lower is not None:
+        plain_lower = lower
+        ways = ways._replace(under_autocast=lambda: known(plain_lower()))
+    if kernels is not None:
+        plain_kernels = kernels
+
+        def with_kernels(dtype: str | None) -> "tuple[Trace, FusedKernels | None]":
+            found, action = plain_kernels(dtype)
+            return known(found), action
+
+        ways = ways._replace(with_kernels=with_kernels)
+    return known(trace), ways
 
 
 def with_disk(trace: "Trace", tier: "DiskTier | None") -> "Trace":

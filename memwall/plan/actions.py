@@ -134,19 +134,32 @@ class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="a
 class OptimizerPlacement(
     Struct, frozen=True, kw_only=True, tag_field="kind", tag="optimizer-placement", forbid_unknown_fields=True
 ):
-    """Keeps the optimizer's state on the next tier between steps; a step goes through it bucket by bucket."""
+    """Keeps the optimizer's state on the next tier between steps; a step goes through it bucket by bucket.
+
+    Or it is stepped where it is, by the CPU: then all of it is in host memory, and parameters pass by in its stead.
+    """
 
     tier: Literal["disk", "host"]
     """"host" is pinned memory, for parameters on CUDA; "disk" is for parameters on a CPU."""
     resident_bytes: int
     """Of the state, what stays in memory all the time."""
     bucket_bytes: int
-    """State of so many parameters is read, stepped and written as one; three buckets are in memory during a step."""
+    """State of so many parameters is read, stepped and written as one; three buckets are in memory during a step.
+    Where the CPU steps, so many bytes of parameters are, and none of them is on the device."""
     min_bytes: int
     """Smaller tensors of state stay in memory besides."""
+    stepped_on: Literal["device", "cpu"] = "device"
+    """"device" is where the parameters are; "cpu" is for Adam and AdamW of parameters on CUDA."""
     saved_bytes: int | None = None
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"
+
+    def __post_init__(self) -> None:
+        expected = "bit-exact" if self.stepped_on == "device" else "changes-numerics"
+        if self.exactness != expected:
+            raise ValueError(f"a step on the {self.stepped_on} is {expected}, not {self.exactness}")
+        if self.stepped_on == "cpu" and (self.tier != "host" or self.resident_bytes):
+            raise ValueError("the CPU steps state that is in host memory, and all of it")
 
 
 class LowBitState(Struct, frozen=True, kw_only=True, tag_field="kind", tag="low-bit-state", forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from memwall.plan.actions import Accumulate, AllocatorReuse, OptimizerPlacement
 from memwall.plan.forecast import PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
+from memwall.predict.cpu_step import staging_bytes
 from memwall.predict.cuda_allocator.settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
 from memwall.predict.phases import PhasePeak, evaluation_bytes, phase_peaks, returned_bytes
@@ -38,7 +39,7 @@ def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
     found = _simulated(plan, trace, process)
     if found is None:  # out of memory on a device without end: an allocation larger than any address
         return plan
-    plan = _with_phases(plan, found, process)
+    plan = _with_phases(plan, trace, found, process)
     resume_bytes = plan.forecast.phases["resume"].process_bytes
     if not _state_bytes(plan) or plan.forecast.budget_bytes is None or resume_bytes <= plan.forecast.budget_bytes:
         return plan
@@ -83,7 +84,7 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
     if smallest_bytes is not None:
         alone_bytes = evaluation_bytes(evaluation, steady_step(trace), process.profile)
         smallest_bytes = max(smallest_bytes, process.budget_for(process.base_bytes + alone_bytes))
-    plan = _with_phases(plan, found, process)
+    plan = _with_phases(plan, trace, found, process)
     peak = plan.forecast.peak
     forecast = msgspec.structs.replace(
         plan.forecast,
@@ -126,8 +127,8 @@ def _simulated(
     )
 
 
-def _with_phases(plan: Plan, found: Mapping[str, PhasePeak], process: DeviceModel) -> Plan:
-    away_bytes = _away_bytes(plan)
+def _with_phases(plan: Plan, trace: Trace, found: Mapping[str, PhasePeak], process: DeviceModel) -> Plan:
+    away_bytes = _away_bytes(plan, trace)
     phases = {
         name: PeakBytes(
             allocated_bytes=peak.allocated_bytes,
@@ -153,22 +154,28 @@ def _with_phases(plan: Plan, found: Mapping[str, PhasePeak], process: DeviceMode
     return msgspec.structs.replace(plan, forecast=forecast)
 
 
-def _away_bytes(plan: Plan) -> dict[str, int]:
+def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
     """What a plan adds to host memory, by phase.
 
     Saved tensors: of a batch that is split, those of one part. And the optimizer's state, where that is there between
-    steps: a state dict is a copy of it, and so is what is read to be loaded.
+    steps: a state dict is a copy of it, and so is what is read to be loaded. What a step on the CPU brings down passes
+    through memory that stays.
     """
     split = next((action for action in plan.actions if isinstance(action, Accumulate)), None)
     num_parts = 1 if split is None else split.num_micro_batches // plan.num_micro_batches
     state_bytes = _state_bytes(plan)
-    in_step = (plan.forecast.moved_bytes_per_step - state_bytes) // num_parts + state_bytes
+    staged_bytes = sum(
+        staging_bytes(steady_step(trace), action.bucket_bytes)
+        for action in plan.actions
+        if isinstance(action, OptimizerPlacement) and action.stepped_on == "cpu"
+    )
+    in_step = staged_bytes + (plan.forecast.moved_bytes_per_step - state_bytes) // num_parts + state_bytes
     # What is read to be loaded is in the peak of a resumption already.
     return {
         "first_step": in_step,
         "steady_step": in_step,
-        "eval": state_bytes,
-        "save": 2 * state_bytes,
+        "eval": staged_bytes + state_bytes,
+        "save": staged_bytes + 2 * state_bytes,
         "resume": state_bytes,
     }
 

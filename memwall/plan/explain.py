@@ -10,7 +10,7 @@ from memwall.predict.curve import peak_of
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
-__all__ = ["binding_reasons", "disk_wear", "infeasible_message", "relaxations"]
+__all__ = ["binding_reasons", "disk_wear", "infeasible_message", "relaxations", "slower_on_cpu"]
 
 _SECONDS_PER_DAY = 86_400
 
@@ -37,7 +37,13 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequenc
         )
     for action in actions:
         saved_text = format_bytes(action.saved_bytes or 0)
-        if isinstance(action, OptimizerPlacement):
+        if isinstance(action, OptimizerPlacement) and action.stepped_on == "cpu":
+            reasons.append(
+                f"{saved_text} of optimizer state are in host memory, where the CPU steps it at "
+                f"{format_bytes(trace.machine.cpu_step_bytes_per_second)}/s as measured here: gradients and parameters "
+                "come down in each step and parameters go up, and the CPU rounds otherwise than the device"
+            )
+        elif isinstance(action, OptimizerPlacement):
             where = "disk" if action.tier == "disk" else "host memory"
             reasons.append(f"{saved_text} of optimizer state are read from {where} and written in each step")
         if isinstance(action, LowBitState):
@@ -55,6 +61,21 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequenc
     if uses_disk and trace.machine.disk_engine == "io_uring":
         reasons.append("the disk's speed is that of io_uring, which was measured faster than system calls there")
     return tuple(reasons)
+
+
+def slower_on_cpu(trace: Trace, actions: Sequence[Action], other: OptimizerPlacement) -> tuple[str, ...]:
+    """Why state in host memory passes through the device, though the CPU was allowed to step it.
+
+    Args:
+        other: the step on the CPU.
+    """
+    speed_text = f"{format_bytes(trace.machine.cpu_step_bytes_per_second)}/s as measured here"
+    through = [a for a in actions if isinstance(a, OptimizerPlacement) and a.stepped_on == "device"]
+    return tuple(
+        f"the CPU, at {speed_text}, would make a step {other.cost_seconds or 0.0:.3g} s longer; state through the "
+        f"device makes it {action.cost_seconds or 0.0:.3g} s longer"
+        for action in through
+    )
 
 
 def disk_wear(written_bytes: int, step_seconds: float) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from memwall.predict.call_rules import BlockCalls
 from memwall.predict.half_precision import computes_in_half
 from memwall.predict.treatment import StepModel
+from memwall.trace.build import steady_step
 from memwall.trace.optimizers import JOINT
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
@@ -38,6 +39,8 @@ a class here has read its step.
 """
 
 _WITH_MOMENTS = ("Adam", "AdamW")
+STEPPED_ON_CPU = _WITH_MOMENTS
+"""Optimizers whose fused step on a CPU may take the place of the device's."""
 
 
 def can_recompute(trace: Trace, model: StepModel, block: BlockCalls) -> str | None:
@@ -149,6 +152,25 @@ def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int
     if state_bytes > capacity_bytes:
         tier = "disk" if trace.device == "cpu" else "host memory"
         return f"the state needs {format_bytes(state_bytes)} of {tier}, there are {format_bytes(capacity_bytes)}"
+    return None
+
+
+def can_step_on_cpu(trace: Trace, allow: tuple[str, ...]) -> str | None:
+    """None if the CPU may step a device's parameters, beside their state, else why not."""
+    if "cpu-optimizer-step" not in allow:
+        return "a step on the CPU rounds otherwise than on the device; allow it with --allow cpu-optimizer-step"
+    if trace.device != "cuda":
+        return f"a step is taken to the CPU from CUDA only; the step is for '{trace.device}'"
+    if trace.optimizer not in STEPPED_ON_CPU:
+        names = " and ".join(STEPPED_ON_CPU)
+        return f"only {names} are stepped on the CPU; {trace.optimizer or 'nothing'} steps"
+    others = {s.dtype for s in steady_step(trace).storages if s.category == "gradient"} - {"float32", ""}
+    if others:
+        return f"the CPU steps parameters in float32; here are some in {', '.join(sorted(others))}"
+    if not trace.machine.disk_write_bytes_per_second:
+        return "a step on the CPU has its state in host memory; pass --host SIZE"
+    if not trace.machine.cpu_step_bytes_per_second:
+        return "it is not known how fast the CPU steps: it was not measured"
     return None
 
 

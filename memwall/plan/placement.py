@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from memwall.plan.actions import OptimizerPlacement
-from memwall.plan.legality import can_move_optimizer_state
+from memwall.plan.legality import can_move_optimizer_state, can_step_on_cpu
+from memwall.predict.cpu_step import gradient_bytes, staging_bytes
 from memwall.predict.state_on_disk import (
     NUM_BUFFERS,
     buffer_sizes,
@@ -13,7 +14,7 @@ from memwall.predict.state_on_disk import (
 )
 from memwall.trace.records import Machine, Step, Trace
 
-__all__ = ["CPU_SECONDS_PER_BYTE", "MIN_STATE_BYTES", "bucket_choices", "optimizer_placements", "placed"]
+__all__ = ["CPU_SECONDS_PER_BYTE", "MIN_STATE_BYTES", "bucket_choices", "cpu_step", "optimizer_placements", "placed"]
 
 MIN_STATE_BYTES = 64 << 10
 """Smaller tensors of state stay in memory: a model has many of them, and together they are little."""
@@ -63,6 +64,31 @@ def optimizer_placements(trace: Trace, steady: Step, *, capacity_bytes: int) -> 
     return tuple(found)
 
 
+def cpu_step(trace: Trace, steady: Step, *, capacity_bytes: int, allow: tuple[str, ...]) -> OptimizerPlacement | None:
+    """All of a device's state in host memory, where the CPU steps it; None where that is not legal.
+
+    Args:
+        steady: the step that repeats, as it was recorded.
+        capacity_bytes: host memory that may be used.
+    """
+    state_bytes = movable_state_bytes(steady, MIN_STATE_BYTES)
+    held_bytes = state_bytes + staging_bytes(steady, _BUCKET_BYTES)
+    if can_step_on_cpu(trace, allow) is not None:
+        return None
+    if can_move_optimizer_state(trace, state_bytes, capacity_bytes) is not None or held_bytes > capacity_bytes:
+        return None
+    return OptimizerPlacement(
+        tier="host",
+        resident_bytes=0,
+        bucket_bytes=_BUCKET_BYTES,
+        min_bytes=MIN_STATE_BYTES,
+        stepped_on="cpu",
+        saved_bytes=state_bytes,
+        cost_seconds=_cpu_step_seconds(trace, steady, state_bytes),
+        exactness="changes-numerics",
+    )
+
+
 def bucket_choices(sizes: Sequence[int]) -> tuple[int, int]:
     """Bucket sizes for parameters with so much state: one for the least memory, one for the least time."""
     largest_bytes, share_bytes = max(sizes, default=0), int(sum(sizes) * _BUFFERED_SHARE / NUM_BUFFERS)
@@ -89,7 +115,24 @@ def placed(step: Step, placement: OptimizerPlacement) -> Step:
         resident_bytes=placement.resident_bytes,
         bucket_bytes=placement.bucket_bytes,
         min_bytes=placement.min_bytes,
+        comes_back=placement.stepped_on == "device",
     )
+
+
+def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int) -> float:
+    """What a step takes longer on the CPU than with all state on the device.
+
+    Gradients and parameters come down and parameters go up, which share the link, as in `_seconds`. The CPU reads all
+    of that and the state, and writes parameters and state, while other buckets pass; with the first one's way down and
+    the last one's way up nothing overlaps. The device computes nothing meanwhile.
+    """
+    machine, parameter_bytes = trace.machine, gradient_bytes(steady)
+    down, up = 1 / machine.disk_write_bytes_per_second, 1 / machine.disk_read_bytes_per_second
+    per_byte = 2 * down + up
+    cpu_seconds = (3 * parameter_bytes + 2 * state_bytes) / machine.cpu_step_bytes_per_second
+    edge_seconds = min(_BUCKET_BYTES, parameter_bytes) * per_byte
+    computing_seconds = sum(op.seconds for op in steady.ops if op.phase == "optimizer")
+    return max(0.0, max(parameter_bytes * per_byte, cpu_seconds + edge_seconds) - computing_seconds)
 
 
 def _seconds(trace: Trace, steady: Step, sizes: Sequence[int], away_bytes: int, bucket_bytes: int) -> float:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 from memwall.plan.actions import Action, LowBitState, OptimizerPlacement, ParameterPlacement
 from memwall.plan.legality import can_move_optimizer_state
 from memwall.plan.parameters import parameter_placements, streamed
-from memwall.plan.placement import MIN_STATE_BYTES, optimizer_placements, placed
+from memwall.plan.placement import MIN_STATE_BYTES, cpu_step, optimizer_placements, placed
 from memwall.predict.low_bit_state import with_low_bit_state
 from memwall.predict.state_on_disk import movable_state_bytes
 from memwall.trace.records import Step, Trace
 
-__all__ = ["IN_MEMORY", "Place", "parameters_away", "place_step", "state_away"]
+__all__ = ["IN_MEMORY", "Place", "parameters_away", "place_step", "state_away", "stepped_on_cpu"]
 
 
 class Place(NamedTuple):
@@ -51,6 +51,12 @@ IN_MEMORY = Place()
 def state_away(trace: Trace, steady: Step, *, capacity_bytes: int) -> tuple[Place, ...]:
     """Ways to have the optimizer's state on the next tier, the leanest one first; none where that is not legal."""
     return tuple(Place(state) for state in optimizer_placements(trace, steady, capacity_bytes=capacity_bytes))
+
+
+def stepped_on_cpu(trace: Trace, steady: Step, *, capacity_bytes: int, allow: tuple[str, ...]) -> tuple[Place, ...]:
+    """The way to have a device's state in host memory and step it there, if that is legal."""
+    found = cpu_step(trace, steady, capacity_bytes=capacity_bytes, allow=allow)
+    return () if found is None else (Place(found),)
 
 
 def parameters_away(

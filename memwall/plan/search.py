@@ -13,13 +13,13 @@ from memwall.errors import InfeasibleError, UsageError
 from memwall.plan.actions import FusedKernels
 from memwall.plan.candidate import Candidate, plan_of
 from memwall.plan.device_phases import with_device_phases
-from memwall.plan.explain import infeasible_message, relaxations
+from memwall.plan.explain import infeasible_message, relaxations, slower_on_cpu
 from memwall.plan.fused import kernels_compared
 from memwall.plan.legality import can_autocast, can_pack, can_use_kernels
 from memwall.plan.low_bit import low_bit_state, why_no_low_bits
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.plan.placed_search import PlacedSearch
-from memwall.plan.places import IN_MEMORY, Place, parameters_away, state_away
+from memwall.plan.places import IN_MEMORY, Place, parameters_away, state_away, stepped_on_cpu
 from memwall.plan.planfile import Plan
 from memwall.plan.problem import Problem
 from memwall.plan.relaxations import plan_relaxations
@@ -61,8 +61,8 @@ def plan(
         budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
         disk: directory of the next tier; by default the one measured when the trace was recorded.
         disk_capacity_bytes: the most to take of it; by default all that is free.
-        allow: relaxations: "kernels" round at other points; "precision", "low-bit-offload" and "low-bit-optimizer"
-            change numerics.
+        allow: relaxations: "kernels" round at other points; "precision", "low-bit-offload",
+            "low-bit-optimizer" and "cpu-optimizer-step" change numerics.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.translate), where it is not here.
@@ -158,6 +158,12 @@ class _Search:
         """State in memory, in 8 bits; () where that is not legal."""
         if settings.can_move_state and why_no_low_bits(trace, settings.allow) is None:
             self._low_bit = (Place(low_bit=low_bit_state(trace, self.steady)),)
+        self._on_cpu: tuple[Place, ...] = ()
+        """State in host memory and the step beside it; () where that is not legal."""
+        if settings.can_move_state:
+            self._on_cpu = stepped_on_cpu(
+                trace, self.steady, capacity_bytes=problem.capacity_bytes, allow=settings.allow
+            )
         self._can_pack = can_pack(trace, settings.allow) is None
         self._smallest_bytes: int | None = None
 
@@ -192,8 +198,8 @@ class _Search:
         if exact is not None and not exact.actions:
             return exact
         packed = self._best(packs=True) if self._can_pack else None
-        low_bit = (self._best_at(place, packs=self._can_pack) for place in self._low_bit)
-        lossy = min((one for one in (packed, *low_bit) if one is not None), key=self.seconds_of, default=None)
+        placed = (self._best_at(place, packs=self._can_pack) for place in (*self._low_bit, *self._on_cpu))
+        lossy = min((one for one in (packed, *placed) if one is not None), key=self.seconds_of, default=None)
         if exact is None or lossy is None:
             return exact or lossy
         is_worth_it = self.seconds_of(exact) >= _WORTH_DIGITS * self.seconds_of(lossy)
@@ -241,6 +247,11 @@ class _Search:
         )
         if isinstance(self._process, DeviceModel):
             made = with_device_phases(made, self.trace, self._process)
+        for place in self._on_cpu:
+            assert place.state is not None
+            reasons = slower_on_cpu(self.trace, made.actions, place.state)
+            forecast = msgspec.structs.replace(made.forecast, binding=(*made.forecast.binding, *reasons))
+            made = msgspec.structs.replace(made, forecast=forecast)
         if self.has_margin or self.settings.hardware is None:
             return made
         forecast = msgspec.structs.replace(made.forecast, relaxations=self._relaxations())
@@ -249,7 +260,7 @@ class _Search:
     def smallest_bytes(self) -> int:
         """The smallest budget for which a plan exists, margin included, with every tier that is there."""
         if self._smallest_bytes is None:
-            leanest = (next(iter(self._places), IN_MEMORY), *self._low_bit, *self._last_resorts[-1:])
+            leanest = (next(iter(self._places), IN_MEMORY), *self._low_bit, *self._on_cpu, *self._last_resorts[-1:])
             self._smallest_bytes = min(
                 PlacedSearch(self._problem, place, packs=self._can_pack).smallest_bytes() for place in leanest
             )

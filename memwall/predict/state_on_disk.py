@@ -59,8 +59,14 @@ def buffer_sizes(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
     return max((ring, (max(own, default=0),)), key=sum)
 
 
-def with_state_on_disk(step: Step, *, resident_bytes: int, bucket_bytes: int, min_bytes: int) -> Step:
-    """The step with `resident_bytes` of its movable state in memory, and while the optimizer runs its buffers."""
+def with_state_on_disk(
+    step: Step, *, resident_bytes: int, bucket_bytes: int, min_bytes: int, comes_back: bool = True
+) -> Step:
+    """The step with `resident_bytes` of its movable state in memory, and while the optimizer runs its buffers.
+
+    Args:
+        comes_back: whether state is in memory while it is stepped, and needs buffers there.
+    """
     optimizer_ops = [number for number, op in enumerate(step.ops) if op.phase == "optimizer"]
     away_bytes = movable_state_bytes(step, min_bytes) - resident_bytes
     if not optimizer_ops or away_bytes <= 0:
@@ -86,7 +92,7 @@ def with_state_on_disk(step: Step, *, resident_bytes: int, bucket_bytes: int, mi
             phase="optimizer",
             batched=False,
         )
-        for num_bytes in buffer_sizes(state_sizes(step, min_bytes), bucket_bytes)
+        for num_bytes in (buffer_sizes(state_sizes(step, min_bytes), bucket_bytes) if comes_back else ())
     )
     return msgspec.structs.replace(step, storages=tuple(storages))
 

@@ -10,7 +10,9 @@ import torch
 from figures import untagged, without_unit
 from forecasts import FACTORY, LLAMA, MIB, OPTIONS, OUTLIER, SCHEMA, Run, estimated
 
+from memwall.apply import cpu_speed
 from memwall.cli.app import main
+from memwall.cli.plan_source import Ways, with_cpu_step
 from memwall.plan.planfile import Plan
 from memwall.predict.hardware import hardware_named
 from memwall.trace.file import save_trace
@@ -252,3 +254,62 @@ def test_a_plan_is_made_for_the_worst_batch(
     assert (status, found["fits"], found["worst_batch"]["padded_length"]) == (3, False, OUTLIER)
     assert main(["plan", "t.trace", "--budget", "1GiB", "--worst-batch", "max-length"]) == 2
     assert "--worst-batch: only together with --device NAME" in capsys.readouterr().err
+
+
+def test_a_step_on_the_cpu_is_measured_for_every_way_to_record_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = record(
+        Workload(
+            model=torch.nn.Linear(8, 8),
+            batch=torch.randn(4, 8),
+            loss=lambda model, batch: model(batch).sum(),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters),
+        )
+    )
+    monkeypatch.setattr(cpu_speed, "_NUM_ELEMENTS", 1 << 16)
+    ways = Ways(under_autocast=lambda: trace, with_kernels=lambda _: (trace, None))
+    known, ways = with_cpu_step(trace, ways)
+    assert ways.under_autocast is not None
+    assert ways.with_kernels is not None
+    found = {
+        one.machine.cpu_step_bytes_per_second for one in (known, ways.under_autocast(), ways.with_kernels(None)[0])
+    }
+    assert len(found) == 1
+    assert min(found) > 0
+
+
+STEPPED = """
+import torch
+from memwall.trace.workload import Workload
+
+
+def stepped_by(optimizer):
+    return Workload(
+        model=lambda: torch.nn.Linear(64, 64),
+        batch=lambda: torch.ones(4, 64),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=optimizer,
+    )
+
+
+def adam():
+    return stepped_by(lambda parameters: torch.optim.Adam(parameters))
+
+
+def sgd():
+    return stepped_by(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+"""
+
+
+def test_a_step_on_the_cpu_is_refused_without_host_memory_or_for_another_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_speed, "_NUM_ELEMENTS", 1 << 16)
+    (tmp_path / "training.py").write_text(STEPPED)
+    refused = []
+    for name, more in (("adam", ()), ("sgd", ("--host", "1GiB"))):
+        source = f"{tmp_path / 'training.py'}:{name}"
+        common = ("plan", source, "--device", "l4", "--budget", "1GiB", "--allow", "cpu-optimizer-step")
+        assert main([*common, *more]) == 2
+        refused.append(" ".join(capsys.readouterr().err.split()))
+    assert "a step on the CPU has its state in host memory; pass --host SIZE" in refused[0]
+    assert "only Adam and AdamW are stepped on the CPU; SGD steps" in refused[1]

@@ -93,7 +93,7 @@ def test_commands_and_options_are_pinned() -> None:
         (
             "run --budget 1GiB --allow precision,magic train.py",
             "--allow: 'magic' is not known; expected one or more of precision, kernels, low-bit-offload, "
-            "low-bit-optimizer",
+            "low-bit-optimizer, cpu-optimizer-step",
         ),
         (
             "run --budget 1GiB --disk no/such train.py",

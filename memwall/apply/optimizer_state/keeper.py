@@ -12,9 +12,10 @@ import torch
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.open_on_disk import OpenOnDisk
+from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.on_disk import OptimizerState
-from memwall.apply.optimizer_state.opening import open_optimizer_state, open_pinned_state
+from memwall.apply.optimizer_state.opening import open_cpu_step, open_optimizer_state, open_pinned_state
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.apply.optimizer_state.spaces import DiskSpace
@@ -64,6 +65,7 @@ class StateKeeper:
     ) -> None:
         self._disk, self._capacity_bytes, self._around_step = disk, capacity_bytes, around_step
         self._opened = OpenOnDisk[OptimizerState]()
+        self._on_cpu = OpenOnDisk[CpuStep]()
         self._low_bit: LowBitOptimizerState | None = None
 
     @property
@@ -73,17 +75,18 @@ class StateKeeper:
     @property
     def failure(self) -> MemwallError | None:
         """The first transfer that failed in a step."""
-        return next((kept.failure for kept in (self._state, self._low_bit) if kept and kept.failure), None)
+        every = (self._state, self._on_cpu.held, self._low_bit)
+        return next((kept.failure for kept in every if kept and kept.failure), None)
 
     @property
     def is_away(self) -> bool:
         """Whether state is on disk, or would be if there were any."""
-        return self._state is not None
+        return self._state is not None or self._on_cpu.held is not None
 
     @property
     def away_bytes(self) -> int:
         """State that is on disk now."""
-        return self._state.away_bytes if self._state is not None else 0
+        return sum(kept.away_bytes for kept in (self._state, self._on_cpu.held) if kept is not None)
 
     @property
     def num_low_bit(self) -> int:
@@ -99,6 +102,7 @@ class StateKeeper:
         """
         if self._low_bit is not None:
             return
+        self._on_cpu.close()
         moments = LowBitMoments(optimizer)
         if self._state is not None:
             self._state.on_return = moments.close
@@ -113,6 +117,11 @@ class StateKeeper:
             StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
         """
         self._open_moments()
+        self._on_cpu.close()
+        if action.stepped_on == "cpu":
+            self._opened.close()
+            self._on_cpu.hold(open_cpu_step(optimizer, bucket_bytes=action.bucket_bytes))
+            return
         if self._state is not None and self._state.kept != _KEPT[action.tier]:
             self._opened.close()
         if self._state is not None:
@@ -202,6 +211,7 @@ class StateKeeper:
             StoreError: state cannot be read back, and no step has failed for that reason before.
         """
         self._open_moments()
+        self._on_cpu.close()
         self._opened.close()
 
     def _open_moments(self) -> None:
@@ -211,7 +221,8 @@ class StateKeeper:
 
     def moved_bytes(self) -> tuple[int, int]:
         """Bytes written to disk and read from it since this was asked last."""
-        return self._opened.moved_bytes()
+        kinds = (self._opened.moved_bytes(), self._on_cpu.moved_bytes())
+        return sum(written for written, _ in kinds), sum(read for _, read in kinds)
 
 
 def _lacks_room(optimizer: torch.optim.Optimizer, allocator: AllocatorHandler, budget_bytes: int) -> bool:

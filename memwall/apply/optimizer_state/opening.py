@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.optimizer_state.pinned import PinnedSpace
@@ -18,7 +19,7 @@ from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.units import format_bytes
 
-__all__ = ["open_optimizer_state", "open_pinned_state"]
+__all__ = ["open_cpu_step", "open_optimizer_state", "open_pinned_state"]
 
 _log = logging.getLogger(__name__)
 
@@ -94,19 +95,9 @@ def open_pinned_state(
         ApplyError: the optimizer cannot be stepped in parts, its parameters are on a CPU, or the run is committed.
         StoreError: the host has no room, or the driver does not allow it.
     """
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    if device.type != "cuda":
-        raise ApplyError(
-            f"the plan keeps the {type(optimizer).__name__}'s state in host memory, and its parameters are on {device},"
-            " which pins none: make the plan from a trace of this training"
-        )
-    if kept_space() is not None:
-        raise ApplyError(
-            "each step of this run is committed to disk, and the plan keeps the optimizer's state in host memory, from "
-            "where a commit does not take it; run without the checkpoint, or plan without moving optimizer state"
-        )
+    device = _device_above_host(optimizer)
     inner_step_of(optimizer, kept=PinnedSpace.kept, device=device)
-    space = PinnedSpace(device, limit_bytes=free_memory_bytes() * 9 // 10)
+    space = PinnedSpace(device, limit_bytes=_pinnable_bytes())
     try:
         state = OptimizerState(
             optimizer, space, resident_bytes=resident_bytes, bucket_bytes=bucket_bytes, min_bytes=min_bytes
@@ -123,6 +114,44 @@ def open_pinned_state(
             space.close()
 
     return state, close
+
+
+def open_cpu_step(optimizer: torch.optim.Optimizer, *, bucket_bytes: int) -> tuple[CpuStep, Callable[[], None]]:
+    """Takes the step of an optimizer of CUDA parameters to the CPU, and its state with it.
+
+    Returns:
+        What steps it, and what gives the step and the state back to the device.
+
+    Raises:
+        ApplyError: the optimizer cannot be stepped there, its parameters are there already, or the run is committed.
+    """
+    state = CpuStep(optimizer, _device_above_host(optimizer), bucket_bytes=bucket_bytes, limit_bytes=_pinnable_bytes())
+    _log.info("the optimizer's state is in host memory, where the CPU steps it")
+    return state, state.undo
+
+
+def _pinnable_bytes() -> int:
+    return free_memory_bytes() * 9 // 10
+
+
+def _device_above_host(optimizer: torch.optim.Optimizer) -> torch.device:
+    """The CUDA device of an optimizer whose state is to be in host memory.
+
+    Raises:
+        ApplyError: it has none, or the run is committed.
+    """
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    if device.type != "cuda":
+        raise ApplyError(
+            f"the plan keeps the {type(optimizer).__name__}'s state in host memory, and its parameters are on {device},"
+            " which pins none: make the plan from a trace of this training"
+        )
+    if kept_space() is not None:
+        raise ApplyError(
+            "each step of this run is committed to disk, and the plan keeps the optimizer's state in host memory, from "
+            "where a commit does not take it; run without the checkpoint, or plan without moving optimizer state"
+        )
+    return device
 
 
 def _bring_back(state: OptimizerState) -> None:

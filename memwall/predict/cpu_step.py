@@ -1,0 +1,19 @@
+"""What an optimizer's step on the CPU moves from a device and back, and the pinned memory that passes through."""
+
+from memwall.trace.records import Step
+
+__all__ = ["NUM_STAGES", "gradient_bytes", "staging_bytes"]
+
+NUM_STAGES = 2
+"""One bucket is stepped while the next comes down; the one before goes up from where that comes down to."""
+
+
+def gradient_bytes(step: Step) -> int:
+    """Gradients of a step, which are as large as the parameters they are for."""
+    return sum(storage.nbytes for storage in step.storages if storage.category == "gradient")
+
+
+def staging_bytes(step: Step, bucket_bytes: int) -> int:
+    """Parameters and gradients that are in pinned memory at once; a parameter larger than a bucket is one by itself."""
+    largest_bytes = max((storage.nbytes for storage in step.storages if storage.category == "gradient"), default=0)
+    return 2 * NUM_STAGES * max(min(bucket_bytes, gradient_bytes(step)), largest_bytes)

@@ -1,0 +1,169 @@
+"""A device's optimizer stepped on the CPU, as a plan has it: what that costs, when it is chosen, what is refused."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from plans import on_machine
+from torch import nn
+
+from memwall.plan.actions import Action, OptimizerPlacement
+from memwall.plan.legality import can_step_on_cpu
+from memwall.plan.placement import MIN_STATE_BYTES, cpu_step, optimizer_placements, placed
+from memwall.plan.planfile import Plan
+from memwall.plan.search import Settings, make_plan
+from memwall.predict.cpu_step import NUM_STAGES, gradient_bytes, staging_bytes
+from memwall.predict.curve import live_curve
+from memwall.predict.hardware import Hardware
+from memwall.predict.state_on_disk import movable_state_bytes
+from memwall.predict.translate import recording_for, translated
+from memwall.report.plan_grids import action_grid
+from memwall.trace.build import steady_step
+from memwall.trace.fake import record_fake
+from memwall.trace.records import Trace
+from memwall.trace.workload import Workload
+
+WIDTH, NUM_LAYERS = 1024, 24
+HOST_BYTES = 64 << 30
+MATRIX_BYTES = 4 * WIDTH * WIDTH
+ALLOWED = ("cpu-optimizer-step",)
+FAST, SLOW = 1e12, 1e9
+"""Bytes per second, as of no CPU in particular."""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def traced(hardware: Hardware, optimizer: Any, dtype: torch.dtype = torch.float32) -> Trace:
+    workload = Workload(
+        model=lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(NUM_LAYERS))),
+        batch=lambda: torch.ones(8, WIDTH, dtype=dtype),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=optimizer,
+    )
+    recording = recording_for(hardware)
+    fake = record_fake(workload, target="cuda", workspaces=recording.workspaces, choices=recording.choices())
+    return translated(fake, hardware, host_bytes=HOST_BYTES)
+
+
+@pytest.fixture(scope="module")
+def trace(hardware: Hardware) -> Trace:
+    """A few rows through many matrices, stepped one by one, on a CPU that is fast."""
+    found = traced(hardware, lambda parameters: torch.optim.AdamW(parameters, foreach=False))
+    return on_machine(found, cpu_step_bytes_per_second=FAST)
+
+
+def tight(trace: Trace, hardware: Hardware, *allow: str) -> Plan:
+    """A plan that only state in host memory makes possible."""
+    settings = Settings(budget_bytes=hardware.usable_bytes, hardware=hardware)
+    least = make_plan(on_machine(trace, disk_free_bytes=1), settings).forecast.smallest_feasible_budget_bytes
+    assert least is not None
+    budget_bytes = least - NUM_LAYERS * MATRIX_BYTES
+    return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=budget_bytes, allow=allow))
+
+
+def placement_of(plan: Plan) -> OptimizerPlacement:
+    (found,) = (action for action in plan.actions if isinstance(action, OptimizerPlacement))
+    return found
+
+
+def test_it_is_chosen_where_it_is_faster_and_allowed(trace: Trace, hardware: Hardware) -> None:
+    assert placement_of(tight(trace, hardware)).stepped_on == "device"
+    slow = on_machine(trace, cpu_step_bytes_per_second=SLOW)
+    unchanged = tight(slow, hardware, *ALLOWED)
+    assert placement_of(unchanged).stepped_on == "device"
+    assert any("/s as measured here, would make a step 0.7" in line for line in unchanged.forecast.binding)
+    plan = tight(trace, hardware, *ALLOWED)
+    action = placement_of(plan)
+    assert (action.stepped_on, action.exactness) == ("cpu", "changes-numerics")
+    assert plan.forecast.fits
+    assert any("in host memory, where the CPU steps it at" in line for line in plan.forecast.binding)
+    assert action_grid((action,)).rows[0][0] == "optimizer state to host, stepped on the CPU"
+
+
+def test_it_costs_the_link_three_passes_of_the_parameters_or_the_cpu_seven_whichever_is_longer(trace: Trace) -> None:
+    link = trace.machine.disk_read_bytes_per_second
+    step = steady_step(trace)
+    parameter_bytes, computing = gradient_bytes(step), sum(o.seconds for o in step.ops if o.phase == "optimizer")
+
+    def seconds(speed: float) -> float:
+        machine = on_machine(trace, cpu_step_bytes_per_second=speed)
+        found = cpu_step(machine, step, capacity_bytes=HOST_BYTES, allow=ALLOWED)
+        assert found is not None
+        assert found.cost_seconds is not None
+        return found.cost_seconds + computing
+
+    assert seconds(FAST) == pytest.approx(3 * parameter_bytes / link, rel=1e-6)
+    edge_seconds = 3 * (16 << 20) / link
+    # Biases' state is too small to be counted with what moves.
+    assert seconds(SLOW) == pytest.approx(7 * NUM_LAYERS * MATRIX_BYTES / SLOW + edge_seconds, rel=1e-3)
+    through_device = optimizer_placements(trace, step, capacity_bytes=HOST_BYTES)[-1]
+    whole = max(p.cost_seconds or 0.0 for p in optimizer_placements(trace, step, capacity_bytes=HOST_BYTES))
+    assert through_device.cost_seconds is not None
+    assert seconds(FAST) - computing < whole
+
+
+def test_state_leaves_the_device_and_nothing_comes_in_its_place(trace: Trace) -> None:
+    step = steady_step(trace)
+    action = cpu_step(trace, step, capacity_bytes=HOST_BYTES, allow=ALLOWED)
+    assert action is not None
+    state_bytes = movable_state_bytes(step, MIN_STATE_BYTES)
+    assert action.saved_bytes == state_bytes == 2 * NUM_LAYERS * MATRIX_BYTES
+    before, after = (live_curve(s.storages, len(s.ops), device="cuda") for s in (step, placed(step, action)))
+    assert {was - is_now for was, is_now in zip(before, after, strict=True)} == {state_bytes}
+
+
+def test_the_host_holds_the_state_and_what_passes_through(trace: Trace, hardware: Hardware) -> None:
+    plan = tight(trace, hardware, *ALLOWED)
+    action = placement_of(plan)
+    staged_bytes = staging_bytes(steady_step(trace), action.bucket_bytes)
+    assert staged_bytes == NUM_STAGES * 2 * action.bucket_bytes
+    ample = make_plan(trace, Settings(budget_bytes=hardware.usable_bytes, hardware=hardware))
+    more = {
+        name: (phase.host_bytes or 0) - (ample.forecast.phases[name].host_bytes or 0)
+        for name, phase in plan.forecast.phases.items()
+    }
+    assert more["steady_step"] == (action.saved_bytes or 0) + staged_bytes
+    assert more["save"] == 2 * (action.saved_bytes or 0) + staged_bytes
+    step = steady_step(trace)
+    room_bytes = (action.saved_bytes or 0) + staged_bytes
+    assert cpu_step(trace, step, capacity_bytes=room_bytes, allow=ALLOWED) is not None
+    assert cpu_step(trace, step, capacity_bytes=room_bytes - 1, allow=ALLOWED) is None
+
+
+def test_what_is_not_legal_says_why(trace: Trace, hardware: Hardware) -> None:
+    def reason(changed: Trace, *allow: str) -> str:
+        return can_step_on_cpu(changed, allow) or ""
+
+    assert reason(trace, *ALLOWED) == ""
+    assert "allow it with --allow cpu-optimizer-step" in reason(trace, "precision")
+    assert "from CUDA only; the step is for 'cpu'" in reason(msgspec.structs.replace(trace, device="cpu"), *ALLOWED)
+    assert "only Adam and AdamW" in reason(msgspec.structs.replace(trace, optimizer="SGD"), *ALLOWED)
+    assert "pass --host SIZE" in reason(on_machine(trace, disk_write_bytes_per_second=0.0), *ALLOWED)
+    assert "was not measured" in reason(on_machine(trace, cpu_step_bytes_per_second=0.0), *ALLOWED)
+    lower = traced(hardware, torch.optim.AdamW, torch.bfloat16)
+    assert "in float32; here are some in bfloat16" in reason(lower, *ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"exactness": "bit-exact"}, "a step on the cpu is changes-numerics, not bit-exact"),
+        ({"stepped_on": "device"}, "a step on the device is bit-exact, not changes-numerics"),
+        ({"tier": "disk"}, "the CPU steps state that is in host memory, and all of it"),
+        ({"resident_bytes": 1}, "the CPU steps state that is in host memory, and all of it"),
+    ],
+)
+def test_a_plan_file_that_contradicts_itself_is_refused(changes: dict[str, Any], found: str) -> None:
+    action = OptimizerPlacement(
+        tier="host",
+        resident_bytes=0,
+        bucket_bytes=2,
+        min_bytes=1,
+        stepped_on="cpu",
+        exactness="changes-numerics",
+    )
+    fields = msgspec.to_builtins(action)
+    assert msgspec.convert(fields, Action) == action
+    with pytest.raises(msgspec.ValidationError, match=found):
+        msgspec.convert(fields | changes, Action)
