@@ -71,6 +71,9 @@ class PlacementEffect:
     ) -> None:
         self.name = f"optimizer state on the {action.tier}"
         self.expected = f"between steps no more than {format_bytes(action.resident_bytes)} of state are in memory"
+        if action.stepped_on == "cpu":
+            self.name = "the optimizer's step on the CPU"
+            self.expected = "its state is in host memory, where the CPU steps it"
         self._action, self._keeper, self._optimizer = action, keeper, optimizer
         self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         self._num_foreign = 0

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from memwall.apply.offload_cuda import PinnedArena
+from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.apply.partial_step import Arguments, inner_step_of, step_some
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.plan.legality import STEPPED_ON_CPU
-from memwall.predict.cpu_step import NUM_STAGES
+from memwall.predict.cpu_step import NUM_STAGES, staged_bytes
 from memwall.store.backend import round_up
 from memwall.store.buckets import is_dense
+from memwall.units import format_bytes
 
 __all__ = ["CpuStep"]
 
@@ -70,11 +72,11 @@ class CpuStep:
     Args:
         optimizer: its parameters are dense, in float32 and on `device`.
         bucket_bytes: parameters that are stepped at a time. A larger one is a bucket by itself.
-        limit_bytes: the most to pin.
+        limit_bytes: the most to take of host memory, for state and what passes through.
 
     Raises:
         ApplyError: it cannot be stepped so; nothing has changed then.
-        StoreError: the driver pins no more.
+        StoreError: host memory has no room for the state and what passes through; nothing has changed then.
     """
 
     kept = "in host memory, where it is stepped"
@@ -83,8 +85,9 @@ class CpuStep:
         self, optimizer: torch.optim.Optimizer, device: torch.device, *, bucket_bytes: int, limit_bytes: int
     ) -> None:
         self._inner_step = inner_step_of(optimizer, kept=self.kept, device=device)
-        _check(optimizer)
-        self._optimizer, self._device, self._bucket_bytes = optimizer, device, bucket_bytes
+        self._optimizer, self._device, self.bucket_bytes = optimizer, device, bucket_bytes
+        self._check()
+        self._check_room(limit_bytes)
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._arena = PinnedArena(limit_bytes, chunk_bytes=0)
         self._stages: list[_Stage] = []
@@ -137,7 +140,8 @@ class CpuStep:
                 "an optimizer's step is being captured into a CUDA graph, and the plan has it on the CPU; leave "
                 "optimizer.step() out of the graph, or plan without --allow cpu-optimizer-step"
             )
-        _check(self._optimizer)  # groups may have been added, and gradients become sparse
+        self._check()  # groups may have been added, gradients become sparse, and tensors been moved
+        self._check_state()
         buckets = self._buckets()
         if not buckets:
             return
@@ -155,9 +159,19 @@ class CpuStep:
                 here.done.synchronize()
                 self._step(here, arguments)
                 self._begin_up(here)
+            self._unscale([parameter for members in buckets for _, parameter in members])
         finally:
             compute.wait_stream(self._outward)
             compute.wait_stream(self._inward)
+
+    @torch.no_grad()
+    def _unscale(self, parameters: Sequence[Tensor]) -> None:
+        """What a fused step does to gradients that a scaler left to it, on the device: they have come down by now."""
+        scale, found_inf = (vars(self._optimizer).get(name) for name in _SCALER_TENSORS)
+        if scale is None:
+            return
+        divisor = scale if found_inf is None else torch.where(found_inf == 1, 1.0, scale)
+        torch._foreach_div_([p.grad for p in parameters if p.grad is not None], divisor.to(self._device))
 
     def _begin_down(self, stage: _Stage, members: Sequence[tuple[int, Tensor]]) -> _Down:
         down = _Down(stage, members)
@@ -191,6 +205,8 @@ class CpuStep:
         optimizer = self._optimizer
         whole = optimizer.state
         pairs = [(parameter, twin) for (_, parameter), twin in zip(down.members, down.twins, strict=True)]
+        for parameter, _ in pairs:
+            _lay_alike(parameter, whole[parameter])
         optimizer.state = defaultdict(dict, {twin: whole[parameter] for parameter, twin in pairs})
         try:
             with _as_fused_on_cpu(optimizer):
@@ -206,7 +222,7 @@ class CpuStep:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if not buckets or filled_bytes + parameter.nbytes > self._bucket_bytes:
+                if not buckets or filled_bytes + parameter.nbytes > self.bucket_bytes:
                     buckets.append([])
                     filled_bytes = 0
                 buckets[-1].append((number, parameter))
@@ -214,15 +230,65 @@ class CpuStep:
         return buckets
 
     def _make_stages(self, num_bytes: int) -> None:
+        num_bytes = max(num_bytes, _ALIGNMENT_BYTES)  # parameters may be empty, all of them
         if num_bytes <= self._stage_bytes:
             return
+        self._outward.synchronize()
         self._inward.synchronize()
-        self._stages = []
+        self._stages, self._stage_bytes = [], 0
         self._arena.close()
         self._stages = [_Stage(self._arena.allocate(num_bytes).memory) for _ in range(NUM_STAGES)]
         self._stage_bytes = num_bytes
 
     # -- the state -------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Whether it can be stepped on the CPU.
+
+        Raises:
+            ApplyError: it cannot, or is not known to.
+        """
+        found = _obstacle(self._optimizer, self._device)
+        if found is not None:
+            raise ApplyError(
+                f"the plan steps the {type(self._optimizer).__name__} on the CPU, and {found}; plan without --allow "
+                "cpu-optimizer-step"
+            )
+
+    def _check_room(self, limit_bytes: int) -> None:
+        """Whether host memory has room for state, that which there will be included, and for what passes through.
+
+        Raises:
+            StoreError: it has none.
+        """
+        groups = self._optimizer.param_groups
+        state_bytes = sum(
+            expected_state_bytes(self._optimizer, parameter, group, _ALIGNMENT_BYTES, self._device)
+            for group in groups
+            for parameter in group["params"]
+            if parameter.requires_grad or parameter in self._optimizer.state
+        )
+        sizes = [parameter.nbytes for group in groups for parameter in group["params"]]
+        passing_bytes = staged_bytes(sizes, self.bucket_bytes)
+        if state_bytes + passing_bytes > limit_bytes:
+            raise StoreError(
+                f"the plan steps the {type(self._optimizer).__name__} on the CPU, for which host memory needs room for "
+                f"{format_bytes(state_bytes)} of state and {format_bytes(passing_bytes)} that pass through, and "
+                f"{format_bytes(limit_bytes)} can be had; free host memory, or plan without --allow cpu-optimizer-step"
+            )
+
+    def _check_state(self) -> None:
+        """Whether the state is where it was put.
+
+        Raises:
+            ApplyError: somebody has moved it.
+        """
+        for _, key, value in self._state():
+            if value.device != _CPU:
+                raise ApplyError(
+                    f"the plan steps the {type(self._optimizer).__name__} on the CPU, and its '{key}' is on "
+                    f"{value.device}; leave its state where it is, or plan without --allow cpu-optimizer-step"
+                )
 
     @torch.no_grad()
     def _to_host(self) -> None:
@@ -261,21 +327,14 @@ def _as_fused_on_cpu(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             setattr(optimizer, name, value)
 
 
-def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Whether it can be stepped on the CPU.
-
-    Raises:
-        ApplyError: it cannot, or is not known to.
-    """
-    found = _obstacle(optimizer)
-    if found is not None:
-        raise ApplyError(
-            f"the plan steps the {type(optimizer).__name__} on the CPU, and {found}; plan without --allow "
-            "cpu-optimizer-step"
-        )
+def _lay_alike(parameter: Tensor, state: dict[Any, Any]) -> None:
+    """Lays state in memory as its parameter lies: torch's fused kernel walks through all of them alike."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.size() == parameter.size() and value.stride() != parameter.stride():
+            state[key] = torch.empty_strided(value.size(), parameter.stride(), dtype=value.dtype).copy_(value)
 
 
-def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+def _obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
     if not isinstance(optimizer, tuple(getattr(torch.optim, name) for name in STEPPED_ON_CPU)):
         return f"only {' and '.join(STEPPED_ON_CPU)} are stepped there"
     for group in optimizer.param_groups:
@@ -284,6 +343,9 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         if isinstance(group["lr"], Tensor) and group["lr"].device != _CPU:
             return f"its learning rate is on {group['lr'].device}"
         for parameter in group["params"]:
+            for name, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
+                if tensor is not None and tensor.device != device:
+                    return f"a {name} is on {tensor.device}, not on {device}"
             if parameter.dtype != torch.float32:
                 return f"a parameter is in {parameter.dtype}, not in float32"
             if not is_dense(parameter):

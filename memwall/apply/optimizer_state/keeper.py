@@ -117,6 +117,10 @@ class StateKeeper:
             StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
         """
         self._open_moments()
+        if action.stepped_on == "cpu" and self._on_cpu.held is not None:
+            # All of it is there already, and the device may have no room for it to pass through.
+            self._on_cpu.held.bucket_bytes = action.bucket_bytes
+            return
         self._on_cpu.close()
         if action.stepped_on == "cpu":
             self._opened.close()

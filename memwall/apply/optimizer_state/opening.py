@@ -124,6 +124,7 @@ def open_cpu_step(optimizer: torch.optim.Optimizer, *, bucket_bytes: int) -> tup
 
     Raises:
         ApplyError: the optimizer cannot be stepped there, its parameters are there already, or the run is committed.
+        StoreError: the host has no room.
     """
     state = CpuStep(optimizer, _device_above_host(optimizer), bucket_bytes=bucket_bytes, limit_bytes=_pinnable_bytes())
     _log.info("the optimizer's state is in host memory, where the CPU steps it")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from late_streams import LateDevice, install
@@ -202,6 +203,108 @@ def test_what_is_pinned_are_two_buckets_of_parameters_and_gradients(
     assert (step.bytes_written, step.bytes_read) == (2 * 6 * 32 * KIB, 6 * 32 * KIB)
 
 
+@pytest.mark.parametrize("way", ["the parameter is laid anew", "another order is loaded"])
+def test_moments_that_lie_in_another_order_than_their_parameter_are_stepped_as_ever(
+    way: str, on_cpu: Callable[..., CpuStep]
+) -> None:
+    """The step that is not fused asks each tensor for its strides."""
+    results = []
+    for keep in (lambda _: None, on_cpu):
+        torch.manual_seed(0)
+        conv = torch.nn.Conv2d(3, 4, 5, bias=False)
+        optimizer = torch.optim.AdamW(conv.parameters(), lr=1e-2, foreach=True)
+        if way == "the parameter is laid anew":
+            keep(optimizer)
+        for step in range(4):
+            if step == 2:
+                saved = optimizer.state_dict()
+                conv.to(memory_format=torch.channels_last)
+                if way == "another order is loaded":
+                    optimizer = torch.optim.AdamW(conv.parameters(), lr=1e-2, foreach=True)
+                    keep(optimizer)
+                    optimizer.load_state_dict(saved)
+            conv(torch.randn(2, 3, 5, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(conv.weight.detach())
+    torch.testing.assert_close(*results)
+
+
+def test_after_a_scaled_step_gradients_are_unscaled_as_a_fused_step_leaves_them(on_cpu: Callable[..., CpuStep]) -> None:
+    results = []
+    for keep in (lambda _: None, on_cpu):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(in_groups(model), fused=True)
+        keep(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=1)
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(5, 32), 0).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            gradients = {str(n): p.grad.clone() for n, p in enumerate(model.parameters()) if p.grad is not None}
+            results.append({name: gradient.nan_to_num() for name, gradient in gradients.items()})
+    assert all(same(plain, kept) for plain, kept in zip(results[:3], results[3:], strict=True))
+
+
+def test_empty_parameters_are_stepped_when_only_they_have_gradients(on_cpu: Callable[..., CpuStep]) -> None:
+    empty, other = torch.zeros(0, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.AdamW([empty, other])
+    on_cpu(optimizer)
+    empty.grad = torch.zeros(0)
+    optimizer.step()
+    assert float(optimizer.state[empty]["step"]) == 1
+    assert torch.equal(other, torch.ones(3))
+
+
+def test_a_step_is_possible_after_the_driver_has_refused_to_pin_for_a_larger_one(
+    on_cpu: Callable[..., CpuStep], device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = (torch.zeros(size, requires_grad=True) for size in (KIB, 64 * KIB))
+    optimizer = torch.optim.AdamW([small, large])
+    on_cpu(optimizer)
+    small.grad = torch.ones_like(small)
+    optimizer.step()
+    large.grad = torch.ones_like(large)
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "cudaHostRegister", lambda *_: 1)
+        with pytest.raises(StoreError, match="refuses to pin"):
+            optimizer.step()
+    large.grad = None
+    optimizer.step()
+    assert float(optimizer.state[small]["step"]) == 2
+
+
+def test_host_memory_must_have_room_for_the_state_and_what_passes_through(device: LateDevice) -> None:
+    parameter = torch.zeros(64 * KIB, requires_grad=True)
+    optimizer = torch.optim.AdamW([parameter], amsgrad=True)
+    for number in range(2):  # before there is state, and once there is
+        with pytest.raises(
+            StoreError, match=r"room for 768\.0 KiB of state and 1\.0 MiB that pass through, and 1\.0 KiB"
+        ):
+            CpuStep(optimizer, CPU, bucket_bytes=KIB, limit_bytes=KIB)
+        if number == 0:
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+
+def test_tensors_that_were_moved_to_another_device_are_refused(on_cpu: Callable[..., CpuStep]) -> None:
+    parameter = torch.zeros(4, requires_grad=True)
+    optimizer = torch.optim.AdamW([parameter])
+    on_cpu(optimizer)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    moments = optimizer.state[parameter]
+    moments["exp_avg"] = moments["exp_avg"].to("meta")
+    with pytest.raises(ApplyError, match="and its 'exp_avg' is on meta; leave its state where it is"):
+        optimizer.step()
+    moments["exp_avg"] = torch.zeros(4)
+    optimizer.add_param_group({"params": [torch.zeros(4, device="meta")]})
+    with pytest.raises(ApplyError, match="on the CPU, and a parameter is on meta, not on cpu; plan without"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("make", "found"),
     [
@@ -256,6 +359,25 @@ def test_a_plans_state_is_placed_and_brought_back_between_steps(
     assert not keeper.is_away
     assert not device.registered_bytes
     assert are_equal(train(make, num_steps=4), (model, optimizer.state_dict()))
+
+
+def test_a_plan_that_takes_the_place_of_another_leaves_state_in_host_memory(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_device_above_host", lambda _: CPU)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    keeper = StateKeeper(None, None)
+    keeper.place(optimizer, ACTION)
+    train_step(model, optimizer, 0)
+    before = {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()}
+    pinned_bytes = sum(device.registered_bytes.values())
+    keeper.place(optimizer, msgspec.structs.replace(ACTION, bucket_bytes=1 << 20))
+    train_step(model, optimizer, 1)
+    assert {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()} == before
+    assert sum(device.registered_bytes.values()) > pinned_bytes
+    keeper.bring_back()
+    assert not device.registered_bytes
 
 
 def test_parameters_that_are_on_the_cpu_already_are_refused() -> None:
