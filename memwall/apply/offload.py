@@ -326,10 +326,9 @@ class ActivationOffload:
                 self._begin_load(entry, is_urgent=True)
             buffer, seconds = entry.tier.collect(entry.load)
             self._stall_seconds += seconds
-        saved.mark_read()
-        if is_loaded and entry.num_unread > 0:
             entry.remember(buffer)
-        tensor = saved.view_of(buffer, is_shared=not is_loaded or entry.num_unread > 0)
+        tensor = saved.view_of(buffer)
+        saved.mark_read()
         if is_loaded:  # last: with something queued workers ask for the interpreter, at each operation on tensors here
             self._read_ahead(entry)
         # A range with handles that wait is kept for them while the window has room: the next reader is often near.

@@ -228,16 +228,12 @@ class Saved:
             self._is_read = True
             self.entry.num_unread -= 1
 
-    def view_of(self, buffer: Tensor, *, is_shared: bool) -> Tensor:
-        """The tensor, with its strides, in `buffer`, the bytes of its entry.
-
-        Args:
-            is_shared: other views are made of it, so that all count their writes together.
-        """
+    def view_of(self, buffer: Tensor) -> Tensor:
+        """The tensor, with its strides, in `buffer`, the bytes of its entry; it shares the buffer's version counter."""
         offset_bytes = int(buffer.storage_offset()) + self._offset_bytes
         view = torch.empty(0, dtype=self.dtype, device=buffer.device)
         view.set_(buffer.untyped_storage(), offset_bytes // self.dtype.itemsize, self.shape, self.stride)
-        return _sharing(buffer, view) if is_shared else view
+        return _sharing(buffer, view)
 
 
 def guard_of(tensor: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
  * has the words for it.
  */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
 uint32_t crc32_of(const uint8_t *bytes, uint64_t num_bytes);
@@ -116,12 +118,24 @@ void begin_tasks(struct pool *pool, struct task *tasks, uint64_t count) {
     for (uint64_t i = 0; i < count; i++) pthread_cond_signal(&pool->has_work);
 }
 
-/* Returns when so many tasks are done. */
-void finish_tasks(struct pool *pool, struct task *tasks, uint64_t count) {
+/* Returns how many of so many tasks are done, when all are, or after a tenth of a second: the caller has signals to look
+ * at meanwhile. */
+uint64_t await_tasks(struct pool *pool, struct task *tasks, uint64_t count) {
+    uint64_t num_done = 0;
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += 100 * 1000 * 1000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
     pthread_mutex_lock(&pool->lock);
-    for (uint64_t i = 0; i < count; i++)
-        while (!tasks[i].is_done) pthread_cond_wait(&pool->has_result, &pool->lock);
+    for (int is_late = 0;;) {
+        num_done = 0;
+        for (uint64_t i = 0; i < count; i++) num_done += tasks[i].is_done;
+        if (num_done == count || is_late) break;
+        is_late = pthread_cond_timedwait(&pool->has_result, &pool->lock, &until) == ETIMEDOUT;
+    }
     pthread_mutex_unlock(&pool->lock);
+    return num_done;
 }
 
 /* What is known of pages and frames; see page_directory.py. */
@@ -145,7 +159,7 @@ static int must_write(const directory *of, int64_t frame) { return of->page_in[f
 
 /* Books that `pages`, -1 for none, take the places of those in `frames`. What must move for that goes to `swaps`: seven
  * arrays of `count` each, as PageSwaps has them. Returns how many moves there are; or -1 - slot, with nothing done, where
- * a page must be written whose slot has no place, or INT64_MIN, for what lies outside the arrays. */
+ * a page must be written whose slot has no place, or INT64_MIN, for what lies outside the arrays, or was never written. */
 int64_t plan_swaps(const directory *of, const int64_t *frames, const int64_t *pages, uint64_t count, int64_t *swaps) {
     int64_t *moving = swaps, *leaving = moving + count, *out = leaving + count, *coming = out + count;
     int64_t *in = coming + count, *checksums = in + count, *expected = checksums + count;
@@ -153,6 +167,7 @@ int64_t plan_swaps(const directory *of, const int64_t *frames, const int64_t *pa
     for (uint64_t i = 0; i < count; i++) {
         int is_inside = (uint64_t)frames[i] < of->num_frames && pages[i] < (int64_t)of->num_covered;
         if (!is_inside || of->page_in[frames[i]] >= (int64_t)of->num_covered) return INT64_MIN;
+        if (pages[i] >= 0 && pages[i] < (int64_t)of->num_pages && offset_of(of, pages[i]) < 0) return INT64_MIN;
         if (must_write(of, frames[i]) && offset_of(of, of->page_in[frames[i]]) < 0)
             return -1 - of->page_in[frames[i]] / (int64_t)of->pages_per_slot;
     }

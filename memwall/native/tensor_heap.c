@@ -15,6 +15,8 @@
 #include <unistd.h>
 
 #define HUGE_BYTES (2ull << 20)
+/* Areas of memory that differ in it, of which a process may have 65,530 of all kinds (vm.max_map_count). */
+#define MAX_EDGES 16384u
 #define COMMIT_BYTES (64u << 20) /* address space is made writable in steps */
 #define NODES_PER_SLAB 1024u
 
@@ -46,6 +48,8 @@ struct Heap {
     Node **node_at;        /* by the first page of a block */
     uint8_t *is_resident;  /* by page */
     uint8_t *is_cut;       /* by huge page: faults bring in single pages */
+    uint64_t num_edges;    /* between cut ones and others */
+    int is_all_cut;        /* for good: huge pages are of another size, or there were too many edges */
     uint64_t num_resident, num_live, peak_resident, peak_live, num_fresh, num_returned, num_blocks;
 };
 
@@ -83,8 +87,11 @@ Heap *heap_create(uint64_t reserved_bytes, int is_dry) {
         heap_destroy(heap);
         return NULL;
     }
+    /* With larger pages huge ones are larger too: 32 or 512 MiB on arm64. */
+    heap->is_all_cut = heap->page_bytes != 4096;
     /* Kernels without huge pages refuse this, here and below, which is fine. */
-    if (!is_dry) madvise(heap->base, heap->num_reserved * heap->page_bytes, MADV_HUGEPAGE);
+    if (!is_dry)
+        madvise(heap->base, heap->num_reserved * heap->page_bytes, heap->is_all_cut ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
     return heap;
 }
 
@@ -185,9 +192,14 @@ static char *address_of(const Heap *heap, uint64_t page) { return heap->base + p
 /* From now on the huge pages [first, end) come as such, or page by page. */
 static void set_cut(Heap *heap, uint64_t first, uint64_t end, int is_cut) {
     uint64_t step = pages_in_huge(heap);
+    if (heap->is_all_cut) return;
     while (first < end) {
         uint64_t last = first; /* one call for each run that is not as it should be */
         while (last < end && heap->is_cut[last] != is_cut) heap->is_cut[last++] = (uint8_t)is_cut;
+        if (last > first && first && heap->is_cut[first - 1] == is_cut) heap->num_edges--;
+        else if (last > first && first) heap->num_edges++;
+        if (last > first && heap->is_cut[last] == is_cut) heap->num_edges--;
+        else if (last > first) heap->num_edges++;
         if (last > first && !heap->is_dry) {
             uint64_t stop = last * step < heap->num_reserved ? last * step : heap->num_reserved;
             madvise(address_of(heap, first * step), (stop - first * step) * heap->page_bytes,
@@ -195,15 +207,21 @@ static void set_cut(Heap *heap, uint64_t first, uint64_t end, int is_cut) {
         }
         first = last + 1;
     }
+    if (heap->num_edges <= MAX_EDGES) return;
+    heap->is_all_cut = 1;
+    if (!heap->is_dry) madvise(heap->base, heap->num_reserved * heap->page_bytes, MADV_NOHUGEPAGE);
 }
 
+static int may_be_huge(const Heap *heap, uint64_t huge) { return heap->is_all_cut || !heap->is_cut[huge]; }
+
 /* Gives the memory of pages [begin, end) back; -1 where the system refuses (mlockall). Of a huge page that is mapped in
- * part the system would keep all, so it is split first, which MADV_FREE does (mm/madvise.c, madvise_free_huge_pmd). What
- * came ahead of the books at the end of the heap goes too. */
+ * part the system would keep all, so it is split first, which MADV_FREE does (mm/madvise.c, madvise_free_huge_pmd). Of one
+ * that a disk reads just then, or that a forked child shares, the kernel keeps the rest until memory is short. What came
+ * ahead of the books at the end of the heap goes too. */
 static int return_pages(Heap *heap, uint64_t begin, uint64_t end) {
     uint64_t step = pages_in_huge(heap), first = begin / step, last = (end - 1) / step;
     if (end == heap->top) end = (last + 1) * step < heap->num_reserved ? (last + 1) * step : heap->num_reserved;
-    int has_part = (begin % step && !heap->is_cut[first]) || (end % step && !heap->is_cut[last]);
+    int has_part = (begin % step && may_be_huge(heap, first)) || (end % step && may_be_huge(heap, last));
     set_cut(heap, first, last + 1, 1);
     if (heap->is_dry) return 0;
     uint64_t nbytes = (end - begin) * heap->page_bytes;
@@ -265,6 +283,7 @@ static void make_room(Heap *heap, uint64_t wanted, uint64_t num_used) {
 /* Huge pages that a block covers, and of which nothing is resident, come as such again. */
 static void mend_cut(Heap *heap, const Node *node) {
     uint64_t step = pages_in_huge(heap), end = ((uint64_t)node->page + node->num_pages) / step;
+    if (heap->is_all_cut) return;
     for (uint64_t huge = (node->page + step - 1) / step; huge < end; huge++)
         if (heap->is_cut[huge] && !count_resident(heap, (uint32_t)(huge * step), (uint32_t)step))
             set_cut(heap, huge, huge + 1, 0);

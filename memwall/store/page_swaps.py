@@ -7,13 +7,14 @@ the system's own, go through the store's one door, which tries again or says wha
 
 import ctypes
 import functools
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from memwall.errors import OffloadIOError
+from memwall.errors import OffloadIOError, StoreError
 from memwall.native import load_library
 from memwall.store.checksum import crc32
 from memwall.store.scratch import ScratchFile, Slot
@@ -23,6 +24,7 @@ __all__ = ["Moves", "PageMover", "PageSwaps", "pages_library"]
 
 _SWAPS_PER_TASK = 16
 """Waking a thread takes the training thread's time, as much as some pages do."""
+_STALL_SECONDS = 60.0
 
 Place = Callable[[int], tuple[Slot, int]]
 """Of a page, the slot that it has a place in, and where there."""
@@ -56,6 +58,7 @@ class Moves(Protocol):
 
         Raises:
             OffloadIOError: a transfer failed, or a page came back different.
+            StoreError: the disk stands still.
         """
         ...
 
@@ -184,7 +187,16 @@ class _MovesInC:
         return all(task.is_done for task in self._tasks)
 
     def finish(self) -> None:
-        self._library.finish_tasks(self._pool, self._tasks, len(self._tasks))
+        num_done, since = -1, time.monotonic()
+        while num_done < len(self._tasks):
+            before, num_done = num_done, self._library.await_tasks(self._pool, self._tasks, len(self._tasks))
+            if num_done > before:
+                since = time.monotonic()
+            elif time.monotonic() - since > _STALL_SECONDS:
+                raise StoreError(
+                    f"the disk with the rows of a table has finished nothing for {_STALL_SECONDS:.0f} s; look at the "
+                    "kernel log (dmesg) and give another directory"
+                )
         self._complete([task.num_done for task in self._tasks])
 
 
@@ -217,7 +229,7 @@ def pages_library() -> ctypes.CDLL | None:
         "open_pool": (pointer, (number,)),
         "close_pool": (None, (pointer,)),
         "begin_tasks": (None, (pointer, pointer, number)),
-        "finish_tasks": (None, (pointer, pointer, number)),
+        "await_tasks": (number, (pointer, pointer, number)),
         "plan_swaps": (ctypes.c_int64, (pointer, pointer, pointer, number, pointer)),
     }
     return load_library("pages", signatures)

@@ -111,6 +111,7 @@ class RowStore:
         self._index = RowIndex()
         self._recent: list[tuple[Tensor, Tensor, int]] = []
         self._begun: tuple[Tensor, Tensor] | None = None
+        self._max_begun_bytes = cache_bytes // 16
         # Pages are smaller than the blocks that engines race with, and many go in a call.
         backend = backend if backend is not None else SystemBackend()
         self._scratch = ScratchFile(directory, backend=backend, capacity_bytes=capacity_bytes, step_bytes=1 << 24)
@@ -135,8 +136,9 @@ class RowStore:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory held: records, and where they are."""
-        return self._pages.num_bytes + self._index.num_bytes
+        """Memory held: records, where they are, and how new ones begin."""
+        begun_bytes = sum(part.nbytes for part in self._begun or ())
+        return self._pages.num_bytes + self._index.num_bytes + begun_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -182,6 +184,7 @@ class RowStore:
         Raises:
             StoreError: no room on disk, or a transfer failed; the store refuses further work then.
         """
+        self._begun = None
         with self._pages.refusing_after_failure():
             positions = self._find(ids)
             is_new = positions < 0
@@ -237,9 +240,11 @@ class RowStore:
         found = torch.empty(ids.numel(), num_columns, dtype=self.layout.torch_dtype, device="cpu")
         new_ids = ids[is_new]
         num_weights = self.layout.num_weights
-        if self._begun is None or not torch.equal(self._begun[0], new_ids):  # they are looked up, and then stepped
+        if self._begun is None or not torch.equal(self._begun[0], new_ids):
             self._begun = new_ids, self.initial.rows(new_ids, num_weights, self.layout.torch_dtype)
         begun = self._begun[1]
+        if begun.nbytes > self._max_begun_bytes:  # kept where rows are looked up, and then stepped
+            self._begun = None
         if num_columns > num_weights:
             begun = torch.cat([begun, self.layout.initial_state(new_ids.numel())], dim=1)
         found[is_new] = begun

@@ -155,8 +155,10 @@ class WorkState:
                     self.work_added.wait()
                     continue
                 self.has_looker = True
-                self.work_added.wait(_LOOK_SECONDS)
-                self.has_looker = False
+                try:
+                    self.work_added.wait(_LOOK_SECONDS)
+                finally:
+                    self.has_looker = False
                 num_looks += 1
             piece = self.pieces[0]
             start, piece.num_taken_bytes = piece.num_taken_bytes, piece.num_taken_bytes + self.block_bytes

@@ -121,6 +121,39 @@ def test_a_block_that_covers_returned_huge_pages_has_them_again() -> None:
         assert mapped_bytes(first, "AnonHugePages") == 2 * HUGE + 6 * MIB
 
 
+def num_areas(base: int, reserved_bytes: int) -> int:
+    """Areas of address space that the kernel tells apart in a heap."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(base <= int(line.partition("-")[0], 16) < base + reserved_bytes for line in lines)
+
+
+@needs_huge_pages
+def test_gaps_do_not_use_up_the_areas_that_a_process_may_have() -> None:
+    """GIVEN so many gaps that a kernel's limit would be near WHEN there are more THEN all comes page by page."""
+    library = heap_library()
+    assert library is not None
+    reserved_bytes = 1 << 36
+    handle = library.heap_create(reserved_bytes, 0)
+    heap = TensorHeap(library, handle)
+    blocks = [heap.allocate(HUGE) for _ in range(18_000)]  # nothing is in them: no memory is taken
+    assert blocks[0] is not None
+    try:
+        for address in blocks[:1000:2]:
+            assert address is not None
+            heap.free(address)
+        heap.trim()
+        assert 900 < num_areas(blocks[0], reserved_bytes) < 1100
+        for address in blocks[1000::2]:
+            assert address is not None
+            heap.free(address)
+        heap.trim()
+        assert num_areas(blocks[0], reserved_bytes) < 10
+        ctypes.memset(blocks[1], 1, HUGE)
+        assert heap.allocate(HUGE) == blocks[0]
+    finally:
+        library.heap_destroy(handle)
+
+
 _HALF_RETURNED = """
 import ctypes, mmap, sys
 from memwall.predict.tensor_heap import TensorHeap, heap_library

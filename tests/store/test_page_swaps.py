@@ -1,5 +1,6 @@
 """Pages swapped in C and page by page: the same bytes, the same errors."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,3 +180,23 @@ def test_a_frame_that_is_none_is_refused(pages: Pages) -> None:
         pytest.skip("threads in C only")
     with pytest.raises(IndexError):
         pages.mover.begin(pages.swaps((NUM_PAGES, 0, NONE)))
+
+
+def test_who_waits_for_a_disk_that_stands_still_looks_up_and_at_last_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a task that nobody does WHEN it is waited for THEN C returns ten times a second, and time runs out."""
+    library = page_swaps.pages_library()
+    if library is None:
+        pytest.skip("this installation has no library for that")
+    pool = library.open_pool(1)
+    tasks = (page_swaps._Task * 1)()
+    try:
+        begin = time.monotonic()
+        assert library.await_tasks(pool, tasks, 1) == 0
+        assert 0.05 < time.monotonic() - begin < 5.0
+        monkeypatch.setattr(page_swaps, "_STALL_SECONDS", 0.05)
+        with pytest.raises(StoreError, match="has finished nothing for 0 s"):
+            page_swaps._MovesInC(library, pool, tasks, lambda _: None).finish()
+        tasks[0].is_done = 1
+        assert library.await_tasks(pool, tasks, 1) == 1
+    finally:
+        library.close_pool(pool)

@@ -114,6 +114,18 @@ def test_frames_that_were_emptied_for_new_rows_are_not_taken_by_what_is_read_ahe
         assert store._pages._spare.tolist() == emptied != []
 
 
+def test_initial_rows_of_a_lookup_are_counted_and_kept_no_longer_than_to_the_step(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        few, many = torch.arange(100), torch.arange(100, 5000)
+        before = store.memory_bytes
+        records = store.records(few)
+        assert store.memory_bytes == before + few.nbytes + 4 * 6 * 100
+        store.write(few[:1], records[:1])
+        assert store._begun is None
+        store.weights(many)  # more than a sixteenth of the cache
+        assert store._begun is None
+
+
 def test_initial_rows_that_are_looked_up_and_then_stepped_are_made_once(tmp_path: Path) -> None:
     class Counting(InitialRows, frozen=True):
         def rows(self, ids: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
