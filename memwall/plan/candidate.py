@@ -59,7 +59,7 @@ def plan_of(
         smallest_budget_bytes: for which any plan exists.
     """
     steady_seconds = step_seconds(steady)
-    held_bytes = found.moved_bytes // found.num_parts + found.place.away_bytes
+    held_bytes = found.moved_bytes // found.num_parts + found.place.held_bytes
     peak = PeakBytes(
         allocated_bytes=found.live_bytes,
         reserved_bytes=process.reserved_bytes(found.process_bytes),

@@ -8,7 +8,7 @@ from memwall.plan.actions import Accumulate, AllocatorReuse, OptimizerPlacement
 from memwall.plan.forecast import PeakBytes
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
-from memwall.predict.cpu_step import staging_bytes
+from memwall.predict.cpu_step import gradient_bytes, staging_bytes
 from memwall.predict.cuda_allocator.settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
 from memwall.predict.phases import PhasePeak, evaluation_bytes, phase_peaks, returned_bytes
@@ -164,12 +164,11 @@ def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
     split = next((action for action in plan.actions if isinstance(action, Accumulate)), None)
     num_parts = 1 if split is None else split.num_micro_batches // plan.num_micro_batches
     state_bytes = _state_bytes(plan)
-    staged_bytes = sum(
-        staging_bytes(steady_step(trace), action.bucket_bytes)
-        for action in plan.actions
-        if isinstance(action, OptimizerPlacement) and action.stepped_on == "cpu"
-    )
-    in_step = staged_bytes + (plan.forecast.moved_bytes_per_step - state_bytes) // num_parts + state_bytes
+    steady, staged_bytes, passing_bytes = steady_step(trace), 0, state_bytes
+    for action in plan.actions:
+        if isinstance(action, OptimizerPlacement) and action.stepped_on == "cpu":
+            staged_bytes, passing_bytes = staging_bytes(steady, action.bucket_bytes), 2 * gradient_bytes(steady)
+    in_step = staged_bytes + (plan.forecast.moved_bytes_per_step - passing_bytes) // num_parts + state_bytes
     # What is read to be loaded is in the peak of a resumption already.
     return {
         "first_step": in_step,

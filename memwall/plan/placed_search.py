@@ -206,7 +206,7 @@ class PlacedSearch:
                 write_bytes_per_second=machine.disk_write_bytes_per_second / num_parts,
                 read_bytes_per_second=machine.disk_read_bytes_per_second / num_parts,
                 window_bytes=WINDOW_BYTES,
-                capacity_bytes=self._problem.capacity_bytes - self._place.away_bytes,
+                capacity_bytes=self._problem.capacity_bytes - self._place.held_bytes,
             )
         return menus, build_instance(model, menus, budget_bytes=0, device=self._trace.device, link=link)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from memwall.plan.actions import OptimizerPlacement
 from memwall.plan.legality import can_move_optimizer_state, can_step_on_cpu
-from memwall.predict.cpu_step import gradient_bytes, staging_bytes
+from memwall.predict.cpu_step import gradient_bytes, pipelined_seconds, staging_bytes
 from memwall.predict.state_on_disk import (
     NUM_BUFFERS,
     buffer_sizes,
@@ -26,6 +26,8 @@ _MIN_BUCKET_BYTES = 2 << 20
 _BUFFERED_SHARE = 1 / 3
 # Parts of the state that stay in memory; the first one frees most.
 _RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75)
+# Where the CPU steps, it has all of the state; the counter of a parameter's steps is no larger, and is left out.
+_MIN_STEPPED_BYTES = 16
 CPU_SECONDS_PER_BYTE = 0.25e-9
 """A worker's checksum, system call and hand-over for each byte read or written, beside the computation on the same
 cores: 0.17 s for 671 MB (two cores, torch 2.13, 2026-11-21)."""
@@ -71,7 +73,7 @@ def cpu_step(trace: Trace, steady: Step, *, capacity_bytes: int, allow: tuple[st
         steady: the step that repeats, as it was recorded.
         capacity_bytes: host memory that may be used.
     """
-    state_bytes = movable_state_bytes(steady, MIN_STATE_BYTES)
+    state_bytes = movable_state_bytes(steady, _MIN_STEPPED_BYTES)
     held_bytes = state_bytes + staging_bytes(steady, _BUCKET_BYTES)
     if can_step_on_cpu(trace, allow) is not None:
         return None
@@ -81,7 +83,7 @@ def cpu_step(trace: Trace, steady: Step, *, capacity_bytes: int, allow: tuple[st
         tier="host",
         resident_bytes=0,
         bucket_bytes=_BUCKET_BYTES,
-        min_bytes=MIN_STATE_BYTES,
+        min_bytes=_MIN_STEPPED_BYTES,
         stepped_on="cpu",
         saved_bytes=state_bytes,
         cost_seconds=_cpu_step_seconds(trace, steady, state_bytes),
@@ -123,16 +125,21 @@ def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int) -> float:
     """What a step takes longer on the CPU than with all state on the device.
 
     Gradients and parameters come down and parameters go up, which share the link, as in `_seconds`. The CPU reads all
-    of that and the state, and writes parameters and state, while other buckets pass; with the first one's way down and
-    the last one's way up nothing overlaps. The device computes nothing meanwhile.
+    of that and the state, and writes parameters and state, while other buckets pass. The device computes nothing
+    meanwhile.
     """
-    machine, parameter_bytes = trace.machine, gradient_bytes(steady)
-    down, up = 1 / machine.disk_write_bytes_per_second, 1 / machine.disk_read_bytes_per_second
-    per_byte = 2 * down + up
-    cpu_seconds = (3 * parameter_bytes + 2 * state_bytes) / machine.cpu_step_bytes_per_second
-    edge_seconds = min(_BUCKET_BYTES, parameter_bytes) * per_byte
-    computing_seconds = sum(op.seconds for op in steady.ops if op.phase == "optimizer")
-    return max(0.0, max(parameter_bytes * per_byte, cpu_seconds + edge_seconds) - computing_seconds)
+    machine = trace.machine
+    state_share = state_bytes / max(1, gradient_bytes(steady))
+    # Gradients are made from the last parameter to the first, and parameters stepped from the first to the last.
+    sizes = [storage.nbytes for storage in reversed(steady.storages) if storage.category == "gradient"]
+    seconds = pipelined_seconds(
+        sizes,
+        _BUCKET_BYTES,
+        down_seconds=2 / machine.disk_write_bytes_per_second,
+        up_seconds=1 / machine.disk_read_bytes_per_second,
+        cpu_seconds=(3 + 2 * state_share) / machine.cpu_step_bytes_per_second,
+    )
+    return max(0.0, seconds - sum(op.seconds for op in steady.ops if op.phase == "optimizer"))
 
 
 def _seconds(trace: Trace, steady: Step, sizes: Sequence[int], away_bytes: int, bucket_bytes: int) -> float:

@@ -7,6 +7,7 @@ from memwall.plan.actions import Action, LowBitState, OptimizerPlacement, Parame
 from memwall.plan.legality import can_move_optimizer_state
 from memwall.plan.parameters import parameter_placements, streamed
 from memwall.plan.placement import MIN_STATE_BYTES, cpu_step, optimizer_placements, placed
+from memwall.predict.cpu_step import gradient_bytes, staging_bytes
 from memwall.predict.low_bit_state import with_low_bit_state
 from memwall.predict.state_on_disk import movable_state_bytes
 from memwall.trace.records import Step, Trace
@@ -22,6 +23,10 @@ class Place(NamedTuple):
     """Only where all of the state is away, too."""
     low_bit: LowBitState | None = None
     """State in memory, with fewer digits."""
+    staging_bytes: int = 0
+    """Where the CPU steps: host memory through which parameters and gradients pass."""
+    lowered_bytes: int = 0
+    """Where the CPU steps: parameters and gradients that come down in a step."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -39,10 +44,19 @@ class Place(NamedTuple):
         return sum(action.saved_bytes or 0 for action in (self.state, self.parameters) if action is not None)
 
     @property
+    def held_bytes(self) -> int:
+        """What the next tier holds."""
+        return self.away_bytes + self.staging_bytes
+
+    @property
     def written_bytes(self) -> int:
-        """What each step writes: state once, parameters once, gradients as often as they are added to."""
-        state_bytes = 0 if self.state is None else self.state.saved_bytes or 0
-        return state_bytes + (0 if self.parameters is None else self.parameters.written_bytes)
+        """What each step writes: state once, parameters once, gradients as often as they are added to.
+
+        Where the CPU steps, state stays and they come down in its stead.
+        """
+        passes = self.state is not None and self.state.stepped_on == "device"
+        state_bytes = (self.state.saved_bytes or 0) if self.state is not None and passes else 0
+        return self.lowered_bytes + state_bytes + (0 if self.parameters is None else self.parameters.written_bytes)
 
 
 IN_MEMORY = Place()
@@ -56,7 +70,10 @@ def state_away(trace: Trace, steady: Step, *, capacity_bytes: int) -> tuple[Plac
 def stepped_on_cpu(trace: Trace, steady: Step, *, capacity_bytes: int, allow: tuple[str, ...]) -> tuple[Place, ...]:
     """The way to have a device's state in host memory and step it there, if that is legal."""
     found = cpu_step(trace, steady, capacity_bytes=capacity_bytes, allow=allow)
-    return () if found is None else (Place(found),)
+    if found is None:
+        return ()
+    staged_bytes, lowered_bytes = staging_bytes(steady, found.bucket_bytes), 2 * gradient_bytes(steady)
+    return (Place(found, staging_bytes=staged_bytes, lowered_bytes=lowered_bytes),)
 
 
 def parameters_away(
