@@ -22,7 +22,7 @@ from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.plan.actions import AllocatorReuse, ParameterPlacement
 from memwall.plan.blocks import find_blocks
-from memwall.plan.legality import can_autocast, can_pack, can_step_on_cpu
+from memwall.plan.legality import can_autocast, can_pack
 from memwall.plan.low_bit import why_no_low_bits
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings, steady_step
@@ -142,9 +142,6 @@ class LivePlan:
         reason = why_no_low_bits(self.trace, allow) if "low-bit-optimizer" in allow else None
         if reason is not None:
             _log.warning("no optimizer state is kept in 8 bits: %s", reason)
-        reason = can_step_on_cpu(self.trace, allow) if "cpu-optimizer-step" in allow else None
-        if reason is not None:
-            _log.warning("the optimizer steps where its parameters are: %s", reason)
         try:
             self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizers), self.allocator)
         except InfeasibleError:

@@ -24,6 +24,7 @@ from memwall.apply.redo import Redo
 from memwall.apply.step_borders import StepBorders
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError, PlanError, UsageError
 from memwall.plan.actions import Accumulate
+from memwall.plan.legality import require_no_cpu_step
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings
 from memwall.trace.meter import meter_of
@@ -63,6 +64,7 @@ class Session:
                 f"the plan is for device {plan.forecast.device}, and torch finds no CUDA device here; run it on a "
                 "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
             )
+        require_no_cpu_step(allow)
         is_low_bit = "low-bit-optimizer" in allow
         if is_low_bit:
             load_torchao()  # before a step is recorded, so that what it takes is known

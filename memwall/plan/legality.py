@@ -1,7 +1,9 @@
 """Which actions are legal for a trace, each with the reason when it is not."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
+from memwall.errors import UsageError
 from memwall.predict.call_rules import BlockCalls
 from memwall.predict.half_precision import computes_in_half
 from memwall.predict.treatment import StepModel
@@ -23,6 +25,7 @@ __all__ = [
     "can_recompute",
     "can_reuse_allocator",
     "can_use_kernels",
+    "require_no_cpu_step",
 ]
 
 STEPPED_ALONE = frozenset(
@@ -41,6 +44,22 @@ a class here has read its step.
 _WITH_MOMENTS = ("Adam", "AdamW")
 STEPPED_ON_CPU = _WITH_MOMENTS
 """Optimizers whose fused step on a CPU may take the place of the device's."""
+
+_HOW_TO_STEP_ON_CPU = "make the plan with `memwall plan SPEC --device NAME --host SIZE --allow cpu-optimizer-step`"
+
+
+def require_no_cpu_step(allow: Sequence[str]) -> None:
+    """To be called where a run makes its plan by itself, which cannot weigh a step on the CPU.
+
+    Raises:
+        UsageError: that is asked for.
+    """
+    if "cpu-optimizer-step" in allow:
+        raise UsageError(
+            "cpu-optimizer-step is allowed to a run, which does not measure how fast its CPU steps: "
+            f"{_HOW_TO_STEP_ON_CPU}, and give it to the run with --plan, in Python with plan=, and without --allow "
+            "cpu-optimizer-step"
+        )
 
 
 def can_recompute(trace: Trace, model: StepModel, block: BlockCalls) -> str | None:
@@ -160,7 +179,7 @@ def can_step_on_cpu(trace: Trace, allow: tuple[str, ...]) -> str | None:
     if "cpu-optimizer-step" not in allow:
         return "a step on the CPU rounds otherwise than on the device; allow it with --allow cpu-optimizer-step"
     if trace.device != "cuda":
-        return f"a step is taken to the CPU from CUDA only; the step is for '{trace.device}'"
+        return f"a step is taken to the CPU from CUDA only; the step is for '{trace.device}'; {_HOW_TO_STEP_ON_CPU}"
     if trace.optimizer not in STEPPED_ON_CPU:
         names = " and ".join(STEPPED_ON_CPU)
         return f"only {names} are stepped on the CPU; {trace.optimizer or 'nothing'} steps"
@@ -168,9 +187,9 @@ def can_step_on_cpu(trace: Trace, allow: tuple[str, ...]) -> str | None:
     if others:
         return f"the CPU steps parameters in float32; here are some in {', '.join(sorted(others))}"
     if not trace.machine.disk_write_bytes_per_second:
-        return "a step on the CPU has its state in host memory; pass --host SIZE"
+        return "a step on the CPU has its state in host memory; pass --host SIZE together with --device NAME"
     if not trace.machine.cpu_step_bytes_per_second:
-        return "it is not known how fast the CPU steps: it was not measured"
+        return f"it is not known how fast the CPU steps; {_HOW_TO_STEP_ON_CPU}, which measures it"
     return None
 
 

@@ -15,7 +15,7 @@ from memwall.plan.candidate import Candidate, plan_of
 from memwall.plan.device_phases import with_device_phases
 from memwall.plan.explain import infeasible_message, relaxations, slower_on_cpu
 from memwall.plan.fused import kernels_compared
-from memwall.plan.legality import can_autocast, can_pack, can_use_kernels
+from memwall.plan.legality import can_autocast, can_pack, can_step_on_cpu, can_use_kernels
 from memwall.plan.low_bit import low_bit_state, why_no_low_bits
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.plan.placed_search import PlacedSearch
@@ -62,7 +62,8 @@ def plan(
         disk: directory of the next tier; by default the one measured when the trace was recorded.
         disk_capacity_bytes: the most to take of it; by default all that is free.
         allow: relaxations: "kernels" round at other points; "precision", "low-bit-offload",
-            "low-bit-optimizer" and "cpu-optimizer-step" change numerics.
+            "low-bit-optimizer" and "cpu-optimizer-step" change numerics. The last needs a trace for a CUDA device
+            with the speed of the CPU, which `memwall plan SPEC --device NAME --host SIZE` measures.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.translate), where it is not here.
@@ -71,8 +72,12 @@ def plan(
 
     Raises:
         InfeasibleError: nothing fits; says how much would, and what to allow.
-        UsageError: the budget is no size, or the global batch is not the trace's.
+        UsageError: the budget is no size, the global batch is not the trace's, or a step on the CPU is allowed and
+            cannot be.
     """
+    reason = can_step_on_cpu(trace, tuple(allow)) if "cpu-optimizer-step" in allow else None
+    if reason is not None:
+        raise UsageError(f"cpu-optimizer-step: {reason}")
     recorded = trace.micro_batch * trace.num_micro_batches
     if global_batch is not None and global_batch != recorded:
         raise UsageError(

@@ -273,8 +273,9 @@ def test_a_step_on_the_cpu_is_measured_for_every_way_to_record_the_step(monkeypa
     found = {
         one.machine.cpu_step_bytes_per_second for one in (known, ways.under_autocast(), ways.with_kernels(None)[0])
     }
-    assert len(found) == 1
-    assert min(found) > 0
+    (speed,) = found
+    assert speed > 0
+    assert speed == float(f"{speed:.1e}")  # in two digits, so that plans made again are equal
 
 
 STEPPED = """

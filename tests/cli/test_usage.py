@@ -96,6 +96,12 @@ def test_commands_and_options_are_pinned() -> None:
             "low-bit-optimizer, cpu-optimizer-step",
         ),
         (
+            "run --budget 1GiB --allow cpu-optimizer-step train.py",
+            "cpu-optimizer-step is allowed to a run, which does not measure how fast its CPU steps: make the plan with "
+            "`memwall plan SPEC --device NAME --host SIZE --allow cpu-optimizer-step`, and give it to the run with "
+            "--plan, in Python with plan=, and without --allow cpu-optimizer-step",
+        ),
+        (
             "run --budget 1GiB --disk no/such train.py",
             "--disk no/such: this directory does not exist; create it (mkdir -p no/such) or give another one",
         ),

@@ -8,6 +8,8 @@ import torch
 from plans import on_machine
 from torch import nn
 
+import memwall
+from memwall.errors import UsageError
 from memwall.plan.actions import Action, Offload, OptimizerPlacement
 from memwall.plan.legality import can_step_on_cpu
 from memwall.plan.placement import MIN_STATE_BYTES, cpu_step, optimizer_placements, placed
@@ -28,6 +30,7 @@ WIDTH, NUM_LAYERS = 1024, 24
 HOST_BYTES = 64 << 30
 MATRIX_BYTES = 4 * WIDTH * WIDTH
 ALLOWED = ("cpu-optimizer-step",)
+HOW = "make the plan with `memwall plan SPEC --device NAME --host SIZE --allow cpu-optimizer-step`"
 FAST, SLOW = 1e12, 1e9
 """Bytes per second, as of no CPU in particular."""
 
@@ -180,12 +183,23 @@ def test_what_is_not_legal_says_why(trace: Trace, hardware: Hardware) -> None:
 
     assert reason(trace, *ALLOWED) == ""
     assert "allow it with --allow cpu-optimizer-step" in reason(trace, "precision")
-    assert "from CUDA only; the step is for 'cpu'" in reason(msgspec.structs.replace(trace, device="cpu"), *ALLOWED)
+    assert f"from CUDA only; the step is for 'cpu'; {HOW}" in reason(
+        msgspec.structs.replace(trace, device="cpu"), *ALLOWED
+    )
     assert "only Adam and AdamW" in reason(msgspec.structs.replace(trace, optimizer="SGD"), *ALLOWED)
     assert "pass --host SIZE" in reason(on_machine(trace, disk_write_bytes_per_second=0.0), *ALLOWED)
-    assert "was not measured" in reason(on_machine(trace, cpu_step_bytes_per_second=0.0), *ALLOWED)
+    assert HOW in reason(on_machine(trace, cpu_step_bytes_per_second=0.0), *ALLOWED)
     lower = traced(hardware, torch.optim.AdamW, torch.bfloat16)
     assert "in float32; here are some in bfloat16" in reason(lower, *ALLOWED)
+
+
+def test_what_cannot_weigh_it_refuses_it_and_says_what_can(trace: Trace, hardware: Hardware) -> None:
+    unmeasured = on_machine(trace, cpu_step_bytes_per_second=0.0)
+    with pytest.raises(UsageError, match="cpu-optimizer-step: it is not known how fast the CPU steps; " + HOW):
+        memwall.plan(unmeasured, budget="40GiB", hardware=hardware, allow=ALLOWED)
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=f"does not measure how fast its CPU steps: {HOW}, and give it to the run"):
+        memwall.fit(model, torch.optim.Adam(model.parameters()), budget="1GiB", allow=ALLOWED)
 
 
 @pytest.mark.parametrize(
