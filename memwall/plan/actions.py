@@ -6,7 +6,7 @@ handler in `apply`, and its test. `tests/plan/test_actions.py` enumerates them.
 
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 __all__ = [
     "Accumulate",
@@ -148,16 +148,17 @@ class OptimizerPlacement(
     Where the CPU steps, so many bytes of parameters are, and none of them is on the device."""
     min_bytes: int
     """Smaller tensors of state stay in memory besides."""
-    stepped_on: Literal["device", "cpu"] = "device"
-    """"device" is where the parameters are; "cpu" is for Adam and AdamW of parameters on CUDA."""
+    stepped_on: Literal["cpu"] | UnsetType = UNSET
+    """"cpu" is for Adam and AdamW of parameters on CUDA. Unset, state is stepped where they are; a plan's file does not
+    name it then, and an older memwall reads it."""
     saved_bytes: int | None = None
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"
 
     def __post_init__(self) -> None:
-        expected = "bit-exact" if self.stepped_on == "device" else "changes-numerics"
+        where, expected = ("cpu", "changes-numerics") if self.stepped_on == "cpu" else ("device", "bit-exact")
         if self.exactness != expected:
-            raise ValueError(f"a step on the {self.stepped_on} is {expected}, not {self.exactness}")
+            raise ValueError(f"a step on the {where} is {expected}, not {self.exactness}")
         if self.stepped_on == "cpu" and (self.tier != "host" or self.resident_bytes):
             raise ValueError("the CPU steps state that is in host memory, and all of it")
 

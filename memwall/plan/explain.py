@@ -70,7 +70,7 @@ def slower_on_cpu(trace: Trace, actions: Sequence[Action], other: OptimizerPlace
         other: the step on the CPU.
     """
     speed_text = f"{format_bytes(trace.machine.cpu_step_bytes_per_second)}/s as measured here"
-    through = [a for a in actions if isinstance(a, OptimizerPlacement) and a.stepped_on == "device"]
+    through = [a for a in actions if isinstance(a, OptimizerPlacement) and a.stepped_on != "cpu"]
     return tuple(
         f"the CPU, at {speed_text}, would make a step {other.cost_seconds or 0.0:.3g} s longer; state through the "
         f"device makes it {action.cost_seconds or 0.0:.3g} s longer"

@@ -117,7 +117,7 @@ def placed(step: Step, placement: OptimizerPlacement) -> Step:
         resident_bytes=placement.resident_bytes,
         bucket_bytes=placement.bucket_bytes,
         min_bytes=placement.min_bytes,
-        comes_back=placement.stepped_on == "device",
+        comes_back=placement.stepped_on != "cpu",
     )
 
 

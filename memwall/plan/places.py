@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
         Where the CPU steps, state stays and they come down in its stead.
         """
-        passes = self.state is not None and self.state.stepped_on == "device"
+        passes = self.state is not None and self.state.stepped_on != "cpu"
         state_bytes = (self.state.saved_bytes or 0) if self.state is not None and passes else 0
         return self.lowered_bytes + state_bytes + (0 if self.parameters is None else self.parameters.written_bytes)
 

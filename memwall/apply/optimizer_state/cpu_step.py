@@ -18,15 +18,12 @@ import torch
 from torch import Tensor
 
 from memwall.apply.offload_cuda import PinnedArena
-from memwall.apply.optimizer_state.shares import expected_state_bytes
+from memwall.apply.optimizer_state.cpu_step_checks import check_optimizer, check_room, check_state
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.apply.partial_step import Arguments, inner_step_of, step_some
-from memwall.errors import ApplyError, MemwallError, StoreError
-from memwall.plan.legality import STEPPED_ON_CPU
-from memwall.predict.cpu_step import NUM_STAGES, staged_bytes
+from memwall.errors import MemwallError, StoreError
+from memwall.predict.cpu_step import NUM_STAGES
 from memwall.store.backend import round_up
-from memwall.store.buckets import is_dense
-from memwall.units import format_bytes
 
 __all__ = ["CpuStep"]
 
@@ -86,8 +83,8 @@ class CpuStep:
     ) -> None:
         self._inner_step = inner_step_of(optimizer, kept=self.kept, device=device)
         self._optimizer, self._device, self.bucket_bytes = optimizer, device, bucket_bytes
-        self._check()
-        self._check_room(limit_bytes)
+        check_optimizer(optimizer, device)
+        check_room(optimizer, device, bucket_bytes=bucket_bytes, limit_bytes=limit_bytes)
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._arena = PinnedArena(limit_bytes, chunk_bytes=0)
         self._stages: list[_Stage] = []
@@ -140,8 +137,9 @@ class CpuStep:
                 "an optimizer's step is being captured into a CUDA graph, and the plan has it on the CPU; leave "
                 "optimizer.step() out of the graph, or plan without --allow cpu-optimizer-step"
             )
-        self._check()  # groups may have been added, gradients become sparse, and tensors been moved
-        self._check_state()
+        # Groups may have been added, gradients become sparse, and tensors been moved.
+        check_optimizer(self._optimizer, self._device)
+        check_state(self._optimizer)
         buckets = self._buckets()
         if not buckets:
             return
@@ -242,54 +240,6 @@ class CpuStep:
 
     # -- the state -------------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """Whether it can be stepped on the CPU.
-
-        Raises:
-            ApplyError: it cannot, or is not known to.
-        """
-        found = _obstacle(self._optimizer, self._device)
-        if found is not None:
-            raise ApplyError(
-                f"the plan steps the {type(self._optimizer).__name__} on the CPU, and {found}; plan without --allow "
-                "cpu-optimizer-step"
-            )
-
-    def _check_room(self, limit_bytes: int) -> None:
-        """Whether host memory has room for state, that which there will be included, and for what passes through.
-
-        Raises:
-            StoreError: it has none.
-        """
-        groups = self._optimizer.param_groups
-        state_bytes = sum(
-            expected_state_bytes(self._optimizer, parameter, group, _ALIGNMENT_BYTES, self._device)
-            for group in groups
-            for parameter in group["params"]
-            if parameter.requires_grad or parameter in self._optimizer.state
-        )
-        sizes = [parameter.nbytes for group in groups for parameter in group["params"]]
-        passing_bytes = staged_bytes(sizes, self.bucket_bytes)
-        if state_bytes + passing_bytes > limit_bytes:
-            raise StoreError(
-                f"the plan steps the {type(self._optimizer).__name__} on the CPU, for which host memory needs room for "
-                f"{format_bytes(state_bytes)} of state and {format_bytes(passing_bytes)} that pass through, and "
-                f"{format_bytes(limit_bytes)} can be had; free host memory, or plan without --allow cpu-optimizer-step"
-            )
-
-    def _check_state(self) -> None:
-        """Whether the state is where it was put.
-
-        Raises:
-            ApplyError: somebody has moved it.
-        """
-        for _, key, value in self._state():
-            if value.device != _CPU:
-                raise ApplyError(
-                    f"the plan steps the {type(self._optimizer).__name__} on the CPU, and its '{key}' is on "
-                    f"{value.device}; leave its state where it is, or plan without --allow cpu-optimizer-step"
-                )
-
     @torch.no_grad()
     def _to_host(self) -> None:
         for parameter, key, value in self._state():
@@ -332,24 +282,3 @@ def _lay_alike(parameter: Tensor, state: dict[Any, Any]) -> None:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.size() == parameter.size() and value.stride() != parameter.stride():
             state[key] = torch.empty_strided(value.size(), parameter.stride(), dtype=value.dtype).copy_(value)
-
-
-def _obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
-    if not isinstance(optimizer, tuple(getattr(torch.optim, name) for name in STEPPED_ON_CPU)):
-        return f"only {' and '.join(STEPPED_ON_CPU)} are stepped there"
-    for group in optimizer.param_groups:
-        if group.get("capturable"):
-            return "a capturable one counts its steps on the device"
-        if isinstance(group["lr"], Tensor) and group["lr"].device != _CPU:
-            return f"its learning rate is on {group['lr'].device}"
-        for parameter in group["params"]:
-            for name, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
-                if tensor is not None and tensor.device != device:
-                    return f"a {name} is on {tensor.device}, not on {device}"
-            if parameter.dtype != torch.float32:
-                return f"a parameter is in {parameter.dtype}, not in float32"
-            if not is_dense(parameter):
-                return "a parameter lies in memory with gaps"
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                return "a gradient is sparse"
-    return None

@@ -289,7 +289,7 @@ def test_host_memory_must_have_room_for_the_state_and_what_passes_through(device
             optimizer.step()
 
 
-def test_tensors_that_were_moved_to_another_device_are_refused(on_cpu: Callable[..., CpuStep]) -> None:
+def test_tensors_that_were_moved_or_converted_are_refused(on_cpu: Callable[..., CpuStep]) -> None:
     parameter = torch.zeros(4, requires_grad=True)
     optimizer = torch.optim.AdamW([parameter])
     on_cpu(optimizer)
@@ -297,7 +297,10 @@ def test_tensors_that_were_moved_to_another_device_are_refused(on_cpu: Callable[
     optimizer.step()
     moments = optimizer.state[parameter]
     moments["exp_avg"] = moments["exp_avg"].to("meta")
-    with pytest.raises(ApplyError, match="and its 'exp_avg' is on meta; leave its state where it is"):
+    with pytest.raises(ApplyError, match="and its 'exp_avg' is on meta; leave its state as it is"):
+        optimizer.step()
+    moments["exp_avg"] = torch.zeros(4, dtype=torch.bfloat16)
+    with pytest.raises(ApplyError, match=r"and its 'exp_avg' is in torch\.bfloat16, not in float32; leave"):
         optimizer.step()
     moments["exp_avg"] = torch.zeros(4)
     optimizer.add_param_group({"params": [torch.zeros(4, device="meta")]})
