@@ -175,7 +175,7 @@ class LowBitState(Struct, frozen=True, kw_only=True, tag_field="kind", tag="low-
 class ParameterPlacement(
     Struct, frozen=True, kw_only=True, tag_field="kind", tag="parameter-placement", forbid_unknown_fields=True
 ):
-    """Keeps parameters and gradients on the next tier between their uses; goes with all optimizer state there."""
+    """Keeps parameters and gradients on the next tier between their uses; goes with optimizer state there."""
 
     tier: Literal["disk"]
     blocks: tuple[str, ...]

@@ -41,7 +41,7 @@ def parameter_placements(
 
     Args:
         steady: the step that repeats, as it was recorded.
-        state: where the optimizer's state is: all of it on disk, too.
+        state: where the optimizer's state is at the leanest: all of it on disk, too.
         capacity_bytes: what the disk may be used for.
     """
     blocks = streamed_blocks(trace.modules)

@@ -14,7 +14,15 @@ from memwall.predict.state_on_disk import (
 )
 from memwall.trace.records import Machine, Step, Trace
 
-__all__ = ["CPU_SECONDS_PER_BYTE", "MIN_STATE_BYTES", "bucket_choices", "cpu_step", "optimizer_placements", "placed"]
+__all__ = [
+    "CPU_SECONDS_PER_BYTE",
+    "MIN_STATE_BYTES",
+    "bucket_choices",
+    "cpu_step",
+    "optimizer_placements",
+    "placed",
+    "with_more_resident",
+]
 
 MIN_STATE_BYTES = 64 << 10
 """Smaller tensors of state stay in memory: a model has many of them, and together they are little."""
@@ -26,6 +34,8 @@ _MIN_BUCKET_BYTES = 2 << 20
 _BUFFERED_SHARE = 1 / 3
 # Parts of the state that stay in memory; the first one frees most.
 _RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75)
+# Of what is away, the least that is worth another search.
+_LEAST_FILLED_SHARE = 1 / 32
 # Where the CPU steps, it has all of the state; the counter of a parameter's steps is no larger, and is left out.
 _MIN_STEPPED_BYTES = 16
 CPU_SECONDS_PER_BYTE = 0.25e-9
@@ -50,20 +60,32 @@ def optimizer_placements(trace: Trace, steady: Step, *, capacity_bytes: int) -> 
     choices = [(0.0, tight_bytes), *((share, fast_bytes) for share in _RESIDENT_SHARES)]
     found = []
     for share, bucket_bytes in dict.fromkeys(choices):
-        resident_bytes = int(state_bytes * share)
-        away_bytes = state_bytes - resident_bytes
-        if away_bytes > sum(buffer_sizes(sizes, bucket_bytes)):
-            found.append(
-                OptimizerPlacement(
-                    tier="disk" if trace.device == "cpu" else "host",
-                    resident_bytes=resident_bytes,
-                    bucket_bytes=bucket_bytes,
-                    min_bytes=MIN_STATE_BYTES,
-                    saved_bytes=away_bytes,
-                    cost_seconds=_seconds(trace, steady, sizes, away_bytes, bucket_bytes),
-                )
-            )
+        if (1 - share) * state_bytes > sum(buffer_sizes(sizes, bucket_bytes)):
+            found.append(_placement(trace, steady, int(state_bytes * share), bucket_bytes))
     return tuple(found)
+
+
+def with_more_resident(
+    trace: Trace, steady: Step, placement: OptimizerPlacement, room_bytes: int
+) -> OptimizerPlacement | None:
+    """The placement with so much more state in memory; None where that is too little to be worth a try, or all."""
+    away_bytes = placement.saved_bytes or 0
+    if placement.stepped_on == "cpu" or not _LEAST_FILLED_SHARE * away_bytes <= room_bytes < away_bytes:
+        return None
+    return _placement(trace, steady, placement.resident_bytes + room_bytes, placement.bucket_bytes)
+
+
+def _placement(trace: Trace, steady: Step, resident_bytes: int, bucket_bytes: int) -> OptimizerPlacement:
+    away_bytes = movable_state_bytes(steady, MIN_STATE_BYTES) - resident_bytes
+    sizes = state_sizes(steady, MIN_STATE_BYTES)
+    return OptimizerPlacement(
+        tier="disk" if trace.device == "cpu" else "host",
+        resident_bytes=resident_bytes,
+        bucket_bytes=bucket_bytes,
+        min_bytes=MIN_STATE_BYTES,
+        saved_bytes=away_bytes,
+        cost_seconds=_seconds(trace, steady, sizes, away_bytes, bucket_bytes),
+    )
 
 
 def cpu_step(trace: Trace, steady: Step, *, capacity_bytes: int, allow: tuple[str, ...]) -> OptimizerPlacement | None:

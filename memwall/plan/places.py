@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
     state: OptimizerPlacement | None = None
     parameters: ParameterPlacement | None = None
-    """Only where all of the state is away, too."""
+    """Only where state is away, too."""
     low_bit: LowBitState | None = None
     """State in memory, with fewer digits."""
     staging_bytes: int = 0

@@ -19,6 +19,7 @@ from memwall.plan.legality import can_autocast, can_pack, can_step_on_cpu, can_u
 from memwall.plan.low_bit import low_bit_state, why_no_low_bits
 from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.plan.placed_search import PlacedSearch
+from memwall.plan.placement import with_more_resident
 from memwall.plan.places import IN_MEMORY, Place, parameters_away, state_away, stepped_on_cpu
 from memwall.plan.planfile import Plan
 from memwall.plan.problem import Problem
@@ -150,7 +151,7 @@ class _Search:
         if settings.can_move_state:
             self._places = state_away(trace, self.steady, capacity_bytes=problem.capacity_bytes)
         self._last_resorts: tuple[Place, ...] = ()
-        """Gradients on disk as well, and ever more parameters."""
+        """The leanest of these with gradients on disk as well, and ever more parameters."""
         self._parameters_stay = settings.parameters_stay or ("" if settings.kernels is None else _KERNELS_READ_THEM)
         """Why there is no such way; "" where there is, or where nothing is on disk anyway."""
         if problem.has_disk and not self._parameters_stay:
@@ -222,17 +223,38 @@ class _Search:
                 if found is not None and found.extra_seconds < at_most:
                     best = found
         if best is not None:
-            return best
+            return self._filled(best, packs=packs)
         for place in self._last_resorts:
             if best is None or place.seconds < best.extra_seconds:
                 found = self._best_at(place, packs=packs)
                 if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
                     best = found
-        return best
+        if best is None:
+            return None
+        for place in self._places[1:]:
+            best = self._shorter(best, place._replace(parameters=best.place.parameters), packs=packs)
+        return self._filled(best, packs=packs)
+
+    def _filled(self, found: Candidate, *, packs: bool) -> Candidate:
+        """With as much more state in memory as the candidate leaves room for, where that is shorter."""
+        place = found.place
+        if place.state is None:
+            return found
+        room_bytes = self._limit_bytes - found.process_bytes
+        state = with_more_resident(self.trace, self.steady, place.state, room_bytes)
+        return found if state is None else self._shorter(found, place._replace(state=state), packs=packs)
+
+    def _shorter(self, found: Candidate, place: Place, *, packs: bool) -> Candidate:
+        """The candidate, or that of another place if its step is shorter."""
+        other = self._best_at(place, packs=packs) if place.seconds < found.extra_seconds else None
+        return other if other is not None and other.extra_seconds < found.extra_seconds else found
 
     def _best_at(self, place: Place, *, packs: bool) -> Candidate | None:
-        limit_bytes = self._problem.limit_bytes(has_margin=self.has_margin)
-        return PlacedSearch(self._problem, place, packs=packs).best(limit_bytes)
+        return PlacedSearch(self._problem, place, packs=packs).best(self._limit_bytes)
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self._problem.limit_bytes(has_margin=self.has_margin)
 
     def seconds_of(self, found: Candidate) -> float:
         """Of a step under a candidate."""

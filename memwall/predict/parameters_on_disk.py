@@ -117,14 +117,20 @@ def with_parameters_on_disk(step: Step, modules: Sequence[Module], away: Away, *
             storage, nbytes=storage.nbytes if is_new else 0, dropped=end if is_new else -1, death=end if is_new else -1
         )
     # At the end, so that the numbers operations refer to stay.
-    storages.extend(_paged(step, modules, away, window_bytes))
+    for index in sorted(away.staying):
+        like = step.storages[index]
+        storages.append(_stay(like, round_up(like.nbytes), 0, len(step.ops), step))
+    storages.extend(_passing(step, modules, away, window_bytes))
     return msgspec.structs.replace(step, storages=tuple(storages))
 
 
 def paged_bytes(step: Step, modules: Sequence[Module], away: Away, *, window_bytes: int) -> int:
-    """The most that is in memory at once of what is on disk, in maps of its own."""
+    """The most that is in memory at once of what comes from disk and goes back, in maps of its own.
+
+    What stays in such maps all the time is not among it.
+    """
     change = [0] * (len(step.ops) + 1)
-    for storage in _paged(step, modules, away, window_bytes):
+    for storage in _passing(step, modules, away, window_bytes):
         change[storage.birth] += storage.nbytes
         change[storage.death] -= storage.nbytes
     most_bytes = held_bytes = 0
@@ -152,15 +158,13 @@ def _units(modules: Sequence[Module], blocks: frozenset[str]) -> list[int]:
     return units
 
 
-def _paged(step: Step, modules: Sequence[Module], away: Away, window_bytes: int) -> list[Storage]:
+def _passing(step: Step, modules: Sequence[Module], away: Away, window_bytes: int) -> list[Storage]:
     like = {index: step.storages[index] for index in away.users}
     spans = _spans(step, {unit for users in away.users.values() for unit in users})
     found: list[Storage] = []
     summed_sizes = {step.storages[i].nbytes for i in away.gradients} if away.is_summed else set()
     for index, users in sorted(away.users.items()):
         num_bytes = round_up(like[index].nbytes)
-        if index in away.staying:
-            found.append(_stay(like[index], num_bytes, 0, len(step.ops), step))
         for begin, end in _merged(span for unit in users for span in spans.get(unit, ())):
             if index not in away.staying:
                 found.append(_stay(like[index], num_bytes, begin, end, step))

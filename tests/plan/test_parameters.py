@@ -8,8 +8,10 @@ from plans import on_machine
 
 from memwall.errors import InfeasibleError
 from memwall.plan.actions import Offload, OptimizerPlacement, ParameterPlacement
+from memwall.plan.candidate import Candidate
 from memwall.plan.legality import can_move_parameters
 from memwall.plan.parameters import built_bytes, parameter_window_bytes
+from memwall.plan.placed_search import PlacedSearch
 from memwall.plan.places import IN_MEMORY, Place, parameters_away, place_step, state_away
 from memwall.plan.planned import planned_step
 from memwall.plan.search import Settings, make_plan, plan
@@ -202,6 +204,32 @@ def test_more_parameters_stay_under_a_larger_budget_and_the_step_is_shorter(
     seconds = [each.forecast.step_seconds or 0.0 for each in found]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
+
+
+def test_what_a_budget_leaves_beside_parameters_on_disk_is_used_for_state(
+    a_trace: Callable[[str], Trace], smallest_bytes: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN nothing but parameters on disk WHEN the budget grows THEN ever more state stays, and steps are shorter."""
+    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=2e8, disk_write_bytes_per_second=1e8)
+    least = smallest_bytes(trace)
+    best = PlacedSearch.best
+
+    def with_parameters_away(search: PlacedSearch, limit_bytes: int) -> Candidate | None:
+        return None if search._place.parameters is None else best(search, limit_bytes)
+
+    monkeypatch.setattr(PlacedSearch, "best", with_parameters_away)
+    budgets = [least + room * MIB for room in (0, 120, 160, 200)]
+    found = [plan(trace, budget=budget_bytes) for budget_bytes in budgets]
+    states = [next(a for a in each.actions if isinstance(a, OptimizerPlacement)) for each in found]
+    assert states[0].resident_bytes == 0
+    resident = [state.resident_bytes for state in states]
+    assert resident == sorted(resident)
+    assert 0 < resident[1] < resident[-1]
+    seconds = [each.forecast.step_seconds or 0.0 for each in found]
+    assert seconds == sorted(seconds, reverse=True)
+    for each, state, budget_bytes in zip(found, states, budgets, strict=True):
+        left_bytes = budget_bytes - each.forecast.peak.process_bytes - each.forecast.margin_bytes
+        assert 0 <= left_bytes < (state.saved_bytes or 0) / 32
 
 
 def test_no_budget_is_met_that_the_model_does_not_fit_into_when_it_is_built(

@@ -58,6 +58,23 @@ def test_parameters_that_a_plan_leaves_in_memory_have_only_their_gradients_on_di
     assert moved[staying] < 0.8 * moved[()]
 
 
+def test_state_may_stay_in_part_where_all_parameters_leave(tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    plain_numbers = train(model, optimizer, scheduler)
+    plain = everything(model, optimizer)
+    away: list[int] = []
+    for resident_bytes in (0, 100 * KIB):
+        model, optimizer, scheduler = made()
+        state = msgspec.structs.replace(STATE, resident_bytes=resident_bytes)
+        with memwall.fit(model, optimizer, plan=plan_of(model, PARAMETERS, state), disk=str(tmp_path)) as session:
+            numbers = train(model, optimizer, scheduler)
+            assert session._live.parameters.away_bytes > 0
+            away.append(session._live.keeper.away_bytes)
+        assert numbers == plain_numbers
+        assert differing(plain, everything(model, optimizer)) == []
+    assert 0 < away[1] < away[0]
+
+
 def test_what_stays_may_change_from_plan_to_plan(tmp_path: Path) -> None:
     model, optimizer, scheduler = made()
     train(model, optimizer, scheduler, num_steps=6)
