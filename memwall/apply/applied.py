@@ -100,7 +100,8 @@ class AppliedPlan:
             if not any(isinstance(action, OptimizerPlacement | LowBitState) for action in self.plan.actions):
                 self.keeper.bring_back()
             done: set[Callable[..., Any]] = set()
-            for action in self.plan.actions:
+            # The heap is given what all else leaves, as it is then.
+            for action in sorted(self.plan.actions, key=lambda action: isinstance(action, AllocatorReuse)):
                 handler = HANDLERS[type(action)]
                 if type(action) not in self.set_by_loop and handler not in done:  # block actions are applied together
                     done.add(handler)

@@ -46,6 +46,7 @@ __attribute__((target("pclmul,sse4.1"))) static __m128i fold_blocks(const uint8_
     return one;
 }
 
+#if defined(__clang__) || __GNUC__ >= 8
 /* The same for blocks of 256 bytes. */
 __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) static __m128i fold_wide_blocks(const uint8_t **bytes,
                                                                                             uint64_t *num_bytes) {
@@ -53,10 +54,12 @@ __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) static __m128i fold_
         _mm512_broadcast_i32x4(_mm_set_epi64x(0x1322d1430, 0x11542778a)); /* x^(2048-32), x^(2048+32) */
     const __m128i by_16_bytes = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
     __m512i wide[4];
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) wide[i] = _mm512_loadu_si512((const __m512i *)*bytes + i);
-    wide[0] = _mm512_xor_si512(wide[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(-1)));
+    wide[0] = _mm512_xor_si512(wide[0], _mm512_inserti32x4(_mm512_setzero_si512(), _mm_cvtsi32_si128(-1), 0));
     for (*bytes += WIDE_BYTES, *num_bytes -= WIDE_BYTES; *num_bytes >= WIDE_BYTES;
          *bytes += WIDE_BYTES, *num_bytes -= WIDE_BYTES)
+#pragma GCC unroll 4 /* else the registers lie in memory */
         for (int i = 0; i < 4; i++) {
             __m512i low = _mm512_clmulepi64_epi128(wide[i], by_256_bytes, 0x00);
             __m512i high = _mm512_clmulepi64_epi128(wide[i], by_256_bytes, 0x11);
@@ -64,6 +67,7 @@ __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) static __m128i fold_
             wide[i] = _mm512_ternarylogic_epi64(low, high, next, 0x96); /* the sum of all three */
         }
     __m128i lanes[WIDE_BYTES / LANE_BYTES];
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) _mm512_storeu_si512((__m512i *)lanes + i, wide[i]);
     __m128i one = lanes[0];
     for (int i = 1; i < WIDE_BYTES / LANE_BYTES; i++) one = fold(one, by_16_bytes, lanes[i]);
@@ -72,6 +76,11 @@ __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) static __m128i fold_
 
 /* Of processors and of kernels, which have to keep the wide registers. */
 static int has_wide_lanes(void) { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq"); }
+
+#else /* a compiler that does not know these instructions */
+static __m128i fold_wide_blocks(const uint8_t **bytes, uint64_t *num_bytes) { return fold_blocks(bytes, num_bytes); }
+static int has_wide_lanes(void) { return 0; }
+#endif
 
 static uint32_t crc32_with(int is_wide, const uint8_t *bytes, uint64_t num_bytes) {
     uint32_t crc = 0xffffffffu;

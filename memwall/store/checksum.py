@@ -29,7 +29,6 @@ def _library() -> ctypes.CDLL | None:
     signatures = {
         "crc32_is_fast": (ctypes.c_int, ()),
         "crc32_of": (ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_uint64)),
-        "crc32_narrow": (ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_uint64)),
     }
     library = load_library("crc32", signatures)
     return library if library is not None and library.crc32_is_fast() else None
