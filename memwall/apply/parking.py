@@ -149,6 +149,7 @@ def measured_machine(disk: str) -> Machine:
     found = Machine(
         copy_seconds_per_byte=_copy_seconds_per_byte() + faults,
         fault_seconds_per_byte=faults,
+        huge_fault_seconds_per_byte=fault_seconds_per_byte(in_huge_pages=True),
         pack_seconds_per_element=pack_seconds_per_element() + torch.float32.itemsize * faults,
     )
     if not disk:

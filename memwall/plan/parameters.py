@@ -158,13 +158,13 @@ def _seconds(trace: Trace, steady: Step, away: Away, stepped_bytes: int) -> floa
         "forward": num_passes * away.parameter_bytes,
         "backward": num_passes * away.parameter_bytes + (num_passes - 1) * away.gradient_bytes,
     }
-    arriving_seconds = per_read + machine.fault_seconds_per_byte / num_cores
+    arriving_seconds = per_read + machine.heap_fault_seconds_per_byte / num_cores
     seconds = (away.gradient_bytes + stepped_bytes) * arriving_seconds + stepped_bytes * per_write
     seconds += written_bytes * machine.copy_seconds_per_byte
     for phase, computed in computing.items():
         out_bytes = written_bytes if phase == "backward" else 0
         disk_seconds = read_bytes[phase] * per_read + out_bytes * per_write
         cpu_seconds = (read_bytes[phase] + out_bytes) * CPU_SECONDS_PER_BYTE
-        cpu_seconds += read_bytes[phase] * machine.fault_seconds_per_byte
+        cpu_seconds += read_bytes[phase] * machine.heap_fault_seconds_per_byte
         seconds += max(disk_seconds - computed, cpu_seconds / num_cores)
     return seconds

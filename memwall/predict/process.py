@@ -173,7 +173,7 @@ class ProcessModel(Process):
             policy=TENSOR_HEAP,
             is_default=False,
             process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
-            fault_seconds=self._fault_seconds(figures.fresh_bytes),
+            fault_seconds=figures.fresh_bytes * self._trace.machine.heap_fault_seconds_per_byte,
             outside_bytes=self.workspace_bytes + figures.small_bytes,
         )
 
@@ -190,11 +190,8 @@ class ProcessModel(Process):
             policy=policy,
             is_default=is_default,
             process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
-            fault_seconds=self._fault_seconds(figures.fresh_bytes),
+            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
         )
-
-    def _fault_seconds(self, fresh_bytes: int) -> float:
-        return fresh_bytes * self._trace.machine.fault_seconds_per_byte
 
 
 def calibrated(
