@@ -1,6 +1,6 @@
 """The claim: saved tensors go to disk and come back at the disk's own speed, or behind the computation.
 
-    python benchmarks/activation_offload.py [--steps 12] [--disk DIR]
+    python benchmarks/activation_offload.py [--steps 30] [--disk DIR]
     python benchmarks/activation_offload.py --quick          # few layers and steps; nothing is written
 
 Chains of operations that save large tensors, forward and backward: one that computes next to nothing, so that the disk
@@ -131,7 +131,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes; 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(description="saved tensors on disk, beside a plain step")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--disk", default=tempfile.gettempdir())
     parser.add_argument("--quick", action="store_true", help="few layers and steps; nothing is written")
     options = parser.parse_args(arguments)

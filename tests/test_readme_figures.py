@@ -173,6 +173,8 @@ def test_memwall_beside_deepspeed_where_both_fit_is_what_was_measured() -> None:
         assert not arm.startswith("memwall") or found["has_same_losses"][arm]
     times, share = (found["verdicts"]["memwall"][name] for name in ("times_faster", "peak_share"))
     assert f"memwall is {times:.2f} times faster at {share:.2f} of the memory" in " ".join(page.split())
+    claim = "times faster than under DeepSpeed's ZeRO-3 with NVMe at its best settings"
+    assert f"{times:.2f} {claim}, in {share:.2f} of its memory" in PAGE
 
 
 def test_what_kernels_leave_room_for_is_what_was_measured() -> None:

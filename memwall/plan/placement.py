@@ -68,11 +68,22 @@ def optimizer_placements(trace: Trace, steady: Step, *, capacity_bytes: int) -> 
 def with_more_resident(
     trace: Trace, steady: Step, placement: OptimizerPlacement, room_bytes: int
 ) -> OptimizerPlacement | None:
-    """The placement with so much more state in memory; None where that is too little to be worth a try, or all."""
-    away_bytes = placement.saved_bytes or 0
-    if placement.stepped_on == "cpu" or not _LEAST_FILLED_SHARE * away_bytes <= room_bytes < away_bytes:
+    """The placement with more state in memory, as much as whole parameters' state fills of `room_bytes`.
+
+    None where that is too little to be worth a try. Some of the state stays away: a plan with all of it in memory is
+    another one.
+    """
+    if placement.stepped_on == "cpu":
         return None
-    return _placement(trace, steady, placement.resident_bytes + room_bytes, placement.bucket_bytes)
+    sizes = state_sizes(steady, MIN_STATE_BYTES)
+    at_most_bytes, resident_bytes = min(placement.resident_bytes + room_bytes, sum(sizes) - 1), 0
+    # The optimizer's order is not known: as many as fit, the largest first.
+    for size in reversed(sizes):
+        if resident_bytes + size <= at_most_bytes:
+            resident_bytes += size
+    if resident_bytes - placement.resident_bytes < _LEAST_FILLED_SHARE * (placement.saved_bytes or 0):
+        return None
+    return _placement(trace, steady, resident_bytes, placement.bucket_bytes)
 
 
 def _placement(trace: Trace, steady: Step, resident_bytes: int, bucket_bytes: int) -> OptimizerPlacement:

@@ -39,6 +39,8 @@ __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "
 _CLEARLY_SHORTER = 1.3
 # What loses digits is taken where the whole step is so much shorter, or nothing else fits.
 _WORTH_DIGITS = 1.05
+# Of the room that a candidate's tensors leave, what is tried for state.
+_ROOM_SHARES = (1.0, 0.7, 0.4)
 _KERNELS_READ_THEM = "fused kernels read them outside their modules' own calls"
 
 
@@ -236,17 +238,28 @@ class _Search:
         return self._filled(best, packs=packs)
 
     def _filled(self, found: Candidate, *, packs: bool) -> Candidate:
-        """With as much more state in memory as the candidate leaves room for, where that is shorter."""
+        """With more state in memory, as much as the candidate's tensors leave room for, where that is shorter."""
         place = found.place
-        if place.state is None:
+        if place.state is None or not self.has_margin:  # what the margin would be is no room
             return found
-        room_bytes = self._limit_bytes - found.process_bytes
-        state = with_more_resident(self.trace, self.steady, place.state, room_bytes)
-        return found if state is None else self._shorter(found, place._replace(state=state), packs=packs)
+        # Free pages that the heap keeps are room, too; what tensors need beside each other's gaps is not known.
+        tensors_bytes = min(
+            found.process_bytes, self._process.base_bytes + self._process.workspace_bytes + found.live_bytes
+        )
+        room_bytes = self._limit_bytes - tensors_bytes
+        for share in _ROOM_SHARES:
+            state = with_more_resident(self.trace, self.steady, place.state, int(share * room_bytes))
+            if state is not None:
+                filled = self._shorter(found, place._replace(state=state), packs=packs)
+                if filled is not found:
+                    return filled
+        return found
 
     def _shorter(self, found: Candidate, place: Place, *, packs: bool) -> Candidate:
         """The candidate, or that of another place if its step is shorter."""
-        other = self._best_at(place, packs=packs) if place.seconds < found.extra_seconds else None
+        # Of page faults a plan can save no more than there are.
+        at_least = place.seconds - self._problem.plain_fault_seconds
+        other = self._best_at(place, packs=packs) if at_least < found.extra_seconds else None
         return other if other is not None and other.extra_seconds < found.extra_seconds else found
 
     def _best_at(self, place: Place, *, packs: bool) -> Candidate | None:

@@ -12,10 +12,14 @@ from memwall.plan.candidate import Candidate
 from memwall.plan.legality import can_move_parameters
 from memwall.plan.parameters import built_bytes, parameter_window_bytes
 from memwall.plan.placed_search import PlacedSearch
+from memwall.plan.placement import MIN_STATE_BYTES, optimizer_placements, with_more_resident
 from memwall.plan.places import IN_MEMORY, Place, parameters_away, place_step, state_away
 from memwall.plan.planned import planned_step
 from memwall.plan.search import Settings, make_plan, plan
+from memwall.predict import process
 from memwall.predict.curve import live_peak_bytes
+from memwall.predict.state_on_disk import state_sizes
+from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
 
@@ -206,11 +210,19 @@ def test_more_parameters_stay_under_a_larger_budget_and_the_step_is_shorter(
     assert seconds[-1] < seconds[0]
 
 
+@pytest.mark.parametrize("has_heap", [False, True], ids=["tensors alone", "in a heap that keeps pages"])
 def test_what_a_budget_leaves_beside_parameters_on_disk_is_used_for_state(
-    a_trace: Callable[[str], Trace], smallest_bytes: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+    has_heap: bool,
+    a_trace: Callable[[str], Trace],
+    smallest_bytes: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GIVEN nothing but parameters on disk WHEN the budget grows THEN ever more state stays, and steps are shorter."""
     trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=2e8, disk_write_bytes_per_second=1e8)
+    if has_heap:
+        monkeypatch.setattr(process, "heap_unavailable_reason", heap_unavailable_reason)
+        if heap_unavailable_reason():
+            pytest.skip(str(heap_unavailable_reason()))
     least = smallest_bytes(trace)
     best = PlacedSearch.best
 
@@ -227,9 +239,30 @@ def test_what_a_budget_leaves_beside_parameters_on_disk_is_used_for_state(
     assert 0 < resident[1] < resident[-1]
     seconds = [each.forecast.step_seconds or 0.0 for each in found]
     assert seconds == sorted(seconds, reverse=True)
-    for each, state, budget_bytes in zip(found, states, budgets, strict=True):
+    for each, state, budget_bytes in list(zip(found, states, budgets, strict=True))[1:]:
         left_bytes = budget_bytes - each.forecast.peak.process_bytes - each.forecast.margin_bytes
-        assert 0 <= left_bytes < (state.saved_bytes or 0) / 32
+        assert 0 <= left_bytes < state.bucket_bytes  # that of the largest parameter
+
+
+def test_what_stays_of_the_state_is_that_of_whole_parameters_and_never_all_of_it(
+    a_trace: Callable[[str], Trace],
+) -> None:
+    trace = a_trace("gpt")
+    step = steady_step(trace)
+    sizes = state_sizes(step, MIN_STATE_BYTES)
+    whole = {0}
+    for size in sizes:
+        whole |= {size + some for some in whole}
+    leanest = optimizer_placements(trace, step, capacity_bytes=CAPACITY_BYTES)[0]
+    resident: list[int] = []
+    for room_bytes in (*range(0, sum(sizes), 3 * MIB), sum(sizes), 2 * sum(sizes)):
+        found = with_more_resident(trace, step, leanest, room_bytes)
+        resident.append(0 if found is None else found.resident_bytes)
+        assert resident[-1] <= room_bytes
+        assert resident[-1] in whole
+        if found is not None:
+            assert found.saved_bytes == sum(sizes) - resident[-1]
+    assert resident[-2:] == [sum(sizes) - min(sizes)] * 2
 
 
 def test_no_budget_is_met_that_the_model_does_not_fit_into_when_it_is_built(
