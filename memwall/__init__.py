@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from memwall.apply.checkpoint.resumption import resumed_steps as resumed_steps
     from memwall.apply.checkpoint.resumption import steps as steps
     from memwall.apply.fit import fit as fit
+    from memwall.apply.master_weights import with_master_weights as with_master_weights
     from memwall.apply.rows.embedding import RowEmbedding as RowEmbedding
     from memwall.apply.rows.embedding import RowEmbeddingBag as RowEmbeddingBag
     from memwall.apply.session import Session as Session
@@ -43,6 +44,7 @@ __all__ = [
     "record",
     "resumed_steps",
     "steps",
+    "with_master_weights",
 ]
 
 _HOMES = {
@@ -60,6 +62,7 @@ _HOMES = {
     "record": "memwall.trace.record",
     "resumed_steps": "memwall.apply.checkpoint.resumption",
     "steps": "memwall.apply.checkpoint.resumption",
+    "with_master_weights": "memwall.apply.master_weights",
 }
 
 

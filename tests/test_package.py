@@ -35,6 +35,7 @@ PUBLIC_NAMES = [
     "record",
     "resumed_steps",
     "steps",
+    "with_master_weights",
 ]
 INSPECT_IMPORT = """
 import json, logging, os, sys, warnings

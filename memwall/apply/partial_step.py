@@ -15,7 +15,16 @@ from torch import Tensor
 from memwall.errors import ApplyError
 from memwall.plan.legality import STEPPED_ALONE
 
-__all__ = ["Arguments", "Part", "inner_step_of", "step_some", "with_closure_called", "without_closure"]
+__all__ = [
+    "Arguments",
+    "Part",
+    "below_hooks",
+    "inner_step_of",
+    "is_stepped_alone",
+    "step_some",
+    "with_closure_called",
+    "without_closure",
+]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a step is called with, by position and by name."""
@@ -43,14 +52,14 @@ def inner_step_of(
         ApplyError: it may not, or is not known to.
     """
     kind: Any = type(optimizer)
-    if not _is_known(kind):
+    if not is_stepped_alone(kind):
         raise ApplyError(
             f"the state of {kind.__module__}.{kind.__qualname__} cannot be kept {kept}: memwall steps a few "
             "parameters at a time, which is known to change nothing for torch.optim's "
             f"{', '.join(sorted(STEPPED_ALONE - _ELSEWHERE.keys()))} and lion-pytorch's Lion alone; use one of these, "
             "or plan without moving optimizer state"
         )
-    inner = _below_hooks(kind.step)
+    inner = below_hooks(kind.step)
     if getattr(inner, "hooked", False):
         raise ApplyError(
             f"{kind.__qualname__}.step was replaced by a wrapper around it, which would run once for every bucket of "
@@ -117,12 +126,13 @@ def without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return ((None, *args[2:]) if len(args) > 1 else ()), rest
 
 
-def _is_known(kind: Any) -> bool:
-    """Whether it is one of the classes named, or inherits its step from one."""
+def is_stepped_alone(kind: Any) -> bool:
+    """Whether it is one of the classes named, inherits its step from one, or adds master weights to it."""
     known = next((c for c in kind.__mro__ if c.__name__ in STEPPED_ALONE and _is_known_itself(c)), None)
+    step = below_hooks(kind.step)
     return (
         known is not None
-        and _below_hooks(kind.step) is _below_hooks(known.step)
+        and getattr(step, "steps_as", step) is below_hooks(known.step)
         and getattr(kind, "_init_group", None) is getattr(known, "_init_group", None)
     )
 
@@ -133,7 +143,10 @@ def _is_known_itself(kind: Any) -> bool:
     return any(getattr(home, kind.__name__, None) is kind for home in homes)
 
 
-def _below_hooks(step: Any) -> Callable[..., Any]:
-    """What torch wrapped in the code that calls step hooks (`Optimizer.profile_hook_step`)."""
+def below_hooks(step: Any) -> Callable[..., Any]:
+    """What torch wrapped in the code that calls step hooks (`Optimizer.profile_hook_step`).
+
+    Its attribute `steps_as` is the step that it is in other numbers (`memwall.apply.master_weights`).
+    """
     inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return inner

@@ -36,11 +36,14 @@ def movable_state_bytes(step: Step, min_bytes: int) -> int:
 def state_sizes(step: Step, min_bytes: int) -> tuple[int, ...]:
     """Bytes of movable state of each parameter that has some, smallest first.
 
-    A trace does not know whose state a tensor is. State has the size of its parameter's gradient, so of each size there
-    are so many tensors for each gradient.
+    A trace does not know whose state a tensor is. State has the size of its parameter's gradient, or twice that where
+    it is in float32 and the gradient in 16 bits; so of each size there are so many tensors for each gradient. Where a
+    model has parameters of both kinds, those that are fewer are guessed.
     """
     tensors = Counter(s.nbytes for s in step.storages if _is_movable(s, min_bytes))
-    gradients = Counter(s.nbytes for s in step.storages if s.category == "gradient")
+    own = Counter(s.nbytes for s in step.storages if s.category == "gradient")
+    doubled = Counter({2 * size: count for size, count in own.items()})
+    gradients = max(own, doubled, key=lambda sizes: sum(count for size, count in tensors.items() if size in sizes))
     sizes: list[int] = []
     for size, count in tensors.items():
         tensors_each = -(-count // gradients[size]) if size in gradients else _USUAL_TENSORS

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.apply.master_weights import has_master_weights
 from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.apply.partial_step import Arguments, inner_step_of, step_some
@@ -54,6 +55,11 @@ class LowBitMoments:
             raise ApplyError(
                 "the plan keeps moments in 8 bits, which is known for torch.optim's Adam and AdamW, and "
                 f"{kind.__module__}.{kind.__qualname__} steps this model; make a plan without --allow low-bit-optimizer"
+            )
+        if has_master_weights(optimizer):
+            raise ApplyError(
+                "the plan keeps moments in 8 bits, and this optimizer keeps float32 master weights beside them; make a "
+                "plan without --allow low-bit-optimizer"
             )
         if kept_space() is not None:
             raise ApplyError(

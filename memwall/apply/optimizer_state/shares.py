@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.apply.master_weights import MASTER, has_master_weights, is_low_precision
 from memwall.apply.optimizer_state.spaces import StateSpace
 from memwall.apply.partial_step import Part
 from memwall.store.buckets import Bucket, Entry, can_move, padded_bytes
@@ -131,8 +132,13 @@ def expected_state_bytes(
     if state:
         here = [holder[key] for holder, key in state_entries(optimizer, parameter, min_bytes, device)]
         away = [value for value in state.values() if isinstance(value, Tensor) and value.is_meta]
-        return padded_bytes(tensor.numel() * tensor.element_size() for tensor in (*here, *away))
+        if not has_master_weights(optimizer) or not is_low_precision(parameter):
+            return padded_bytes(tensor.numel() * tensor.element_size() for tensor in (*here, *away))
+        # What was loaded from an optimizer without masters is put into float32, and gets one.
+        elements = [tensor.numel() for tensor in (*here, *away)] + [parameter.numel()] * (MASTER not in state)
+        return padded_bytes(number * torch.float32.itemsize for number in elements)
+    ratio = _LARGER_RATIO if group.get("amsgrad") or group.get("centered") else _USUAL_RATIO
     num_bytes = parameter.numel() * parameter.element_size()
-    if num_bytes < min_bytes:
-        return 0
-    return num_bytes * (_LARGER_RATIO if group.get("amsgrad") or group.get("centered") else _USUAL_RATIO)
+    if has_master_weights(optimizer) and is_low_precision(parameter):
+        ratio, num_bytes = ratio + 1, parameter.numel() * torch.float32.itemsize
+    return 0 if num_bytes < min_bytes else num_bytes * ratio
