@@ -103,12 +103,12 @@ class PlacedSearch:
 
     def _best_for(self, model: StepModel, num_parts: int, limit_bytes: int, at_most: float) -> Candidate | None:
         """The cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
-        plain = self._process.untreated(model.step)
         # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
-        if self._place.parameters is None and self._process.fits_untouched(
-            plain.process_bytes, budget_bytes=self._settings.budget_bytes - self._library_bytes, limit_bytes=limit_bytes
-        ):
-            return self._found(model, num_parts, {}, plain, None, 0)
+        if self._place.parameters is None:
+            plain = self._process.untreated(model.step)
+            budget_bytes = self._settings.budget_bytes - self._library_bytes
+            if self._process.fits_untouched(plain.process_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
+                return self._found(model, num_parts, {}, plain, None, 0)
         best: Candidate | None = None
         for with_disk in self._tiers():
             found = self._solve_for(model, num_parts, with_disk, limit_bytes, at_most)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from memwall.apply.master_weights import with_master_weights
 from memwall.predict.cuda_allocator.versions import profile_for
 from memwall.predict.device import step_peaks
 from memwall.predict.fused_optimizer import can_fuse, with_fused_optimizer
@@ -28,10 +29,10 @@ FUSABLE: dict[str, Make] = {
 }
 
 
-def traced(make: Callable[[Any], torch.optim.Optimizer]) -> Trace:
+def traced(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> Trace:
     workload = Workload(
-        model=lambda: torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6))),
-        batch=lambda: torch.ones(8, 512),
+        model=lambda: torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=dtype) for _ in range(6))),
+        batch=lambda: torch.ones(8, 512, dtype=dtype),
         loss=lambda model, batch: model(batch).sum(),
         optimizer=make,
     )
@@ -65,3 +66,14 @@ def test_it_holds_what_a_recording_with_the_fused_kernel_holds(name: str) -> Non
 )
 def test_it_is_not_offered_where_it_cannot_be_or_saves_nothing(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     assert not can_fuse(traced(make))
+
+
+def test_it_is_not_offered_beside_master_weights_whose_own_temporaries_would_stay() -> None:
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return with_master_weights(torch.optim.AdamW)(parameters, foreach=True)
+
+    assert can_fuse(traced(adamw))  # of float32 parameters there are none
+    low = traced(adamw, torch.bfloat16)
+    assert not can_fuse(low)
+    state = sum(s.nbytes for s in low.steps[-1].storages if s.category == "optimizer_state" and s.nbytes > 4096)
+    assert state == 6 * 3 * 4 * 512 * 512
