@@ -366,12 +366,10 @@ class StepCheckpoint:
 
         A forward that writes to a parameter through `.data` leaves no other trace.
         """
-        to_check, self._to_check = self._to_check, []
         assert self._writer is not None
-        for bucket, stored in to_check:
-            if self._writer.checksums_of(bucket) != stored.slot.checksums:
-                self._write_at_once(bucket.label)
-                return
+        changed, self._to_check = self._writer.first_changed(self._to_check), []
+        if changed is not None:
+            self._write_at_once(changed)
 
     def _objects(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
         data = encode_objects(

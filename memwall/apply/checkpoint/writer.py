@@ -7,7 +7,7 @@ they are read then. Whoever changes them waits first (`CommitWriter.wait`).
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -107,7 +107,7 @@ class CommitWriter:
             with torch.no_grad():
                 stored, transfers = [], []
                 for bucket in buckets:
-                    if bucket.before is not None and self.checksums_of(bucket) == bucket.before.slot.checksums:
+                    if bucket.before is not None and self._checksums_of(bucket) == bucket.before.slot.checksums:
                         stored.append(bucket.before)
                         continue
                     slot, transfer = self._write(bucket)
@@ -149,7 +149,12 @@ class CommitWriter:
                 "the kernel log (dmesg), and continue from the last committed step with --resume on a disk that works"
             ) from None
 
-    def checksums_of(self, bucket: Packed) -> dict[int, int]:
+    def first_changed(self, written: Iterable[tuple[Packed, Stored]]) -> str | None:
+        """The label of the first bucket whose bytes are others now than those that were written; None if all are."""
+        changed = (bucket.label for bucket, stored in written if self._checksums_of(bucket) != stored.slot.checksums)
+        return next(changed, None)
+
+    def _checksums_of(self, bucket: Packed) -> dict[int, int]:
         """What writing a bucket would record, of its bytes as they are now."""
         found: dict[int, int] = {}
         buffer = self._next_staging()

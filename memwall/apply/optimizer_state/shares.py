@@ -129,16 +129,17 @@ def expected_state_bytes(
 ) -> int:
     """State of a parameter that may leave memory: what there is, or what such optimizers usually make."""
     state = optimizer.state.get(parameter)
+    has_master = is_low_precision(parameter) and has_master_weights(optimizer)
     if state:
         here = [holder[key] for holder, key in state_entries(optimizer, parameter, min_bytes, device)]
         away = [value for value in state.values() if isinstance(value, Tensor) and value.is_meta]
-        if not has_master_weights(optimizer) or not is_low_precision(parameter):
+        if not has_master:
             return padded_bytes(tensor.numel() * tensor.element_size() for tensor in (*here, *away))
         # What was loaded from an optimizer without masters is put into float32, and gets one.
         elements = [tensor.numel() for tensor in (*here, *away)] + [parameter.numel()] * (MASTER not in state)
         return padded_bytes(number * torch.float32.itemsize for number in elements)
     ratio = _LARGER_RATIO if group.get("amsgrad") or group.get("centered") else _USUAL_RATIO
     num_bytes = parameter.numel() * parameter.element_size()
-    if has_master_weights(optimizer) and is_low_precision(parameter):
+    if has_master:
         ratio, num_bytes = ratio + 1, parameter.numel() * torch.float32.itemsize
     return 0 if num_bytes < min_bytes else num_bytes * ratio
