@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_una
 
 MIB = 1 << 20
 ROOM_BYTES = 200 * MIB
-"""What a step may use beyond the weights. It uses 160 MiB of it, and frees them."""
+"""What a step may use beyond the weights. It uses 160 MiB of it, and frees them; what follows it takes 96 or more."""
 
 
 class Wide(nn.Module):
@@ -75,7 +75,7 @@ def peak_of() -> Callable[[Callable[[nn.Module, torch.optim.Optimizer], None]], 
                 between(model, optimizer)
         report = run_report(session)
         assert report.measured.steps >= 2
-        assert report.measured.steady_peak_bytes > limit - 48 * MIB, "the step leaves no room by itself"
+        assert report.measured.steady_peak_bytes > limit - 80 * MIB, "the step alone leaves too little room for the rest"
         return report.measured.peak.process_bytes, limit
 
     return run

@@ -119,6 +119,8 @@ def train_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
     rest.undo()
     if args.save is not None:
         engine.save_checkpoint(args.save)
+    # Gloo's threads let go of the last collective's tensors, and with them of Python objects: not while Python ends.
+    torch.distributed.destroy_process_group()
     files = list(Path(args.disk).rglob("*.swp"))
     return {
         "losses": losses,
