@@ -75,7 +75,9 @@ def peak_of() -> Callable[[Callable[[nn.Module, torch.optim.Optimizer], None]], 
                 between(model, optimizer)
         report = run_report(session)
         assert report.measured.steps >= 2
-        assert report.measured.steady_peak_bytes > limit - 80 * MIB, "the step alone leaves too little room for the rest"
+        assert report.measured.steady_peak_bytes > limit - 80 * MIB, (
+            "the step alone leaves too little room for the rest"
+        )
         return report.measured.peak.process_bytes, limit
 
     return run

@@ -188,7 +188,10 @@ class TestRecovery:
             memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session,
         ):
             train(
-                model, optimizer, session, arm=lambda step, _: model.bomb.arm("backward", times=9) if step == 1 else None
+                model,
+                optimizer,
+                session,
+                arm=lambda step, _: model.bomb.arm("backward", times=9) if step == 1 else None,
             )
         assert session.measured.oom_recoveries == 1
         assert model.bomb.num_left == 9 - 2
