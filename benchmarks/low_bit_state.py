@@ -28,7 +28,8 @@ from packed_offload import hold_disk
 from torch import Tensor, nn
 
 import memwall
-from memwall.apply.optimizer_state.low_bit import LowBitMoments, load_torchao
+from memwall.apply.optimizer_state.low_bit import LowBitMoments
+from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.plan.actions import LowBitState
 from memwall.predict.low_bit_state import SLICE_ELEMENTS
 from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak

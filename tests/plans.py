@@ -52,10 +52,16 @@ RESUMABLE = Path(__file__).parent / "scripts" / "train_resumable.py"
 """A script that can begin in the middle."""
 
 
+def resumable_model() -> nn.Module:
+    """The model of that script."""
+    model: nn.Module = runpy.run_path(str(RESUMABLE))["Net"](64, 0)
+    return model
+
+
 def resumable_on_disk() -> Plan:
     """A plan for that script that has its parameters, gradients and optimizer state on disk."""
     return plan_of(
-        runpy.run_path(str(RESUMABLE))["Net"](64, 0),
+        resumable_model(),
         ParameterPlacement(tier="disk", blocks=(), window_bytes=16384, min_bytes=4096, written_bytes=0),
         OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32768, min_bytes=4096),
         micro_batch=32,

@@ -17,7 +17,7 @@ from memwall.apply.first_calls import settle_first_calls
 from memwall.apply.live_plan import LivePlan
 from memwall.apply.measurements import Measurements
 from memwall.apply.microbatch import shifts_labels
-from memwall.apply.optimizer_state.low_bit import load_torchao
+from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.apply.parking import close_unneeded
 from memwall.apply.planning import check_plan_is_for, excess_bytes
 from memwall.apply.redo import Redo

@@ -74,11 +74,6 @@ def run(
     if report_path is not None:
         require_writable(report_path, option="--report")
     disk_tier, allowed = parse_disk(disk), parse_allow(allow)
-    if "low-bit-optimizer" in allowed and checkpoint_path is not None:
-        raise UsageError(
-            "run: --checkpoint does not commit optimizer state in 8 bits; leave --allow low-bit-optimizer out, or save "
-            "in the script"
-        )
     parse_host(host)
     import torch
 

@@ -64,11 +64,6 @@ def test_commands_and_options_are_pinned() -> None:
             "run --budget 1GiB --resume train.py",
             "run: --resume needs --checkpoint DIR, the folder that the run was committed into",
         ),
-        (
-            "run --budget 1GiB --checkpoint {cwd} --allow low-bit-optimizer train.py",
-            "run: --checkpoint does not commit optimizer state in 8 bits; leave --allow low-bit-optimizer out, or save "
-            "in the script",
-        ),
         ("run --budget lots train.py", f"--budget: 'lots' is not a size; {SIZES}"),
         ("run --budget 3Gob train.py", f"--budget: '3Gob' is not a size; {SIZES}"),
         ("run --budget 0 train.py", "--budget: '0' is zero bytes; a size must be positive"),

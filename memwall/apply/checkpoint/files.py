@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from memwall.apply.checkpoint.restoration import Restoration
 from memwall.apply.checkpoint.resumption import Stateful
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.apply.checkpoint.training_state import TensorRecord
+from memwall.apply.checkpoint.training_state import TensorRecord, low_bit_of, state_records
+from memwall.apply.optimizer_state.low_bit_form import put_together
 from memwall.errors import StoreError, UsageError
 from memwall.store.journal import Journal
 from memwall.trace.tags import Tag
@@ -209,14 +210,11 @@ def _optimizer_state_dict(found: _Committed) -> dict[str, Any]:
     order = [name for group in saved["groups"] for name in group["parameters"]]
     numbers = {name: number for number, name in enumerate(order)}
     state: dict[int, dict[Any, Any]] = {numbers[name]: dict(rest) for name, rest in saved["state"].items()}
-    chosen = {}
-    for record in found.records.values():
-        kind, _, rest = record.name.partition("/")
-        key, _, name = rest.partition("/")
-        if kind == "state":
-            chosen[numbers[name], key] = record
+    chosen = {(numbers[name], key): record for name, key, record in state_records(found.records.values())}
     for (number, key), tensor in found.read(chosen).items():
         state.setdefault(number, {})[key] = tensor
+    for name, number in numbers.items():
+        put_together(state.get(number, {}), low_bit_of(saved, name), is_kept=False)
     groups = [
         {**group["options"], "params": [numbers[name] for name in group["parameters"]]} for group in saved["groups"]
     ]

@@ -20,7 +20,7 @@ from memwall.apply.checkpoint.training_state import (
     restore_options,
     restore_state,
 )
-from memwall.apply.optimizer_state.kept_space import KeepsBuckets
+from memwall.apply.optimizer_state.kept_space import KeepsState
 from memwall.errors import StoreError
 from memwall.plan.planfile import Plan
 from memwall.store.buckets import BucketBuffer
@@ -113,8 +113,11 @@ class Restoration:
         self.has_options = True
 
     @torch.no_grad()
-    def restore_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, tenant: KeepsBuckets | None) -> None:
-        """Loads the optimizer's state: to where it is kept between steps, as far as that is not in memory.
+    def restore_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, keeper: KeepsState | None) -> None:
+        """Loads the optimizer's state: to where it is kept between steps, and in the form in which it is kept.
+
+        Moments that were in 8 bits stay as they are where this process has them so. Where it does not they are opened
+        for torch's Adam, which cannot step on them; torchao's own optimizers can.
 
         Raises:
             StoreError: the bytes cannot be had, or came back different, or there is no room for them.
@@ -122,10 +125,15 @@ class Restoration:
 
         def load(chosen: Sequence[Tensor] | None) -> None:
             objects, records = self.objects["optimizer"], self.content.tensors
-            restore_state(model, optimizer, objects, records, self.read, chosen)
+            restore_state(model, optimizer, objects, records, self.read, keeps_low_bits, chosen)
 
-        if tenant is not None:
-            tenant.fill(load)
+        def keeps_low_bits(parameter: Tensor) -> bool:
+            if keeper is not None:
+                return keeper.keeps_low_bits(parameter)
+            return not isinstance(optimizer, torch.optim.Adam)
+
+        if keeper is not None:
+            keeper.fill(load)
         load(None)
         # In the order in which it came to be: a state dict lists it so.
         names = names_of_parameters(model, optimizer)

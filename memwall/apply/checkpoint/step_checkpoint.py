@@ -291,8 +291,8 @@ class StepCheckpoint:
                 )
             if self._restoration is not None and not self._restoration.has_state:
                 self._restoration.check_complete(self._helpers)
-                # Not earlier: only now it is certain whether the state is to live on disk.
-                self._restoration.restore_state(self._model, optimizer, self.space.tenant_of(optimizer))
+                # Not earlier: only now it is certain where the state is to live, and in which form.
+                self._restoration.restore_state(self._model, optimizer, self.space.keeper_of(optimizer))
             self._writer.wait()
             self._check_first_commit()
         except MemwallError as error:

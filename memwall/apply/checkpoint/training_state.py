@@ -10,13 +10,14 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
+from memwall.apply.optimizer_state.low_bit_form import facts_of, is_low_bit, pieces_of, put_together
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.errors import ApplyError, StoreError
 from memwall.store.buckets import is_dense
@@ -28,6 +29,7 @@ __all__ = [
     "decode_objects",
     "encode_objects",
     "fingerprint_of",
+    "low_bit_of",
     "names_of_parameters",
     "optimizer_objects",
     "parts_of_model",
@@ -38,6 +40,7 @@ __all__ = [
     "restore_random_states",
     "restore_state",
     "state_dict_names",
+    "state_records",
 ]
 
 Kind = Literal["trained", "frozen", "volatile", "away"]
@@ -147,24 +150,33 @@ def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
         if id(parameter) not in of_model
     ]
     for parameter, state in optimizer.state.items():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if _is_plain(value) and id(parameter) in names:
-                parts.append(Part(f"state/{key}/{names[id(parameter)]}", value, "trained"))
+        if not isinstance(state, dict) or id(parameter) not in names:
+            continue
+        for key, value in state.items():
+            pieces = pieces_of(key, value) if is_low_bit(value) else {key: value}
+            for piece, tensor in pieces.items():
+                if _is_plain(tensor):
+                    parts.append(Part(f"state/{piece}/{names[id(parameter)]}", tensor, "trained"))
     return parts
 
 
 def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What of an optimizer is no tensor: options of its groups, and the rest of its state."""
+    """What of an optimizer is no tensor: options of its groups, the rest of its state, and which of it is in 8 bits."""
     names = names_of_parameters(model, optimizer)
     rest: dict[Any, Any] = {}
+    low_bit: dict[str, dict[Any, Any]] = {}
     for parameter, state in optimizer.state.items():
         if not isinstance(state, dict) or id(parameter) not in names:
             raise ApplyError(
                 f"{type(optimizer).__name__} keeps state under a key of type {type(parameter).__name__}, which no name "
                 "is known for; run without --checkpoint"
             )
-        rest[names[id(parameter)]] = {
-            key: value for key, value in state.items() if not _is_plain(value) and not _is_away(value)
+        name = names[id(parameter)]
+        low_bit[name] = {key: facts_of(value) for key, value in state.items() if is_low_bit(value)}
+        rest[name] = {
+            key: value
+            for key, value in state.items()
+            if not (_is_plain(value) or _is_away(value) or key in low_bit[name])
         }
     groups = [
         {
@@ -173,7 +185,7 @@ def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         }
         for group in optimizer.param_groups
     ]
-    return {"class": type(optimizer).__qualname__, "groups": groups, "state": rest}
+    return {"class": type(optimizer).__qualname__, "groups": groups, "state": rest, "low_bit": low_bit}
 
 
 def restore_options(model: nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> None:
@@ -203,6 +215,7 @@ def restore_state(
     objects: Mapping[str, Any],
     records: Iterable[TensorRecord],
     read: Callable[[Iterable[tuple[TensorRecord, Tensor]]], None],
+    keeps_low_bits: Callable[[Tensor], bool],
     chosen: Sequence[Tensor] | None = None,
 ) -> None:
     """Gives an optimizer the state that it had.
@@ -211,6 +224,7 @@ def restore_state(
         objects: of `optimizer_objects`.
         records: tensors of the checkpoint.
         read: fills tensors with what is recorded.
+        keeps_low_bits: whether moments of a parameter stay in 8 bits, if they were.
         chosen: the parameters whose state is meant; None for those that have none yet.
     """
     names = names_of_parameters(model, optimizer)
@@ -220,18 +234,33 @@ def restore_state(
         name: dict(rest) for name, rest in objects["state"].items() if name in parameters
     }
     targets: list[tuple[TensorRecord, Tensor]] = []
-    for record in records:
-        kind, _, rest_of_name = record.name.partition("/")
-        key, _, name = rest_of_name.partition("/")
-        if kind != "state" or name not in parameters:
+    for name, key, record in state_records(records):
+        if name not in parameters:
             continue
         device = torch.device("cpu") if record.is_on_host else parameters[name].device
         tensor = torch.empty_strided(record.shape, record.stride, dtype=getattr(torch, record.dtype), device=device)
         states.setdefault(name, {})[key] = tensor
         targets.append((record, tensor))
     read(targets)
+    targets.clear()  # or what is opened would stay in memory beside it
     for name, state in states.items():
+        put_together(state, low_bit_of(objects, name), is_kept=keeps_low_bits(parameters[name]))
         optimizer.state[parameters[name]] = state
+
+
+def state_records(records: Iterable[TensorRecord]) -> Iterator[tuple[str, str, TensorRecord]]:
+    """The tensors of an optimizer's state: of which parameter, under which key, and where."""
+    for record in records:
+        kind, _, rest = record.name.partition("/")
+        key, _, name = rest.partition("/")
+        if kind == "state":
+            yield name, key, record
+
+
+def low_bit_of(objects: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Which moments of a parameter were committed in 8 bits; none by a memwall that did not know of them."""
+    found: Mapping[str, Any] = objects.get("low_bit", {}).get(name, {})
+    return found
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

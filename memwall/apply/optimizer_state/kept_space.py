@@ -13,22 +13,29 @@ from memwall.store.buckets import DiskBucket
 from memwall.store.scratch import Slot
 from memwall.store.transfer import TransferPool
 
-__all__ = ["KeepsBuckets", "KeepsParameters", "KeptSpace", "kept_space", "set_kept_space"]
+__all__ = ["KeepsBuckets", "KeepsParameters", "KeepsState", "KeptSpace", "kept_space", "set_kept_space"]
 
 
-class KeepsBuckets(Protocol):
-    """What has an optimizer's state on disk."""
+class KeepsState(Protocol):
+    """What has an optimizer's state elsewhere than in memory, or in another form."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Whose state it is."""
 
-    @property
-    def buckets(self) -> list[DiskBucket]:
-        """What is on disk between two steps."""
+    def keeps_low_bits(self, parameter: Tensor) -> bool:
+        """Whether the moments of this parameter are in 8 bits."""
 
     def fill(self, load: Callable[[Sequence[Tensor]], None]) -> None:
         """Takes over the state of another process, a few parameters' at a time, which `load` puts in its place."""
+
+
+class KeepsBuckets(KeepsState, Protocol):
+    """What has an optimizer's state on disk."""
+
+    @property
+    def buckets(self) -> list[DiskBucket]:
+        """What is on disk between two steps."""
 
 
 class KeepsParameters(Protocol):
@@ -45,6 +52,13 @@ class KeptSpace:
         self.pool = pool
         self.tenant: KeepsBuckets | None = None
         self.parameters: KeepsParameters | None = None
+        self.low_bit: KeepsState | None = None
+        """What has state in 8 bits. That lies in memory."""
+
+    def keeper_of(self, optimizer: torch.optim.Optimizer) -> KeepsState | None:
+        """What takes over state of this optimizer from another process."""
+        every = (self.tenant_of(optimizer), self.low_bit)
+        return next((one for one in every if one is not None and one.optimizer is optimizer), None)
 
     def tenant_of(self, optimizer: torch.optim.Optimizer) -> KeepsBuckets | None:
         """What has state of this optimizer on disk."""

@@ -6,8 +6,7 @@ before they are rounded again, as torchao's own AdamW8bit has it; unlike that it
 that is a tensor. What is no whole number of blocks, or small, stays as it is.
 """
 
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,28 +14,18 @@ from torch import Tensor
 
 from memwall.apply.master_weights import has_master_weights
 from memwall.apply.optimizer_state.kept_space import kept_space
+from memwall.apply.optimizer_state.low_bit_form import load_torchao, opened
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.apply.partial_step import Arguments, inner_step_of, step_some
 from memwall.errors import ApplyError, MemwallError
 from memwall.predict.low_bit_state import BLOCK_ELEMENTS, SLICE_ELEMENTS, can_be_low_bit
 
-__all__ = ["LowBitMoments", "LowBitOptimizerState", "load_torchao"]
+__all__ = ["LowBitMoments", "LowBitOptimizerState"]
 
 # The moments, and whether they have a sign.
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
-
-
-def load_torchao() -> Any:
-    """The class of torchao's that holds a tensor in 8 bits.
-
-    Raises:
-        ApplyError: torchao is not installed.
-    """
-    if find_spec("torchao") is None:
-        raise ApplyError("optimizer state in 8 bits is kept by torchao, which is not installed: pip install torchao")
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    return OptimState8bit
+_FILLED_BYTES = 32 << 20
+"""Of parameters, whose state another process left in float32: so many come into memory at a time, to be closed."""
 
 
 class LowBitMoments:
@@ -46,7 +35,7 @@ class LowBitMoments:
         optimizer: torch's Adam or AdamW, on CPU parameters.
 
     Raises:
-        ApplyError: another optimizer, torchao is missing, or the run is committed.
+        ApplyError: another optimizer, or torchao is missing.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -60,11 +49,6 @@ class LowBitMoments:
             raise ApplyError(
                 "the plan keeps moments in 8 bits, and this optimizer keeps float32 master weights beside them; make a "
                 "plan without --allow low-bit-optimizer"
-            )
-        if kept_space() is not None:
-            raise ApplyError(
-                "the plan keeps the optimizer's moments in 8 bits, which --checkpoint does not commit; run without "
-                "--checkpoint, and save in the script, or make a plan without --allow low-bit-optimizer"
             )
         self.optimizer = optimizer
         self.inner_step = inner_step_of(optimizer, kept="in 8 bits")
@@ -126,10 +110,7 @@ class LowBitMoments:
         """As torch would have it."""
         if not isinstance(value, self._form):
             return value.clone()
-        whole = torch.empty(value.shape, dtype=torch.float32, device=value.device)
-        for begin, end in _slices(whole):
-            whole.view(-1)[begin:end] = self.opened(value, begin, end)
-        return whole
+        return opened(value.codes, value.scale, value.qmap)
 
     def open_all(self) -> None:
         """All of them are torch's again."""
@@ -140,7 +121,7 @@ class LowBitMoments:
 
 
 class LowBitOptimizerState:
-    """Keeps an optimizer's moments in 8 bits until `undo`."""
+    """Keeps an optimizer's moments in 8 bits until `undo`; a run that is committed is told so."""
 
     def __init__(self, moments: LowBitMoments) -> None:
         self.moments, self._optimizer = moments, moments.optimizer
@@ -153,6 +134,14 @@ class LowBitOptimizerState:
             copier=lambda: moments.copy,
             after_load=moments.close_all,
         )
+        self._space = kept_space()
+        if self._space is not None:
+            self._space.low_bit = self
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Whose state it is."""
+        return self._optimizer
 
     @property
     def failure(self) -> MemwallError | None:
@@ -162,8 +151,31 @@ class LowBitOptimizerState:
     @torch.no_grad()
     def undo(self) -> None:
         """The optimizer steps by itself again, on state as torch has it."""
+        if self._space is not None:
+            self._space.low_bit = None
         self._taken.give_back()
         self.moments.open_all()
+
+    def keeps_low_bits(self, parameter: Tensor) -> bool:
+        """Whether the moments of this parameter are in 8 bits."""
+        return self.moments.can_close(parameter)
+
+    @torch.no_grad()
+    def fill(self, load: Callable[[Sequence[Tensor]], None]) -> None:
+        """Takes over the state of another process: what it had in 8 bits as it was, what it had in float32 closed."""
+        for parameters in self._few_at_a_time():
+            load(parameters)
+            self.moments.close(parameters)
+
+    def _few_at_a_time(self) -> Iterator[list[Tensor]]:
+        few: list[Tensor] = []
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if few and sum(one.nbytes for one in (*few, parameter)) > _FILLED_BYTES:
+                    yield few
+                    few = []
+                few.append(parameter)
+        yield few
 
     def _step_all(self, arguments: Arguments) -> None:
         for number, group in enumerate(self._optimizer.param_groups):

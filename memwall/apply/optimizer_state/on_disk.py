@@ -173,6 +173,10 @@ class OptimizerState:
                 whole.bucket.put_away(after.entries(whole), None)
                 waiting.remove(whole)
 
+    def keeps_low_bits(self, _: Tensor) -> bool:
+        """None is in 8 bits."""
+        return False
+
     @torch.no_grad()
     def fill(self, load: Callable[[Sequence[Tensor]], None]) -> None:
         """Takes over the state of another process, with no more of it in memory at a time than a bucket.

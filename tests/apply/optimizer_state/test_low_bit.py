@@ -10,8 +10,9 @@ from optimizer_runs import OPTIMIZERS, Make, Net, in_groups, same, train, train_
 from oracle import count_allocations
 from torch import Tensor, nn
 
-from memwall.apply.optimizer_state import kept_space, low_bit
-from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState, load_torchao
+from memwall.apply.optimizer_state import low_bit, low_bit_form
+from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
+from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.apply.session import Session
 from memwall.errors import ApplyError
 from memwall.predict.low_bit_state import low_bit_bytes
@@ -246,7 +247,7 @@ def test_optimizers_without_such_moments_are_refused_by_name(make: Make, words: 
 
 
 def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_bit, "find_spec", lambda _: None)
+    monkeypatch.setattr(low_bit_form, "find_spec", lambda _: None)
     model = Net()
     for ask in (
         lambda: closed(torch.optim.AdamW(model.parameters())),
@@ -254,9 +255,3 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
     ):
         with pytest.raises(ApplyError, match=r"kept by torchao, which is not installed: pip install torchao"):
             ask()
-
-
-def test_a_committed_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_bit, "kept_space", lambda: kept_space)
-    with pytest.raises(ApplyError, match="--checkpoint does not commit; run without"):
-        closed(torch.optim.AdamW(Net().parameters()))

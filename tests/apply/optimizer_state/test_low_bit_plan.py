@@ -13,7 +13,7 @@ from torch import nn
 
 import memwall
 from memwall.apply.optimizer_state.keeper import StateKeeper
-from memwall.apply.optimizer_state.low_bit import load_torchao
+from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.errors import ApplyError, NoEffectError
 from memwall.plan.actions import LowBitState, OptimizerPlacement
 from memwall.predict.tensor_heap import heap_unavailable_reason
