@@ -30,10 +30,14 @@ struct pool {
     pthread_mutex_t lock;
     pthread_cond_t has_work, has_result;
     struct task *first, *last;
-    int is_closing;
+    int is_closing, is_watched;
     uint64_t num_threads;
     pthread_t threads[];
 };
+
+/* To wake a thread takes the caller tens of microseconds on a virtual machine. So after work one thread goes on looking
+ * for more for a while, and wakes the others where there is enough. */
+enum { LOOK_NANOSECONDS = 50 * 1000, NUM_LOOKS = 500 };
 
 /* For each frame: its page goes to byte `out[i]` of the file, if that is not negative, and its checksum to
  * `checksums[i]`; then the page at byte `in[i]` comes, if that is not negative, and must have the checksum
@@ -56,6 +60,22 @@ static int64_t swap_pages(const struct task *task) {
     return (int64_t)(2 * task->count);
 }
 
+/* Returns when there may be work; the lock is held before and after. */
+static void wait_for_work(struct pool *pool) {
+    const struct timespec a_look = {0, LOOK_NANOSECONDS};
+    if (!pool->is_watched) {
+        pool->is_watched = 1;
+        for (int i = 0; i < NUM_LOOKS && !pool->first && !pool->is_closing; i++) {
+            pthread_mutex_unlock(&pool->lock);
+            nanosleep(&a_look, 0);
+            pthread_mutex_lock(&pool->lock);
+        }
+        pool->is_watched = 0;
+    }
+    if (pool->first || pool->is_closing) return;
+    pthread_cond_wait(&pool->has_work, &pool->lock);
+}
+
 static void *work(void *argument) {
     struct pool *pool = argument;
     pthread_mutex_lock(&pool->lock);
@@ -63,10 +83,11 @@ static void *work(void *argument) {
         struct task *task = pool->first;
         if (pool->is_closing) break;
         if (!task) {
-            pthread_cond_wait(&pool->has_work, &pool->lock);
+            wait_for_work(pool);
             continue;
         }
         pool->first = task->next;
+        if (pool->first) pthread_cond_signal(&pool->has_work);
         pthread_mutex_unlock(&pool->lock);
         task->num_done = swap_pages(task);
         pthread_mutex_lock(&pool->lock);
@@ -114,8 +135,8 @@ void begin_tasks(struct pool *pool, struct task *tasks, uint64_t count) {
         else pool->first = &tasks[i];
         pool->last = &tasks[i];
     }
+    if (!pool->is_watched && count) pthread_cond_signal(&pool->has_work);
     pthread_mutex_unlock(&pool->lock);
-    for (uint64_t i = 0; i < count; i++) pthread_cond_signal(&pool->has_work);
 }
 
 /* Returns how many of so many tasks are done, when all are, or after a tenth of a second: the caller has signals to look
@@ -190,4 +211,19 @@ int64_t plan_swaps(const directory *of, const int64_t *frames, const int64_t *pa
         num_moves++;
     }
     return num_moves;
+}
+
+/* Books that swaps are done: their frames stand still, and what has left has a checksum. Returns whether all lie within
+ * the arrays; nothing is done where one does not. */
+int book_swaps(const directory *of, const int64_t *frames, const int64_t *leaving, const int64_t *checksums,
+               uint64_t count) {
+    for (uint64_t i = 0; i < count; i++)
+        if ((uint64_t)frames[i] >= of->num_frames || leaving[i] >= (int64_t)of->num_covered) return 0;
+    for (uint64_t i = 0; i < count; i++) {
+        of->is_moving[frames[i]] = 0;
+        if (leaving[i] < 0) continue;
+        of->checksums[leaving[i]] = checksums[i];
+        of->frame_of[leaving[i]] = AWAY;
+    }
+    return 1;
 }

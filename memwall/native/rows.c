@@ -12,14 +12,22 @@ static uint64_t mixed(uint64_t bits) {
     return bits ^ (bits >> 31);
 }
 
-/* Of each of `count` wanted ids its position, -1 where there is none. `num_cells` is a power of two. */
+/* Of each of `count` wanted ids its position, -1 where there is none. `num_cells` is a power of two. Cells and ids of a
+ * large table are in no cache: those of the wanted ids that come next are on their way meanwhile. */
 void find_rows(const int32_t *cells, uint64_t num_cells, const int64_t *ids, uint64_t num_rows, const int64_t *wanted,
                uint64_t count, int64_t *found) {
+    enum { AHEAD = 8 };
+    const uint64_t mask = num_cells - 1;
     for (uint64_t i = 0; i < count; i++) {
         uint64_t cell = mixed((uint64_t)wanted[i]), passed = 0;
+        if (i + 2 * AHEAD < count) __builtin_prefetch(&cells[mixed((uint64_t)wanted[i + 2 * AHEAD]) & mask]);
+        if (i + AHEAD < count) {
+            uint32_t coming = (uint32_t)cells[mixed((uint64_t)wanted[i + AHEAD]) & mask];
+            if (coming < num_rows) __builtin_prefetch(&ids[coming]);
+        }
         found[i] = -1;
         for (; passed < num_cells; passed++, cell++) {
-            uint32_t position = (uint32_t)cells[cell & (num_cells - 1)]; /* an empty cell's is beyond all rows */
+            uint32_t position = (uint32_t)cells[cell & mask]; /* an empty cell's is beyond all rows */
             if (position >= num_rows) break;
             if (ids[position] == wanted[i]) {
                 found[i] = position;

@@ -87,25 +87,34 @@ class PageDirectory:
         frames, pages = frames.contiguous(), pages.contiguous()
         assert frames.numel() == pages.numel()
         table = torch.empty(len(PageSwaps._fields), frames.numel(), dtype=torch.int64, device="cpu")
-        directory = _CDirectory(
-            *(self.frame_of.data_ptr(), self._checksums.data_ptr(), self._slot_offsets.data_ptr()),
-            *(self._page_in.data_ptr(), self.is_changed.data_ptr(), self.is_moving.data_ptr()),
-            *(self.num_frames, self.frame_of.numel(), self._slot_offsets.numel(), self.num_pages),
-            *(self.pages_per_slot, self.page_bytes),
-        )
         pointers = frames.data_ptr(), pages.data_ptr(), frames.numel(), table.data_ptr()
-        num_moves: int = library.plan_swaps(ctypes.byref(directory), *pointers)
+        num_moves: int = library.plan_swaps(ctypes.byref(self._in_c()), *pointers)
         if num_moves == _OUTSIDE:
             raise IndexError(f"of {frames.numel()} frames or pages of a table of rows, one does not exist")
         return SlotNeeded(-1 - num_moves) if num_moves < 0 else PageSwaps(*table[:, :num_moves].unbind())
 
     def book(self, swaps: PageSwaps) -> None:
         """Says that swaps that were planned are done."""
+        library = pages_library()
+        if library is not None:
+            assert all(tensor.is_contiguous() for tensor in swaps)
+            pointers = (tensor.data_ptr() for tensor in (swaps.frames, swaps.leaving, swaps.checksums))
+            if not library.book_swaps(ctypes.byref(self._in_c()), *pointers, swaps.frames.numel()):
+                raise IndexError(f"of {swaps.frames.numel()} swaps of pages, a frame or a page does not exist")
+            return
         is_writing = swaps.leaving >= 0
         left = swaps.leaving[is_writing]
         self.is_moving[swaps.frames] = False
         self._checksums[left] = swaps.checksums[is_writing]
         self.frame_of[left] = AWAY
+
+    def _in_c(self) -> _CDirectory:
+        return _CDirectory(
+            *(self.frame_of.data_ptr(), self._checksums.data_ptr(), self._slot_offsets.data_ptr()),
+            *(self._page_in.data_ptr(), self.is_changed.data_ptr(), self.is_moving.data_ptr()),
+            *(self.num_frames, self.frame_of.numel(), self._slot_offsets.numel(), self.num_pages),
+            *(self.pages_per_slot, self.page_bytes),
+        )
 
     def _plan_by_tensors(self, frames: Tensor, pages: Tensor) -> PageSwaps | SlotNeeded:
         leaving = self._page_in[frames]

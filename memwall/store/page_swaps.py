@@ -231,5 +231,6 @@ def pages_library() -> ctypes.CDLL | None:
         "begin_tasks": (None, (pointer, pointer, number)),
         "await_tasks": (number, (pointer, pointer, number)),
         "plan_swaps": (ctypes.c_int64, (pointer, pointer, pointer, number, pointer)),
+        "book_swaps": (ctypes.c_int, (pointer, pointer, pointer, pointer, number)),
     }
     return load_library("pages", signatures)

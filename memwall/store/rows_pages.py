@@ -16,7 +16,7 @@ from torch import Tensor
 from memwall.errors import StoreError, UsageError
 from memwall.store.backend import round_up
 from memwall.store.buckets import BucketBuffer
-from memwall.store.page_directory import LEAVING, PageDirectory, SlotNeeded
+from memwall.store.page_directory import AWAY, LEAVING, PageDirectory, SlotNeeded
 from memwall.store.page_swaps import Moves, PageMover, PageSwaps
 from memwall.store.rows_loops import HELD, RECENT, Arena, locate_rows, take_cold_frames
 from memwall.store.scratch import ScratchFile, Slot
@@ -26,6 +26,8 @@ __all__ = ["PageCache"]
 
 _SEGMENT_BYTES = 16 << 20
 _MIN_FRAMES = 16
+# Emptying frames for one write costs the caller nearly as much as for several.
+_WRITES_AHEAD = 4
 
 
 class _Batch(NamedTuple):
@@ -132,9 +134,10 @@ class PageCache:
     def prefetch(self, positions: Tensor) -> None:
         """Begins to fetch the pages of these rows, as far as a quarter of the cache holds them."""
         with self.refusing_after_failure():
-            pages = torch.unique(positions // self.rows_per_page)
-            pages = pages[pages < self._directory.num_pages]
-            pages = pages[self._directory.frame_of[pages] < 0][: self.num_frames // 4]
+            # Those that are here stay, as what has just been used does; for those still leaving it is too early.
+            is_away = self._look_up(positions)[0] == AWAY
+            pages = torch.unique(positions[is_away] // self.rows_per_page)
+            pages = pages[pages < self._directory.num_pages][: self.num_frames // 4]
             if pages.numel():
                 self._admit(pages, has_spares=False)  # nobody waits for these; writes of new rows would
 
@@ -172,55 +175,61 @@ class PageCache:
 
     def _locate(self, positions: Tensor) -> Tensor:
         """The frame of each row, after its page has got there."""
-        if positions.numel():
-            self._directory.cover(int(positions.max()) // self.rows_per_page + 1)
-        where = self.rows_per_page, self._directory.frame_of, self._use, self._directory.is_moving
-        frames, is_missing, is_moving = locate_rows(positions, *where)
+        self._finish_batches(lambda _: False)
+        frames, is_missing, is_moving = self._look_up(positions)
         if is_missing:
-            self._admit(torch.unique(positions // self.rows_per_page))
-            frames, _, is_moving = locate_rows(positions, *where)
+            has_frame = frames >= 0
+            here = frames[has_frame]
+            self._use[here] = HELD
+            self._admit(torch.unique(positions[~has_frame] // self.rows_per_page))
+            self._use[here] = RECENT
+            frames, _, is_moving = self._look_up(positions)
         if is_moving:
             self._wait_until_still(frames)
         return frames
 
+    def _look_up(self, positions: Tensor) -> tuple[Tensor, bool, bool]:
+        """See `locate_rows`."""
+        if positions.numel():
+            self._directory.cover(int(positions.max()) // self.rows_per_page + 1)
+        where = self.rows_per_page, self._directory.frame_of, self._use, self._directory.is_moving
+        return locate_rows(positions, *where)
+
     def _admit(self, pages: Tensor, *, has_spares: bool = True) -> None:
-        """Gives each of these pages (sorted, each once, some without one) a frame, and begins to fetch the others."""
-        frames = self._directory.frame_of[pages]
-        is_missing = frames < 0
-        missing = pages[is_missing]
-        leaving = missing[frames[is_missing] == LEAVING]
+        """Gives each of these pages (sorted, each once, all without one) a frame, and begins to fetch those on disk."""
+        leaving = pages[self._directory.frame_of[pages] == LEAVING]
         if leaving.numel():
             self._wait_until_written(leaving)  # what is still being written must not be read
-        self._use[frames[~is_missing].long()] = HELD
-        self._swap(self._take_frames(missing.numel(), has_spares=has_spares), missing)
-        self._use[self._directory.frame_of[pages].long()] = RECENT
+        frames = self._take_frames(pages.numel(), has_spares=has_spares)
+        self._swap(frames, pages)
+        self._use[frames] = RECENT
         end = int(pages[-1]) + 1
         self._num_new += max(0, end - self._directory.num_pages)
         self._directory.num_pages = max(end, self._directory.num_pages)
 
     def _empty_ahead(self) -> None:
-        """Begins to empty as many frames as writes take for new rows, so that the next one need not wait."""
+        """Begins to empty frames for a few writes' new rows, once there are too few of them for the next to be sure."""
         self._usual_new = max(self._num_new, self._usual_new * 7 // 8)  # the most of late: some writes take more
         self._num_new = 0
-        needed = min(self._usual_new, self.num_frames // 8) - self._spare.numel()
-        if self._num_used_frames == self.num_frames and needed > 0:
-            taken = self._take_frames(needed, has_spares=False)
+        wanted = min((self._usual_new + 1) * _WRITES_AHEAD, self.num_frames // 8)
+        if self._num_used_frames == self.num_frames and self._spare.numel() < wanted // 2:
+            taken = self._take_frames(wanted - self._spare.numel(), has_spares=False)
             self._swap(taken, torch.full_like(taken, -1))
             self._spare = torch.cat([self._spare, taken])
 
     def _take_frames(self, count: int, *, has_spares: bool = True) -> Tensor:
         """Frames for `count` pages, marked as held: unused or emptied ones, then those the clock's hand finds cold."""
+        taken = torch.empty(0, dtype=torch.int64, device="cpu")
         num_unused = min(count, self.num_frames - self._num_used_frames)
-        parts = [torch.arange(self._num_used_frames, self._num_used_frames + num_unused, device="cpu")]
-        self._num_used_frames += num_unused
-        if has_spares:
-            parts.append(self._spare[: count - num_unused])
-            self._spare = self._spare[count - num_unused :]
-        taken = torch.cat(parts)
-        is_moving = self._directory.is_moving[taken]
-        if bool(is_moving.any()):
-            self._wait_until_still(taken[is_moving])
-        self._use[taken] = HELD
+        if num_unused:
+            taken = torch.arange(self._num_used_frames, self._num_used_frames + num_unused, device="cpu")
+            self._num_used_frames += num_unused
+            self._use[taken] = HELD
+        if has_spares and count > num_unused:
+            spare, self._spare = self._spare[: count - num_unused], self._spare[count - num_unused :]
+            if bool(self._directory.is_moving[spare].any()):
+                self._wait_until_still(spare)
+            taken = torch.cat([taken, spare])
         while taken.numel() < count:
             cold, self._hand = take_cold_frames(self._use, self._directory.is_moving, self._hand, count - taken.numel())
             taken = torch.cat([taken, cold])

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.timeout(200)
 
 SCRIPT = textwrap.dedent("""
-    import json, sys
+    import json, os, sys
     import torch
     from language_model import LanguageModel, tokens
     from torch import distributed
@@ -50,7 +50,7 @@ SCRIPT = textwrap.dedent("""
         losses.append(loss.item())
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump({"losses": losses, "num_replaced": num_replaced, "refusal": refusal}, file)
-    distributed.destroy_process_group()
+    os._exit(0)  # Gloo's threads, which ask for the interpreter, abort a process whose interpreter is ending
 """)
 
 

@@ -103,6 +103,16 @@ def test_pages_leave_and_come_back_into_other_frames(pages: Pages) -> None:
     assert [pages.frame(frame) for frame in range(NUM_PAGES)] == [1, 2, 3, 4, 3, 1]
 
 
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.01, 0.2])
+def test_work_is_done_while_threads_look_for_it_and_once_they_sleep(pages: Pages, pause_seconds: float) -> None:
+    for _ in range(3):
+        under_way = [pages.mover.begin(pages.swaps((frame, frame, NONE))) for frame in range(NUM_PAGES)]
+        for moves in under_way:
+            moves.finish()
+        assert [pages.on_disk(page) for page in range(NUM_PAGES)] == [1, 2, 3, 4, 5, 6]
+        time.sleep(pause_seconds)
+
+
 def test_a_frame_gives_its_page_up_before_it_takes_another(pages: Pages) -> None:
     first = pages.swaps((0, 0, NONE))
     pages.move(first)

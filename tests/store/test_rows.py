@@ -114,6 +114,21 @@ def test_frames_that_were_emptied_for_new_rows_are_not_taken_by_what_is_read_ahe
         assert store._pages._spare.tolist() == emptied != []
 
 
+@pytest.mark.parametrize("page", range(10, 14))
+def test_rows_that_are_read_ahead_stay_though_they_were_here_before(page: int, tmp_path: Path) -> None:
+    """GIVEN a page that is among the next to leave WHEN its rows are read ahead THEN others leave in its place."""
+    with open_store(tmp_path) as store:
+        ids = torch.arange(78 * 24)
+        store.write(ids, torch.ones(ids.numel(), 13))
+        pages = ids.split(78)
+        store.prefetch(pages[page])
+        for number in range(6):
+            store.weights(pages[number])
+        before = store.bytes_read
+        store.weights(pages[page])
+        assert store.bytes_read == before == 6 * 4096
+
+
 def test_initial_rows_of_a_lookup_are_counted_and_kept_no_longer_than_to_the_step(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         few, many = torch.arange(100), torch.arange(100, 5000)

@@ -99,6 +99,12 @@ others = [torch.empty_like(model[1].weight) for _ in range(num_ranks)]
 dist.all_gather(others, model[1].weight.detach())
 assert torch.equal(*others)
 """
+# Gloo's threads let go of the last collective's tensors by way of the interpreter: while that ends, they would abort
+# the process (torch 2.13, ProcessGroupGloo::runLoop), and as long as DDP refers to a group, it is not destroyed.
+END = """
+sys.stdout.flush()
+os._exit(0)
+"""
 
 
 def run_ranks(folder: Path, script: str, num_ranks: int) -> list[str]:
@@ -106,7 +112,7 @@ def run_ranks(folder: Path, script: str, num_ranks: int) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    code = COMMON.replace("{sizes}", str((NUM_ROWS, DIM, BATCH))) + script + "\ndist.destroy_process_group()"
+    code = COMMON.replace("{sizes}", str((NUM_ROWS, DIM, BATCH))) + script + END
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     ranks = [
         subprocess.Popen(
