@@ -4,7 +4,7 @@ Adding a technique adds a handler here; `HANDLERS` names the one of each action 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -56,6 +56,7 @@ class AppliedPlan:
         is_cooperative: whether the loop takes its micro-batches from the session.
         is_running: whether the model's forward is being called right now, by a hook before it.
         set_by_loop: records of actions that the training loop carries out itself; they are left to it.
+        host_limit_bytes: of a model on CUDA, the most host memory to take; None on a CPU.
 
     Raises:
         ApplyError: an action cannot be applied here; nothing has changed then.
@@ -77,10 +78,12 @@ class AppliedPlan:
         is_running: bool = False,
         set_by_loop: tuple[type, ...] = (),
         optimizers: Sequence[torch.optim.Optimizer] = (),
+        host_limit_bytes: int | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
         self.disk, self.disk_capacity_bytes = disk, disk_capacity_bytes
+        self.host_limit_bytes = host_limit_bytes
         self.allocator, self.micro, self.is_cooperative = allocator, micro, is_cooperative
         self.is_running, self.set_by_loop = is_running, set_by_loop
         self.block_order = block_order
@@ -166,7 +169,8 @@ class AppliedPlan:
             self.engine, close = open_engine(
                 [self.model],
                 disk=self.disk,
-                capacity_bytes=self._capacity_left_bytes(),
+                capacity_bytes=self._left_bytes("disk", self.disk_capacity_bytes),
+                host_limit_bytes=self._left_bytes("host", self.host_limit_bytes),
                 window_bytes=offload[0].window_bytes,
                 min_bytes=offload[0].min_bytes,
                 owns_pages=self.allocator.owns_pages,
@@ -232,7 +236,7 @@ class AppliedPlan:
             )
         self._undo.append(self.keeper.bring_back)
         if isinstance(action, OptimizerPlacement):
-            self.keeper.place(self.optimizers[0], action)
+            self.keeper.place(self.optimizers[0], action, host_limit_bytes=self.host_limit_bytes or 0)
         else:
             self.keeper.close_moments(self.optimizers[0])
 
@@ -246,12 +250,12 @@ class AppliedPlan:
         self._undo.append(self.parameters.bring_back)
         self.parameters.place(self.model, action)
 
-    def _capacity_left_bytes(self) -> int | None:
-        """What saved tensors may use of the disk: without the part that the plan means for state and parameters."""
-        if self.disk_capacity_bytes is None:
+    def _left_bytes(self, tier: Literal["disk", "host"], capacity_bytes: int | None) -> int | None:
+        """What saved tensors may use of a tier: without the part that the plan means for state and parameters."""
+        if capacity_bytes is None:
             return None
         placements = (a for a in self.plan.actions if isinstance(a, OptimizerPlacement | ParameterPlacement))
-        return self.disk_capacity_bytes - sum(a.saved_bytes or 0 for a in placements if a.tier == "disk")
+        return capacity_bytes - sum(a.saved_bytes or 0 for a in placements if a.tier == tier)
 
 
 def _kept(action: OptimizerPlacement | LowBitState) -> str:

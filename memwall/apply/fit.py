@@ -45,12 +45,12 @@ def fit(
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
-            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU). "cpu-optimizer-step" is for
-            `memwall plan`, which measures what it costs; a plan with it is given as `plan`.
+            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
+            steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
 
     Raises:
         UsageError: neither or both of budget and plan; a budget that is no size; no optimizer of this model; a
-            relaxation that is for `memwall plan` alone.
+            relaxation that is for a model on CUDA alone.
         StoreError: the disk directory cannot be used.
     """
     optimizers = _checked(model, optimizer)

@@ -13,7 +13,7 @@ from memwall.apply.applied import AppliedPlan
 from memwall.apply.exhaustion import Exhaustion
 from memwall.apply.measurements import Measurements
 from memwall.apply.microbatch import MicroBatches
-from memwall.apply.optimizer_state.keeper import StateKeeper, can_place
+from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
 from memwall.apply.planning import MAX_REPLANS, planned, planned_after, planned_again
 from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.apply.recorded_kernels import RecordedKernels
@@ -22,10 +22,11 @@ from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.plan.actions import AllocatorReuse, ParameterPlacement
 from memwall.plan.blocks import find_blocks
-from memwall.plan.legality import can_autocast, can_pack
+from memwall.plan.legality import can_autocast, can_pack, can_step_on_cpu
 from memwall.plan.low_bit import why_no_low_bits
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings, steady_step
+from memwall.predict.limits import pinnable_bytes
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
@@ -43,6 +44,7 @@ class LivePlan:
         measured: where moved bytes and planning are counted.
         on_plan: called when a plan stands, before it is applied.
         set_by_loop: records of actions that the training loop carries out itself.
+        host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class LivePlan:
         measured: Measurements,
         on_plan: Callable[[], None],
         set_by_loop: tuple[type, ...],
+        host_capacity_bytes: int | None = None,
     ) -> None:
         self.settings, self.plan = settings, plan
         self.budget_bytes = settings.budget_bytes
@@ -70,6 +73,9 @@ class LivePlan:
         self._measured, self._on_plan, self._set_by_loop = measured, on_plan, set_by_loop
         self._undo_autocast: Callable[[], None] | None = None
         self._kernels = RecordedKernels()
+        self._host_capacity_bytes = host_capacity_bytes
+        self._host_limit_bytes: int | None = None
+        """Host memory below a model on CUDA: what plans are made with is what they are applied with."""
 
     @property
     def failure(self) -> MemwallError | None:
@@ -98,6 +104,7 @@ class LivePlan:
             model, optimizers, self.allocator, budget_bytes=self.settings.budget_bytes
         )
         self._measured.note_peak()
+        self._host_limit_bytes = self._host_limit_below(model)
         self._kernels.begin(model, self.settings.allow, is_streamed=is_streamed)
         self.recorded = RecordedStep(
             model,
@@ -106,6 +113,7 @@ class LivePlan:
             allocator=self.allocator,
             keeper=self.keeper,
             parameters=self.parameters,
+            host_limit_bytes=self._host_limit_bytes,
         )
 
     def stop_recording(self) -> None:
@@ -142,6 +150,10 @@ class LivePlan:
         reason = why_no_low_bits(self.trace, allow) if "low-bit-optimizer" in allow else None
         if reason is not None:
             _log.warning("no optimizer state is kept in 8 bits: %s", reason)
+        if "cpu-optimizer-step" in allow:
+            reason = can_step_on_cpu(self.trace, allow) or why_not_on_cpu(optimizers)
+            if reason is not None:
+                _log.warning("the CPU steps no optimizer: %s", reason)
         try:
             self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizers), self.allocator)
         except InfeasibleError:
@@ -169,6 +181,8 @@ class LivePlan:
         # The plan's own actions take their place.
         self._end_autocast()
         self._kernels.end()
+        if self._host_limit_bytes is None:  # the plan was given
+            self._host_limit_bytes = self._host_limit_below(model)
         order = () if self.trace is None else tuple(b.path for b in find_blocks(self.trace, steady_step(self.trace)))
         applied = AppliedPlan(
             model,
@@ -184,6 +198,7 @@ class LivePlan:
             optimizers=optimizers,
             keeper=self.keeper,
             parameters=self.parameters,
+            host_limit_bytes=self._host_limit_bytes,
         )
         if not any(isinstance(action, AllocatorReuse) for action in self.plan.actions):
             self.allocator.undo()
@@ -192,6 +207,9 @@ class LivePlan:
         self.applied = applied
         self._measured.note_peak()
         self.allocator.trim()
+        if self._host_limit_bytes is not None:
+            # What the plan has taken off the device since the last step is torch's still, and counts as held.
+            torch.cuda.empty_cache()
         self._measured.begin_plan(None if self.trace is None else self.trace.base_bytes)
         forecast = self.plan.forecast
         _log.info("plan applied: %d actions, %s", len(self.plan.actions), format_bytes(forecast.peak.process_bytes))
@@ -307,10 +325,23 @@ class LivePlan:
         self._measured.bytes_from_tier += in_bytes
         return out_bytes
 
+    def _host_limit_below(self, model: nn.Module) -> int | None:
+        """What may be taken of host memory, for a model on CUDA; None for others."""
+        if all(parameter.device.type != "cuda" for parameter in model.parameters()):
+            return None
+        can_pin_bytes = pinnable_bytes()
+        return can_pin_bytes if self._host_capacity_bytes is None else min(can_pin_bytes, self._host_capacity_bytes)
+
     def _present_settings(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
         """What the user asked for, and what of it this loop, its model and its optimizers allow."""
+        settings = self.settings
+        if "cpu-optimizer-step" in settings.allow and why_not_on_cpu(optimizers) is not None:
+            allow = tuple(name for name in settings.allow if name != "cpu-optimizer-step")
+            settings = msgspec.structs.replace(settings, allow=allow)
+        if self._host_limit_bytes is not None:  # what the user said of the disk is not said of host memory
+            settings = msgspec.structs.replace(settings, disk_capacity_bytes=self._host_limit_bytes)
         return msgspec.structs.replace(
-            self.settings,
+            settings,
             allow_accumulation=self.is_cooperative,
             can_move_state=can_place(optimizers),
             is_built_on_disk=self.parameters.is_watching and self.parameters.away_bytes > 0,

@@ -1,5 +1,6 @@
 """The safest plan, under which the first step is recorded: every large saved tensor leaves the device."""
 
+import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -8,9 +9,12 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.cpu_speed import cpu_step_bytes_per_second
+from memwall.apply.link_speed import link_speed
 from memwall.apply.offload import ActivationOffload
 from memwall.apply.offload_packed import pack_seconds_per_element
-from memwall.predict.limits import free_memory_bytes
+from memwall.errors import StoreError
+from memwall.predict.limits import pinnable_bytes
 from memwall.predict.malloc import fault_seconds_per_byte
 from memwall.store.location import check_directory, default_directory
 from memwall.store.race import probe_faster
@@ -18,7 +22,16 @@ from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.trace.records import Machine
 
-__all__ = ["Parked", "close_unneeded", "open_engine", "parameter_guard"]
+__all__ = [
+    "Parked",
+    "close_unneeded",
+    "machine_above_host",
+    "measured_machine",
+    "open_engine",
+    "parameter_guard",
+]
+
+_log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 64 << 20
 _needed: list[tuple[ActivationOffload, Callable[[], None]]] = []
@@ -46,14 +59,13 @@ def open_engine(
     capacity_bytes: int | None,
     window_bytes: int,
     min_bytes: int,
+    host_limit_bytes: int | None = None,
     owns_pages: Callable[[int], bool] | None = None,
 ) -> tuple[ActivationOffload, Callable[[], None]]:
     """An offload engine for the devices the modules are on: disk under CPU tensors, pinned host memory under CUDA ones.
 
-    Of the host's memory it pins nine tenths of what is free now at most: beyond that it raises, where the kernel would
-    kill.
-
     Args:
+        host_limit_bytes: the most host memory to pin; None for `memwall.predict.limits.pinnable_bytes`.
         owns_pages: see `ActivationOffload`, as all others but `roots`: the modules that are trained.
 
     Returns:
@@ -64,9 +76,11 @@ def open_engine(
         StoreError: the directory is missing, read-only, full, or a RAM disk.
     """
     close_unneeded()
-    is_cuda = any(p.device.type == "cuda" for root in roots for p in root.parameters())
+    is_cuda = _cuda_device(roots) is not None
     pool = None
-    if not is_cuda:
+    if is_cuda:
+        host_limit_bytes = pinnable_bytes() if host_limit_bytes is None else host_limit_bytes
+    else:
         directory = disk if disk is not None else default_directory()
         check_directory(directory)
         pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
@@ -75,7 +89,7 @@ def open_engine(
         window_bytes=window_bytes,
         min_bytes=min_bytes,
         is_excluded=parameter_guard(roots),
-        host_limit_bytes=free_memory_bytes() * 9 // 10 if is_cuda else None,
+        host_limit_bytes=host_limit_bytes,
         owns_pages=owns_pages,
     )
 
@@ -102,6 +116,10 @@ def close_unneeded() -> None:
 class Parked:
     """Opens the engine for the recorded step and measures what planning needs to know of the machine.
 
+    Args:
+        host_limit_bytes: of modules on CUDA, the most host memory to use, here and in plans.
+        steps_on_cpu: whether to measure how fast the CPU steps a device's optimizer.
+
     Raises:
         StoreError: see `open_engine`.
     """
@@ -114,19 +132,25 @@ class Parked:
         capacity_bytes: int | None,
         window_bytes: int,
         min_bytes: int,
+        host_limit_bytes: int | None = None,
+        steps_on_cpu: bool = False,
     ) -> None:
         self.window_bytes = window_bytes
         # All are copied: how long a tensor stays until it is written would show in the peak, which a replay is compared
         # with.
         self._engine, self._close = open_engine(
-            roots, disk=disk, capacity_bytes=capacity_bytes, window_bytes=window_bytes, min_bytes=min_bytes
+            roots,
+            disk=disk,
+            capacity_bytes=capacity_bytes,
+            window_bytes=window_bytes,
+            min_bytes=min_bytes,
+            host_limit_bytes=host_limit_bytes,
         )
-        directory = "" if self._is_cuda(roots) else disk if disk is not None else default_directory()
-        self.machine = measured_machine(directory)
-
-    @staticmethod
-    def _is_cuda(roots: Sequence[nn.Module]) -> bool:
-        return any(p.device.type == "cuda" for root in roots for p in root.parameters())
+        device = _cuda_device(roots)
+        if device is None:
+            self.machine = measured_machine(disk if disk is not None else default_directory())
+        else:
+            self.machine = machine_above_host(device, limit_bytes=host_limit_bytes, steps_on_cpu=steps_on_cpu)
 
     @property
     def engine(self) -> ActivationOffload:
@@ -138,6 +162,36 @@ class Parked:
         moved_bytes = self._engine.bytes_written
         self._close()
         return moved_bytes
+
+
+def machine_above_host(device: torch.device, *, limit_bytes: int | None = None, steps_on_cpu: bool = False) -> Machine:
+    """What is measured of a CUDA device's link to host memory, and if asked for how fast the CPU steps.
+
+    What passes the link is copied by the device, and costs the host's cores nothing.
+
+    Args:
+        limit_bytes: what plans may use of host memory; None for `memwall.predict.limits.pinnable_bytes`.
+
+    Returns:
+        Without any speed where host memory cannot be pinned, which is logged: plans leave it out then.
+    """
+    limit_bytes = pinnable_bytes() if limit_bytes is None else limit_bytes
+    try:
+        speed = link_speed(device, limit_bytes=limit_bytes)
+    except StoreError as error:
+        _log.warning("plans leave out host memory: %s", error)
+        return Machine()
+    return Machine(
+        disk_write_bytes_per_second=speed.write_bytes_per_second,
+        disk_read_bytes_per_second=speed.read_bytes_per_second,
+        disk_free_bytes=limit_bytes,
+        cpu_step_bytes_per_second=cpu_step_bytes_per_second() if steps_on_cpu else 0.0,
+    )
+
+
+def _cuda_device(roots: Sequence[nn.Module]) -> torch.device | None:
+    """The device of the modules' first parameter on CUDA; None where there is none."""
+    return next((p.device for root in roots for p in root.parameters() if p.device.type == "cuda"), None)
 
 
 def measured_machine(disk: str) -> Machine:

@@ -32,6 +32,9 @@ __all__ = ["RecordedStep"]
 class RecordedStep:
     """Records from its construction, within the model's first forward, until `finish` or `stop`.
 
+    Args:
+        host_limit_bytes: of a model on CUDA, the most host memory to use, now and by plans.
+
     Raises:
         StoreError: the disk cannot be used.
     """
@@ -45,6 +48,7 @@ class RecordedStep:
         allocator: AllocatorHandler,
         keeper: StateKeeper,
         parameters: ParameterKeeper,
+        host_limit_bytes: int | None = None,
     ) -> None:
         self._model, self._settings, self._allocator = model, settings, allocator
         self._keeper, self._parameters = keeper, parameters
@@ -58,6 +62,8 @@ class RecordedStep:
             capacity_bytes=settings.disk_capacity_bytes,
             window_bytes=WINDOW_BYTES,
             min_bytes=MIN_MOVED_BYTES,
+            host_limit_bytes=host_limit_bytes,
+            steps_on_cpu="cpu-optimizer-step" in settings.allow,
         )
         try:
             self._start(optimizers)

@@ -24,7 +24,7 @@ from memwall.apply.redo import Redo
 from memwall.apply.step_borders import StepBorders
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError, PlanError, UsageError
 from memwall.plan.actions import Accumulate
-from memwall.plan.legality import require_no_cpu_step
+from memwall.plan.legality import require_step_beside_device
 from memwall.plan.planfile import Plan
 from memwall.plan.search import Settings
 from memwall.trace.meter import meter_of
@@ -49,11 +49,13 @@ class Session:
         allow: Sequence[str] = (),
         set_by_loop: tuple[type, ...] = (),
         within_bytes: int | None = None,
+        host_capacity_bytes: int | None = None,
     ) -> None:
         """See `memwall.fit`.
 
         Args:
             within_bytes: less than the budget, where it turned out that not all of it is there.
+            host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
             set_by_loop: records of actions that the training loop itself carries out, by arguments of its own; of a
                 given plan they are not applied a second time.
         """
@@ -64,7 +66,8 @@ class Session:
                 f"the plan is for device {plan.forecast.device}, and torch finds no CUDA device here; run it on a "
                 "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
             )
-        require_no_cpu_step(allow)
+        if not torch.cuda.is_available():
+            require_step_beside_device(allow, "cpu")
         is_low_bit = "low-bit-optimizer" in allow
         if is_low_bit:
             load_torchao()  # before a step is recorded, so that what it takes is known
@@ -81,7 +84,14 @@ class Session:
         """Called when a plan stands, before it is applied: the place to show it, or to object."""
         self.failure: MemwallError | None = None
         """What ended the run; raised again at each further forward, should the loop have caught it."""
-        self._live = LivePlan(settings, plan, measured=self.measured, on_plan=self._show_plan, set_by_loop=set_by_loop)
+        self._live = LivePlan(
+            settings,
+            plan,
+            measured=self.measured,
+            on_plan=self._show_plan,
+            set_by_loop=set_by_loop,
+            host_capacity_bytes=host_capacity_bytes,
+        )
         if within_bytes is not None:
             self._live.settings = msgspec.structs.replace(settings, budget_bytes=within_bytes)
         self._borders = StepBorders(self)
@@ -120,6 +130,8 @@ class Session:
             raise ApplyError("this session already trains a model; use one session for each")
         if self.plan is not None:
             check_plan_is_for(self.plan, model)
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        require_step_beside_device(self._live.settings.allow, device)
         self._borders.attach(model, optimizers_of(optimizers))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

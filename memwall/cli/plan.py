@@ -166,7 +166,7 @@ def plan(
             "as in --device h100-80gb, or leave --device out"
         )
     capacity_bytes = None if disk_tier is None else disk_tier.limit_bytes
-    if hardware is not None:
+    if trace.device != "cpu":
         capacity_bytes = host_bytes
     try:
         found = search(

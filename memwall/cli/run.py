@@ -74,7 +74,7 @@ def run(
     if report_path is not None:
         require_writable(report_path, option="--report")
     disk_tier, allowed = parse_disk(disk), parse_allow(allow)
-    parse_host(host)
+    host_bytes = parse_host(host)
     import torch
 
     from memwall.apply.checkpoint.next_budget import read_next_budget
@@ -114,6 +114,7 @@ def run(
             disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
             allow=allowed,
             within_bytes=None if following is None else following.within_bytes,
+            host_capacity_bytes=host_bytes,
         )
         history = None
         if history_path is not None:

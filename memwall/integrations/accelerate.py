@@ -40,7 +40,8 @@ class MemwallPlugin:
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
-            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU).
+            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
+            steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
     """
 
     def __init__(

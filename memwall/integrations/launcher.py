@@ -23,7 +23,7 @@ from memwall.apply.checkpoint.next_budget import note_failure
 from memwall.apply.checkpoint.resumption import set_checkpoint
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.apply.measurements import standing_bytes
-from memwall.apply.parking import measured_machine
+from memwall.apply.parking import machine_above_host, measured_machine
 from memwall.apply.session import Session
 from memwall.errors import MemwallError, OutOfMemoryError, StoreError, UsageError
 from memwall.integrations.preflight import check_model
@@ -257,9 +257,13 @@ def _without_step(name: str, status: int) -> str:
 
 
 def _machine_of(model: nn.Module) -> Machine:
-    """This machine's speeds, with the default disk where there is a fit one: `plan --disk DIR` measures another."""
-    if any(parameter.device.type == "cuda" for parameter in model.parameters()):
-        return measured_machine("")
+    """This machine's speeds, with the default disk where there is a fit one: `plan --disk DIR` measures another.
+
+    Of a device that of its link to host memory.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        return machine_above_host(device)
     try:
         return measured_machine(default_directory())
     except StoreError:

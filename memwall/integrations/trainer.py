@@ -53,7 +53,8 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
-            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU).
+            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
+            steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
         history: directory; the CUDA allocator is recorded from here on, and a snapshot is written there when memory
             runs out. Build the callback before the model, whose tensors have no stack otherwise (it says so).
         history_at_end: with `history`, write one when training ends as well.

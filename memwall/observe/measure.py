@@ -34,7 +34,7 @@ def run_report(session: Session) -> RunReport:
             peak=PeakBytes(
                 allocated_bytes=max(0, steady_bytes - measured.base_bytes),
                 process_bytes=overall_bytes,
-                disk_bytes=plan.forecast.moved_bytes_per_step,
+                disk_bytes=plan.forecast.moved_bytes_per_step if tier == "disk" else None,
             ),
             steady_peak_bytes=steady_bytes,
             first_step_peak_bytes=measured.first_step_peak_bytes,

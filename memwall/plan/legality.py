@@ -25,7 +25,7 @@ __all__ = [
     "can_recompute",
     "can_reuse_allocator",
     "can_use_kernels",
-    "require_no_cpu_step",
+    "require_step_beside_device",
 ]
 
 STEPPED_ALONE = frozenset(
@@ -48,17 +48,17 @@ STEPPED_ON_CPU = _WITH_MOMENTS
 _HOW_TO_STEP_ON_CPU = "make the plan with `memwall plan SPEC --device NAME --host SIZE --allow cpu-optimizer-step`"
 
 
-def require_no_cpu_step(allow: Sequence[str]) -> None:
-    """To be called where a run makes its plan by itself, which cannot weigh a step on the CPU.
+def require_step_beside_device(allow: Sequence[str], device: str) -> None:
+    """To be called for a run that makes its plan by itself, once it is known where its model is.
 
     Raises:
-        UsageError: that is asked for.
+        UsageError: it may leave its optimizer's step to the CPU, where it is already.
     """
-    if "cpu-optimizer-step" in allow:
+    if "cpu-optimizer-step" in allow and device != "cuda":
         raise UsageError(
-            "cpu-optimizer-step is allowed to a run, which does not measure how fast its CPU steps: "
-            f"{_HOW_TO_STEP_ON_CPU}, and give it to the run with --plan, in Python with plan=, and without --allow "
-            "cpu-optimizer-step"
+            f"cpu-optimizer-step is allowed to a run whose model is on '{device}', and a step is taken to the CPU from "
+            "CUDA only: leave it out of what is allowed, or move the model to CUDA first; for a device that is not "
+            f"here {_HOW_TO_STEP_ON_CPU}"
         )
 
 

@@ -66,7 +66,7 @@ def plan(
         disk_capacity_bytes: the most to take of it; by default all that is free.
         allow: relaxations: "kernels" round at other points; "precision", "low-bit-offload",
             "low-bit-optimizer" and "cpu-optimizer-step" change numerics. The last needs a trace for a CUDA device
-            with the speed of the CPU, which `memwall plan SPEC --device NAME --host SIZE` measures.
+            with the speed of the CPU: a session's, or that of `memwall plan SPEC --device NAME --host SIZE`.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.translate), where it is not here.

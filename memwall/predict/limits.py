@@ -4,6 +4,7 @@ What the process holds of them is in `memwall.trace.meter`. Every function takes
 system's root, so that trees recorded on other machines can stand for this one's.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,7 @@ __all__ = [
     "device_total_bytes",
     "free_memory_bytes",
     "memory_limit_bytes",
+    "pinnable_bytes",
 ]
 
 _ROOT = Path("/")
@@ -98,6 +100,19 @@ def free_memory_bytes(*, root: Path = _ROOT) -> int:
     idle = re.search(rf"^{name} (\d+)$", _read(folder / "memory.stat") or "", re.MULTILINE)
     used_bytes = int(used) - (int(idle.group(1)) if idle is not None else 0)
     return max(0, min(free_bytes, limit.limit_bytes - used_bytes))
+
+
+def pinnable_bytes(*, root: Path = _ROOT) -> int:
+    """Host memory that this process may pin: its part of nine tenths of what is free.
+
+    Beyond that a run raises, where the kernel would kill. Processes that a launcher started on one host, as torchrun
+    counts them in LOCAL_WORLD_SIZE, have equal parts.
+
+    Raises:
+        UsageError: see `free_memory_bytes`.
+    """
+    num_sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return free_memory_bytes(root=root) * 9 // 10 // max(1, int(num_sharing) if num_sharing.isdecimal() else 1)
 
 
 def cgroup_limit(*, root: Path = _ROOT) -> CgroupLimit | None:

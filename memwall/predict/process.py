@@ -100,7 +100,7 @@ class ProcessModel(Process):
     def __init__(self, trace: Trace) -> None:
         self.base_bytes = trace.base_bytes
         self.workspace_bytes = trace.workspace_bytes
-        self.next_tier: Literal["host", "disk"] = "disk"
+        self.next_tier: Literal["host", "disk"] = "disk" if trace.device == "cpu" else "host"
         self._trace = trace
         self._has_malloc = trace.device == "cpu" and not unavailable_reason()
         self._has_heap = trace.device == "cpu" and not heap_unavailable_reason()

@@ -8,29 +8,173 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from plans import a_plan
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply import parking
+from memwall.apply import applied, cpu_speed, live_plan, parking
+from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.applied import AppliedPlan
+from memwall.apply.link_speed import LinkSpeed
+from memwall.apply.live_plan import LivePlan
+from memwall.apply.measurements import Measurements
+from memwall.apply.microbatch import MicroBatches
+from memwall.apply.optimizer_state import opening
+from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
+from memwall.apply.parking import Parked
+from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.plan.actions import Action, Offload, OptimizerPlacement
+from memwall.plan.settings import Settings
+from memwall.predict import limits
 from memwall.predict.limits import memory_limit_bytes
 from memwall.units import format_bytes
 
+GIB = 1 << 30
+PINNED = OptimizerPlacement(tier="host", resident_bytes=0, bucket_bytes=1, min_bytes=1, saved_bytes=GIB)
+OUT = Offload(block="0", scope="saved", tier="host", window_bytes=1, min_bytes=1)
 
-class OnCuda:
+
+def on_cuda(make: Any) -> torch.optim.Optimizer:
+    """An optimizer whose parameters say that they are on a CUDA device."""
+    optimizer: torch.optim.Optimizer = make([torch.ones(1)], lr=0.1)
+    parameter = SimpleNamespace(
+        device=torch.device("cuda", 0), dtype=torch.float32, grad=None, stride=lambda: (), size=lambda: ()
+    )
+    optimizer.param_groups[0]["params"] = [parameter]
+    return optimizer
+
+
+class OnCuda(torch.nn.Module):
     """Stands in for a model on a CUDA device, of which there is none here."""
 
-    def parameters(self) -> Iterator[Any]:
-        yield SimpleNamespace(device=torch.device("cuda"), untyped_storage=torch.ones(1).untyped_storage)
-
-    def buffers(self) -> Iterator[Tensor]:
-        return iter(())
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        storage = torch.ones(1).untyped_storage
+        yield SimpleNamespace(device=torch.device("cuda"), requires_grad=False, untyped_storage=storage)
 
 
 def test_pinned_memory_leaves_a_tenth_of_what_the_host_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parking, "free_memory_bytes", lambda: 1000)
-    engine, close = parking.open_engine([OnCuda()], disk=None, capacity_bytes=None, window_bytes=1, min_bytes=1)  # type: ignore[list-item]
+    monkeypatch.setattr(limits, "free_memory_bytes", lambda **_: 1000)
+    engine, close = parking.open_engine([OnCuda()], disk=None, capacity_bytes=None, window_bytes=1, min_bytes=1)
     close()
     assert engine._host_limit_bytes == 900
+
+
+def test_the_recorded_step_and_plans_from_it_have_the_same_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.device, int]] = []
+
+    def measured(device: torch.device, *, limit_bytes: int) -> LinkSpeed:
+        asked.append((device, limit_bytes))
+        return LinkSpeed(2e10, 1e10)
+
+    monkeypatch.setattr(parking, "link_speed", measured)
+    parked = Parked([OnCuda()], disk=None, capacity_bytes=None, window_bytes=1, min_bytes=1, host_limit_bytes=5 * GIB)
+    parked.close()
+    assert asked == [(torch.device("cuda"), 5 * GIB)]
+    assert parked.engine._host_limit_bytes == parked.machine.disk_free_bytes == 5 * GIB
+    assert (parked.machine.disk_write_bytes_per_second, parked.machine.disk_read_bytes_per_second) == (2e10, 1e10)
+
+
+@pytest.fixture
+def live() -> LivePlan:
+    """Of a run that was told what to take of a disk and of host memory."""
+    settings = Settings(budget_bytes=1 << 40, disk_capacity_bytes=7, allow=("cpu-optimizer-step", "kernels"))
+    return LivePlan(
+        settings, None, measured=Measurements(), on_plan=lambda: None, set_by_loop=(), host_capacity_bytes=2 * GIB
+    )
+
+
+@pytest.mark.parametrize(("can_pin_bytes", "expected_bytes"), [(8 * GIB, 2 * GIB), (GIB, GIB)])
+def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
+    live: LivePlan, can_pin_bytes: int, expected_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    def taken(*_: Any, host_limit_bytes: int, **__: Any) -> SimpleNamespace:
+        told.append(host_limit_bytes)
+        return SimpleNamespace(apply=lambda: None)
+
+    monkeypatch.setattr(live_plan, "pinnable_bytes", lambda: can_pin_bytes)
+    monkeypatch.setattr(live_plan, "RecordedStep", taken)
+    monkeypatch.setattr(live_plan, "AppliedPlan", taken)
+    monkeypatch.setattr(Measurements, "begin_plan", lambda *_: None)
+    model = OnCuda()
+    live.record(model, ())
+    made_with = live._present_settings(model, ())
+    # What the host has free may change: what the plan was made with counts.
+    monkeypatch.setattr(live_plan, "pinnable_bytes", lambda: 3)
+    live.plan = a_plan(device="cuda")
+    live.apply(model, (), is_running=False)
+    assert [*told, made_with.disk_capacity_bytes] == 3 * [expected_bytes]
+
+
+def test_a_plan_on_a_cpu_has_the_disk_that_was_given(live: LivePlan) -> None:
+    assert live._present_settings(torch.nn.Linear(2, 2), ()).disk_capacity_bytes == 7
+
+
+def test_the_cpu_is_not_planned_with_where_it_could_not_step_the_optimizer(live: LivePlan) -> None:
+    adam = on_cuda(torch.optim.AdamW)
+    assert live._present_settings(OnCuda(), (adam,)).allow == ("cpu-optimizer-step", "kernels")
+    capturable = on_cuda(torch.optim.AdamW)
+    capturable.param_groups[0]["capturable"] = True
+    assert live._present_settings(OnCuda(), (capturable,)).allow == ("kernels",)
+    assert "counts its steps on the device" in (why_not_on_cpu(capturable) or "")
+
+
+def test_state_of_parameters_on_cuda_can_be_away_unless_the_run_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = on_cuda(torch.optim.SGD)
+    assert can_place(optimizer)
+    assert not can_place([optimizer, on_cuda(torch.optim.AdamW)])
+    optimizer.param_groups[0]["differentiable"] = True
+    assert not can_place(optimizer)
+    adam = on_cuda(torch.optim.AdamW)
+    monkeypatch.setattr(opening, "kept_space", object)
+    assert not can_place(adam)
+    assert "each step of this run is committed to disk" in (why_not_on_cpu(adam) or "")
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected_bytes"), [((OUT,), 3 * GIB), ((PINNED, OUT), 2 * GIB)], ids=["alone", "beside state"]
+)
+def test_saved_tensors_get_the_host_memory_that_the_plan_has_not_meant_for_state(
+    actions: tuple[Action, ...], expected_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    class Asked(Exception):
+        pass
+
+    def opened(*_: Any, host_limit_bytes: int, **__: Any) -> None:
+        told.append(host_limit_bytes)
+        raise Asked
+
+    monkeypatch.setattr(applied, "open_engine", opened)
+    made = AppliedPlan(
+        OnCuda(),
+        a_plan(*actions, device="cuda"),
+        block_order=(),
+        disk=None,
+        disk_capacity_bytes=7,
+        allocator=AllocatorHandler(),
+        micro=MicroBatches(),
+        keeper=StateKeeper(None, None),
+        parameters=ParameterKeeper(None, None),
+        is_cooperative=False,
+        host_limit_bytes=3 * GIB,
+    )
+    with pytest.raises(Asked):
+        made.apply()
+    assert told == [expected_bytes]
+
+
+def test_how_fast_the_cpu_steps_is_measured_unseen_by_who_watches_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_speed, "_NUM_ELEMENTS", 1 << 10)
+    seen: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        assert cpu_speed.cpu_step_bytes_per_second() > 0
+    finally:
+        handle.remove()
+    assert not seen
 
 
 def test_a_budget_above_the_limit_in_force_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -92,9 +92,9 @@ def test_commands_and_options_are_pinned() -> None:
         ),
         (
             "run --budget 1GiB --allow cpu-optimizer-step train.py",
-            "cpu-optimizer-step is allowed to a run, which does not measure how fast its CPU steps: make the plan with "
-            "`memwall plan SPEC --device NAME --host SIZE --allow cpu-optimizer-step`, and give it to the run with "
-            "--plan, in Python with plan=, and without --allow cpu-optimizer-step",
+            "cpu-optimizer-step is allowed to a run whose model is on 'cpu', and a step is taken to the CPU from CUDA "
+            "only: leave it out of what is allowed, or move the model to CUDA first; for a device that is not here "
+            "make the plan with `memwall plan SPEC --device NAME --host SIZE --allow cpu-optimizer-step`",
         ),
         (
             "run --budget 1GiB --disk no/such train.py",

@@ -197,8 +197,13 @@ def test_what_cannot_weigh_it_refuses_it_and_says_what_can(trace: Trace, hardwar
     unmeasured = on_machine(trace, cpu_step_bytes_per_second=0.0)
     with pytest.raises(UsageError, match="cpu-optimizer-step: it is not known how fast the CPU steps; " + HOW):
         memwall.plan(unmeasured, budget="40GiB", hardware=hardware, allow=ALLOWED)
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_a_run_on_a_cpu_is_not_allowed_it(has_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=f"does not measure how fast its CPU steps: {HOW}, and give it to the run"):
+    with pytest.raises(UsageError, match=f"whose model is on 'cpu', and .* move the model to CUDA first; .* {HOW}"):
         memwall.fit(model, torch.optim.Adam(model.parameters()), budget="1GiB", allow=ALLOWED)
 
 

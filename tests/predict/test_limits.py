@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from memwall.errors import UsageError
-from memwall.predict.limits import CgroupLimit, cgroup_limit, device_total_bytes, free_memory_bytes, memory_limit_bytes
+from memwall.predict.limits import (
+    CgroupLimit,
+    cgroup_limit,
+    device_total_bytes,
+    free_memory_bytes,
+    memory_limit_bytes,
+    pinnable_bytes,
+)
 
 GIB = 1 << 30
 V1_NO_LIMIT = "9223372036854771712"
@@ -232,3 +239,14 @@ def test_what_is_free_under_v1(tree: Path) -> None:
 def test_what_is_free_without_a_cgroup_is_what_the_machine_has(tree: Path) -> None:
     write(tree, {"proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n"})
     assert free_memory_bytes(root=tree) == 8 * GIB
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(None, 1), ("", 1), ("4", 4), ("0", 1), ("many", 1)])
+def test_processes_of_one_host_share_what_may_be_pinned(
+    ranks: str | None, share: int, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tree, {"proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n"})
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert pinnable_bytes(root=tree) == 8 * GIB * 9 // 10 // share

@@ -15,11 +15,16 @@ from memwall.apply.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.on_disk import OptimizerState
-from memwall.apply.optimizer_state.opening import open_cpu_step, open_optimizer_state, open_pinned_state
+from memwall.apply.optimizer_state.opening import (
+    check_can_be_away,
+    check_can_step_on_cpu,
+    open_cpu_step,
+    open_optimizer_state,
+    open_pinned_state,
+)
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.apply.optimizer_state.spaces import DiskSpace
-from memwall.apply.partial_step import inner_step_of
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.plan.actions import OptimizerPlacement
 from memwall.plan.placement import MIN_STATE_BYTES, bucket_choices
@@ -27,7 +32,7 @@ from memwall.trace.meter import process_bytes
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.units import format_bytes
 
-__all__ = ["StateKeeper", "can_place"]
+__all__ = ["StateKeeper", "can_place", "why_not_on_cpu"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,14 +43,24 @@ _SLACK_BYTES = 16 << 20
 
 
 def can_place(given: Optimizers) -> bool:
-    """Whether a model's optimizer state can be on disk between steps: one optimizer's; an unknown one may be such."""
+    """Whether a model's optimizer state can be on the next tier between steps: one's; an unknown one may be such."""
     optimizers = optimizers_of(given)
     try:
         for optimizer in optimizers:
-            inner_step_of(optimizer)
+            check_can_be_away(optimizer)
     except ApplyError:
         return False
     return len(optimizers) <= 1
+
+
+def why_not_on_cpu(given: Optimizers) -> str | None:
+    """None if the CPU can step what steps a model on CUDA, as far as it is known, else why not."""
+    try:
+        for optimizer in optimizers_of(given):
+            check_can_step_on_cpu(optimizer)
+    except ApplyError as error:
+        return str(error)
+    return None
 
 
 class StateKeeper:
@@ -109,8 +124,11 @@ class StateKeeper:
             self._opened.close()
         self._low_bit = LowBitOptimizerState(moments)
 
-    def place(self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement) -> None:
+    def place(self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement, *, host_limit_bytes: int = 0) -> None:
         """Puts the state where a plan has it, from wherever it is.
+
+        Args:
+            host_limit_bytes: the most host memory to take, for a plan that has it there.
 
         Raises:
             ApplyError: the optimizer cannot be stepped in parts, or its parameters are not on the plan's device.
@@ -124,7 +142,7 @@ class StateKeeper:
         self._on_cpu.close()
         if action.stepped_on == "cpu":
             self._opened.close()
-            self._on_cpu.hold(open_cpu_step(optimizer, bucket_bytes=action.bucket_bytes))
+            self._on_cpu.hold(open_cpu_step(optimizer, bucket_bytes=action.bucket_bytes, limit_bytes=host_limit_bytes))
             return
         if self._state is not None and self._state.kept != _KEPT[action.tier]:
             self._opened.close()
@@ -139,6 +157,7 @@ class StateKeeper:
                     resident_bytes=action.resident_bytes,
                     bucket_bytes=action.bucket_bytes,
                     min_bytes=action.min_bytes,
+                    limit_bytes=host_limit_bytes,
                 )
             )
             return

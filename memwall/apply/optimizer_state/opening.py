@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 from memwall.apply.optimizer_state.cpu_step import CpuStep
+from memwall.apply.optimizer_state.cpu_step_checks import check_optimizer
 from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.apply.partial_step import inner_step_of
 from memwall.errors import ApplyError, StoreError
-from memwall.predict.limits import free_memory_bytes
 from memwall.store.location import check_directory, default_directory
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.units import format_bytes
 
-__all__ = ["open_cpu_step", "open_optimizer_state", "open_pinned_state"]
+__all__ = ["check_can_be_away", "check_can_step_on_cpu", "open_cpu_step", "open_optimizer_state", "open_pinned_state"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +84,12 @@ def open_optimizer_state(
 
 
 def open_pinned_state(
-    optimizer: torch.optim.Optimizer, *, resident_bytes: int, bucket_bytes: int, min_bytes: int
+    optimizer: torch.optim.Optimizer, *, resident_bytes: int, bucket_bytes: int, min_bytes: int, limit_bytes: int
 ) -> tuple[OptimizerState, Callable[[], None]]:
     """Puts the state of an optimizer of CUDA parameters into pinned host memory, of which it takes the state's size.
+
+    Args:
+        limit_bytes: the most to pin.
 
     Returns:
         Its keeper, and what brings the state back and unpins the memory.
@@ -97,7 +100,7 @@ def open_pinned_state(
     """
     device = _device_above_host(optimizer)
     inner_step_of(optimizer, kept=PinnedSpace.kept, device=device)
-    space = PinnedSpace(device, limit_bytes=_pinnable_bytes())
+    space = PinnedSpace(device, limit_bytes=limit_bytes)
     try:
         state = OptimizerState(
             optimizer, space, resident_bytes=resident_bytes, bucket_bytes=bucket_bytes, min_bytes=min_bytes
@@ -116,8 +119,13 @@ def open_pinned_state(
     return state, close
 
 
-def open_cpu_step(optimizer: torch.optim.Optimizer, *, bucket_bytes: int) -> tuple[CpuStep, Callable[[], None]]:
+def open_cpu_step(
+    optimizer: torch.optim.Optimizer, *, bucket_bytes: int, limit_bytes: int
+) -> tuple[CpuStep, Callable[[], None]]:
     """Takes the step of an optimizer of CUDA parameters to the CPU, and its state with it.
+
+    Args:
+        limit_bytes: the most host memory to take.
 
     Returns:
         What steps it, and what gives the step and the state back to the device.
@@ -126,13 +134,36 @@ def open_cpu_step(optimizer: torch.optim.Optimizer, *, bucket_bytes: int) -> tup
         ApplyError: the optimizer cannot be stepped there, its parameters are there already, or the run is committed.
         StoreError: the host has no room.
     """
-    state = CpuStep(optimizer, _device_above_host(optimizer), bucket_bytes=bucket_bytes, limit_bytes=_pinnable_bytes())
+    state = CpuStep(optimizer, _device_above_host(optimizer), bucket_bytes=bucket_bytes, limit_bytes=limit_bytes)
     _log.info("the optimizer's state is in host memory, where the CPU steps it")
     return state, state.undo
 
 
-def _pinnable_bytes() -> int:
-    return free_memory_bytes() * 9 // 10
+def check_can_be_away(optimizer: torch.optim.Optimizer) -> None:
+    """Whether its state can be on the tier below its parameters: on disk, or in host memory below CUDA.
+
+    Raises:
+        ApplyError: the optimizer cannot be stepped in parts, or its state has to stay for another reason.
+    """
+    if _device_of(optimizer).type == "cuda":
+        inner_step_of(optimizer, kept=PinnedSpace.kept, device=_device_above_host(optimizer))
+    else:
+        inner_step_of(optimizer)
+
+
+def check_can_step_on_cpu(optimizer: torch.optim.Optimizer) -> None:
+    """Whether its step can be taken to the CPU, as its groups, parameters and gradients are now.
+
+    Raises:
+        ApplyError: see `open_cpu_step`.
+    """
+    device = _device_above_host(optimizer)
+    inner_step_of(optimizer, kept=CpuStep.kept, device=device)
+    check_optimizer(optimizer, device)
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    return next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
 
 
 def _device_above_host(optimizer: torch.optim.Optimizer) -> torch.device:
@@ -141,7 +172,7 @@ def _device_above_host(optimizer: torch.optim.Optimizer) -> torch.device:
     Raises:
         ApplyError: it has none, or the run is committed.
     """
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    device = _device_of(optimizer)
     if device.type != "cuda":
         raise ApplyError(
             f"the plan keeps the {type(optimizer).__name__}'s state in host memory, and its parameters are on {device},"

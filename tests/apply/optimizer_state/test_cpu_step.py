@@ -351,7 +351,7 @@ def test_a_plans_state_is_placed_and_brought_back_between_steps(
     keeper = StateKeeper(None, None)
     for step in range(4):
         if step == 1:
-            keeper.place(optimizer, ACTION)
+            keeper.place(optimizer, ACTION, host_limit_bytes=1 << 30)
         if step == 3:
             assert keeper.is_away
             assert keeper.away_bytes > 0
@@ -371,11 +371,11 @@ def test_a_plan_that_takes_the_place_of_another_leaves_state_in_host_memory(
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     keeper = StateKeeper(None, None)
-    keeper.place(optimizer, ACTION)
+    keeper.place(optimizer, ACTION, host_limit_bytes=1 << 30)
     train_step(model, optimizer, 0)
     before = {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()}
     pinned_bytes = sum(device.registered_bytes.values())
-    keeper.place(optimizer, msgspec.structs.replace(ACTION, bucket_bytes=1 << 20))
+    keeper.place(optimizer, msgspec.structs.replace(ACTION, bucket_bytes=1 << 20), host_limit_bytes=1 << 30)
     train_step(model, optimizer, 1)
     assert {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()} == before
     assert sum(device.registered_bytes.values()) > pinned_bytes

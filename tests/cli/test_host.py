@@ -1,0 +1,67 @@
+"""`--host`: what may be taken of host memory below a device, by a run there and by a plan of what it recorded."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from memwall.apply import session
+from memwall.cli.app import main
+from memwall.errors import UsageError
+from memwall.plan import search
+from memwall.trace.file import save_trace
+from memwall.trace.record import record
+from memwall.trace.records import Machine
+from memwall.trace.workload import Workload
+
+GIB = 1 << 30
+
+
+class Told:
+    """Takes the place of what a command hands its options to, and ends it there."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, *_: Any, **options: Any) -> None:
+        self.options = options
+        raise UsageError("told")
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+def test_a_run_takes_no_more_of_it(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "Session", told)
+    (tmp_path / "train.py").touch()
+    common = ("run", "--budget", "1GiB", "--disk", f"{tmp_path}:3GiB")
+    assert main([*common, "--host", "2GiB", str(tmp_path / "train.py")]) == 2
+    assert (told.options["host_capacity_bytes"], told.options["disk_capacity_bytes"]) == (2 * GIB, 3 * GIB)
+    main([*common, str(tmp_path / "train.py")])
+    assert told.options["host_capacity_bytes"] is None
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 2 * GIB), ("cpu", 3 * GIB)])
+def test_a_plan_of_a_trace_that_was_recorded_on_cuda_takes_no_more_of_it(
+    device: str, expected: int, told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = record(
+        Workload(
+            model=torch.nn.Linear(8, 8),
+            batch=torch.ones(4, 8),
+            loss=lambda model, batch: model(batch).sum(),
+            optimizer=torch.optim.AdamW,
+        )
+    )
+    trace = msgspec.structs.replace(trace, device=device, machine=Machine(disk=str(tmp_path)))
+    save_trace(trace, tmp_path / "t.trace")
+    monkeypatch.setattr(search, "plan", told)
+    command = ("plan", str(tmp_path / "t.trace"), "--budget", "1GiB")
+    assert main([*command, "--host", "2GiB", "--disk", f"{tmp_path}:3GiB"]) == 2
+    assert told.options["disk_capacity_bytes"] == expected
