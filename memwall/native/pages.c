@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -78,6 +79,8 @@ static void wait_for_work(struct pool *pool) {
 
 static void *work(void *argument) {
     struct pool *pool = argument;
+    const struct sched_param no_priority = {0};
+    if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &no_priority); /* see scheduling.py */
     pthread_mutex_lock(&pool->lock);
     for (;;) {
         struct task *task = pool->first;

@@ -17,6 +17,7 @@ from torch import Tensor
 from memwall.errors import OffloadIOError, StoreError
 from memwall.native import load_library
 from memwall.store.checksum import crc32
+from memwall.store.scheduling import schedule_as_batch
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
@@ -101,7 +102,9 @@ class PageMover:
             self._in_c = [other for other in self._in_c if not other.is_done]
             return moves
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(self._num_threads, thread_name_prefix="memwall-rows")
+            self._executor = ThreadPoolExecutor(
+                self._num_threads, thread_name_prefix="memwall-rows", initializer=schedule_as_batch
+            )
         return _MovesByThreads([self._executor.submit(self._move, swaps, part) for part in parts])
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from memwall.errors import OffloadIOError, StoreError
 from memwall.store.checksum import crc32
+from memwall.store.scheduling import schedule_as_batch
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
@@ -282,6 +283,7 @@ class WorkState:
 
 def run_worker(state: WorkState) -> None:
     """The life of a worker thread."""
+    schedule_as_batch()
     while (taken := state.take()) is not None:
         piece, view, slot_offset = taken
         try:

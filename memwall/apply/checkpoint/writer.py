@@ -18,6 +18,7 @@ from memwall.store.backend import round_up
 from memwall.store.buckets import BucketBuffer, is_dense
 from memwall.store.checksum import crc32
 from memwall.store.journal import Journal, Stored
+from memwall.store.scheduling import schedule_as_batch
 from memwall.store.transfer import Transfer
 
 __all__ = ["CommitWriter", "Packed", "bytes_of", "packed"]
@@ -103,6 +104,7 @@ class CommitWriter:
             raise failure
 
     def _run(self, buckets: Sequence[Packed], finish: Callable[[tuple[Stored, ...]], None]) -> None:
+        schedule_as_batch()
         try:
             with torch.no_grad():
                 stored, transfers = [], []
