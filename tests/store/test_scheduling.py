@@ -1,5 +1,6 @@
 """Threads that move bytes do not take the core from the thread that trains when they wake up."""
 
+import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -60,3 +61,27 @@ def test_a_process_that_is_scheduled_otherwise_stays_so() -> None:
 
     with ThreadPoolExecutor(1) as executor:
         assert executor.submit(after, os.SCHED_IDLE).result() == os.SCHED_IDLE
+
+
+def refused(*_: object) -> int:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def test_bytes_are_moved_where_a_process_may_not_ask_how_it_is_scheduled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getscheduler", refused)
+    moved_by_a_worker(tmp_path)
+
+
+def test_bytes_are_moved_where_the_system_has_no_such_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "SCHED_BATCH")
+    moved_by_a_worker(tmp_path)
+
+
+def moved_by_a_worker(directory: Path) -> None:
+    with TransferPool(ScratchFile(directory), stall_seconds=2.0) as pool:
+        slot = pool.scratch.allocate(4096)
+        buffer = BucketBuffer(4096)
+        pool.write(slot, buffer.view(4096), label="a page", keep=buffer).wait()
+        assert pool.bytes_written == 4096
