@@ -5,6 +5,7 @@ in `park`, backward's in `load` and `collect`.
 """
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,7 @@ class PinnedArena:
         memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         status = int(_runtime().cudaHostRegister(memory.data_ptr(), size, 0))
         if status != 0:
+            _forget_refusal()
             raise StoreError(
                 f"the CUDA driver refuses to pin {format_bytes(size)} of host memory (error {status}) beside "
                 f"{format_bytes(self.pinned_bytes)} pinned already; lower --host, or raise the locked-memory limit "
@@ -142,6 +144,17 @@ class PinnedLoad:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()
+
+
+def _forget_refusal() -> None:
+    """Has the CUDA runtime forget a refused call, which torch would raise at its next kernel, whoever launches that.
+
+    Its check of a launch asks for the last error of any call, which forgets it (torch 2.13, c10/cuda/CUDAException.h);
+    what registers memory leaves it there, and no binding asks for it alone (torch/csrc/cuda/shared/cudart.cpp).
+    """
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 class PinnedTier:

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -120,6 +121,10 @@ class Parked:
         host_limit_bytes: of modules on CUDA, the most host memory to use, here and in plans.
         steps_on_cpu: whether to measure how fast the CPU steps a device's optimizer.
 
+    Attributes:
+        min_bytes: from which size on saved tensors leave: none do where host memory cannot be had for a probe of the
+            link, and so not for them.
+
     Raises:
         StoreError: see `open_engine`.
     """
@@ -136,6 +141,11 @@ class Parked:
         steps_on_cpu: bool = False,
     ) -> None:
         self.window_bytes = window_bytes
+        device, self.machine = _cuda_device(roots), Machine()
+        if device is not None:
+            self.machine = machine_above_host(device, limit_bytes=host_limit_bytes, steps_on_cpu=steps_on_cpu)
+            min_bytes = min_bytes if self.machine.disk_write_bytes_per_second > 0 else sys.maxsize
+        self.min_bytes = min_bytes
         # All are copied: how long a tensor stays until it is written would show in the peak, which a replay is compared
         # with.
         self._engine, self._close = open_engine(
@@ -146,11 +156,8 @@ class Parked:
             min_bytes=min_bytes,
             host_limit_bytes=host_limit_bytes,
         )
-        device = _cuda_device(roots)
         if device is None:
             self.machine = measured_machine(disk if disk is not None else default_directory())
-        else:
-            self.machine = machine_above_host(device, limit_bytes=host_limit_bytes, steps_on_cpu=steps_on_cpu)
 
     @property
     def engine(self) -> ActivationOffload:
@@ -173,12 +180,13 @@ def machine_above_host(device: torch.device, *, limit_bytes: int | None = None, 
         limit_bytes: what plans may use of host memory; None for `memwall.predict.limits.pinnable_bytes`.
 
     Returns:
-        Without any speed where host memory cannot be pinned, which is logged: plans leave it out then.
+        Without any speed where host memory cannot be pinned, or the device has no room for the copies, which is logged:
+        plans leave host memory out then.
     """
     limit_bytes = pinnable_bytes() if limit_bytes is None else limit_bytes
     try:
         speed = link_speed(device, limit_bytes=limit_bytes)
-    except StoreError as error:
+    except (StoreError, torch.OutOfMemoryError) as error:
         _log.warning("plans leave out host memory: %s", error)
         return Machine()
     return Machine(

@@ -113,7 +113,7 @@ class RecordedStep:
         builder, machine = self._builder, self._parked.machine
         with self._keeper.shown():
             step = builder.finish_step(optimizers)
-        window_bytes = self._parked.engine.staging_bytes
+        window_bytes, min_bytes = self._parked.engine.staging_bytes, self._parked.min_bytes
         self.stop()
         self._allocator.trim()
         trace = builder.trace(optimizers, machine=machine, autocast=self._settings.autocast or "none")
@@ -124,7 +124,7 @@ class RecordedStep:
             trace,
             base_bytes=meter_of(self._model).base_bytes(present_bytes),
             window_bytes=window_bytes,
-            min_bytes=MIN_MOVED_BYTES,
+            min_bytes=min_bytes,
             away_min_bytes=MIN_STATE_BYTES if self._keeper.is_away else None,
             peak_before_optimizer_bytes=self._peak_before_optimizer_bytes,
             as_run=(lambda plain: as_streamed(plain, modules)) if is_streamed else (lambda plain: plain),

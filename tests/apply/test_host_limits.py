@@ -1,7 +1,8 @@
 """The host's memory is bounded before the kernel bounds it: pinned memory, and a budget that is more than there is."""
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from plans import a_plan
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply import applied, cpu_speed, live_plan, parking
+from memwall.apply import applied, cpu_speed, live_plan, parking, recorded_step
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
 from memwall.apply.link_speed import LinkSpeed
@@ -23,6 +24,7 @@ from memwall.apply.optimizer_state import opening
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
 from memwall.apply.parking import Parked
 from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.errors import StoreError
 from memwall.plan.actions import Action, Offload, OptimizerPlacement
 from memwall.plan.settings import Settings
 from memwall.predict import limits
@@ -70,8 +72,44 @@ def test_the_recorded_step_and_plans_from_it_have_the_same_host_memory(monkeypat
     parked = Parked([OnCuda()], disk=None, capacity_bytes=None, window_bytes=1, min_bytes=1, host_limit_bytes=5 * GIB)
     parked.close()
     assert asked == [(torch.device("cuda"), 5 * GIB)]
+    assert parked.min_bytes == parked.engine._min_bytes == 1
     assert parked.engine._host_limit_bytes == parked.machine.disk_free_bytes == 5 * GIB
     assert (parked.machine.disk_write_bytes_per_second, parked.machine.disk_read_bytes_per_second) == (2e10, 1e10)
+
+
+@pytest.mark.parametrize("error", [StoreError("the driver refuses to pin"), torch.OutOfMemoryError("out of memory")])
+def test_where_the_link_cannot_be_measured_saved_tensors_stay_in_the_recorded_step(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> LinkSpeed:
+        raise error
+
+    monkeypatch.setattr(parking, "link_speed", refused)
+    parked = Parked([OnCuda()], disk=None, capacity_bytes=None, window_bytes=1, min_bytes=1, host_limit_bytes=5 * GIB)
+    parked.close()
+    assert parked.min_bytes == parked.engine._min_bytes == sys.maxsize
+
+
+def test_saved_tensors_that_stay_in_the_recorded_step_are_no_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a step recorded with all of them on the device WHEN it is replayed THEN the replay keeps them there."""
+
+    class Keeping(Parked):
+        def __init__(self, roots: Sequence[torch.nn.Module], **options: Any) -> None:
+            super().__init__(roots, **(options | {"min_bytes": sys.maxsize}))
+
+    monkeypatch.setattr(recorded_step, "Parked", Keeping)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memwall.fit(model, optimizer, budget=memory_limit_bytes(), disk=str(tmp_path)) as session:
+        for _ in range(2):
+            model(torch.ones(8192, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trace = session._live.trace
+    assert trace is not None
+    assert trace.workspace_bytes < sum(saved.nbytes for saved in trace.steps[0].saved) // 4
 
 
 @pytest.fixture

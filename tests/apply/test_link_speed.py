@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from memwall.apply import parking
 from memwall.apply.link_speed import LinkSpeed, link_speed, rates
+from memwall.apply.offload_cuda import PinnedArena
 from memwall.apply.parking import machine_above_host
 from memwall.errors import StoreError
 
@@ -136,3 +137,25 @@ def test_where_nothing_can_be_pinned_plans_leave_host_memory_out(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
     assert machine_above_host(CPU, limit_bytes=1 << 30, steps_on_cpu=True).disk_write_bytes_per_second == 0.0
     assert "plans leave out host memory: the CUDA driver refuses to pin" in caplog.text
+
+
+def test_what_the_driver_refuses_to_pin_is_no_error_of_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a runtime that remembers its last error, and torch, which raises it at a launch WHEN pinning is refused
+    THEN it is forgotten: the training that goes on without host memory must not meet it."""
+    remembered: list[int] = []
+
+    def refuse(*_: int) -> int:
+        remembered.append(2)
+        return 2
+
+    def launch(*_: Any, **__: Any) -> None:
+        if remembered:
+            remembered.clear()
+            raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "ones", launch)
+    with pytest.raises(StoreError, match=r"the CUDA driver refuses to pin 16.0 MiB of host memory \(error 2\)"):
+        PinnedArena(None, chunk_bytes=0).allocate(16 * MIB)
+    assert not remembered

@@ -1,5 +1,6 @@
 """Activations of a CUDA device in pinned host memory: the same bits, bounded device memory, exact pinned bytes."""
 
+import mmap
 from contextlib import nullcontext
 
 import pytest
@@ -63,3 +64,15 @@ def test_the_pinned_limit_is_kept_and_named() -> None:
     for slot in slots:
         arena.free(slot)
     arena.close()
+
+
+def test_a_refusal_of_the_driver_is_no_error_of_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN memory that is pinned already WHEN it is to be pinned once more THEN that alone fails."""
+    memory = mmap.mmap(-1, MIB)
+    monkeypatch.setattr(mmap, "mmap", lambda *_: memory)
+    first, second = PinnedArena(None, chunk_bytes=0), PinnedArena(None, chunk_bytes=0)
+    first.allocate(MIB)
+    with pytest.raises(StoreError, match="refuses to pin"):
+        second.allocate(MIB)
+    assert torch.ones(4, device="cuda").sum().item() == 4
+    first.close()
