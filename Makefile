@@ -56,7 +56,8 @@ $(DEEPSPEED)/.installed: $(STAMP)
 	touch $@
 
 test-deepspeed: $(DEEPSPEED)/.installed
-	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python -m pytest -m deepspeed tests/integrations/test_deepspeed_runs.py
+	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python -m pytest -m deepspeed tests/integrations/test_deepspeed_runs.py \
+	    tests/apply/optimizer_state/test_deepspeed_adam.py
 
 deepspeed-arm: $(DEEPSPEED)/.installed
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python benchmarks/deepspeed_arm.py $(ARM)

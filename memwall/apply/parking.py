@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.cpu_speed import cpu_step_bytes_per_second
+from memwall.apply.cpu_speed import CpuStepSpeeds, cpu_step_speeds
 from memwall.apply.link_speed import link_speed
 from memwall.apply.offload import ActivationOffload
 from memwall.apply.offload_packed import pack_seconds_per_element
@@ -189,11 +189,13 @@ def machine_above_host(device: torch.device, *, limit_bytes: int | None = None, 
     except (StoreError, torch.OutOfMemoryError) as error:
         _log.warning("plans leave out host memory: %s", error)
         return Machine()
+    stepping = cpu_step_speeds() if steps_on_cpu else CpuStepSpeeds(0.0, 0.0)
     return Machine(
         disk_write_bytes_per_second=speed.write_bytes_per_second,
         disk_read_bytes_per_second=speed.read_bytes_per_second,
         disk_free_bytes=limit_bytes,
-        cpu_step_bytes_per_second=cpu_step_bytes_per_second() if steps_on_cpu else 0.0,
+        cpu_step_bytes_per_second=stepping.torch_bytes_per_second,
+        deepspeed_step_bytes_per_second=stepping.deepspeed_bytes_per_second,
     )
 
 

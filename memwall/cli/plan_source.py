@@ -127,12 +127,16 @@ def with_cpu_step(trace: "Trace", ways: Ways) -> "tuple[Trace, Ways]":
     """The trace, and those recorded in other ways, with the speed of an optimizer's step on this CPU, measured now."""
     import msgspec
 
-    from memwall.apply.cpu_speed import cpu_step_bytes_per_second
+    from memwall.apply.cpu_speed import cpu_step_speeds
 
-    speed = cpu_step_bytes_per_second()
+    speeds = cpu_step_speeds()
 
     def known(found: "Trace") -> "Trace":
-        machine = msgspec.structs.replace(found.machine, cpu_step_bytes_per_second=speed)
+        machine = msgspec.structs.replace(
+            found.machine,
+            cpu_step_bytes_per_second=speeds.torch_bytes_per_second,
+            deepspeed_step_bytes_per_second=speeds.deepspeed_bytes_per_second,
+        )
         return msgspec.structs.replace(found, machine=machine)
 
     lower, kernels = ways.under_autocast, ways.with_kernels

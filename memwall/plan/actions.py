@@ -151,6 +151,8 @@ class OptimizerPlacement(
     stepped_on: Literal["cpu"] | UnsetType = UNSET
     """"cpu" is for Adam and AdamW of parameters on CUDA. Unset, state is stepped where they are; a plan's file does not
     name it then, and an older memwall reads it."""
+    engine: Literal["deepspeed"] | UnsetType = UNSET
+    """Whose kernel the CPU steps with; unset for torch's fused one."""
     saved_bytes: int | None = None
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"
@@ -161,6 +163,8 @@ class OptimizerPlacement(
             raise ValueError(f"a step on the {where} is {expected}, not {self.exactness}")
         if self.stepped_on == "cpu" and (self.tier != "host" or self.resident_bytes):
             raise ValueError("the CPU steps state that is in host memory, and all of it")
+        if self.engine == "deepspeed" and self.stepped_on != "cpu":
+            raise ValueError("DeepSpeed's kernel steps on the CPU, and the plan does not have the step there")
 
 
 class LowBitState(Struct, frozen=True, kw_only=True, tag_field="kind", tag="low-bit-state", forbid_unknown_fields=True):

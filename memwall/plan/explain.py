@@ -6,6 +6,7 @@ from memwall.plan.actions import Action, LowBitState, Offload, OptimizerPlacemen
 from memwall.plan.fused import could_have_kernels
 from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can_use_kernels
 from memwall.plan.low_bit import why_no_low_bits
+from memwall.plan.placement import cpu_bytes_per_second
 from memwall.predict.curve import peak_of
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
@@ -39,8 +40,8 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequenc
         saved_text = format_bytes(action.saved_bytes or 0)
         if isinstance(action, OptimizerPlacement) and action.stepped_on == "cpu":
             reasons.append(
-                f"{saved_text} of optimizer state are in host memory, where the CPU steps it at "
-                f"{format_bytes(trace.machine.cpu_step_bytes_per_second)}/s as measured here: gradients and parameters "
+                f"{saved_text} of optimizer state are in host memory, where the CPU steps it with "
+                f"{_kernel_text(trace, action)}: gradients and parameters "
                 "come down in each step and parameters go up, and the CPU rounds otherwise than the device"
             )
         elif isinstance(action, OptimizerPlacement):
@@ -69,13 +70,19 @@ def slower_on_cpu(trace: Trace, actions: Sequence[Action], other: OptimizerPlace
     Args:
         other: the step on the CPU.
     """
-    speed_text = f"{format_bytes(trace.machine.cpu_step_bytes_per_second)}/s as measured here"
+    speed_text = _kernel_text(trace, other)
     through = [a for a in actions if isinstance(a, OptimizerPlacement) and a.stepped_on != "cpu"]
     return tuple(
-        f"the CPU, at {speed_text}, would make a step {other.cost_seconds or 0.0:.3g} s longer; state through the "
+        f"the CPU, with {speed_text}, would make a step {other.cost_seconds or 0.0:.3g} s longer; state through the "
         f"device makes it {action.cost_seconds or 0.0:.3g} s longer"
         for action in through
     )
+
+
+def _kernel_text(trace: Trace, action: OptimizerPlacement) -> str:
+    with_deepspeed = action.engine == "deepspeed"
+    name = "DeepSpeed's kernel" if with_deepspeed else "torch's fused kernel"
+    return f"{name} at {format_bytes(cpu_bytes_per_second(trace.machine, with_deepspeed))}/s as measured here"
 
 
 def disk_wear(written_bytes: int, step_seconds: float) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from msgspec import UNSET
+
 from memwall.plan.actions import OptimizerPlacement
 from memwall.plan.legality import can_move_optimizer_state, can_step_on_cpu
 from memwall.predict.cpu_step import gradient_bytes, pipelined_seconds, staging_bytes
@@ -18,6 +20,7 @@ __all__ = [
     "CPU_SECONDS_PER_BYTE",
     "MIN_STATE_BYTES",
     "bucket_choices",
+    "cpu_bytes_per_second",
     "cpu_step",
     "optimizer_placements",
     "placed",
@@ -112,14 +115,17 @@ def cpu_step(trace: Trace, steady: Step, *, capacity_bytes: int, allow: tuple[st
         return None
     if can_move_optimizer_state(trace, state_bytes, capacity_bytes) is not None or held_bytes > capacity_bytes:
         return None
+    # A third moment is amsgrad's, which DeepSpeed's kernel does not have.
+    has_deepspeed = trace.machine.deepspeed_step_bytes_per_second > 0 and state_bytes <= 2 * gradient_bytes(steady)
     return OptimizerPlacement(
         tier="host",
         resident_bytes=0,
         bucket_bytes=_BUCKET_BYTES,
         min_bytes=_MIN_STEPPED_BYTES,
         stepped_on="cpu",
+        engine="deepspeed" if has_deepspeed else UNSET,
         saved_bytes=state_bytes,
-        cost_seconds=_cpu_step_seconds(trace, steady, state_bytes),
+        cost_seconds=_cpu_step_seconds(trace, steady, state_bytes, cpu_bytes_per_second(trace.machine, has_deepspeed)),
         exactness="changes-numerics",
     )
 
@@ -154,7 +160,12 @@ def placed(step: Step, placement: OptimizerPlacement) -> Step:
     )
 
 
-def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int) -> float:
+def cpu_bytes_per_second(machine: Machine, with_deepspeed: bool) -> float:
+    """What a step on the CPU reads and writes, with DeepSpeed's kernel or with torch's."""
+    return machine.deepspeed_step_bytes_per_second if with_deepspeed else machine.cpu_step_bytes_per_second
+
+
+def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int, cpu_bytes_per_second: float) -> float:
     """What a step takes longer on the CPU than with all state on the device.
 
     Gradients and parameters come down and parameters go up, which share the link, as in `_seconds`. The CPU reads all
@@ -170,7 +181,7 @@ def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int) -> float:
         _BUCKET_BYTES,
         down_seconds=2 / machine.disk_write_bytes_per_second,
         up_seconds=1 / machine.disk_read_bytes_per_second,
-        cpu_seconds=(3 + 2 * state_share) / machine.cpu_step_bytes_per_second,
+        cpu_seconds=(3 + 2 * state_share) / cpu_bytes_per_second,
     )
     return max(0.0, seconds - sum(op.seconds for op in steady.ops if op.phase == "optimizer"))
 

@@ -193,6 +193,8 @@ def _what(action: Action) -> str:
             return "allocator settings"
         case AllocatorReuse():
             return f"allocator policy {action.policy}"
+        case OptimizerPlacement(stepped_on="cpu", engine="deepspeed"):
+            return "optimizer state to host, stepped on the CPU by DeepSpeed's kernel"
         case OptimizerPlacement(stepped_on="cpu"):
             return "optimizer state to host, stepped on the CPU"
         case OptimizerPlacement():

@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memwall.apply import parking
+from memwall.apply.cpu_speed import CpuStepSpeeds
 from memwall.apply.link_speed import LinkSpeed, link_speed, rates
 from memwall.apply.offload_cuda import PinnedArena
 from memwall.apply.parking import machine_above_host
@@ -119,7 +120,7 @@ def test_the_probe_keeps_to_the_limit(link: Link) -> None:
 def test_plans_know_the_link_what_they_may_pin_and_the_cpu_if_it_may_step(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parking, "cpu_step_bytes_per_second", lambda: 3e10)
+    monkeypatch.setattr(parking, "cpu_step_speeds", lambda: CpuStepSpeeds(3e10, 4e10))
     found = machine_above_host(CPU, limit_bytes=1 << 30)
     assert (found.disk_write_bytes_per_second, found.disk_read_bytes_per_second) == (2.4e10, 1.3e10)
     assert (found.disk, found.disk_free_bytes) == ("", 1 << 30)
@@ -127,7 +128,8 @@ def test_plans_know_the_link_what_they_may_pin_and_the_cpu_if_it_may_step(
     # The device copies: the host's cores do nothing for it.
     assert found.copy_seconds_per_byte == 0.0
     link.streams.clear()
-    assert machine_above_host(CPU, limit_bytes=1 << 30, steps_on_cpu=True).cpu_step_bytes_per_second == 3e10
+    measured = machine_above_host(CPU, limit_bytes=1 << 30, steps_on_cpu=True)
+    assert (measured.cpu_step_bytes_per_second, measured.deepspeed_step_bytes_per_second) == (3e10, 4e10)
 
 
 def test_where_nothing_can_be_pinned_plans_leave_host_memory_out(

@@ -25,6 +25,7 @@ from memwall.trace.build import steady_step
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
+from memwall.units import format_bytes
 
 WIDTH, NUM_LAYERS = 1024, 24
 HOST_BYTES = 64 << 30
@@ -65,6 +66,30 @@ def tight(trace: Trace, hardware: Hardware, *allow: str) -> Plan:
     return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=budget_bytes, allow=allow))
 
 
+def test_deepspeeds_kernel_is_planned_with_its_own_speed_where_it_was_measured_faster(
+    trace: Trace, hardware: Hardware
+) -> None:
+    slow = on_machine(trace, cpu_step_bytes_per_second=SLOW)
+    both = on_machine(slow, deepspeed_step_bytes_per_second=FAST)
+    plain, faster = placement_of(tight(trace, hardware, *ALLOWED)), tight(both, hardware, *ALLOWED)
+    action = placement_of(faster)
+    assert action.engine == "deepspeed"
+    assert action.cost_seconds == plain.cost_seconds
+    speed_text = f"the CPU steps it with DeepSpeed's kernel at {format_bytes(FAST)}/s"
+    assert any(speed_text in line for line in faster.forecast.binding)
+    assert action_grid((action,)).rows[0][0] == "optimizer state to host, stepped on the CPU by DeepSpeed's kernel"
+    assert "engine" not in msgspec.to_builtins(plain)
+
+
+def test_a_third_moment_is_stepped_by_torchs_kernel_which_alone_has_amsgrad(hardware: Hardware) -> None:
+    found = traced(hardware, lambda parameters: torch.optim.AdamW(parameters, amsgrad=True))
+    machine = on_machine(found, cpu_step_bytes_per_second=SLOW, deepspeed_step_bytes_per_second=FAST)
+    alone = on_machine(found, cpu_step_bytes_per_second=SLOW)
+    assert cpu_step(machine, steady_step(machine), capacity_bytes=HOST_BYTES, allow=ALLOWED) == cpu_step(
+        alone, steady_step(alone), capacity_bytes=HOST_BYTES, allow=ALLOWED
+    )
+
+
 def placement_of(plan: Plan) -> OptimizerPlacement:
     (found,) = (action for action in plan.actions if isinstance(action, OptimizerPlacement))
     return found
@@ -80,7 +105,9 @@ def test_it_is_chosen_where_it_is_faster_and_allowed(trace: Trace, hardware: Har
     action = placement_of(plan)
     assert (action.stepped_on, action.exactness) == ("cpu", "changes-numerics")
     assert plan.forecast.fits
-    assert any("in host memory, where the CPU steps it at" in line for line in plan.forecast.binding)
+    assert any(
+        "in host memory, where the CPU steps it with torch's fused kernel at" in line for line in plan.forecast.binding
+    )
     assert action_grid((action,)).rows[0][0] == "optimizer state to host, stepped on the CPU"
 
 

@@ -1,8 +1,11 @@
 """Whether an optimizer of a device's parameters can be stepped on the CPU: found out before anything is moved."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from memwall.apply.deepspeed_adam import load_operator
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, StoreError
 from memwall.plan.legality import STEPPED_ON_CPU
@@ -10,7 +13,7 @@ from memwall.predict.cpu_step import staged_bytes
 from memwall.store.buckets import is_dense
 from memwall.units import format_bytes
 
-__all__ = ["check_optimizer", "check_room", "check_state"]
+__all__ = ["check_optimizer", "check_room", "check_state", "deepspeed_operator"]
 
 _CPU = torch.device("cpu")
 _WITHOUT = "plan without --allow cpu-optimizer-step"
@@ -30,6 +33,27 @@ def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> N
     found = _obstacle(optimizer, device)
     if found is not None:
         raise ApplyError(f"the plan steps the {type(optimizer).__name__} on the CPU, and {found}; {_WITHOUT}")
+
+
+def deepspeed_operator(optimizer: torch.optim.Optimizer) -> Any:
+    """DeepSpeed's kernel, for an optimizer that it can step as its groups are now.
+
+    Raises:
+        ApplyError: it cannot, or is not there.
+    """
+    name = type(optimizer).__name__
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise ApplyError(
+            f"the plan steps the {name} on the CPU with DeepSpeed's kernel, which has no amsgrad; pass amsgrad=False, "
+            f"or {_WITHOUT}"
+        )
+    operator = load_operator()
+    if operator is None:
+        raise ApplyError(
+            f"the plan steps the {name} on the CPU with DeepSpeed's kernel, which is not built here; install deepspeed "
+            "and build its CPUAdam operator, or plan again on this machine"
+        )
+    return operator
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:

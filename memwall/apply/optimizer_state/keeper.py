@@ -135,14 +135,23 @@ class StateKeeper:
             StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
         """
         self._open_moments()
+        with_deepspeed = action.engine == "deepspeed"
         if action.stepped_on == "cpu" and self._on_cpu.held is not None:
             # All of it is there already, and the device may have no room for it to pass through.
+            self._on_cpu.held.step_with(deepspeed=with_deepspeed)
             self._on_cpu.held.bucket_bytes = action.bucket_bytes
             return
         self._on_cpu.close()
         if action.stepped_on == "cpu":
             self._opened.close()
-            self._on_cpu.hold(open_cpu_step(optimizer, bucket_bytes=action.bucket_bytes, limit_bytes=host_limit_bytes))
+            self._on_cpu.hold(
+                open_cpu_step(
+                    optimizer,
+                    bucket_bytes=action.bucket_bytes,
+                    limit_bytes=host_limit_bytes,
+                    with_deepspeed=with_deepspeed,
+                )
+            )
             return
         if self._state is not None and self._state.kept != _KEPT[action.tier]:
             self._opened.close()
