@@ -129,8 +129,10 @@ def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
 
     def taken(*_: Any, host_limit_bytes: int, **__: Any) -> SimpleNamespace:
         told.append(host_limit_bytes)
-        return SimpleNamespace(apply=lambda: None)
+        return SimpleNamespace(apply=lambda: done.append("applied"))
 
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("cache given back"))
     monkeypatch.setattr(live_plan, "pinnable_bytes", lambda: can_pin_bytes)
     monkeypatch.setattr(live_plan, "RecordedStep", taken)
     monkeypatch.setattr(live_plan, "AppliedPlan", taken)
@@ -143,6 +145,8 @@ def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
     live.plan = a_plan(device="cuda")
     live.apply(model, (), is_running=False)
     assert [*told, made_with.disk_capacity_bytes] == 3 * [expected_bytes]
+    # What has left the device by then is torch's still, and would count as held.
+    assert done == ["applied", "cache given back"]
 
 
 def test_a_plan_on_a_cpu_has_the_disk_that_was_given(live: LivePlan) -> None:

@@ -99,6 +99,15 @@ def test_nothing_outside_the_directory_is_touched(frame: int, page: int) -> None
         directory.plan(torch.tensor([frame]), torch.tensor([page]))
 
 
+@pytest.mark.parametrize(("frame", "page"), [(NUM_FRAMES, 0), (0, 5000)])
+def test_nothing_outside_the_directory_is_booked(frame: int, page: int) -> None:
+    directory = PageDirectory(NUM_FRAMES, PAGE_BYTES, PAGES_PER_SLOT)
+    frames, leaving, none = torch.tensor([frame]), torch.tensor([page]), torch.tensor([-1])
+    with pytest.raises(IndexError):
+        directory.book(PageSwaps(frames, leaving, none, none, none, none, none))
+    assert (directory.frame_of == AWAY).all()
+
+
 def test_more_pages_keep_what_is_known_of_the_first() -> None:
     directory = PageDirectory(NUM_FRAMES, PAGE_BYTES, PAGES_PER_SLOT)
     planned(directory, [3], [0])
