@@ -29,7 +29,7 @@ URING = Extension(
 )
 PAGES = Extension(
     "memwall.native.pages",
-    sources=["memwall/native/pages.c", "memwall/native/crc32.c"],
+    sources=["memwall/native/pages.c", "memwall/native/crc32.c", "memwall/native/uring.c"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     libraries=["pthread"],
     optional=True,

@@ -13,6 +13,10 @@
 #include <unistd.h>
 
 uint32_t crc32_of(const uint8_t *bytes, uint64_t num_bytes);
+struct uring *uring_open(uint32_t depth, int *error);
+void uring_close(struct uring *ring);
+int uring_queue(struct uring *ring, int is_write, int fd, void *data, uint64_t num_bytes, uint64_t offset, uint64_t tag);
+int64_t uring_take(struct uring *ring, uint64_t *tag);
 
 /* What the caller keeps in memory until it is done, all arrays included, which have `count` entries. */
 struct task {
@@ -22,10 +26,13 @@ struct task {
     const int64_t *frames, *out, *in;
     int64_t *checksums;
     const int64_t *expected;
-    int64_t num_done;
-    uint64_t is_done;
+    uint8_t *done;
+    uint64_t num_left, is_done;
     struct task *next;
 };
+
+/* Of a swap, what is done. */
+enum { HAS_LEFT = 1, HAS_COME = 2, IS_WHOLE = HAS_LEFT | HAS_COME };
 
 struct pool {
     pthread_mutex_t lock;
@@ -40,25 +47,65 @@ struct pool {
  * for more for a while, and wakes the others where there is enough. */
 enum { LOOK_NANOSECONDS = 50 * 1000, NUM_LOOKS = 500 };
 
+/* Pages under way at once, of each thread. */
+enum { RING_DEPTH = 32 };
+
+static uint8_t *frame_of(const struct task *task, uint64_t i) {
+    return task->memory + (uint64_t)task->frames[i] * task->page_bytes;
+}
+
+/* Writes or reads pages of a task from one on, many at once: a disk's interrupts, and what the system does for a page, are
+ * several times less then. Those that went as they should have a 1 in `went`. Returns the number of those it looked at. */
+static uint64_t move_some(const struct task *task, struct uring *ring, uint64_t first, int is_write, uint8_t *went) {
+    const int64_t *places = is_write ? task->out : task->in;
+    uint64_t under_way = 0, i = first;
+    for (; i < task->count && under_way < RING_DEPTH; i++) {
+        if (places[i] < 0 || (!is_write && !(task->done[i] & HAS_LEFT))) continue;
+        uint8_t *frame = frame_of(task, i);
+        if (is_write) task->checksums[i] = crc32_of(frame, task->page_bytes);
+        if (!uring_queue(ring, is_write, (int)task->fd, frame, task->page_bytes, (uint64_t)places[i], i)) under_way++;
+    }
+    while (under_way--) {
+        uint64_t tag;
+        int64_t moved = uring_take(ring, &tag);
+        went[tag] = moved == (int64_t)task->page_bytes;
+    }
+    return i - first;
+}
+
+/* The same, one after another. */
+static uint64_t move_one(const struct task *task, uint64_t i, int is_write, uint8_t *went) {
+    int64_t num_bytes = (int64_t)task->page_bytes, place = (is_write ? task->out : task->in)[i];
+    uint8_t *frame = frame_of(task, i);
+    if (place < 0 || (!is_write && !(task->done[i] & HAS_LEFT))) return 1;
+    if (is_write) task->checksums[i] = crc32_of(frame, task->page_bytes);
+    went[i] = num_bytes == (is_write ? pwrite((int)task->fd, frame, task->page_bytes, place)
+                                     : pread((int)task->fd, frame, task->page_bytes, place));
+    return 1;
+}
+
+static void move_all(const struct task *task, struct uring *ring, int is_write, uint8_t *went) {
+    for (uint64_t i = 0; i < task->count;)
+        i += ring ? move_some(task, ring, i, is_write, went) : move_one(task, i, is_write, went);
+}
+
 /* For each frame: its page goes to byte `out[i]` of the file, if that is not negative, and its checksum to
  * `checksums[i]`; then the page at byte `in[i]` comes, if that is not negative, and must have the checksum
- * `expected[i]`. Returns how many halves of swaps are done, two for each frame: the first that is not ends the task.
- */
-static int64_t swap_pages(const struct task *task) {
-    int fd = (int)task->fd;
-    int64_t num_bytes = (int64_t)task->page_bytes;
+ * `expected[i]`. What is done of each is in `done`, all zero before; `num_left` counts those of which something is not. */
+static void swap_pages(struct task *task, struct uring *ring) {
+    uint8_t *went = calloc(task->count + 1, 1);
+    task->num_left = task->count;
+    if (!went) return;
+    move_all(task, ring, 1, went);
+    for (uint64_t i = 0; i < task->count; i++)
+        if (task->out[i] < 0 || went[i]) task->done[i] |= HAS_LEFT, went[i] = 0;
+    move_all(task, ring, 0, went);
     for (uint64_t i = 0; i < task->count; i++) {
-        uint8_t *frame = task->memory + (uint64_t)task->frames[i] * task->page_bytes;
-        if (task->out[i] >= 0) {
-            task->checksums[i] = crc32_of(frame, task->page_bytes);
-            if (pwrite(fd, frame, task->page_bytes, task->out[i]) != num_bytes) return (int64_t)(2 * i);
-        }
-        if (task->in[i] >= 0) {
-            if (pread(fd, frame, task->page_bytes, task->in[i]) != num_bytes) return (int64_t)(2 * i + 1);
-            if (crc32_of(frame, task->page_bytes) != (uint32_t)task->expected[i]) return (int64_t)(2 * i + 1);
-        }
+        int is_right = went[i] && crc32_of(frame_of(task, i), task->page_bytes) == (uint32_t)task->expected[i];
+        if (task->done[i] & HAS_LEFT && (task->in[i] < 0 || is_right)) task->done[i] |= HAS_COME;
+        if (task->done[i] == IS_WHOLE) task->num_left--;
     }
-    return (int64_t)(2 * task->count);
+    free(went);
 }
 
 /* Returns when there may be work; the lock is held before and after. */
@@ -81,6 +128,8 @@ static void *work(void *argument) {
     struct pool *pool = argument;
     const struct sched_param no_priority = {0};
     if (sched_getscheduler(0) == SCHED_OTHER) sched_setscheduler(0, SCHED_BATCH, &no_priority); /* see scheduling.py */
+    int error;
+    struct uring *ring = uring_open(RING_DEPTH, &error); /* null where the system or its container has none for us */
     pthread_mutex_lock(&pool->lock);
     for (;;) {
         struct task *task = pool->first;
@@ -92,12 +141,13 @@ static void *work(void *argument) {
         pool->first = task->next;
         if (pool->first) pthread_cond_signal(&pool->has_work);
         pthread_mutex_unlock(&pool->lock);
-        task->num_done = swap_pages(task);
+        swap_pages(task, ring);
         pthread_mutex_lock(&pool->lock);
         __atomic_store_n(&task->is_done, 1, __ATOMIC_RELEASE);
         pthread_cond_broadcast(&pool->has_result);
     }
     pthread_mutex_unlock(&pool->lock);
+    if (ring) uring_close(ring);
     return 0;
 }
 
@@ -129,8 +179,20 @@ struct pool *open_pool(uint64_t num_threads) {
     return 0;
 }
 
-/* Begins `count` tasks, which lie one after another. */
-void begin_tasks(struct pool *pool, struct task *tasks, uint64_t count) {
+/* Begins the swaps of `whole` as tasks of `size` swaps each, the last of as many as are left, for which there is room at
+ * `tasks`. Returns how many there are; or -1, with nothing begun, where a frame lies outside `num_frames`. */
+int64_t begin_tasks(struct pool *pool, const struct task *whole, uint64_t num_frames, struct task *tasks,
+                    uint64_t size) {
+    uint64_t count = 0;
+    for (uint64_t i = 0; i < whole->count; i++)
+        if ((uint64_t)whole->frames[i] >= num_frames) return -1;
+    for (uint64_t first = 0; first < whole->count; first += size, count++) {
+        struct task *task = &tasks[count];
+        *task = *whole;
+        task->count = whole->count - first < size ? whole->count - first : size;
+        task->frames += first, task->out += first, task->in += first;
+        task->checksums += first, task->expected += first, task->done += first;
+    }
     pthread_mutex_lock(&pool->lock);
     for (uint64_t i = 0; i < count; i++) {
         tasks[i].next = 0;
@@ -140,6 +202,7 @@ void begin_tasks(struct pool *pool, struct task *tasks, uint64_t count) {
     }
     if (!pool->is_watched && count) pthread_cond_signal(&pool->has_work);
     pthread_mutex_unlock(&pool->lock);
+    return (int64_t)count;
 }
 
 /* Returns how many of so many tasks are done, when all are, or after a tenth of a second: the caller has signals to look
@@ -168,6 +231,7 @@ typedef struct {
     int64_t *checksums, *slot_offsets, *page_in;
     uint8_t *is_changed, *is_moving;
     uint64_t num_frames, num_covered, num_offsets, num_pages, pages_per_slot, page_bytes;
+    uint64_t num_written, num_read; /* by the swaps that were planned */
 } directory;
 
 enum { AWAY = -1, LEAVING = -2 };
@@ -184,7 +248,7 @@ static int must_write(const directory *of, int64_t frame) { return of->page_in[f
 /* Books that `pages`, -1 for none, take the places of those in `frames`. What must move for that goes to `swaps`: seven
  * arrays of `count` each, as PageSwaps has them. Returns how many moves there are; or -1 - slot, with nothing done, where
  * a page must be written whose slot has no place, or INT64_MIN, for what lies outside the arrays, or was never written. */
-int64_t plan_swaps(const directory *of, const int64_t *frames, const int64_t *pages, uint64_t count, int64_t *swaps) {
+int64_t plan_swaps(directory *of, const int64_t *frames, const int64_t *pages, uint64_t count, int64_t *swaps) {
     int64_t *moving = swaps, *leaving = moving + count, *out = leaving + count, *coming = out + count;
     int64_t *in = coming + count, *checksums = in + count, *expected = checksums + count;
     int64_t num_moves = 0;
@@ -202,6 +266,8 @@ int64_t plan_swaps(const directory *of, const int64_t *frames, const int64_t *pa
         if (page >= 0) of->frame_of[page] = (int32_t)frame;
         of->page_in[frame] = page;
         of->is_changed[frame] = !reads;
+        of->num_written += (uint64_t)writes;
+        of->num_read += (uint64_t)reads;
         if (!writes && !reads) continue;
         of->is_moving[frame] = 1;
         moving[num_moves] = frame;

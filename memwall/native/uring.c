@@ -104,7 +104,7 @@ int uring_queue(struct uring *ring, int is_write, int fd, void *data, uint64_t n
 }
 
 /* Submits what is queued and waits for a result: the bytes moved or a negative errno, of the request with that tag.
- * There must be a request. One that the kernel does not even take fails here, and all that are queued behind it. */
+ * There must be a request. One that the kernel does not even take fails here; those behind it are tried at the next. */
 int64_t uring_take(struct uring *ring, uint64_t *tag) {
     for (;;) {
         uint32_t head = *ring->cq_head, unsubmitted = num_unsubmitted(ring);
@@ -120,9 +120,11 @@ int64_t uring_take(struct uring *ring, uint64_t *tag) {
         if (taken >= 0 || errno == EINTR) continue;
         if (unsubmitted) {
             int64_t failure = -errno;
-            uint32_t first = *ring->sq_head;
+            uint32_t first = *ring->sq_head, last = *ring->sq_tail - 1;
             *tag = ring->requests[first & ring->sq_mask].user_data;
-            __atomic_store_n(ring->sq_tail, first, __ATOMIC_RELEASE);
+            for (uint32_t i = first; i != last; i++)
+                ring->requests[i & ring->sq_mask] = ring->requests[(i + 1) & ring->sq_mask];
+            __atomic_store_n(ring->sq_tail, last, __ATOMIC_RELEASE);
             return failure;
         }
         usleep(1000); /* under way, and not to be waited for: its memory is the kernel's until there is a result */

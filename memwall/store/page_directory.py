@@ -29,7 +29,7 @@ class _CDirectory(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("frame_of", "checksums", "offsets", "page_in", "changed", "moving")),
         *((name, ctypes.c_uint64) for name in ("num_frames", "num_covered", "num_offsets", "num_pages")),
-        *((name, ctypes.c_uint64) for name in ("pages_per_slot", "page_bytes")),
+        *((name, ctypes.c_uint64) for name in ("pages_per_slot", "page_bytes", "num_written", "num_read")),
     )
 
 
@@ -46,6 +46,8 @@ class PageDirectory:
         self.num_frames, self.page_bytes, self.pages_per_slot = num_frames, page_bytes, pages_per_slot
         self.num_pages = 0
         """Pages that exist; further ones have a frame before they do."""
+        self.num_written = self.num_read = 0
+        """Pages that left for the file so far, and pages that came from there, as planned."""
         self.frame_of = torch.full((_NUM_ENTRIES,), AWAY, dtype=torch.int32, device="cpu")
         self.is_changed = torch.zeros(num_frames, dtype=torch.bool, device="cpu")
         """Of frames, whether the file has other bytes."""
@@ -88,7 +90,9 @@ class PageDirectory:
         assert frames.numel() == pages.numel()
         table = torch.empty(len(PageSwaps._fields), frames.numel(), dtype=torch.int64, device="cpu")
         pointers = frames.data_ptr(), pages.data_ptr(), frames.numel(), table.data_ptr()
-        num_moves: int = library.plan_swaps(ctypes.byref(self._in_c()), *pointers)
+        directory = self._in_c()
+        num_moves: int = library.plan_swaps(ctypes.byref(directory), *pointers)
+        self.num_written, self.num_read = directory.num_written, directory.num_read
         if num_moves == _OUTSIDE:
             raise IndexError(f"of {frames.numel()} frames or pages of a table of rows, one does not exist")
         return SlotNeeded(-1 - num_moves) if num_moves < 0 else PageSwaps(*table[:, :num_moves].unbind())
@@ -113,7 +117,7 @@ class PageDirectory:
             *(self.frame_of.data_ptr(), self._checksums.data_ptr(), self._slot_offsets.data_ptr()),
             *(self._page_in.data_ptr(), self.is_changed.data_ptr(), self.is_moving.data_ptr()),
             *(self.num_frames, self.frame_of.numel(), self._slot_offsets.numel(), self.num_pages),
-            *(self.pages_per_slot, self.page_bytes),
+            *(self.pages_per_slot, self.page_bytes, self.num_written, self.num_read),
         )
 
     def _plan_by_tensors(self, frames: Tensor, pages: Tensor) -> PageSwaps | SlotNeeded:
@@ -124,6 +128,8 @@ class PageDirectory:
         without_place = slots[self._slot_offsets[slots] < 0]
         if without_place.numel():
             return SlotNeeded(int(without_place[0]))
+        self.num_written += int(must_write.sum())
+        self.num_read += int(must_read.sum())
         self.frame_of[leaving[leaving >= 0]] = AWAY
         self.frame_of[leaving[must_write]] = LEAVING
         self.frame_of[pages[pages >= 0]] = frames[pages >= 0].int()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from memwall.errors import OffloadIOError, StoreError
@@ -26,6 +27,7 @@ __all__ = ["Moves", "PageMover", "PageSwaps", "pages_library"]
 _SWAPS_PER_TASK = 16
 """Waking a thread takes the training thread's time, as much as some pages do."""
 _STALL_SECONDS = 60.0
+_HAS_LEFT, _HAS_COME = 1, 2  # as in pages.c
 
 Place = Callable[[int], tuple[Slot, int]]
 """Of a page, the slot that it has a place in, and where there."""
@@ -94,12 +96,26 @@ class PageMover:
         if library is not None and fd is not None:
             self._pool = self._pool or library.open_pool(self._num_threads)
         if library is not None and fd is not None and self._pool:
-            self._refuse_outside(swaps)
-            tasks = (_Task * len(parts))(*(self._task(fd, swaps, part) for part in parts))
-            moves = _MovesInC(library, self._pool, tasks, lambda halves: self._complete(swaps, parts, halves))
-            self._in_c.append(moves)  # threads use their memory, whatever becomes of the caller
-            library.begin_tasks(self._pool, tasks, len(parts))
+            if not all(tensor.is_contiguous() and tensor.numel() == count for tensor in swaps):
+                raise IndexError(f"the parts of {count} swaps of pages are not of one length, or have gaps")
+            tasks = (_Task * len(parts))()
+            done = torch.zeros(count, dtype=torch.uint8, device="cpu")
+            moves = _MovesInC(library, self._pool, tasks, lambda: self._complete(swaps, done))
             self._in_c = [other for other in self._in_c if not other.is_done]
+            self._in_c.append(moves)  # threads use their memory, whatever becomes of the caller
+            pointers = (
+                swaps.frames,
+                swaps.leaving_offsets,
+                swaps.coming_offsets,
+                swaps.checksums,
+                swaps.expected,
+                done,
+            )
+            whole = _Task(fd, self._address, self._page_bytes, count, *(tensor.data_ptr() for tensor in pointers))
+            num_frames = self._memory.nbytes // self._page_bytes
+            if library.begin_tasks(self._pool, ctypes.byref(whole), num_frames, tasks, size) < 0:
+                self._in_c.remove(moves)
+                raise IndexError(f"of the frames of {count} swaps of pages, one is not among {num_frames}")
             return moves
         if self._executor is None:
             self._executor = ThreadPoolExecutor(
@@ -117,24 +133,10 @@ class PageMover:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = None
 
-    def _refuse_outside(self, swaps: PageSwaps) -> None:
-        """Threads in C must not touch what is no frame, and no tensor's."""
-        count, num_frames = swaps.frames.numel(), self._memory.nbytes // self._page_bytes
-        if not all(tensor.is_contiguous() and tensor.numel() == count for tensor in swaps):
-            raise IndexError(f"the parts of {count} swaps of pages are not of one length, or have gaps")
-        if count and not 0 <= int(swaps.frames.min()) <= int(swaps.frames.max()) < num_frames:
-            raise IndexError(f"of the frames of {count} swaps of pages, one is not among {num_frames}")
-
-    def _task(self, fd: int, swaps: PageSwaps, part: range) -> "_Task":
-        pointers = (swaps.frames, swaps.leaving_offsets, swaps.coming_offsets, swaps.checksums, swaps.expected)
-        starts = (tensor.data_ptr() + part.start * tensor.itemsize for tensor in pointers)
-        return _Task(fd, self._address, self._page_bytes, len(part), *starts)
-
-    def _complete(self, swaps: PageSwaps, parts: list[range], halves: list[int]) -> None:
-        """Does what is left of swaps, of each part of which so many halves are done."""
-        for part, num_done in zip(parts, halves, strict=True):
-            for number in part[num_done // 2 :]:
-                self._move_one(swaps, number, has_left=2 * (number - part.start) < num_done)
+    def _complete(self, swaps: PageSwaps, done: Tensor) -> None:
+        """Does what is left of swaps, of each of which it is said what is done."""
+        for number in (done != _HAS_LEFT | _HAS_COME).nonzero()[:, 0].tolist():
+            self._move_one(swaps, number, has_left=bool(int(done[number]) & _HAS_LEFT))
 
     def _move(self, swaps: PageSwaps, part: range) -> None:
         for number in part:
@@ -172,16 +174,15 @@ class _Task(ctypes.Structure):
         ("fd", ctypes.c_int64),
         ("memory", ctypes.c_void_p),
         *((name, ctypes.c_uint64) for name in ("page_bytes", "count")),
-        *((name, ctypes.c_void_p) for name in ("frames", "leaving", "coming", "checksums", "expected")),
-        ("num_done", ctypes.c_int64),
-        ("is_done", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("frames", "leaving", "coming", "checksums", "expected", "done")),
+        *((name, ctypes.c_uint64) for name in ("num_left", "is_done")),
         ("next", ctypes.c_void_p),
     )
 
 
 class _MovesInC:
     def __init__(
-        self, library: ctypes.CDLL, pool: int, tasks: "ctypes.Array[_Task]", complete: Callable[[list[int]], None]
+        self, library: ctypes.CDLL, pool: int, tasks: "ctypes.Array[_Task]", complete: Callable[[], None]
     ) -> None:
         self._library, self._pool, self._tasks, self._complete = library, pool, tasks, complete
 
@@ -200,7 +201,8 @@ class _MovesInC:
                     f"the disk with the rows of a table has finished nothing for {_STALL_SECONDS:.0f} s; look at the "
                     "kernel log (dmesg) and give another directory"
                 )
-        self._complete([task.num_done for task in self._tasks])
+        if any(task.num_left for task in self._tasks):
+            self._complete()
 
 
 class _MovesByThreads:
@@ -231,7 +233,7 @@ def pages_library() -> ctypes.CDLL | None:
         "crc32_is_fast": (ctypes.c_int, ()),
         "open_pool": (pointer, (number,)),
         "close_pool": (None, (pointer,)),
-        "begin_tasks": (None, (pointer, pointer, number)),
+        "begin_tasks": (ctypes.c_int64, (pointer, pointer, number, pointer, number)),
         "await_tasks": (number, (pointer, pointer, number)),
         "plan_swaps": (ctypes.c_int64, (pointer, pointer, pointer, number, pointer)),
         "book_swaps": (ctypes.c_int, (pointer, pointer, pointer, pointer, number)),

@@ -94,16 +94,22 @@ class PageCache:
         self._under_way: list[_Batch] = []
         self._failure: str | None = None
         self._process_id = os.getpid()
-        self.num_pages_read = 0
-        """Pages fetched from disk so far."""
-        self.num_pages_written = 0
-        """Pages given to the disk so far."""
 
     @property
     def num_bytes(self) -> int:
         """Memory held by pages and by the directory; frames that were never used cost none."""
         per_frame = self.page_bytes + self._directory.bytes_per_frame + self._use.itemsize
         return self._num_used_frames * per_frame + self._directory.page_entries_bytes
+
+    @property
+    def num_pages_read(self) -> int:
+        """Pages fetched from disk so far."""
+        return self._directory.num_read
+
+    @property
+    def num_pages_written(self) -> int:
+        """Pages given to the disk so far."""
+        return self._directory.num_written
 
     def read(self, positions: Tensor, num_columns: int) -> Tensor:
         """The first `num_columns` elements of these rows, [n, num_columns].
@@ -232,7 +238,7 @@ class PageCache:
             taken = torch.cat([taken, spare])
         while taken.numel() < count:
             cold, self._hand = take_cold_frames(self._use, self._directory.is_moving, self._hand, count - taken.numel())
-            taken = torch.cat([taken, cold])
+            taken = torch.cat([taken, cold]) if taken.numel() else cold
             if taken.numel() < count:
                 self._finish_batches(lambda _: True)
         return taken
@@ -248,8 +254,6 @@ class PageCache:
             self._directory.set_slot(swaps.slot, slot.offset)
         if not swaps.frames.numel():
             return
-        self.num_pages_written += int((swaps.leaving >= 0).sum())
-        self.num_pages_read += int((swaps.coming >= 0).sum())
         self._under_way.append(_Batch(self._mover.begin(swaps), swaps))
 
     def _place(self, page: int) -> tuple[Slot, int]:
