@@ -46,6 +46,19 @@ void place_rows(int32_t *cells, uint64_t num_cells, const int64_t *ids, uint64_t
     }
 }
 
+/* Draws rows: of each element the level, of 65536, that 16 bits of a hash of its id and its column pick. */
+void draw_rows(const int64_t *ids, uint64_t count, uint64_t start, uint64_t num_columns, const float *levels,
+               float *rows) {
+    const uint64_t num_words = (num_columns + 3) / 4;
+    for (uint64_t i = 0; i < count; i++, rows += num_columns) {
+        uint64_t bits = 0, first = start + (uint64_t)ids[i] * num_words;
+        for (uint64_t column = 0; column < num_columns; column++, bits >>= 16) {
+            if (column % 4 == 0) bits = mixed(first + column / 4);
+            rows[column] = levels[bits & 0xffff];
+        }
+    }
+}
+
 /* Where rows lie: `count` of them, row i in frame `frames[i]`, at the place in the page that its position has. */
 typedef struct {
     uint8_t *memory;

@@ -11,11 +11,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from memwall.store.rows_loops import mixed
+from memwall.store.rows_loops import NUM_LEVELS, draw_rows
 
 __all__ = ["InitialRows"]
 
-_LEVELS = 1 << 16
 _GRID = 1 << 20
 
 
@@ -37,21 +36,18 @@ class InitialRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             num_columns: elements in a row.
             dtype: of the result; drawn in float32.
         """
-        num_words = -(-num_columns // 4)  # one hash makes four elements of 16 bits each
-        start = mixed(torch.tensor(self.seed, dtype=torch.int64, device="cpu"))
-        counters = ids[:, None] * num_words + torch.arange(num_words, device="cpu")
-        words = mixed(start + counters)[:, :, None] >> torch.tensor([0, 16, 32, 48], device="cpu")
-        levels = (words & (_LEVELS - 1)).reshape(ids.numel(), -1)[:, :num_columns]
-        drawn = _normal_levels()[levels] if self.kind == "normal" else (levels - (_LEVELS - 1) / 2) / (_LEVELS / 2)
+        drawn = draw_rows(ids, self.seed, num_columns, _levels(self.kind))
         drawn *= self.scale
         if self.zero_id is not None:
             drawn[ids == self.zero_id] = 0.0
         return drawn.to(dtype)
 
 
-@lru_cache(maxsize=1)
-def _normal_levels() -> Tensor:
-    """65 536 equally likely values of a normal distribution; rounded to a grid, so that no machine's `erf` shows."""
-    middles = (torch.arange(_LEVELS, dtype=torch.float64, device="cpu") + 0.5) / _LEVELS
+@lru_cache(maxsize=2)
+def _levels(kind: Literal["normal", "uniform"]) -> Tensor:
+    """65 536 equally likely values; those of a normal distribution on a grid, so that no machine's `erf` shows."""
+    if kind == "uniform":
+        return (torch.arange(NUM_LEVELS, device="cpu") - (NUM_LEVELS - 1) / 2) / (NUM_LEVELS / 2)
+    middles = (torch.arange(NUM_LEVELS, dtype=torch.float64, device="cpu") + 0.5) / NUM_LEVELS
     levels: Tensor = (torch.special.ndtri(middles) * _GRID).round().div(_GRID).float()
     return levels

@@ -17,7 +17,9 @@ __all__ = [
     "COLD",
     "HELD",
     "RECENT",
+    "NUM_LEVELS",
     "Arena",
+    "draw_rows",
     "find_rows",
     "locate_rows",
     "mixed",
@@ -28,6 +30,7 @@ __all__ = [
 
 COLD, RECENT, HELD = 0, 1, 2
 """Uses of a frame: the clock's hand takes the first, makes it of the second, and passes the third."""
+NUM_LEVELS = 1 << 16
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
@@ -87,6 +90,28 @@ def place_rows(cells: Tensor, ids: Tensor, first: int, end: int) -> None:
         cells[cell[is_free]] = position[is_free]
         goes_on = cells[cell] != position
         position, cell = position[goes_on], (cell[goes_on] + 1) & mask
+
+
+def draw_rows(ids: Tensor, seed: int, num_columns: int, levels: Tensor) -> Tensor:
+    """Rows [n, num_columns] (float32) that depend on seed and id alone: of each element one of 65,536 levels.
+
+    Args:
+        ids: [n].
+        levels: float32 [65536], which are equally likely.
+    """
+    assert levels.numel() == NUM_LEVELS
+    num_words = -(-num_columns // 4)  # one hash makes four elements of 16 bits each
+    start = mixed(torch.tensor(seed, dtype=torch.int64, device="cpu"))
+    library = rows_library()
+    if library is not None:
+        ids = ids.to(torch.int64).contiguous()
+        rows = levels.new_empty(ids.numel(), num_columns)
+        where = levels.data_ptr(), rows.data_ptr()
+        library.draw_rows(ids.data_ptr(), ids.numel(), int(start), num_columns, *where)
+        return rows
+    counters = ids[:, None] * num_words + torch.arange(num_words, device="cpu")
+    words = mixed(start + counters)[:, :, None] >> torch.tensor([0, 16, 32, 48], device="cpu")
+    return levels[(words & (NUM_LEVELS - 1)).reshape(ids.numel(), 4 * num_words)[:, :num_columns]]
 
 
 class _CArena(ctypes.Structure):
@@ -207,6 +232,7 @@ def rows_library() -> ctypes.CDLL | None:
     signatures = {
         "find_rows": (None, (pointer, number, pointer, number, pointer, number, pointer)),
         "place_rows": (None, (pointer, number, pointer, number, number)),
+        "draw_rows": (None, (pointer, number, number, number, pointer, pointer)),
         "copy_rows": (number, (pointer, pointer, pointer, number, pointer, number, flag)),
         "locate_rows": (flag, (pointer, number, number, pointer, number, pointer, pointer, number, pointer)),
         "take_frames": (number, (pointer, pointer, number, pointer, number, pointer)),

@@ -10,8 +10,10 @@ from memwall.store import rows_loops
 from memwall.store.rows_loops import (
     COLD,
     HELD,
+    NUM_LEVELS,
     RECENT,
     Arena,
+    draw_rows,
     find_rows,
     locate_rows,
     place_rows,
@@ -42,6 +44,24 @@ def test_ids_are_found_where_they_were_placed(ids: list[int], data: st.DataObjec
     where = {number: position for position, number in enumerate(ids)}
     found = find_rows(cells, known, torch.tensor(wanted, dtype=torch.int64))
     assert found.tolist() == [where.get(number, -1) for number in wanted]
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20), st.integers(0, 2**62), st.integers(1, 9))
+@for_both_ways
+def test_rows_are_drawn_by_sixteen_bits_of_a_hash_of_id_and_column(ids: list[int], seed: int, num_columns: int) -> None:
+    def mixed(value: int) -> int:
+        bits = value * 0x9E3779B97F4A7C15 % 2**64
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+        return bits ^ bits >> 31
+
+    levels = torch.arange(NUM_LEVELS, dtype=torch.float32)
+    num_words = -(-num_columns // 4)
+    expected = [
+        [mixed(mixed(seed) + row * num_words + c // 4) >> 16 * (c % 4) & 0xFFFF for c in range(num_columns)]
+        for row in ids
+    ]
+    assert draw_rows(torch.tensor(ids, dtype=torch.int64), seed, num_columns, levels).tolist() == expected
 
 
 def arena() -> tuple[Tensor, Arena]:
