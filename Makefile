@@ -30,7 +30,7 @@ DEEPSPEED_OPS := AsyncIOBuilder CPUAdamBuilder ShareMemCommBuilder
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
+.PHONY: venv test test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -58,6 +58,9 @@ $(DEEPSPEED)/.installed: $(STAMP)
 test-deepspeed: $(DEEPSPEED)/.installed
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python -m pytest -m deepspeed tests/integrations/test_deepspeed_runs.py \
 	    tests/apply/optimizer_state/test_deepspeed_adam.py
+
+bench-cpu-adam: $(DEEPSPEED)/.installed
+	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python benchmarks/cpu_adam.py
 
 deepspeed-arm: $(DEEPSPEED)/.installed
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python benchmarks/deepspeed_arm.py $(ARM)

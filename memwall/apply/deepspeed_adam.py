@@ -26,7 +26,10 @@ _IDS = itertools.count(1 << 30)
 @cache
 def load_operator() -> Any | None:
     """DeepSpeed's operator; None where the package is not installed, or its operator is not built or does not load."""
-    package = importlib.util.find_spec("deepspeed")
+    try:
+        package = importlib.util.find_spec("deepspeed")
+    except ValueError:  # somebody put a module of that name there that was not imported
+        return None
     if package is None or package.origin is None:
         return None
     built = sorted((Path(package.origin).parent / "ops" / "adam").glob(f"{_NAME}_op*.so"))
@@ -41,8 +44,20 @@ def load_operator() -> Any | None:
             spec.loader.exec_module(module)
         except ImportError:  # of another version of torch or Python
             continue
-        return module
+        if _takes_a_step(module):
+            return module
     return None
+
+
+def _takes_a_step(operator: Any) -> bool:
+    """Whether it is called as here: other versions of DeepSpeed may leave another one behind."""
+    parameter = torch.zeros(8, device="cpu")
+    parameter.grad = torch.ones(8, device="cpu")
+    try:
+        DeepSpeedAdam(operator).step(torch.optim.AdamW([parameter]))
+    except (AttributeError, TypeError):
+        return False
+    return bool((parameter != 0).all())
 
 
 def _compiled_when_used() -> Path:

@@ -10,7 +10,7 @@ from late_streams import LateDevice, install
 from optimizer_runs import Net, in_groups, same, train, train_step
 from torch import Tensor
 
-from memwall.apply import cpu_speed
+from memwall.apply import cpu_speed, deepspeed_adam
 from memwall.apply.deepspeed_adam import DeepSpeedAdam, load_operator
 from memwall.apply.optimizer_state import cpu_step_checks
 from memwall.apply.optimizer_state.cpu_step import CpuStep
@@ -34,6 +34,24 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
 
 def stepped(optimizer: torch.optim.Optimizer) -> CpuStep:
     return CpuStep(optimizer, CPU, bucket_bytes=20 * KIB, limit_bytes=1 << 30, with_deepspeed=True)
+
+
+class Another:
+    """An operator of a version that is called in another way."""
+
+    def create_adam(self, *_: Any) -> None:
+        """As it was."""
+
+    def destroy_adam(self, _: int) -> None:
+        """As it was."""
+
+    def adam_update(self, tensors: list[Tensor]) -> None:
+        """Not as it was."""
+
+
+@pytest.mark.parametrize("operator", [Another(), object()])
+def test_an_operator_that_is_called_in_another_way_is_none(operator: Any) -> None:
+    assert not deepspeed_adam._takes_a_step(operator)
 
 
 @pytest.mark.deepspeed
