@@ -1,5 +1,7 @@
 """Pages swapped in C and page by page: the same bytes, the same errors."""
 
+import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,21 +60,29 @@ class Pages:
         return PageSwaps(frames, leaving, offsets[0], coming, offsets[1], torch.zeros_like(frames), known)
 
 
-@pytest.fixture(params=["in C", "page by page", "past another backend"])
+@pytest.fixture(params=["in C", "in C without io_uring", "page by page", "past another backend"])
 def pages(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pages]:
     class Another(SystemBackend):
         pass
 
     if request.param == "page by page":
         monkeypatch.setattr(page_swaps, "_library", lambda: None)
-    if request.param == "in C" and page_swaps._library() is None:
+    if "in C" in request.param and page_swaps._library() is None:
         pytest.skip("this installation has no library for that, or the processor lacks an instruction")
     backend = Another() if request.param == "past another backend" else None
     with ScratchFile(tmp_path, backend=backend) as scratch:
         assert (scratch.system_fd is None) == (request.param == "past another backend" or not scratch.is_direct)
         pages = Pages(scratch)
-        yield pages
-        pages.mover.close()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if "without" in request.param:
+            lowest = os.dup(0)
+            os.close(lowest)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))  # a ring would need a descriptor
+        try:
+            yield pages
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            pages.mover.close()
 
 
 def sums(swaps: PageSwaps) -> dict[int, int]:
