@@ -52,7 +52,7 @@ def measure(num_elements: int, num_threads: int, num_rounds: int, operator: Any)
         "bytes_per_second": {
             name: num_elements * _BYTES_PER_ELEMENT / statistics.median(values) for name, values in seconds.items()
         },
-        "torch_to_deepspeed": quartiles(ratios),
+        "time_ratio_torch_to_deepspeed": quartiles(ratios),
     }
 
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cell = measure(num_elements, num_threads, options.rounds, operator)
             cells.append(cell)
             speeds = ", ".join(f"{name} {speed / 1e9:.1f} GB/s" for name, speed in cell["bytes_per_second"].items())
-            low, middle, high = cell["torch_to_deepspeed"]
+            low, middle, high = cell["time_ratio_torch_to_deepspeed"]
             size = f"{num_elements / 2**20:.0f} M elements, {num_threads} thread{'s' * (num_threads > 1)}"
             print(f"{size}: {speeds}; torch's time to DeepSpeed's {middle:.2f} ({low:.2f}-{high:.2f})")
     facts = {**provenance(), "schema": "memwall.benchmarks.cpu-adam/1", "cells": cells}
