@@ -189,11 +189,24 @@ def _forecast_verdict(forecast: Forecast) -> Verdict:
         return "no-budget", f"no budget given: {with_margin}"
     budget = format_bytes(forecast.budget_bytes)
     if fit == "fits":
-        return fit, f"fits: {with_margin} in a budget of {budget}"
+        return fit, f"fits: {_what_fits(forecast, with_margin)} in a budget of {budget}"
     if fit == "inside-margin":
         return fit, f"fits only inside the margin: {with_margin}, budget {budget}"
     over = format_bytes(peak_bytes + forecast.margin_bytes - forecast.budget_bytes)
     return fit, f"does not fit: {with_margin} is {over} over the budget of {budget}"
+
+
+def _what_fits(forecast: Forecast, with_margin: str) -> str:
+    """What keeps to the budget: not what had passed it before there was a plan, and was measured."""
+    phases, budget_bytes = forecast.phases, forecast.budget_bytes or 0
+    over = [name for name in forecast.measured_phases if phases[name].process_bytes > budget_bytes]
+    rest_bytes = max((phase.process_bytes for name, phase in phases.items() if name not in over), default=0)
+    if not over or not rest_bytes:
+        return with_margin
+    passed = ", ".join(
+        f"the {name.replace('_', ' ')}'s measured {format_bytes(phases[name].process_bytes)}" for name in over
+    )
+    return f"after {passed}, {format_bytes(rest_bytes)} predicted + {format_bytes(forecast.margin_bytes)} margin"
 
 
 def run_report(report: RunReport) -> Group:

@@ -139,6 +139,17 @@ class TestPlanVerdict:
             "does not fit: 460.0 MiB predicted + 12.0 MiB margin is 72.0 MiB over the budget of 400.0 MiB",
         )
 
+    def test_a_first_step_that_passed_the_budget_before_there_was_a_plan_is_told_apart(self, plan: Plan) -> None:
+        phases = plan.forecast.phases
+        first = msgspec.structs.replace(phases["first_step"], process_bytes=481 * MIB)
+        peak = msgspec.structs.replace(plan.forecast.peak, process_bytes=481 * MIB)
+        late = _with(plan, peak=peak, phases={**phases, "first_step": first}, measured_phases=("first_step",))
+        assert plan_verdict(late) == (
+            "fits",
+            "fits: after the first step's measured 481.0 MiB, 455.0 MiB predicted + 12.0 MiB margin in a budget of "
+            "480.0 MiB",
+        )
+
     def test_without_a_budget(self, plan: Plan) -> None:
         free = _with(plan, fits=None, budget_bytes=None)
         assert fit_of(free.forecast) == "no-budget"
