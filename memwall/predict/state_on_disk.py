@@ -2,7 +2,8 @@
 
 In the optimizer the state passes through memory in buckets of whole parameters: while one is stepped, the one before is
 written and the one after is read, in `NUM_BUFFERS` buffers of a bucket each. A parameter whose state is larger than a
-bucket has a buffer of its own, before the others and alone.
+bucket has a buffer of its own, and is alone. Buffers may be there before the optimizer runs, and state in them: as many
+bytes as a plan says from one gradient on.
 """
 
 from collections import Counter
@@ -17,6 +18,7 @@ __all__ = [
     "NUM_BUFFERS",
     "before_optimizer",
     "buffer_sizes",
+    "gradient_births",
     "movable_state_bytes",
     "state_sizes",
     "with_state_on_disk",
@@ -63,12 +65,19 @@ def buffer_sizes(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
 
 
 def with_state_on_disk(
-    step: Step, *, resident_bytes: int, bucket_bytes: int, min_bytes: int, comes_back: bool = True
+    step: Step,
+    *,
+    resident_bytes: int,
+    bucket_bytes: int,
+    min_bytes: int,
+    comes_back: bool = True,
+    ahead: Sequence[tuple[int, int]] = (),
 ) -> Step:
     """The step with `resident_bytes` of its movable state in memory, and while the optimizer runs its buffers.
 
     Args:
         comes_back: whether state is in memory while it is stepped, and needs buffers there.
+        ahead: after how many gradients there may be how many bytes of these buffers already.
     """
     optimizer_ops = [number for number, op in enumerate(step.ops) if op.phase == "optimizer"]
     away_bytes = movable_state_bytes(step, min_bytes) - resident_bytes
@@ -84,20 +93,46 @@ def with_state_on_disk(
             )
         )
     begin, end = optimizer_ops[0], optimizer_ops[-1] + 1
+    buffers = buffer_sizes(state_sizes(step, min_bytes), bucket_bytes) if comes_back else ()
     storages.extend(
         msgspec.structs.replace(
             like,
             nbytes=num_bytes + ALIGNMENT_BYTES,
             category="temporary",
-            birth=begin,
+            birth=birth,
             dropped=end,
             death=end,
             phase="optimizer",
             batched=False,
         )
-        for num_bytes in (buffer_sizes(state_sizes(step, min_bytes), bucket_bytes) if comes_back else ())
+        for birth, num_bytes in _births_of_buffers(buffers, gradient_births(step), ahead, begin)
     )
     return msgspec.structs.replace(step, storages=tuple(storages))
+
+
+def gradient_births(step: Step) -> list[int]:
+    """Operations that make the gradients of a step, in their order; fewer than gradients where some are there before.
+
+    A gradient is accumulated no sooner than it is made.
+    """
+    return sorted(s.birth for s in step.storages if s.category == "gradient" and s.birth >= 0)
+
+
+def _births_of_buffers(
+    buffers: Sequence[int], births: Sequence[int], ahead: Sequence[tuple[int, int]], optimizer_begins: int
+) -> list[tuple[int, int]]:
+    """When buffers come, and how large they are: those read ahead as a plan has them, and the rest in the optimizer."""
+    found, ahead_bytes = [], 0
+    for num_gradients, buffer_bytes in ahead:
+        if num_gradients <= len(births):
+            found.append((births[num_gradients - 1], buffer_bytes - ahead_bytes))
+            ahead_bytes = buffer_bytes
+    for num_bytes in buffers:
+        early_bytes = min(num_bytes, ahead_bytes)
+        ahead_bytes -= early_bytes
+        if num_bytes > early_bytes:
+            found.append((optimizer_begins, num_bytes - early_bytes))
+    return found
 
 
 def before_optimizer(step: Step, min_bytes: int) -> Step:

@@ -8,11 +8,13 @@ holds a tensor of the same shape on the meta device in each one's place: reading
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from memwall.errors import StoreError
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
@@ -281,6 +283,14 @@ class DiskBucket(Bucket[Transfer]):
     def slot(self) -> Slot | None:
         """Where the tensors are on disk; None while none are."""
         return self._slot if self.num_bytes else None
+
+    def drop_read(self) -> None:
+        """See `Bucket`. Nothing is read any more on return: what is written into the slot next would be met."""
+        if self._read is not None:
+            self._read.cancel()
+            with suppress(StoreError):
+                self._read.wait()
+        super().drop_read()
 
     def _read_into(self, buffer: BucketBuffer, after: Transfer | None) -> Transfer:
         assert self._slot is not None

@@ -157,7 +157,9 @@ class StateKeeper:
             self._opened.close()
         if self._state is not None:
             self._state.end_recording()
-            self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
+            self._state.settle(
+                resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes, ahead=action.steps_ahead
+            )
             return
         if action.tier == "host":
             self._opened.hold(
@@ -167,6 +169,7 @@ class StateKeeper:
                     bucket_bytes=action.bucket_bytes,
                     min_bytes=action.min_bytes,
                     limit_bytes=host_limit_bytes,
+                    ahead=action.steps_ahead,
                 )
             )
             return
@@ -178,6 +181,7 @@ class StateKeeper:
                 resident_bytes=action.resident_bytes,
                 bucket_bytes=action.bucket_bytes,
                 min_bytes=action.min_bytes,
+                ahead=action.steps_ahead,
                 around_step=self._around_step,
             )
         )
@@ -229,6 +233,11 @@ class StateKeeper:
             _log.info("the first step keeps the optimizer's state in memory: %s", reason)
             return False
         return True
+
+    def begin_forward(self) -> None:
+        """To be called before each forward: state that was read for a step that has not come is dropped."""
+        if self._state is not None:
+            self._state.begin_forward()
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """An optimizer's state elsewhere, on disk or in the host's memory: the same bits, a few parameters' worth of it here.
 
 Parameters are put into buckets. A step reads one bucket's state, has the optimizer itself step the parameters of that
-bucket, and writes the state back, while the next bucket is being read. It happens between the step's pre-hooks and its
+bucket, and writes the state back, while the next bucket is being read; the first ones may be read while backward still
+runs. It happens between the step's pre-hooks and its
 post-hooks, which run once, as closures do; clipping has come before, schedulers come after.
 
 Between steps `optimizer.state` has all its keys; large tensors in it are on the meta device, and raise when they are
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memwall.apply.optimizer_state.read_ahead import ReadAhead
 from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
-from memwall.apply.optimizer_state.ring import step_through
+from memwall.apply.optimizer_state.ring import in_order, step_through
 from memwall.apply.optimizer_state.shares import Share, Shares
 from memwall.apply.optimizer_state.spaces import StateSpace
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.apply.partial_step import Arguments, inner_step_of, step_some
 from memwall.errors import MemwallError
+from memwall.plan.actions import StateAhead
 from memwall.store.buckets import DiskBucket, padded_bytes
 from memwall.units import format_bytes
 
@@ -43,6 +46,7 @@ class OptimizerState:
         bucket_bytes: state read at a time; `NUM_BUFFERS` buckets are in memory during a step. A parameter with more is
             a bucket by itself, and then alone in memory.
         min_bytes: smaller tensors of state stay in memory beside those.
+        ahead: what may be read during backward.
         is_recorded: the steps until `end_recording` are recorded, and are to look like plain ones.
         around_step: wraps the step of a few parameters, as `ParameterStreaming.around_step` does to bring them in.
 
@@ -59,6 +63,7 @@ class OptimizerState:
         resident_bytes: int,
         bucket_bytes: int,
         min_bytes: int,
+        ahead: Sequence[StateAhead] = (),
         is_recorded: bool = False,
         around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
     ) -> None:
@@ -66,6 +71,8 @@ class OptimizerState:
         self._optimizer, self._space = optimizer, space
         self._min_bytes = min_bytes
         self._recorded = RecordedState() if is_recorded else None
+        self._ahead_bytes, self._ring_bytes = 0, padded_bytes([bucket_bytes])
+        self._ahead = self._new_ahead(())
         self._shares = self._new_shares(resident_bytes, bucket_bytes)
         space.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
         with _disable_current_modes(), torch.no_grad():
@@ -80,6 +87,7 @@ class OptimizerState:
             saver=self._saver,
             after_load=self._after_load,
         )
+        self._ahead = self._new_ahead(ahead)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -127,6 +135,7 @@ class OptimizerState:
             StoreError: state cannot be read back; it stays on the meta device, so that nothing computes without it.
         """
         self._taken.give_back()
+        self._ahead.close()
         for share in self._shares.every:
             try:
                 share.bucket.bring_back()
@@ -142,8 +151,12 @@ class OptimizerState:
             share.bucket.release()
             self.on_return(share.parameters)
 
+    def begin_forward(self) -> None:
+        """What was read for a step that does not come now is dropped."""
+        self._ahead.drop()
+
     @torch.no_grad()
-    def settle(self, *, resident_bytes: int, bucket_bytes: int) -> None:
+    def settle(self, *, resident_bytes: int, bucket_bytes: int, ahead: Sequence[StateAhead] = ()) -> None:
         """Goes over to other sizes, with no more of the state in memory at a time than the buckets concerned.
 
         To be called between steps.
@@ -151,6 +164,8 @@ class OptimizerState:
         Raises:
             StoreError: no room on disk, or a transfer failed.
         """
+        self._ahead.close()
+        self._ring_bytes = padded_bytes([bucket_bytes])
         before, after = self._shares, self._new_shares(resident_bytes, bucket_bytes)
         as_before = {share.key: share for share in before.every}
         waiting = []
@@ -172,6 +187,7 @@ class OptimizerState:
             for whole in [one for one in waiting if absent.isdisjoint(one.parameters)]:
                 whole.bucket.put_away(after.entries(whole), None)
                 waiting.remove(whole)
+        self._ahead = self._new_ahead(ahead)
 
     def keeps_low_bits(self, _: Tensor) -> bool:
         """None is in 8 bits."""
@@ -205,7 +221,6 @@ class OptimizerState:
         self._recorded = None
 
     def _new_shares(self, resident_bytes: int, bucket_bytes: int) -> Shares:
-        self._ring_bytes = padded_bytes([bucket_bytes])
         shares = Shares(
             self._optimizer,
             self._space,
@@ -216,20 +231,28 @@ class OptimizerState:
         shares.adopt()
         return shares
 
+    def _new_ahead(self, allowed: Sequence[StateAhead]) -> ReadAhead:
+        self._ahead_bytes = max((one.buffer_bytes for one in allowed), default=0)
+        return ReadAhead(self._optimizer, allowed, self._in_order, ring_bytes=self._ring_bytes)
+
+    def _in_order(self) -> list[Share]:
+        return in_order(self._shares.every, ring_bytes=self._ring_bytes, ahead_bytes=self._ahead_bytes)
+
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _step_all(self, arguments: Arguments) -> None:
         """Bucket by bucket."""
         self._shares.adopt()
         parts = self._shares.parts()
-        moving = [share for share in self._shares.every if share.has_gradient and share in parts]
+        moving = [share for share in self._in_order() if share.has_gradient and share in parts]
         step_some(self._optimizer, self._inner_step, parts.get(None), arguments)
 
         def step(share: Share) -> None:
             step_some(self._optimizer, self._inner_step, parts[share], arguments)
 
         if self._recorded is None:
-            step_through(moving, step, self._shares.entries, ring_bytes=self._ring_bytes)
+            begun = self._ahead.take()
+            step_through(moving, step, self._shares.entries, ring_bytes=self._ring_bytes, begun=begun)
             return
         for share in moving:
             self._recorded.bring(share.bucket)
@@ -280,6 +303,7 @@ class OptimizerState:
 
     def _after_load(self) -> None:
         """Writes what was loaded in place of what was away."""
+        self._ahead.drop()
         for share in self._shares.every:
             share.bucket.forget()
         self._recorded = None if self._recorded is None else RecordedState()

@@ -1,7 +1,7 @@
 """Opens an optimizer's state elsewhere: the space it goes to, and what brings it back and closes that."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.apply.partial_step import inner_step_of
 from memwall.errors import ApplyError, StoreError
+from memwall.plan.actions import StateAhead
 from memwall.store.location import check_directory, default_directory
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
@@ -32,6 +33,7 @@ def open_optimizer_state(
     resident_bytes: int,
     bucket_bytes: int,
     min_bytes: int,
+    ahead: Sequence[StateAhead] = (),
     is_recorded: bool = False,
     around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
 ) -> tuple[OptimizerState, Callable[[], None]]:
@@ -60,6 +62,7 @@ def open_optimizer_state(
             resident_bytes=resident_bytes,
             bucket_bytes=bucket_bytes,
             min_bytes=min_bytes,
+            ahead=ahead,
             is_recorded=is_recorded,
             around_step=around_step,
         )
@@ -84,7 +87,13 @@ def open_optimizer_state(
 
 
 def open_pinned_state(
-    optimizer: torch.optim.Optimizer, *, resident_bytes: int, bucket_bytes: int, min_bytes: int, limit_bytes: int
+    optimizer: torch.optim.Optimizer,
+    *,
+    resident_bytes: int,
+    bucket_bytes: int,
+    min_bytes: int,
+    limit_bytes: int,
+    ahead: Sequence[StateAhead] = (),
 ) -> tuple[OptimizerState, Callable[[], None]]:
     """Puts the state of an optimizer of CUDA parameters into pinned host memory, of which it takes the state's size.
 
@@ -103,7 +112,12 @@ def open_pinned_state(
     space = PinnedSpace(device, limit_bytes=limit_bytes)
     try:
         state = OptimizerState(
-            optimizer, space, resident_bytes=resident_bytes, bucket_bytes=bucket_bytes, min_bytes=min_bytes
+            optimizer,
+            space,
+            resident_bytes=resident_bytes,
+            bucket_bytes=bucket_bytes,
+            min_bytes=min_bytes,
+            ahead=ahead,
         )
     except BaseException:
         space.close()
