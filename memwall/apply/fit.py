@@ -22,6 +22,7 @@ def fit(
     budget: str | int | None = None,
     plan: Plan | None = None,
     disk: str | None = None,
+    disk_writes: str | int | None = None,
     allow: Sequence[str] = (),
 ) -> Session:
     """A session that makes training `model` with `optimizer` fit a budget, or follow a plan made before.
@@ -44,6 +45,7 @@ def fit(
             rest. Of several the state stays in memory, and so do parameters.
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
+        disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
         allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
             "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
             steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
@@ -55,7 +57,15 @@ def fit(
     """
     optimizers = _checked(model, optimizer)
     budget_bytes = None if budget is None else parse_size(budget, whole_bytes=device_total_bytes("cpu"))
-    session = Session(budget_bytes=budget_bytes, plan=plan, disk=disk, allow=allow)
+    if disk_writes is not None and plan is not None:
+        raise UsageError("disk_writes is for a plan that is made in the run, and this one is given")
+    session = Session(
+        budget_bytes=budget_bytes,
+        plan=plan,
+        disk=disk,
+        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
+        allow=allow,
+    )
     session.attach(model, optimizers)
     return session
 

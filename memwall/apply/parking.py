@@ -218,13 +218,14 @@ def measured_machine(disk: str) -> Machine:
     )
     if not disk:
         return found
-    speed = probe_faster(disk, _PROBE_BYTES)
+    speed, usage = probe_faster(disk, _PROBE_BYTES), shutil.disk_usage(disk)
     return msgspec.structs.replace(
         found,
         disk=disk,
         disk_write_bytes_per_second=speed.write_bytes_per_second,
         disk_read_bytes_per_second=speed.read_bytes_per_second,
-        disk_free_bytes=shutil.disk_usage(disk).free,
+        disk_free_bytes=usage.free,
+        disk_total_bytes=usage.total,
         disk_engine=speed.engine,
     )
 

@@ -46,6 +46,7 @@ class Session:
         plan: Plan | None = None,
         disk: str | None = None,
         disk_capacity_bytes: int | None = None,
+        disk_bytes_per_day: int | None = None,
         allow: Sequence[str] = (),
         set_by_loop: tuple[type, ...] = (),
         within_bytes: int | None = None,
@@ -75,6 +76,7 @@ class Session:
             budget_bytes=budget_bytes if budget_bytes is not None else (plan.forecast.budget_bytes or 0) if plan else 0,
             disk=disk,
             disk_capacity_bytes=disk_capacity_bytes,
+            disk_bytes_per_day=disk_bytes_per_day,
             allow=tuple(allow),
             is_torchao_loaded=is_low_bit,
         )

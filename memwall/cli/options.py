@@ -24,6 +24,7 @@ __all__ = [
     "CommandArgument",
     "DataOption",
     "DiskOption",
+    "DiskWritesOption",
     "DiskTier",
     "DtypeOption",
     "EvalBatchOption",
@@ -38,6 +39,7 @@ __all__ = [
     "parse_budget",
     "parse_command",
     "parse_disk",
+    "parse_disk_writes",
     "parse_host",
     "parse_worst_batch",
     "require_disk",
@@ -62,6 +64,10 @@ HostOption = Annotated[
 DiskOption = Annotated[
     str | None,
     typer.Option("--disk", metavar="DIR[:SIZE]", help="Folder, and bytes of it, that offloaded bytes may use."),
+]
+DiskWritesOption = Annotated[
+    str | None,
+    typer.Option("--disk-writes", metavar="SIZE", help="The most that a plan may write to the disk in a day."),
 ]
 AllowOption = Annotated[
     str | None,
@@ -184,6 +190,15 @@ def parse_disk(text: str | None) -> DiskTier | None:
     limit_bytes = _parse_size_of("--disk", size, None) if size else None
     check_directory(directory, limit_bytes or _LEAST_DISK_BYTES)
     return DiskTier(directory=Path(directory), limit_bytes=limit_bytes)
+
+
+def parse_disk_writes(text: str | None) -> int | None:
+    """The bytes of `--disk-writes SIZE`; None where there is no limit.
+
+    Raises:
+        UsageError: the size is no size.
+    """
+    return None if text is None else _parse_size_of("--disk-writes", text, None)
 
 
 def require_disk() -> None:

@@ -13,6 +13,7 @@ from memwall.cli.options import (
     CheckpointingOption,
     DataOption,
     DiskOption,
+    DiskWritesOption,
     DtypeOption,
     EvalBatchOption,
     HostOption,
@@ -23,6 +24,7 @@ from memwall.cli.options import (
     parse_allow,
     parse_budget,
     parse_disk,
+    parse_disk_writes,
     parse_host,
     parse_worst_batch,
     require_writable,
@@ -64,6 +66,7 @@ def plan(
     ] = None,
     host: HostOption = None,
     disk: DiskOption = None,
+    disk_writes: DiskWritesOption = None,
     allow: AllowOption = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, metavar="N", help="Samples per optimizer step; kept.")
@@ -91,6 +94,7 @@ def plan(
     hardware = _hardware(device)
     budget_bytes = parse_budget(budget, device=device, whole_bytes=None if hardware is None else hardware.usable_bytes)
     disk_tier, allowed, host_bytes = parse_disk(disk), parse_allow(allow), parse_host(host)
+    disk_bytes_per_day = parse_disk_writes(disk_writes)
     if output is not None:
         require_writable(output, option="--output")
     given: dict[str, object] = {"--batch": batch, "--seq": seq, "--optimizer": optimizer, "--dtype": dtype}
@@ -168,12 +172,15 @@ def plan(
     capacity_bytes = None if disk_tier is None else disk_tier.limit_bytes
     if trace.device != "cpu":
         capacity_bytes = host_bytes
+        if disk_writes is not None:
+            raise UsageError(f"--disk-writes {disk_writes}: tensors of {trace.device} move to host memory only")
     try:
         found = search(
             trace,
             budget=budget_bytes,
             disk=None if disk_tier is None else str(disk_tier.directory),
             disk_capacity_bytes=capacity_bytes,
+            disk_writes=disk_bytes_per_day,
             allow=allowed,
             global_batch=global_batch,
             hardware=hardware,

@@ -10,12 +10,14 @@ from memwall.cli.options import (
     AllowOption,
     CommandArgument,
     DiskOption,
+    DiskWritesOption,
     HostOption,
     JsonOption,
     parse_allow,
     parse_budget,
     parse_command,
     parse_disk,
+    parse_disk_writes,
     parse_host,
     require_disk,
     require_file,
@@ -35,6 +37,7 @@ def run(
     ] = None,
     host: HostOption = None,
     disk: DiskOption = None,
+    disk_writes: DiskWritesOption = None,
     allow: AllowOption = None,
     report_path: Annotated[
         Path | None, typer.Option("--report", metavar="run.json", help="Write forecast and measurement here.")
@@ -74,7 +77,9 @@ def run(
     if report_path is not None:
         require_writable(report_path, option="--report")
     disk_tier, allowed = parse_disk(disk), parse_allow(allow)
-    host_bytes = parse_host(host)
+    host_bytes, disk_bytes_per_day = parse_host(host), parse_disk_writes(disk_writes)
+    if disk_bytes_per_day is not None and plan_path is not None:
+        raise UsageError("run: --disk-writes is for a plan that is made in the run; this one is given: --plan")
     import torch
 
     from memwall.apply.checkpoint.next_budget import read_next_budget
@@ -112,6 +117,7 @@ def run(
             plan=given,
             disk=None if disk_tier is None else str(disk_tier.directory),
             disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
+            disk_bytes_per_day=disk_bytes_per_day,
             allow=allowed,
             within_bytes=None if following is None else following.within_bytes,
             host_capacity_bytes=host_bytes,

@@ -216,6 +216,8 @@ class ParameterPlacement(
     """Smaller parameters stay in memory, with their gradients."""
     written_bytes: int
     """What of parameters and gradients is written in a step."""
+    read_bytes: int | None = None
+    """What of them is read; None in files written before that was counted."""
     saved_bytes: int | None = None
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"

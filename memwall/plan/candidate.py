@@ -12,6 +12,7 @@ from memwall.plan.orders import MIN_MOVED_BYTES
 from memwall.plan.places import Place
 from memwall.plan.planfile import Plan
 from memwall.predict.curve import live_peak_bytes, step_seconds
+from memwall.predict.link_time import LinkTime
 from memwall.predict.process import Process
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
@@ -28,6 +29,8 @@ class Candidate(Struct, frozen=True, kw_only=True):
     """What the process holds before parameters leave it for disk; 0 where they stay."""
     live_bytes: int
     extra_seconds: float
+    compute_seconds: float
+    """Of the step under them, as if nothing moved."""
     moved_bytes: int
     """Saved tensors, in one optimizer step."""
     place: Place
@@ -68,7 +71,7 @@ def plan_of(
         disk_bytes=held_bytes if process.next_tier == "disk" else None,
     )
     moved_bytes = found.moved_bytes + found.place.written_bytes
-    written_bytes = moved_bytes if process.next_tier == "disk" else 0
+    link = _link_time(found, trace, process) if moved_bytes else None
     phases = {"steady_step": peak}
     if found.built_bytes:
         phases["build"] = PeakBytes(
@@ -97,7 +100,7 @@ def plan_of(
         not_modelled=process.not_modelled(),
         actions=found.actions,
         levers=found.levers,
-        binding=(*found.binding, *disk_wear(written_bytes, steady_seconds + found.extra_seconds)),
+        binding=(*found.binding, *disk_wear(link, steady_seconds + found.extra_seconds)),
         smallest_feasible_budget_bytes=smallest_budget_bytes,
         plain_peak=PeakBytes(
             allocated_bytes=live_peak_bytes(plain, trace.device),
@@ -106,6 +109,7 @@ def plan_of(
         plain_step_seconds=step_seconds(plain),
         moved_bytes_per_step=moved_bytes,
         lower_bound_seconds=steady_seconds + found.lower_bound_seconds,
+        link=link,
         allocator=process.allocator_advice,
     )
     return Plan(
@@ -114,4 +118,21 @@ def plan_of(
         micro_batch=trace.micro_batch,
         num_micro_batches=trace.num_micro_batches,
         forecast=forecast,
+    )
+
+
+def _link_time(found: Candidate, trace: Trace, process: Process) -> LinkTime | None:
+    """What the candidate moves, where the speed of the link is known."""
+    machine = trace.machine
+    if not (machine.disk_write_bytes_per_second and machine.disk_read_bytes_per_second):
+        return None
+    return LinkTime(
+        tier=process.next_tier,
+        written_bytes=found.moved_bytes + found.place.written_bytes,
+        read_bytes=found.moved_bytes + found.place.read_bytes,
+        batched_bytes=found.moved_bytes,
+        write_bytes_per_second=machine.disk_write_bytes_per_second,
+        read_bytes_per_second=machine.disk_read_bytes_per_second,
+        compute_seconds=found.compute_seconds,
+        tier_total_bytes=machine.disk_total_bytes,
     )

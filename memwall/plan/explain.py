@@ -8,12 +8,11 @@ from memwall.plan.legality import can_accumulate, can_autocast, can_offload, can
 from memwall.plan.low_bit import why_no_low_bits
 from memwall.plan.placement import cpu_bytes_per_second
 from memwall.predict.curve import peak_of
+from memwall.predict.link_time import LinkTime
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
 __all__ = ["binding_reasons", "disk_wear", "infeasible_message", "relaxations", "slower_on_cpu"]
-
-_SECONDS_PER_DAY = 86_400
 
 
 def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequence[Action] = ()) -> tuple[str, ...]:
@@ -85,12 +84,18 @@ def _kernel_text(trace: Trace, action: OptimizerPlacement) -> str:
     return f"{name} at {format_bytes(cpu_bytes_per_second(trace.machine, with_deepspeed))}/s as measured here"
 
 
-def disk_wear(written_bytes: int, step_seconds: float) -> tuple[str, ...]:
-    """What a step's writes wear off a disk, which is sold for so many bytes a day; nothing where it writes nothing."""
-    if written_bytes == 0 or step_seconds <= 0:
+def disk_wear(link: LinkTime | None, step_seconds: float) -> tuple[str, ...]:
+    """What a step's writes wear off a disk; nothing where it writes nothing.
+
+    A disk is sold for so many writes of its whole size a day, over the years of its warranty.
+    """
+    if link is None or link.tier != "disk" or step_seconds <= 0:
         return ()
-    per_day = written_bytes / step_seconds * _SECONDS_PER_DAY
-    return (f"{format_bytes(per_day)} are written to the disk in a day of such steps, {step_seconds:.3g} s each",)
+    per_day = link.written_bytes_per_day(step_seconds)
+    text = f"{format_bytes(per_day)} are written to the disk in a day of such steps, {step_seconds:.3g} s each"
+    if link.tier_total_bytes:
+        text += f": {per_day / link.tier_total_bytes:.2g} times its size"
+    return (text,)
 
 
 def relaxations(trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> tuple[str, ...]:

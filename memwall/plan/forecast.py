@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from memwall.plan.actions import Action
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
+from memwall.predict.link_time import LinkTime
 from memwall.trace.lengths import BatchChoice
 
 __all__ = ["Forecast", "Lever", "PeakBytes"]
@@ -75,6 +76,8 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes written to the next tier in one optimizer step; the same number comes back."""
     lower_bound_seconds: float | None = None
     """No plan of these options can make the step shorter than this."""
+    link: LinkTime | None = None
+    """What a step moves to the next tier and back, and what that takes; None where it moves nothing."""
     worst_batch: BatchChoice | None = None
     """The batch that all of this is for, where one was looked for; else the one that was given or recorded."""
     allocator: AllocatorAdvice | None = None

@@ -62,6 +62,7 @@ def parameter_placements(
                 window_bytes=_window_of(steady),
                 min_bytes=MIN_PARAMETER_BYTES,
                 written_bytes=away.gradient_bytes * trace.num_micro_batches + _stepped_bytes(away, leanest),
+                read_bytes=sum(_read_bytes(trace, away, _stepped_bytes(away, leanest)).values()),
                 saved_bytes=away.parameter_bytes + away.gradient_bytes,
                 cost_seconds=_seconds(trace, steady, away, _stepped_bytes(away, leanest)),
             )
@@ -135,6 +136,16 @@ def _away(trace: Trace, step: Step, placement: ParameterPlacement) -> Away:
     return away_from(step, trace.modules, placement.blocks, placement.min_bytes, staying=placement.staying)
 
 
+def _read_bytes(trace: Trace, away: Away, stepped_bytes: int) -> dict[str, int]:
+    """What each phase of an optimizer step reads."""
+    num_passes = trace.num_micro_batches
+    return {
+        "forward": num_passes * away.parameter_bytes,
+        "backward": num_passes * away.parameter_bytes + (num_passes - 1) * away.gradient_bytes,
+        "optimizer": away.gradient_bytes + stepped_bytes,
+    }
+
+
 def _seconds(trace: Trace, steady: Step, away: Away, stepped_bytes: int) -> float:
     """What a step takes longer than with parameters and gradients in memory.
 
@@ -154,12 +165,9 @@ def _seconds(trace: Trace, steady: Step, away: Away, stepped_bytes: int) -> floa
         if op.phase in computing:
             computing[op.phase] += op.seconds
     written_bytes = num_passes * away.gradient_bytes
-    read_bytes = {
-        "forward": num_passes * away.parameter_bytes,
-        "backward": num_passes * away.parameter_bytes + (num_passes - 1) * away.gradient_bytes,
-    }
+    read_bytes = _read_bytes(trace, away, stepped_bytes)
     arriving_seconds = per_read + machine.heap_fault_seconds_per_byte / num_cores
-    seconds = (away.gradient_bytes + stepped_bytes) * arriving_seconds + stepped_bytes * per_write
+    seconds = read_bytes["optimizer"] * arriving_seconds + stepped_bytes * per_write
     seconds += written_bytes * machine.copy_seconds_per_byte
     for phase, computed in computing.items():
         out_bytes = written_bytes if phase == "backward" else 0

@@ -29,7 +29,7 @@ from memwall.plan.problem import Problem
 from memwall.plan.read_ahead import bytes_read_ahead, is_worth_it, may_read_ahead, state_ahead
 from memwall.plan.solve import smallest_feasible_bytes, solve
 from memwall.predict.call_rules import Treatment
-from memwall.predict.curve import live_peak_bytes
+from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.process import Resident
 from memwall.predict.state_on_disk import state_sizes
 from memwall.predict.treatment import StepModel
@@ -194,7 +194,10 @@ class PlacedSearch:
             earlier = with_state_ahead(self._trace, self._steady, state, ahead, read_bytes)
             if not ahead or not is_worth_it(step, state, earlier):
                 return found
-            search = PlacedSearch(self._problem, self._place._replace(state=earlier), packs=self._packs)
+            place = self._place._replace(state=earlier)
+            if self._problem.writable_bytes(place) < 0:  # in a shorter step the same bytes are more in a day
+                return found
+            search = PlacedSearch(self._problem, place, packs=self._packs)
             other = search._replayed(model, treatments, solved, limit_bytes)
             if other is not None:
                 return other
@@ -262,7 +265,10 @@ class PlacedSearch:
                 write_bytes_per_second=machine.disk_write_bytes_per_second / num_parts,
                 read_bytes_per_second=machine.disk_read_bytes_per_second / num_parts,
                 window_bytes=WINDOW_BYTES,
-                capacity_bytes=self._problem.capacity_bytes - self._place.held_bytes,
+                capacity_bytes=min(
+                    self._problem.capacity_bytes - self._place.held_bytes,
+                    max(0, self._problem.writable_bytes(self._place)) // num_parts,
+                ),
             )
         return menus, build_instance(model, menus, budget_bytes=0, device=self._trace.device, link=link)
 
@@ -312,6 +318,7 @@ class PlacedSearch:
             built_bytes=self._built_bytes,
             live_bytes=live_peak_bytes(step, self._trace.device),
             extra_seconds=extra_seconds + fault_seconds + self._place.seconds,
+            compute_seconds=max(0.0, step_seconds(step) + split_seconds + fault_seconds),
             moved_bytes=moved_bytes,
             place=self._place,
             num_parts=num_parts,

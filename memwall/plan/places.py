@@ -58,6 +58,14 @@ class Place(NamedTuple):
         state_bytes = (self.state.saved_bytes or 0) if self.state is not None and passes else 0
         return self.lowered_bytes + state_bytes + (0 if self.parameters is None else self.parameters.written_bytes)
 
+    @property
+    def read_bytes(self) -> int:
+        """What each step reads back; where the CPU steps, parameters go up."""
+        if self.state is not None and self.state.stepped_on == "cpu":
+            return self.lowered_bytes // 2
+        state_bytes = 0 if self.state is None else self.state.saved_bytes or 0
+        return state_bytes + (0 if self.parameters is None else self.parameters.read_bytes or 0)
+
 
 IN_MEMORY = Place()
 

@@ -1,9 +1,13 @@
 """What all candidates for a step share: the recorded step, what the process makes of it, and the disk."""
 
+import sys
+
 from memwall.plan.blocks import find_blocks
 from memwall.plan.legality import can_offload
 from memwall.plan.live_budgets import LiveBudgets, Shares, Tightening
+from memwall.plan.places import Place
 from memwall.plan.settings import Settings
+from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
 from memwall.predict.process import Process, ProcessModel
 from memwall.predict.timing import first_touch_seconds, smoothed
@@ -11,6 +15,8 @@ from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
 
 __all__ = ["Problem"]
+
+_SECONDS_PER_DAY = 86_400
 
 
 class Problem:
@@ -47,6 +53,21 @@ class Problem:
     def capacity_bytes(self) -> int:
         """What may be taken of it."""
         return self.settings.disk_capacity_bytes or self.trace.machine.disk_free_bytes
+
+    def writable_bytes(self, place: Place) -> int:
+        """What a step may write to the disk besides what it writes for a place; negative where that is too much."""
+        per_day = self.settings.disk_bytes_per_day
+        if per_day is None or self.process.next_tier != "disk":
+            return sys.maxsize
+        return int(per_day / _SECONDS_PER_DAY * self._least_seconds(place)) - place.written_bytes
+
+    def written_bytes_per_day(self, place: Place) -> float:
+        """What steps write in a day for a place alone."""
+        return place.written_bytes / self._least_seconds(place) * _SECONDS_PER_DAY
+
+    def _least_seconds(self, place: Place) -> float:
+        """Of a step with state and parameters there: what no candidate can save."""
+        return max(1e-9, step_seconds(self.steady) - self.plain_fault_seconds + place.seconds)
 
     def limit_bytes(self, *, has_margin: bool) -> int:
         """Process bytes up to which a plan may go: the budget, without the forecast's error if there is to be room."""

@@ -30,7 +30,7 @@ from memwall.predict.device import DeviceModel
 from memwall.predict.hardware import Hardware
 from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
-from memwall.units import parse_size
+from memwall.units import format_bytes, parse_size
 
 __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "steady_step"]
 
@@ -50,6 +50,7 @@ def plan(
     budget: str | int,
     disk: str | None = None,
     disk_capacity_bytes: int | None = None,
+    disk_writes: str | int | None = None,
     allow: Sequence[str] = (),
     global_batch: int | None = None,
     hardware: Hardware | None = None,
@@ -64,6 +65,8 @@ def plan(
         budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
         disk: directory of the next tier; by default the one measured when the trace was recorded.
         disk_capacity_bytes: the most to take of it; by default all that is free.
+        disk_writes: the most to write to it in a day of training, in bytes or as a size such as "2TiB": writes wear a
+            disk. By default there is no limit.
         allow: relaxations: "kernels" round at other points; "precision", "low-bit-offload",
             "low-bit-optimizer" and "cpu-optimizer-step" change numerics. The last needs a trace for a CUDA device
             with the speed of the CPU: a session's, or that of `memwall plan SPEC --device NAME --host SIZE`.
@@ -96,6 +99,7 @@ def plan(
         budget_bytes=parse_size(budget),
         disk=disk,
         disk_capacity_bytes=disk_capacity_bytes,
+        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
         allow=tuple(allow),
         allow_accumulation=global_batch is not None,
         hardware=hardware,
@@ -150,18 +154,22 @@ class _Search:
         """Whether a plan must leave room for the forecast's error."""
         self._places: tuple[Place, ...] = ()
         """Ways to have the optimizer's state on the next tier, the one that frees most first."""
+        self._barred: list[Place] = []
+        """Ways that would write more to the disk in a day than is allowed, the leanest one last."""
+        legal: tuple[Place, ...] = ()
         if settings.can_move_state:
-            self._places = state_away(trace, self.steady, capacity_bytes=problem.capacity_bytes)
+            legal = state_away(trace, self.steady, capacity_bytes=problem.capacity_bytes)
+            self._places = self._within_writes(legal)
         self._last_resorts: tuple[Place, ...] = ()
         """The leanest of these with gradients on disk as well, and ever more parameters."""
         self._parameters_stay = settings.parameters_stay or ("" if settings.kernels is None else _KERNELS_READ_THEM)
         """Why there is no such way; "" where there is, or where nothing is on disk anyway."""
         if problem.has_disk and not self._parameters_stay:
-            found = parameters_away(trace, self.steady, self._places, capacity_bytes=problem.capacity_bytes)
+            found = parameters_away(trace, self.steady, legal, capacity_bytes=problem.capacity_bytes)
             if isinstance(found, str):
                 self._parameters_stay = found
             else:
-                self._last_resorts = found
+                self._last_resorts = self._within_writes(found)
         self._low_bit: tuple[Place, ...] = ()
         """State in memory, in 8 bits; () where that is not legal."""
         if settings.can_move_state and why_no_low_bits(trace, settings.allow) is None:
@@ -262,7 +270,15 @@ class _Search:
         other = self._best_at(place, packs=packs) if at_least < found.extra_seconds else None
         return other if other is not None and other.extra_seconds < found.extra_seconds else found
 
+    def _within_writes(self, places: tuple[Place, ...]) -> tuple[Place, ...]:
+        """Those that the limit on a day's writes allows."""
+        allowed = tuple(place for place in places if self._problem.writable_bytes(place) >= 0)
+        self._barred.extend(reversed([place for place in places if place not in allowed]))
+        return allowed
+
     def _best_at(self, place: Place, *, packs: bool) -> Candidate | None:
+        if self._problem.writable_bytes(place) < 0:
+            return None
         return PlacedSearch(self._problem, place, packs=packs).best(self._limit_bytes)
 
     @property
@@ -321,7 +337,11 @@ class _Search:
 
     def _relaxations(self) -> tuple[str, ...]:
         if self.settings.hardware is None:
-            return relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
+            helps = relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
+            if self._barred:
+                per_day = format_bytes(self._problem.written_bytes_per_day(self._barred[-1]))
+                helps = (f"let {per_day} be written to the disk in a day: --disk-writes SIZE", *helps)
+            return helps
         return plan_relaxations(
             self.trace,
             self.settings,

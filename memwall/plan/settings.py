@@ -19,6 +19,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     disk: str | None = None
     """Directory for bytes that leave memory; None for the one the trace was recorded with."""
     disk_capacity_bytes: int | None = None
+    disk_bytes_per_day: int | None = None
+    """The most to write to the disk in a day of training; None for no limit."""
     allow: tuple[str, ...] = ()
     allow_accumulation: bool = False
     """Whether the loop can be given smaller micro-batches."""

@@ -1,5 +1,6 @@
 """A plan as tables: its figures, its actions with equal blocks drawn together, its phases."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Literal, assert_never
@@ -19,6 +20,7 @@ from memwall.plan.actions import (
 )
 from memwall.plan.forecast import Forecast, Lever, PeakBytes
 from memwall.plan.planfile import Plan
+from memwall.predict.link_time import LinkTime
 from memwall.report.estimate_grids import allocator_facts
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
 from memwall.units import format_bytes, format_seconds
@@ -62,12 +64,35 @@ def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
         step_text += f" ({ratio} the plain {format_seconds(forecast.plain_step_seconds)})"
     facts.append(("predicted step", step_text))
     facts.append(("bytes moved per step", format_bytes(forecast.moved_bytes_per_step)))
+    facts += _link_facts(forecast.link, plan.micro_batch * plan.num_micro_batches)
     if plan.micro_batch:
         samples = plan.micro_batch * plan.num_micro_batches
         facts.append(("batch", f"{plan.num_micro_batches} x {plan.micro_batch} = {samples} samples"))
     facts += allocator_facts(forecast.allocator)
     facts.append(("what binds", "; ".join(forecast.binding) or "nothing"))
     return tuple(facts)
+
+
+def _link_facts(link: LinkTime | None, num_samples: int) -> list[tuple[str, str]]:
+    """What moving takes beside computing, and from which batch on it can be hidden."""
+    if link is None:
+        return []
+    tier = "disk" if link.tier == "disk" else "host memory"
+    bounds = (
+        f"{format_seconds(link.compute_seconds)} computing, {format_seconds(link.moving_seconds)} moving: "
+        f"{format_seconds(link.ideal_seconds)} if one hides the other, {format_seconds(link.serial_seconds)} if not"
+    )
+    hiding = link.hiding_samples(num_samples)
+    if num_samples and hiding != float("inf"):
+        bounds += f"; computing takes longer from {math.ceil(hiding):,} samples a step on, {num_samples:,} now"
+    return [
+        (
+            f"through {tier}",
+            f"{format_bytes(link.written_bytes)} written, {format_bytes(link.read_bytes)} read in a step, at "
+            f"{format_bytes(link.write_bytes_per_second)} and {format_bytes(link.read_bytes_per_second)} a second",
+        ),
+        ("bounds of the step", bounds),
+    ]
 
 
 def action_grid(actions: Sequence[Action]) -> Grid:

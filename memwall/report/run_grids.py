@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from memwall.observe.run_report import RunReport
 from memwall.report.grid import DASH, Grid, bytes_or_dash, error_percent, ratio_text, seconds_or_dash
-from memwall.units import format_bytes
+from memwall.units import format_bytes, format_seconds
 
 __all__ = [
     "Outcome",
@@ -18,8 +18,13 @@ __all__ = [
     "overall_process_bytes",
     "run_grid",
     "steady_process_bytes",
+    "time_findings",
     "unexplained_bytes",
 ]
+
+
+# How far a step may lie outside the bounds that its forecast gave: its time is that noisy where both are right.
+_SHORTER, _LONGER = 0.95, 1.1
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -61,6 +66,28 @@ def outside_steps_bytes(report: RunReport) -> int | None:
 def unexplained_bytes(report: RunReport) -> int:
     """Process bytes of the steps' peak that no part of the forecast accounts for; negative if it foresaw more."""
     return report.unexplained_bytes
+
+
+def time_findings(report: RunReport) -> tuple[str, ...]:
+    """Where the measured step lies outside what computing and moving were said to take, and what that means."""
+    link, seconds = report.forecast.link, report.measured.step_seconds_median
+    if link is None or seconds is None:
+        return ()
+    tier = "disk" if link.tier == "disk" else "link to host memory"
+    if seconds > _LONGER * link.serial_seconds:
+        return (
+            f"The step took {format_seconds(seconds)}, and computing and moving one after the other was to take "
+            f"{format_seconds(link.serial_seconds)}: the {tier} is slower in the run than the "
+            f"{format_bytes(link.write_bytes_per_second)} written and {format_bytes(link.read_bytes_per_second)} read "
+            "a second that were measured before it, or the processor has other work.",
+        )
+    if seconds < _SHORTER * link.ideal_seconds:
+        larger = "computing" if link.compute_seconds >= link.moving_seconds else f"the {tier}"
+        return (
+            f"The step took {format_seconds(seconds)}, less than the {format_seconds(link.ideal_seconds)} that "
+            f"{larger} alone was to take: the forecast of its time is too long, and other plans may have been shorter.",
+        )
+    return ()
 
 
 def run_grid(report: RunReport) -> Grid:

@@ -26,6 +26,7 @@ from memwall.report.run_grids import (
     outside_steps_bytes,
     overall_process_bytes,
     run_grid,
+    time_findings,
     unexplained_bytes,
 )
 from memwall.report.snapshot_grids import SNAPSHOT_SCOPE, fit_grids, snapshot_grids, snapshot_verdict
@@ -221,6 +222,7 @@ def run_report(report: RunReport) -> Group:
         _verdict(run_verdict(report)),
         _table(run_grid(report)),
         Text(f"Within the budget: {'no' if verify_status(report) == 5 else 'yes'}\nRun: {', '.join(run_facts)}."),
+        *(Text(line, style="yellow") for line in time_findings(report)),
         Text(
             f"Counted: bytes of the process on {forecast.device}; margin {format_bytes(forecast.margin_bytes)}. "
             f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.",

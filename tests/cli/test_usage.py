@@ -23,12 +23,13 @@ OPTIONS = {
     "export": {"--to", "--output", "--world-size", "--disk", "--json"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}
     | {"--worst-batch", "--data", "--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--torch"},
-    "plan": {"--budget", "--device", "--host", "--disk", "--allow", "--global-batch", "--output", "--json"}
+    "plan": {"--budget", "--device", "--host", "--disk", "--disk-writes", "--allow", "--global-batch", "--output"}
+    | {"--json"}
     | {"--batch", "--seq", "--optimizer", "--dtype", "--worst-batch", "--data", "--mask-share"}
     | {"--autocast", "--checkpointing", "--eval-batch"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
-    "run": {"--budget", "--plan", "--host", "--disk", "--allow", "--report", "--json"}
+    "run": {"--budget", "--plan", "--host", "--disk", "--disk-writes", "--allow", "--report", "--json"}
     | {"--checkpoint", "--checkpoint-every", "--resume", "--history", "--history-at-end"},
     "verify": {"--json"},
 }
@@ -64,6 +65,11 @@ def test_commands_and_options_are_pinned() -> None:
             "run --budget 1GiB --resume train.py",
             "run: --resume needs --checkpoint DIR, the folder that the run was committed into",
         ),
+        (
+            "run --plan train.py --disk-writes 1TiB train.py",
+            "run: --disk-writes is for a plan that is made in the run; this one is given: --plan",
+        ),
+        ("run --budget 1GiB --disk-writes much train.py", f"--disk-writes: 'much' is not a size; {SIZES}"),
         ("run --budget lots train.py", f"--budget: 'lots' is not a size; {SIZES}"),
         ("run --budget 3Gob train.py", f"--budget: '3Gob' is not a size; {SIZES}"),
         ("run --budget 0 train.py", "--budget: '0' is zero bytes; a size must be positive"),

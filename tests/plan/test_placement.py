@@ -16,6 +16,7 @@ from memwall.plan.placement import MIN_STATE_BYTES, bucket_choices, optimizer_pl
 from memwall.plan.planned import planned_step
 from memwall.plan.search import Settings, make_plan, plan
 from memwall.predict.curve import live_peak_bytes
+from memwall.predict.link_time import LinkTime
 from memwall.predict.state_on_disk import buffer_sizes, movable_state_bytes, state_sizes
 from memwall.store.engines import EngineName
 from memwall.trace.build import steady_step
@@ -288,6 +289,17 @@ def test_the_step_under_a_placement_is_the_one_the_search_replays(a_trace: Calla
 
 def test_a_plan_says_what_its_writes_wear_off_the_disk() -> None:
     # 168 GB a step (14e9 parameters with 12 bytes each), every 10 s.
-    (line,) = disk_wear(168 * 10**9, 10.0)
-    assert line == "1320.15 TiB are written to the disk in a day of such steps, 10 s each"
-    assert disk_wear(0, 10.0) == ()
+    link = LinkTime(
+        tier="disk",
+        written_bytes=168 * 10**9,
+        read_bytes=168 * 10**9,
+        batched_bytes=0,
+        write_bytes_per_second=26e9,
+        read_bytes_per_second=48e9,
+        compute_seconds=1.0,
+    )
+    text = "1320.15 TiB are written to the disk in a day of such steps, 10 s each"
+    assert disk_wear(link, 10.0) == (text,)
+    sized = msgspec.structs.replace(link, tier_total_bytes=7_680 * 10**9)
+    assert disk_wear(sized, 10.0) == (f"{text}: 1.9e+02 times its size",)
+    assert disk_wear(None, 10.0) == disk_wear(msgspec.structs.replace(link, tier="host"), 10.0) == ()
