@@ -51,6 +51,9 @@ def step_through(
         StoreError: a transfer failed.
     """
     early = dict(begun or {})
+    for share in early.keys() - set(moving):  # without a gradient after all
+        del early[share]
+        share.bucket.drop_read()
     try:
         for is_alone, group in groupby(moving, key=lambda share: share.bucket.num_bytes > ring_bytes):
             shares = list(group)
@@ -58,7 +61,7 @@ def step_through(
                 mine = {share: early.pop(share) for share in turn if share in early}
                 _step_in_turn(turn, step, entries, mine, num_buffers=1 if is_alone else NUM_BUFFERS)
     finally:
-        for share in early:  # without a gradient after all
+        for share in early:  # a step before theirs has failed
             share.bucket.drop_read()
 
 
