@@ -20,16 +20,27 @@ class RawDisk:
             stay in caches of the processor, than the memory of tensors.
         file_bytes: of the file, of which every measurement moves all: at least a block. A small one shows the speed of
             a burst, which a disk does not keep up over gigabytes.
+        memory: somebody else's, instead of the buffers.
     """
 
     def __init__(
-        self, directory: str, memory_bytes: int = _NUM_THREADS * _BLOCK_BYTES, file_bytes: int = _FILE_BYTES
+        self,
+        directory: str,
+        memory_bytes: int = _NUM_THREADS * _BLOCK_BYTES,
+        file_bytes: int = _FILE_BYTES,
+        memory: memoryview | None = None,
     ) -> None:
         self._num_blocks = file_bytes // _BLOCK_BYTES
         self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
-        self._buffers = [mmap(-1, _BLOCK_BYTES) for _ in range(memory_bytes // _BLOCK_BYTES)]
-        for buffer in self._buffers:
-            buffer.write(os.urandom(_BLOCK_BYTES))
+        if memory is None:
+            mapped = [mmap(-1, _BLOCK_BYTES) for _ in range(memory_bytes // _BLOCK_BYTES)]
+            for buffer in mapped:
+                buffer.write(os.urandom(_BLOCK_BYTES))
+            self._buffers = [memoryview(buffer) for buffer in mapped]
+        else:
+            self._buffers = [
+                memory[start : start + _BLOCK_BYTES] for start in range(0, len(memory) - _BLOCK_BYTES + 1, _BLOCK_BYTES)
+            ]
         self._pool = ThreadPoolExecutor(_NUM_THREADS)
         self._pass(is_read=False)  # first writes into fresh extents are slower
 

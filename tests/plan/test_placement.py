@@ -5,6 +5,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from plans import on_machine
+from torch import Tensor, nn
+from zoo import MODELS, Case
 
 from memwall.errors import InfeasibleError
 from memwall.plan import placed_search, placement, problem, search
@@ -133,6 +135,35 @@ def test_state_of_parameters_larger_than_a_bucket_overlaps_nothing(a_trace: Call
     assert sum(buffer_sizes(sizes, tight.bucket_bytes)) < sum(buffer_sizes(sizes, fast.bucket_bytes))
     assert (tight.cost_seconds or 0.0) > (fast.cost_seconds or 0.0)
     assert tight.cost_seconds <= 2 * sum(sizes) / 1e9
+
+
+def test_moving_state_is_paid_once_a_step_however_many_micro_batches_it_has(
+    magnified_trace: Callable[[Case], Trace],
+) -> None:
+    whole = MODELS["gpt"]("tiny")
+
+    def accumulated(num_micro_batches: int) -> Trace:
+        """The same micro-batch, that many times in a step."""
+
+        def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            for _ in range(num_micro_batches - 1):
+                whole.loss(model, batch).backward()
+            return whole.loss(model, batch)
+
+        return magnified_trace(Case(whole.model, whole.batch, loss))
+
+    seconds_per_sample = []
+    for number in (1, 2, 4):
+        trace = on_machine(accumulated(number), disk_read_bytes_per_second=1e7, disk_write_bytes_per_second=1e7)
+        assert trace.num_micro_batches == number
+        found = optimizer_placements(trace, steady_step(trace), capacity_bytes=CAPACITY_BYTES)
+        seconds_per_sample.append([(one.cost_seconds or 0.0) / number for one in found])
+    once, twice, four_times = seconds_per_sample
+    assert once
+    assert min(once) > 0
+    # But for what the optimizer's own computation, measured each time, hides of it.
+    assert twice == pytest.approx([seconds / 2 for seconds in once], rel=0.05)
+    assert four_times == pytest.approx([seconds / 4 for seconds in once], rel=0.05)
 
 
 @pytest.mark.parametrize(
