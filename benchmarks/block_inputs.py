@@ -1,6 +1,6 @@
 """The claim: what recomputed blocks begin from goes to disk and comes back at next to no cost.
 
-    python benchmarks/block_inputs.py [--steps 15] [--disk DIR]
+    python benchmarks/block_inputs.py [--steps 9] [--disk DIR]
     python benchmarks/block_inputs.py --quick         # three layers, two steps; nothing is written
 
 GPT-2 with 124M parameters (transformers, 4 x 512 tokens, float32, AdamW), each block of which is run again in backward.
@@ -113,7 +113,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes; 1 if the claim does not hold."""
     parser = argparse.ArgumentParser(description="inputs of recomputed blocks on disk, beside keeping them")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--disk", default=tempfile.gettempdir())
     parser.add_argument("--quick", action="store_true", help="three layers, two steps; nothing is written")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-/* The crc32 of zlib, folded 64 or 256 bytes at a time: 128-bit remainders are multiplied by powers of x without carries.
+/* The crc32 of zlib, folded 64, 128 or 256 bytes at a time: 128-bit remainders are multiplied by powers of x without carries.
  *
  * Method: V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009. The
  * powers are x^n mod P, bits reflected, P = 0x104c11db7; `tests/store/test_checksum.py` compares with zlib.
@@ -11,6 +11,8 @@
 
 #define LANE_BYTES 16
 #define NUM_LANES 4
+#define UNROLLED _Pragma("GCC unroll 4") /* else the registers lie in memory */
+#define HALF_BYTES 128 /* four registers of two lanes each */
 #define WIDE_BYTES 256 /* four registers of four lanes each */
 
 int crc32_is_fast(void) { return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"); }
@@ -35,16 +37,53 @@ __attribute__((target("pclmul,sse4.1"))) static __m128i fold_blocks(const uint8_
     const __m128i by_16_bytes = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0); /* x^(128-32), x^(128+32) */
     const uint64_t step_bytes = NUM_LANES * LANE_BYTES;
     __m128i lanes[NUM_LANES];
+    UNROLLED
     for (int i = 0; i < NUM_LANES; i++) lanes[i] = _mm_loadu_si128((const __m128i *)*bytes + i);
     lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(-1));
     for (*bytes += step_bytes, *num_bytes -= step_bytes; *num_bytes >= step_bytes;
          *bytes += step_bytes, *num_bytes -= step_bytes)
+        UNROLLED
         for (int i = 0; i < NUM_LANES; i++)
             lanes[i] = fold(lanes[i], by_64_bytes, _mm_loadu_si128((const __m128i *)*bytes + i));
     __m128i one = lanes[0];
     for (int i = 1; i < NUM_LANES; i++) one = fold(one, by_16_bytes, lanes[i]);
     return one;
 }
+
+#if defined(__clang__) || __GNUC__ >= 10
+/* The same for blocks of 128 bytes. */
+__attribute__((target("avx2,vpclmulqdq,pclmul,sse4.1"))) static __m128i fold_half_blocks(const uint8_t **bytes,
+                                                                                         uint64_t *num_bytes) {
+    const __m256i by_128_bytes =
+        _mm256_broadcastsi128_si256(_mm_set_epi64x(0x14a7fe880, 0x1e88ef372)); /* x^(1024-32), x^(1024+32) */
+    const __m128i by_16_bytes = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
+    __m256i half[4];
+    UNROLLED
+    for (int i = 0; i < 4; i++) half[i] = _mm256_loadu_si256((const __m256i *)*bytes + i);
+    half[0] = _mm256_xor_si256(half[0], _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_cvtsi32_si128(-1), 0));
+    for (*bytes += HALF_BYTES, *num_bytes -= HALF_BYTES; *num_bytes >= HALF_BYTES;
+         *bytes += HALF_BYTES, *num_bytes -= HALF_BYTES)
+        UNROLLED
+        for (int i = 0; i < 4; i++) {
+            __m256i low = _mm256_clmulepi64_epi128(half[i], by_128_bytes, 0x00);
+            __m256i high = _mm256_clmulepi64_epi128(half[i], by_128_bytes, 0x11);
+            __m256i next = _mm256_loadu_si256((const __m256i *)*bytes + i);
+            half[i] = _mm256_xor_si256(_mm256_xor_si256(low, high), next);
+        }
+    __m128i lanes[HALF_BYTES / LANE_BYTES];
+    UNROLLED
+    for (int i = 0; i < 4; i++) _mm256_storeu_si256((__m256i *)lanes + i, half[i]);
+    __m128i one = lanes[0];
+    for (int i = 1; i < HALF_BYTES / LANE_BYTES; i++) one = fold(one, by_16_bytes, lanes[i]);
+    return one;
+}
+
+static int has_half_lanes(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq"); }
+
+#else
+static __m128i fold_half_blocks(const uint8_t **bytes, uint64_t *num_bytes) { return fold_blocks(bytes, num_bytes); }
+static int has_half_lanes(void) { return 0; }
+#endif
 
 #if defined(__clang__) || __GNUC__ >= 8
 /* The same for blocks of 256 bytes. */
@@ -54,12 +93,12 @@ __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) static __m128i fold_
         _mm512_broadcast_i32x4(_mm_set_epi64x(0x1322d1430, 0x11542778a)); /* x^(2048-32), x^(2048+32) */
     const __m128i by_16_bytes = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
     __m512i wide[4];
-#pragma GCC unroll 4
+    UNROLLED
     for (int i = 0; i < 4; i++) wide[i] = _mm512_loadu_si512((const __m512i *)*bytes + i);
     wide[0] = _mm512_xor_si512(wide[0], _mm512_inserti32x4(_mm512_setzero_si512(), _mm_cvtsi32_si128(-1), 0));
     for (*bytes += WIDE_BYTES, *num_bytes -= WIDE_BYTES; *num_bytes >= WIDE_BYTES;
          *bytes += WIDE_BYTES, *num_bytes -= WIDE_BYTES)
-#pragma GCC unroll 4 /* else the registers lie in memory */
+        UNROLLED
         for (int i = 0; i < 4; i++) {
             __m512i low = _mm512_clmulepi64_epi128(wide[i], by_256_bytes, 0x00);
             __m512i high = _mm512_clmulepi64_epi128(wide[i], by_256_bytes, 0x11);
@@ -67,7 +106,7 @@ __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) static __m128i fold_
             wide[i] = _mm512_ternarylogic_epi64(low, high, next, 0x96); /* the sum of all three */
         }
     __m128i lanes[WIDE_BYTES / LANE_BYTES];
-#pragma GCC unroll 4
+    UNROLLED
     for (int i = 0; i < 4; i++) _mm512_storeu_si512((__m512i *)lanes + i, wide[i]);
     __m128i one = lanes[0];
     for (int i = 1; i < WIDE_BYTES / LANE_BYTES; i++) one = fold(one, by_16_bytes, lanes[i]);
@@ -82,22 +121,29 @@ static __m128i fold_wide_blocks(const uint8_t **bytes, uint64_t *num_bytes) { re
 static int has_wide_lanes(void) { return 0; }
 #endif
 
-static uint32_t crc32_with(int is_wide, const uint8_t *bytes, uint64_t num_bytes) {
+typedef __m128i (*folding)(const uint8_t **bytes, uint64_t *num_bytes);
+
+static uint32_t crc32_with(folding fold_all, const uint8_t *bytes, uint64_t num_bytes) {
     uint32_t crc = 0xffffffffu;
     if (num_bytes >= NUM_LANES * LANE_BYTES) {
-        __m128i one = is_wide ? fold_wide_blocks(&bytes, &num_bytes) : fold_blocks(&bytes, &num_bytes);
         uint8_t remainder[LANE_BYTES];
-        _mm_storeu_si128((__m128i *)remainder, one);
+        _mm_storeu_si128((__m128i *)remainder, fold_all(&bytes, &num_bytes));
         crc = bit_by_bit(0, remainder, LANE_BYTES);
     }
     return ~bit_by_bit(crc, bytes, num_bytes);
 }
 
-uint32_t crc32_of(const uint8_t *bytes, uint64_t num_bytes) {
-    return crc32_with(num_bytes >= WIDE_BYTES && has_wide_lanes(), bytes, num_bytes);
+uint32_t crc32_narrow(const uint8_t *bytes, uint64_t num_bytes) { return crc32_with(fold_blocks, bytes, num_bytes); }
+
+uint32_t crc32_half(const uint8_t *bytes, uint64_t num_bytes) {
+    int has_room = num_bytes >= HALF_BYTES && has_half_lanes();
+    return crc32_with(has_room ? fold_half_blocks : fold_blocks, bytes, num_bytes);
 }
 
-uint32_t crc32_narrow(const uint8_t *bytes, uint64_t num_bytes) { return crc32_with(0, bytes, num_bytes); }
+uint32_t crc32_of(const uint8_t *bytes, uint64_t num_bytes) {
+    if (num_bytes >= WIDE_BYTES && has_wide_lanes()) return crc32_with(fold_wide_blocks, bytes, num_bytes);
+    return crc32_half(bytes, num_bytes);
+}
 
 #else
 int crc32_is_fast(void) { return 0; }
@@ -105,5 +151,6 @@ uint32_t crc32_of(const uint8_t *bytes, uint64_t num_bytes) {
     (void)bytes, (void)num_bytes;
     return 0;
 }
+uint32_t crc32_half(const uint8_t *bytes, uint64_t num_bytes) { return crc32_of(bytes, num_bytes); }
 uint32_t crc32_narrow(const uint8_t *bytes, uint64_t num_bytes) { return crc32_of(bytes, num_bytes); }
 #endif
