@@ -94,7 +94,7 @@ def measure(size_mib: int, num_rounds: int, directory: str) -> dict[str, Any]:
         return quartiles([row[to] / row[of] for row in rows])
 
     return {
-        "size_mib": size_mib,
+        "transfer_bytes": num_bytes,
         "num_rounds": num_rounds,
         "write_bytes_per_second": 1 / statistics.median(row["store_write"] for row in rows),
         "read_bytes_per_second": 1 / statistics.median(row["store_read"] for row in rows),

@@ -16,6 +16,18 @@ from memwall.errors import UsageError
 from memwall.predict.device import CONVOLUTION_SHARE, MARGIN_BASIS, MARGIN_SHARE
 
 
+def differences(found: Any, expected: Any, path: str = "") -> list[str]:
+    """Where two results differ, numbers by more than other processors' order of adding makes them."""
+    if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
+        return [line for key in expected for line in differences(found[key], expected[key], f"{path}/{key}")]
+    if isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        pairs = enumerate(zip(found, expected, strict=True))
+        return [line for number, pair in pairs for line in differences(*pair, f"{path}/{number}")]
+    is_number = isinstance(expected, float) and isinstance(found, (int, float))
+    is_same = math.isclose(found, expected, rel_tol=1e-9) if is_number else found == expected
+    return [] if is_same else [f"{path}: {found!r}, not {expected!r}"]
+
+
 @pytest.fixture(scope="module")
 def published() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(report.RESULT.read_text())
@@ -26,7 +38,7 @@ def test_the_published_result_is_of_this_zoo_and_its_figures_follow_from_its_row
     part = published["cpu"]
     assert part["zoo_sha256"] == zoo_sha256()
     assert len(part["rows"]) == len(FAMILIES) * len(OPTIMIZERS) * len(PRECISIONS)
-    assert report.rounded(prediction.cpu_part_again(part)) == part
+    assert differences(report.rounded(prediction.cpu_part_again(part)), part) == []
     assert prediction.failures(published) == []
 
 
