@@ -12,7 +12,7 @@ from memwall.errors import OutOfMemoryError
 from memwall.trace.meter import Meter
 from memwall.units import format_bytes
 
-__all__ = ["Exhaustion", "as_error", "exhaustion_of", "forget_frames"]
+__all__ = ["Exhaustion", "as_error", "exhaustion_of", "forget_frames", "is_exhaustion"]
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 # torch 2.11, c10/cuda/CUDACachingAllocator.cpp and c10/core/impl/alloc_cpu.cpp; numpy 2, _ArrayMemoryError.
@@ -45,7 +45,7 @@ def exhaustion_of(error: BaseException, phase: Phase, meter: Meter) -> Exhaustio
     Args:
         meter: of the device that the model is on.
     """
-    if not _is_exhaustion(error):
+    if not is_exhaustion(error):
         return None
     if phase == "forward" and _came_through_backward(error):
         phase = "backward"
@@ -96,7 +96,8 @@ def forget_frames(error: BaseException) -> None:
         seen = seen.__cause__ or seen.__context__
 
 
-def _is_exhaustion(error: BaseException) -> bool:
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether a failure is one to get memory, on whatever device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):

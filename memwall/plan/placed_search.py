@@ -26,12 +26,12 @@ from memwall.plan.parameters import built_bytes, streamed_bytes
 from memwall.plan.placement import with_state_ahead
 from memwall.plan.places import Place, place_step
 from memwall.plan.problem import Problem
-from memwall.plan.read_ahead import bytes_read_ahead, is_worth_it, may_read_ahead, state_ahead
+from memwall.plan.read_ahead import is_worth_it, may_read_ahead, state_ahead
 from memwall.plan.solve import smallest_feasible_bytes, solve
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.process import Resident
-from memwall.predict.state_on_disk import state_sizes
+from memwall.predict.state_on_disk import bytes_read_early, state_sizes
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step
 
@@ -190,7 +190,14 @@ class PlacedSearch:
         sizes = state_sizes(self._steady, state.min_bytes)
         for share in _AHEAD_SHARES:
             ahead = state_ahead(step, sizes, self._trace.device, state, share=share)
-            read_bytes = bytes_read_ahead(step, ahead, self._trace.machine.disk_read_bytes_per_second)
+            read_bytes = bytes_read_early(
+                step,
+                sizes,
+                [(one.after_gradients, one.buffer_bytes) for one in ahead],
+                away_bytes=state.saved_bytes or 0,
+                bucket_bytes=state.bucket_bytes,
+                read_bytes_per_second=self._trace.machine.disk_read_bytes_per_second,
+            )
             earlier = with_state_ahead(self._trace, self._steady, state, ahead, read_bytes)
             if not ahead or not is_worth_it(step, state, earlier):
                 return found

@@ -5,7 +5,6 @@ optimizer needs first. More room than the step's peak takes is never asked for: 
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from memwall.predict.curve import live_curve, step_seconds
 from memwall.predict.state_on_disk import buffer_sizes, gradient_births
 from memwall.trace.records import Step, Trace
 
-__all__ = ["bytes_read_ahead", "is_worth_it", "may_read_ahead", "state_ahead"]
+__all__ = ["is_worth_it", "may_read_ahead", "state_ahead"]
 
 # Gradients at which more may be read; each is a count in the plan, and between them room is left unused.
 _NUM_STEPS = 8
@@ -67,19 +66,3 @@ def state_ahead(
         if num_bytes > max(found.values(), default=0):
             found[first] = num_bytes
     return tuple(StateAhead(after_gradients=count, buffer_bytes=num_bytes) for count, num_bytes in found.items())
-
-
-def bytes_read_ahead(step: Step, ahead: Sequence[StateAhead], read_bytes_per_second: float) -> int:
-    """What of them is there when the optimizer begins."""
-    births = gradient_births(step)
-    clock = list(accumulate((op.seconds for op in step.ops), initial=0.0))
-    begin = next((number for number, op in enumerate(step.ops) if op.phase == "optimizer"), 0)
-    done_seconds, asked_bytes, read_bytes = 0.0, 0, 0.0
-    for one in ahead:
-        done_seconds = max(done_seconds, clock[births[one.after_gradients - 1]])
-        left_seconds = max(0.0, clock[begin] - done_seconds)
-        more_bytes = min(one.buffer_bytes - asked_bytes, left_seconds * read_bytes_per_second)
-        asked_bytes = one.buffer_bytes
-        read_bytes += more_bytes
-        done_seconds += more_bytes / read_bytes_per_second
-    return int(read_bytes)

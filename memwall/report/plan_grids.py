@@ -251,7 +251,7 @@ def _where(actions: Sequence[Action]) -> str:
         case OptimizerPlacement(resident_bytes=resident_bytes, steps_ahead=ahead):
             early = max((one.buffer_bytes for one in ahead), default=0)
             stays = f"; {format_bytes(resident_bytes)} stay" if resident_bytes else ""
-            return f"between steps{stays}" + (f"; {format_bytes(early)} read in backward" if early else "")
+            return f"between steps{stays}" + (f"; up to {format_bytes(early)} read in backward" if early else "")
         case LowBitState():
             return "between steps"
         case ParameterPlacement(staying=staying):

@@ -7,7 +7,7 @@ holds a tensor of the same shape on the meta device in each one's place: reading
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 
-__all__ = ["Bucket", "BucketBuffer", "DiskBucket", "Entry", "can_move", "is_dense", "padded_bytes"]
+__all__ = ["Bucket", "BucketBuffer", "DiskBucket", "Entry", "can_move", "drop_reads", "is_dense", "padded_bytes"]
 
 # Kernels load whole vectors; torch's own allocations begin at such a boundary as well.
 _TENSOR_ALIGNMENT_BYTES = 64
@@ -192,6 +192,9 @@ class Bucket(ABC, Generic[M]):
             self.write.wait()
             self.write = None
 
+    def cancel_read(self) -> None:
+        """Have no more done of a read than has begun. It is still to be dropped."""
+
     def drop_read(self) -> None:
         """Give up a read that nobody has waited for: its buffer may be freed, and is not used."""
         self._read = None
@@ -284,10 +287,15 @@ class DiskBucket(Bucket[Transfer]):
         """Where the tensors are on disk; None while none are."""
         return self._slot if self.num_bytes else None
 
-    def drop_read(self) -> None:
-        """See `Bucket`. Nothing is read any more on return: what is written into the slot next would be met."""
+    def cancel_read(self) -> None:
+        """See `Bucket`."""
         if self._read is not None:
             self._read.cancel()
+
+    def drop_read(self) -> None:
+        """See `Bucket`. Nothing is read any more on return: what is written into the slot next would be met."""
+        self.cancel_read()
+        if self._read is not None:
             with suppress(StoreError):
                 self._read.wait()
         super().drop_read()
@@ -306,6 +314,14 @@ class DiskBucket(Bucket[Transfer]):
         if self._slot is not None:
             self._pool.scratch.free(self._slot)
             self._slot = None
+
+
+def drop_reads(buckets: Collection[Bucket[Any]]) -> None:
+    """Give up the reads of several: of those that follow the first one under way no block is read."""
+    for bucket in buckets:
+        bucket.cancel_read()
+    for bucket in buckets:
+        bucket.drop_read()
 
 
 def is_dense(tensor: Tensor) -> bool:

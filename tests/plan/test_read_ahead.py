@@ -1,6 +1,7 @@
 """State read while backward runs, as the planner sees it: what there is room for, what it saves, where it is legal."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import msgspec
 import pytest
@@ -15,10 +16,10 @@ from memwall.plan.places import Place
 from memwall.plan.planfile import Plan
 from memwall.plan.planned import planned_step
 from memwall.plan.problem import Problem
-from memwall.plan.read_ahead import bytes_read_ahead, may_read_ahead, state_ahead
+from memwall.plan.read_ahead import may_read_ahead, state_ahead
 from memwall.plan.search import Settings, plan
 from memwall.predict.curve import live_curve, live_peak_bytes
-from memwall.predict.state_on_disk import state_sizes
+from memwall.predict.state_on_disk import begun_early, bytes_read_early, state_sizes
 from memwall.report.plan_grids import action_grid
 from memwall.trace.build import steady_step
 from memwall.trace.records import Op, Step, Storage, Trace
@@ -121,9 +122,65 @@ def test_without_gradients_or_an_optimizer_there_is_nothing_to_wait_for() -> Non
 def test_what_is_there_when_the_optimizer_begins(
     figures: list[tuple[int, int]], mib_per_second: float, expected_mib: int
 ) -> None:
+    """GIVEN buckets of a MiB."""
     step = a_step([1] * 4, state_mib=64)
-    ahead = [StateAhead(after_gradients=count, buffer_bytes=mib * MIB) for count, mib in figures]
-    assert bytes_read_ahead(step, ahead, mib_per_second * MIB) == expected_mib * MIB
+    assert early_mib(step, [MIB] * 64, figures, 1, mib_per_second) == expected_mib
+
+
+@pytest.mark.parametrize(
+    ("sizes_mib", "figures", "expected_mib"),
+    [
+        ([8, 8, 8], [(1, 20)], 16),  # no part of a bucket
+        ([8, 8, 8], [(1, 7)], 0),
+        ([24, 8, 8, 8], [(1, 24), (2, 32)], 32),  # the large one first
+        ([24, 8, 8, 8], [(1, 8), (3, 32)], 32),  # which another one passes
+        ([24, 8, 8, 8], [(1, 16), (3, 32)], 32),  # and only one
+        ([24, 8, 8, 8], [(1, 16), (3, 23)], 16),  # for which there is no room ever
+    ],
+)
+def test_whole_buckets_are_read(sizes_mib: list[int], figures: list[tuple[int, int]], expected_mib: int) -> None:
+    step = a_step([1] * 4, state_mib=64)
+    assert early_mib(step, [mib * MIB for mib in sizes_mib], figures, 8, 1000.0) == expected_mib
+
+
+def early_mib(
+    step: Step, sizes: list[int], figures: list[tuple[int, int]], bucket_mib: int, mib_per_second: float
+) -> float:
+    num_bytes = bytes_read_early(
+        step,
+        sizes,
+        [(count, mib * MIB) for count, mib in figures],
+        away_bytes=sum(sizes),
+        bucket_bytes=bucket_mib * MIB,
+        read_bytes_per_second=mib_per_second * MIB,
+    )
+    return num_bytes / MIB
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    large=st.lists(st.integers(5, 30), max_size=4),
+    num_small=st.integers(0, 8),
+    steps=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+)
+def test_no_more_is_begun_than_is_allowed_and_large_ones_that_fit_are_before_the_end(
+    large: list[int], num_small: int, steps: list[int]
+) -> None:
+    waiting, held_bytes, begun_sizes = [*large, *[4] * num_small], 0, []
+    allowed = list(accumulate(steps))
+    for allowed_bytes in allowed:
+        begun = begun_early(
+            waiting, ring_bytes=4, allowed_bytes=allowed_bytes, most_bytes=allowed[-1], held_bytes=held_bytes
+        )
+        begun_sizes += [waiting[number] for number in begun]
+        waiting = [size for number, size in enumerate(waiting) if number not in begun]
+        held_bytes = sum(begun_sizes)
+        assert held_bytes <= allowed_bytes
+    # By the end it is as if all had been allowed at once.
+    at_once = begun_early(
+        [*large, *[4] * num_small], ring_bytes=4, allowed_bytes=allowed[-1], most_bytes=allowed[-1], held_bytes=0
+    )
+    assert sorted(begun_sizes) == sorted([*large, *[4] * num_small][number] for number in at_once)
 
 
 def test_what_was_read_is_off_the_disk_s_time(a_trace: Callable[[str], Trace]) -> None:
@@ -172,7 +229,7 @@ def test_a_plan_reads_ahead_and_its_forecast_says_what_that_holds(
     assert (found.forecast.step_seconds or 0) < (without.forecast.step_seconds or 0)
     assert found.forecast.peak.allocated_bytes == live_peak_bytes(planned_step(trace, found), "cpu")
     (row,) = [row for row in action_grid(found.actions).rows if row[0] == "optimizer state to disk"]
-    assert row[1].endswith(f"; {format_bytes(allowed[-1].buffer_bytes)} read in backward")
+    assert row[1].endswith(f"; up to {format_bytes(allowed[-1].buffer_bytes)} read in backward")
     assert msgspec.json.decode(msgspec.json.encode(found), type=Plan) == found
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from torch import nn
 
 from memwall.apply.block_counts import BlockCounts
+from memwall.apply.gradient_hooks import OwnHook
 from memwall.plan.actions import Offload, Rebuild, Recompute
 
 __all__ = ["OffloadEffect", "RebuildEffect", "RecomputeEffect", "Watched", "own_weight"]
@@ -20,7 +21,9 @@ class Watched:
     def __init__(self, module: nn.Module, counts: BlockCounts, weight: nn.Parameter | None) -> None:
         self.module, self.counts, self._wrapper = module, counts, module.forward
         self.num_gradients = 0
-        self._handle = None if weight is None else weight.register_post_accumulate_grad_hook(self._note_gradient)
+        self._handle = (
+            None if weight is None else weight.register_post_accumulate_grad_hook(OwnHook(self._note_gradient))
+        )
 
     def _note_gradient(self, _: object) -> None:
         self.num_gradients += 1

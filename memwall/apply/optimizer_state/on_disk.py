@@ -2,8 +2,8 @@
 
 Parameters are put into buckets. A step reads one bucket's state, has the optimizer itself step the parameters of that
 bucket, and writes the state back, while the next bucket is being read; the first ones may be read while backward still
-runs. It happens between the step's pre-hooks and its
-post-hooks, which run once, as closures do; clipping has come before, schedulers come after.
+runs. It happens between the step's pre-hooks and its post-hooks, which run once, as closures do; clipping has come
+before, schedulers come after.
 
 Between steps `optimizer.state` has all its keys; large tensors in it are on the meta device, and raise when they are
 read. `optimizer.state_dict()` reads everything back into tensors of its own; `load_state_dict` writes what it is given.
@@ -71,7 +71,7 @@ class OptimizerState:
         self._optimizer, self._space = optimizer, space
         self._min_bytes = min_bytes
         self._recorded = RecordedState() if is_recorded else None
-        self._ahead_bytes, self._ring_bytes = 0, padded_bytes([bucket_bytes])
+        self._ring_bytes = padded_bytes([bucket_bytes])
         self._ahead = self._new_ahead(())
         self._shares = self._new_shares(resident_bytes, bucket_bytes)
         space.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
@@ -85,6 +85,7 @@ class OptimizerState:
             step=self._step_all,
             copier=self._copier,
             saver=self._saver,
+            before_load=lambda: self._ahead.drop(),
             after_load=self._after_load,
         )
         self._ahead = self._new_ahead(ahead)
@@ -232,11 +233,7 @@ class OptimizerState:
         return shares
 
     def _new_ahead(self, allowed: Sequence[StateAhead]) -> ReadAhead:
-        self._ahead_bytes = max((one.buffer_bytes for one in allowed), default=0)
-        return ReadAhead(self._optimizer, allowed, self._in_order, ring_bytes=self._ring_bytes)
-
-    def _in_order(self) -> list[Share]:
-        return in_order(self._shares.every, ring_bytes=self._ring_bytes, ahead_bytes=self._ahead_bytes)
+        return ReadAhead(self._optimizer, allowed, lambda: self._shares.every, ring_bytes=self._ring_bytes)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -244,14 +241,15 @@ class OptimizerState:
         """Bucket by bucket."""
         self._shares.adopt()
         parts = self._shares.parts()
-        moving = [share for share in self._in_order() if share.has_gradient and share in parts]
         step_some(self._optimizer, self._inner_step, parts.get(None), arguments)
+        begun = self._ahead.take()
+        shares = in_order(self._shares.every, ring_bytes=self._ring_bytes, early=begun)
+        moving = [share for share in shares if share.has_gradient and share in parts]
 
         def step(share: Share) -> None:
             step_some(self._optimizer, self._inner_step, parts[share], arguments)
 
         if self._recorded is None:
-            begun = self._ahead.take()
             step_through(moving, step, self._shares.entries, ring_bytes=self._ring_bytes, begun=begun)
             return
         for share in moving:
@@ -303,7 +301,6 @@ class OptimizerState:
 
     def _after_load(self) -> None:
         """Writes what was loaded in place of what was away."""
-        self._ahead.drop()
         for share in self._shares.every:
             share.bucket.forget()
         self._recorded = None if self._recorded is None else RecordedState()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from memwall.apply.gradient_hooks import has_foreign_hook
 from memwall.errors import ApplyError
 
 __all__ = ["Unit", "find_units", "hooked_parameters", "repeated_blocks", "tensors_in"]
@@ -68,9 +69,9 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def hooked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those with hooks that run when their gradient is accumulated, as steps inside backward do; by name."""
+    """Those with others' hooks that run when their gradient is accumulated, as steps inside backward do; by name."""
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_foreign_hook(parameter):
             yield name, parameter
 
 

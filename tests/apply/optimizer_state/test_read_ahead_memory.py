@@ -15,7 +15,11 @@ pytestmark = [
     pytest.mark.skipif(bool(heap_unavailable_reason()), reason=f"no tensor heap: {heap_unavailable_reason()}"),
 ]
 
-# Every machine is to make the same plan: its disk counts as one of 1 GB/s, and saved tensors stay.
+_STATE_BYTES = 8 << 20
+"""Of one weight of 1024 x 1024."""
+
+# Every machine is to make the same plan: its disk counts as one of 0.3 GB/s, on which even a slow processor gains by
+# reading ahead, and saved tensors stay.
 _SCRIPT = """
 import hashlib, json, sys
 import msgspec, torch
@@ -24,9 +28,9 @@ import memwall
 from memwall.apply import planning
 from memwall.plan import placed_search
 
-budget_bytes, disk, reads_ahead = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+budget_bytes, disk, reads_ahead, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True", sys.argv[4]
 make_plan, replace = planning.make_plan, msgspec.structs.replace
-speed = {"disk_read_bytes_per_second": 1e9, "disk_write_bytes_per_second": 1e9}
+speed = {"disk_read_bytes_per_second": 3e8, "disk_write_bytes_per_second": 3e8}
 
 def made(trace, settings):
     return make_plan(replace(trace, machine=replace(trace.machine, **speed)), settings)
@@ -38,11 +42,24 @@ if not reads_ahead:
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(12)))
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(128, 1024) / 32) for _ in range(8))
+
+    def forward(self, x):
+        return nn.functional.linear(x, torch.cat(list(self.parts)))
+
+def blocks(number):
+    return [nn.Sequential(Joined() if kind == "joined" else nn.Linear(1024, 1024), nn.GELU()) for _ in range(number)]
+
+middle = [nn.Linear(1024, 8192), nn.Linear(8192, 1024)] if kind == "large" else []
+model = nn.Sequential(*blocks(4), *middle, *blocks(4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 with memwall.fit(model, optimizer, budget=budget_bytes, disk=disk) as session:
-    for step in range(4):
-        x = torch.randn(1536, 1024, generator=torch.Generator().manual_seed(step))
+    for step in range(3):
+        x = torch.randn(1280, 1024, generator=torch.Generator().manual_seed(step))
         (model(x) - x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -72,15 +89,21 @@ print(json.dumps({
 """
 
 
-def test_what_is_read_ahead_fits_beside_what_backward_has_left(tmp_path: Path) -> None:
-    roomy = printed_by(_SCRIPT, 1 << 40, tmp_path, True)
+@pytest.mark.parametrize("kind", ["equal", "large", "joined"])
+def test_what_is_read_ahead_fits_beside_what_backward_has_left(kind: str, tmp_path: Path) -> None:
+    """GIVEN equal weights, two larger than a bucket, or weights that are joined of parameters in each forward."""
+    roomy = printed_by(_SCRIPT, 1 << 40, tmp_path, True, kind)
     budget_bytes = (roomy["smallest"] + roomy["plain"]) // 2
-    early, late = (printed_by(_SCRIPT, budget_bytes, tmp_path, reads_ahead) for reads_ahead in (True, False))
-    assert early["ahead"]
-    assert late["ahead"] == roomy["ahead"] == []
-    assert early["weights"] == late["weights"] == roomy["weights"]
-    for run in (early, late):
+    runs = [printed_by(_SCRIPT, budget_bytes, tmp_path, True, kind)]
+    assert runs[0]["ahead"]
+    if kind == "equal":
+        runs.append(printed_by(_SCRIPT, budget_bytes, tmp_path, False, kind))
+        assert runs[1]["ahead"] == []
+    assert roomy["ahead"] == []
+    for run in runs:
+        assert run["weights"] == roomy["weights"]
         assert run["overall"] <= budget_bytes
         assert abs(run["steady"] - run["predicted"]) <= run["margin"]
-        assert run["moved_per_step"] == pytest.approx(run["predicted_moved"], rel=0.05)
+        # Whole parameters' state stays in memory, those of the first that fit.
+        assert run["moved_per_step"] == pytest.approx(run["predicted_moved"], abs=_STATE_BYTES)
         assert run["replans"] == 0

@@ -1,0 +1,34 @@
+"""memwall's own hooks on gradients, told from those of others: they change no gradient and need none to stay."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["OwnHook", "has_foreign_hook"]
+
+
+class OwnHook:
+    """A hook for accumulated gradients that calls a method, for as long as its object lives.
+
+    torch holds such hooks where Python's collector does not look: one that held its object, which holds the optimizer,
+    would hold the parameter that it hangs on.
+
+    Args:
+        method: a bound one; called with the parameter.
+    """
+
+    def __init__(self, method: Callable[[torch.Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        method = self._method()
+        if method is not None:
+            method(parameter)
+
+
+def has_foreign_hook(parameter: torch.Tensor) -> bool:
+    """Whether somebody else's hook runs when the parameter's gradient is accumulated."""
+    hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(not isinstance(hook, OwnHook) for hook in hooks.values())
