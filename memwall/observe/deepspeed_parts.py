@@ -8,6 +8,7 @@ configuration's checks.
 import ctypes.util
 import importlib.util
 import os
+import shlex
 import shutil
 import sysconfig
 from collections.abc import Sequence
@@ -23,8 +24,6 @@ __all__ = ["DeepSpeedPart", "deepspeed_parts"]
 
 # Linux, include/uapi/linux/capability.h: may lock any amount of memory.
 _CAP_IPC_LOCK = 14
-# What is under way at once with the defaults of its section "aio": blocks of a MiB in a queue of eight.
-_LEAST_MEMLOCK_BYTES = 8 << 20
 
 
 class DeepSpeedPart(Struct, frozen=True, kw_only=True):
@@ -47,14 +46,20 @@ def deepspeed_parts(memlock_bytes: int | None) -> tuple[DeepSpeedPart, ...]:
     gloo = _lacks(
         torch.distributed.is_available() and torch.distributed.is_gloo_available(), "a torch with the gloo backend"
     )
+    cc = _program("CC", sysconfig.get_config_var("CC") or "cc")
     libaio = (
+        *_lacks(shutil.which(cc) is not None, f"a C compiler: {cc} (apt install gcc)"),
         *_lacks(_has_header("libaio.h"), "the header libaio.h (apt install libaio-dev)"),
-        *_lacks(ctypes.util.find_library("aio") is not None, "the library libaio (apt install libaio-dev)"),
+        *_lacks(_has_library("aio"), "the library libaio (apt install libaio-dev)"),
     )
-    can_lock = memlock_bytes is None or memlock_bytes >= _LEAST_MEMLOCK_BYTES or _may_lock_all()
-    memlock = () if can_lock else (f"locked memory: ulimit -l allows {format_bytes(memlock_bytes or 0)}",)
+    can_lock = memlock_bytes is None or _may_lock_all()
+    locked = (
+        f"locked memory for its buffers (buffer_count x buffer_size): ulimit -l allows {format_bytes(memlock_bytes or 0)}"
+        "; allow more in /etc/security/limits.conf (memlock)"
+    )
     return (
-        DeepSpeedPart(name="ZeRO 1, 2 and 3", missing=(*installed, *gloo)),
+        # Whichever stage, its communication loads the operator for processes of one machine (deepspeed/comm/torch.py).
+        DeepSpeedPart(name="ZeRO 1, 2 and 3", missing=(*installed, *gloo, *_lacking_to_build("deepspeed_shm_comm"))),
         DeepSpeedPart(
             name="optimizer on the CPU",
             missing=(*installed, *_lacking_to_build("cpu_adam")),
@@ -62,13 +67,17 @@ def deepspeed_parts(memlock_bytes: int | None) -> tuple[DeepSpeedPart, ...]:
         ),
         DeepSpeedPart(
             name="NVMe",
-            missing=(*installed, *_lacking_to_build("pin_memory", "async_io", needs=libaio), *memlock),
+            missing=tuple(
+                dict.fromkeys(
+                    (
+                        *installed,
+                        *_lacking_to_build("deepspeed_shm_comm", "pin_memory"),
+                        *_lacking_to_build("async_io", needs=libaio),
+                        *_lacks(can_lock, locked),
+                    )
+                )
+            ),
             note="ZeRO 3 only",
-        ),
-        DeepSpeedPart(
-            name="shared-memory collectives",
-            missing=(*installed, *_lacking_to_build("deepspeed_shm_comm")),
-            note="optional, between processes of one machine",
         ),
         DeepSpeedPart(
             name="activation offload",
@@ -78,26 +87,38 @@ def deepspeed_parts(memlock_bytes: int | None) -> tuple[DeepSpeedPart, ...]:
 
 
 def _lacking_to_build(*operators: str, needs: Sequence[str] = ()) -> tuple[str, ...]:
-    """What is missing to compile those operators that are not there yet."""
-    if all(_is_built(name) for name in operators):
+    """What is missing to compile those operators that were not installed with DeepSpeed.
+
+    What was compiled at its first use needs all of it again but the compiler and headers: before each load DeepSpeed
+    asks for ninja, and for async_io compiles and links a program in C (`jit_load` and `is_compatible` of its builders).
+    """
+    named = [name for name in operators if not _is_installed(name)]
+    if not named:
         return ()
-    compiler = os.environ.get("CXX", "c++")
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    return (
-        *_lacks(shutil.which(compiler) is not None, f"a C++ compiler: {compiler} (apt install g++)"),
+    cxx = _program("CXX", "c++")
+    is_compiled = all(compiled_when_used(name).is_file() for name in named)
+    to_compile = (
+        *_lacks(shutil.which(cxx) is not None, f"a C++ compiler: {cxx} (apt install g++)"),
         *_lacks(header.is_file(), f"Python's headers: {header} (apt install python3-dev)"),
+    )
+    return (
+        *(() if is_compiled else to_compile),
         *_lacks(shutil.which("ninja") is not None, "ninja (pip install ninja, and its folder in PATH)"),
-        *_lacks(_has_module("cpuinfo"), "py-cpuinfo (pip install py-cpuinfo)"),
         *needs,
     )
 
 
-def _is_built(operator: str) -> bool:
-    """Whether it was installed with DeepSpeed, or used before."""
+def _program(variable: str, default: str) -> str:
+    """The program that a variable of the environment names, which may have options after it."""
+    return next(iter(shlex.split(os.environ.get(variable, default))), default)
+
+
+def _is_installed(operator: str) -> bool:
+    """Whether it was compiled when DeepSpeed was installed."""
     spec = importlib.util.find_spec("deepspeed") if _has_module("deepspeed") else None
     origin = None if spec is None else spec.origin
-    installed = [] if origin is None else list((Path(origin).parent / "ops").glob(f"*/{operator}_op*.so"))
-    return bool(installed) or compiled_when_used(operator).is_file()
+    return origin is not None and any((Path(origin).parent / "ops").glob(f"*/{operator}_op*.so"))
 
 
 def _lacks(is_there: bool, what: str) -> tuple[str, ...]:
@@ -115,7 +136,19 @@ def _has_header(name: str) -> bool:
     """Where a compiler looks without being told, and where it is told by the usual variables."""
     named = [os.environ.get(variable, "") for variable in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")]
     folders = ["/usr/include", "/usr/local/include", *(folder for text in named for folder in text.split(os.pathsep))]
-    return any((Path(folder) / name).is_file() for folder in folders if folder)
+    return any((Path(folder) / name).is_file() for folder in (*folders, *_named_in("CFLAGS", "-I")) if folder)
+
+
+def _has_library(name: str) -> bool:
+    """Where a linker looks without being told, and where LDFLAGS have it look, as DeepSpeed proposes."""
+    folders = _named_in("LDFLAGS", "-L")
+    return ctypes.util.find_library(name) is not None or any((Path(f) / f"lib{name}.so").exists() for f in folders)
+
+
+def _named_in(variable: str, option: str) -> list[str]:
+    """Folders that compiler flags name."""
+    words = shlex.split(os.environ.get(variable, ""))
+    return [word.removeprefix(option) for word in words if word.startswith(option)]
 
 
 def _may_lock_all() -> bool:

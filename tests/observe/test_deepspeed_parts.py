@@ -15,9 +15,10 @@ import torch
 
 from memwall.cli.app import main
 from memwall.observe import deepspeed_parts as subject
-from memwall.observe.deepspeed_parts import deepspeed_parts
+from memwall.observe.deepspeed_parts import _has_header, deepspeed_parts
+from memwall.units import format_bytes
 
-BUILDING = ("optimizer on the CPU", "NVMe", "shared-memory collectives")
+BUILDING = ("ZeRO 1, 2 and 3", "optimizer on the CPU", "NVMe")
 
 
 @pytest.fixture
@@ -29,7 +30,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     find_spec: Callable[..., Any] = importlib.util.find_spec
     specs = {
         "deepspeed": ModuleSpec("deepspeed", None, origin=str(tmp_path / "deepspeed" / "__init__.py")),
-        "cpuinfo": ModuleSpec("cpuinfo", None),
     }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: specs.get(name) or find_spec(name))
     monkeypatch.setattr(shutil, "which", lambda name, *_: f"/bin/{name}")
@@ -38,7 +38,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(subject, "_has_header", lambda name: (tmp_path / "include" / name).is_file())
     monkeypatch.setattr(subject, "_may_lock_all", lambda: False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    monkeypatch.delenv("CXX", raising=False)
+    for variable in ("CXX", "CC", "CFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "gcc -pthread" if name == "CC" else None)
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: True)
     return tmp_path
 
@@ -58,12 +60,12 @@ def test_with_everything_there_only_what_needs_a_device_is_missing(machine: Path
     [
         ("c++", "a C++ compiler: c++ (apt install g++)", BUILDING),
         ("ninja", "ninja (pip install ninja", BUILDING),
-        ("cpuinfo", "py-cpuinfo (pip install py-cpuinfo)", BUILDING),
+        ("gcc", "a C compiler: gcc (apt install gcc)", ("NVMe",)),
         ("Python.h", "(apt install python3-dev)", BUILDING),
         ("libaio.h", "the header libaio.h (apt install libaio-dev)", ("NVMe",)),
         ("libaio", "the library libaio (apt install libaio-dev)", ("NVMe",)),
         ("gloo", "a torch with the gloo backend", ("ZeRO 1, 2 and 3",)),
-        ("deepspeed", "pip install 'torch-memwall[deepspeed]'", ("ZeRO 1, 2 and 3", *BUILDING, "activation offload")),
+        ("deepspeed", "pip install 'torch-memwall[deepspeed]'", (*BUILDING, "activation offload")),
     ],
 )
 def test_what_is_missing_is_named_where_it_is_needed(
@@ -71,7 +73,7 @@ def test_what_is_missing_is_named_where_it_is_needed(
 ) -> None:
     if lose in ("Python.h", "libaio.h"):
         (machine / "include" / lose).unlink()
-    elif lose in ("cpuinfo", "deepspeed"):
+    elif lose == "deepspeed":
         there = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == lose else there(name))
     elif lose == "libaio":
@@ -84,23 +86,60 @@ def test_what_is_missing_is_named_where_it_is_needed(
     assert named == parts
 
 
-def test_an_operator_that_is_built_already_needs_nothing_to_build_it(
+def test_an_operator_that_was_installed_with_deepspeed_needs_nothing_to_build_it(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GIVEN one that was used before, and one that was installed with DeepSpeed."""
     monkeypatch.setattr(shutil, "which", lambda *_: None)
-    for built in ("extensions/cpu_adam/cpu_adam.so", "deepspeed/ops/comm/deepspeed_shm_comm_op.cpython.so"):
-        (machine / built).parent.mkdir(parents=True)
-        (machine / built).touch()
+    _make(machine / "deepspeed/ops/comm/deepspeed_shm_comm_op.cpython.so")
     found = lacking()
-    assert found["optimizer on the CPU"] == found["shared-memory collectives"] == ()
+    assert found["ZeRO 1, 2 and 3"] == ()
     assert found["NVMe"]
+    assert found["optimizer on the CPU"]
 
 
-@pytest.mark.parametrize(("memlock_bytes", "is_enough"), [(None, True), (8 << 20, True), (64 << 10, False)])
-def test_too_little_locked_memory_is_said(memlock_bytes: int | None, is_enough: bool, machine: Path) -> None:
-    missing = lacking(memlock_bytes)["NVMe"]
-    assert missing == (() if is_enough else ("locked memory: ulimit -l allows 64.0 KiB",))
+def test_one_that_was_used_before_needs_all_that_deepspeed_asks_for_before_each_load(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("deepspeed_shm_comm", "cpu_adam", "pin_memory", "async_io"):
+        _make(machine / f"extensions/{name}/{name}.so")
+    (machine / "include" / "Python.h").unlink()
+    monkeypatch.setattr(shutil, "which", lambda *_: None)
+    ninja = "ninja (pip install ninja, and its folder in PATH)"
+    found = lacking()
+    assert found["ZeRO 1, 2 and 3"] == found["optimizer on the CPU"] == (ninja,)
+    assert found["NVMe"] == (ninja, "a C compiler: gcc (apt install gcc)")
+
+
+@pytest.mark.parametrize("compiler", ["ccache g++-12", "g++-12 -m64"])
+def test_a_compiler_with_options_is_the_program_that_is_named_first(
+    compiler: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(shutil, "which", lambda name, *_: f"/bin/{name}" if " " not in name else None)
+    assert lacking()["ZeRO 1, 2 and 3"] == ()
+
+
+def test_libaio_is_found_where_compiler_flags_say(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "_has_header", _has_header)
+    monkeypatch.setattr(ctypes.util, "find_library", lambda _: None)
+    monkeypatch.setenv("CFLAGS", f"-O2 -I{machine / 'own'}")
+    monkeypatch.setenv("LDFLAGS", f"-L{machine / 'own'}")
+    assert "the library libaio (apt install libaio-dev)" in lacking()["NVMe"]
+    _make(machine / "own" / "libaio.h")
+    _make(machine / "own" / "libaio.so")
+    assert lacking()["NVMe"] == ()
+
+
+@pytest.mark.parametrize("memlock_bytes", [8 << 20, 64 << 10])
+def test_a_limit_of_locked_memory_is_said(memlock_bytes: int, machine: Path) -> None:
+    """Its buffers are as large as a configuration has them, hundreds of megabytes by default."""
+    (missing,) = lacking(memlock_bytes)["NVMe"]
+    assert f"ulimit -l allows {format_bytes(memlock_bytes)}; allow more in" in missing
+
+
+def _make(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
 
 
 def test_a_process_that_may_lock_all_has_no_limit(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +147,10 @@ def test_a_process_that_may_lock_all_has_no_limit(machine: Path, monkeypatch: py
     assert lacking(64 << 10)["NVMe"] == ()
 
 
-def test_the_command_shows_it_only_where_it_is_asked_for(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_it_only_where_it_is_asked_for(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subject, "_may_lock_all", lambda: True)
     assert main(["doctor", "--disk", str(machine), "--deepspeed"]) == 0
     shown = capsys.readouterr().out
     assert "DeepSpeed, NVMe" in shown
