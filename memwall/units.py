@@ -14,14 +14,17 @@ _SCALES = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
     "kib": 1 << 10,
     "mib": 1 << 20,
     "gib": 1 << 30,
     "tib": 1 << 40,
+    "pib": 1 << 50,
     "ki": 1 << 10,
     "mi": 1 << 20,
     "gi": 1 << 30,
     "ti": 1 << 40,
+    "pi": 1 << 50,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 
@@ -65,6 +68,8 @@ def format_bytes(num_bytes: float) -> str:
     ('1.50 GiB', '-2.0 KiB', '17 B')
     """
     sign, size = ("-" if num_bytes < 0 else ""), abs(num_bytes)
+    if size >= 1 << 50:
+        return f"{sign}{size / (1 << 50):.2f} PiB"
     if size >= 1 << 40:
         return f"{sign}{size / (1 << 40):.2f} TiB"
     if size >= 1 << 30:

@@ -67,7 +67,9 @@ DiskOption = Annotated[
 ]
 DiskWritesOption = Annotated[
     str | None,
-    typer.Option("--disk-writes", metavar="SIZE", help="The most that a plan may write to the disk in a day."),
+    typer.Option(
+        "--disk-writes", metavar="SIZE", help="The most that a plan may write to the disk in a day, by its forecast."
+    ),
 ]
 AllowOption = Annotated[
     str | None,

@@ -80,6 +80,11 @@ def run(
     host_bytes, disk_bytes_per_day = parse_host(host), parse_disk_writes(disk_writes)
     if disk_bytes_per_day is not None and plan_path is not None:
         raise UsageError("run: --disk-writes is for a plan that is made in the run; this one is given: --plan")
+    if disk_bytes_per_day is not None and checkpoint_path is not None:
+        raise UsageError(
+            "run: --disk-writes limits what a plan writes, and --checkpoint writes each step that it commits besides, "
+            "which is not counted; leave out one of them (--checkpoint-every N commits fewer steps)"
+        )
     import torch
 
     from memwall.apply.checkpoint.next_budget import read_next_budget

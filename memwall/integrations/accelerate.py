@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from memwall.apply.session import Session
-from memwall.errors import IntegrationError
+from memwall.errors import IntegrationError, UsageError
 from memwall.integrations.preflight import check_model
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
@@ -39,6 +39,7 @@ class MemwallPlugin:
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
+        disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
         allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
             "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
             steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
@@ -50,11 +51,13 @@ class MemwallPlugin:
         budget: str | int | None = None,
         plan: Plan | None = None,
         disk: str | None = None,
+        disk_writes: str | int | None = None,
         allow: Sequence[str] = (),
     ) -> None:
         self.session: Session | None = None
         self._accelerator: Any = None
         self._budget, self._plan, self._disk, self._allow = budget, plan, disk, tuple(allow)
+        self._disk_writes = disk_writes
 
     def prepare(self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> Any:
         """What `accelerator.prepare(model, optimizer, *rest)` returns, with a session on the model.
@@ -81,6 +84,7 @@ class MemwallPlugin:
             budget=self._budget,
             plan=self._plan,
             disk=self._disk,
+            disk_writes=self._disk_writes,
             allow=self._allow,
         )
         return prepared
@@ -147,20 +151,24 @@ def open_session(
     budget: str | int | None,
     plan: Plan | None,
     disk: str | None,
+    disk_writes: str | int | None,
     allow: tuple[str, ...],
 ) -> Session:
     """A session on a model whose loop carries out accumulation and a given plan's precision itself.
 
     Raises:
-        UsageError: neither or both of budget and plan; a budget that is no size.
+        UsageError: neither or both of budget and plan; a budget that is no size; a limit for a plan that is given.
         PlanError: the plan was made for another model.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     budget_bytes = None if budget is None else parse_size(budget, whole_bytes=device_total_bytes(str(device)))
+    if disk_writes is not None and plan is not None:
+        raise UsageError("disk_writes is for a plan that is made in the run, and this one is given")
     session = Session(
         budget_bytes=budget_bytes,
         plan=plan,
         disk=disk,
+        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
         allow=allow,
         set_by_loop=(Accumulate, Autocast) if plan is not None else (),
     )

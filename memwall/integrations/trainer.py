@@ -52,6 +52,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
+        disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
         allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
             "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
             steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
@@ -69,6 +70,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         budget: str | int | None = None,
         plan: Plan | None = None,
         disk: str | None = None,
+        disk_writes: str | int | None = None,
         allow: Sequence[str] = (),
         history: str | Path | None = None,
         history_at_end: bool = False,
@@ -83,6 +85,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         self.session: Session | None = None
         """The session of the present or last `train()`; None before the Trainer is built."""
         self._budget, self._plan, self._disk, self._allow = budget, plan, disk, tuple(allow)
+        self._disk_writes = disk_writes
         self._model: nn.Module | None = None
         self._lengths: LengthWatch | None = None
         self._steps: TrainerSteps | None = None
@@ -197,7 +200,13 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
 
     def _open(self, model: nn.Module) -> None:
         self.session = open_session(
-            model, None, budget=self._budget, plan=self._plan, disk=self._disk, allow=self._allow
+            model,
+            None,
+            budget=self._budget,
+            plan=self._plan,
+            disk=self._disk,
+            disk_writes=self._disk_writes,
+            allow=self._allow,
         )
 
     def _with_arguments(self, error: InfeasibleError) -> InfeasibleError:

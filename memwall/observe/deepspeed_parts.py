@@ -54,8 +54,8 @@ def deepspeed_parts(memlock_bytes: int | None) -> tuple[DeepSpeedPart, ...]:
     )
     can_lock = memlock_bytes is None or _may_lock_all()
     locked = (
-        f"locked memory for its buffers (buffer_count x buffer_size): ulimit -l allows {format_bytes(memlock_bytes or 0)}"
-        "; allow more in /etc/security/limits.conf (memlock)"
+        "locked memory for its buffers (buffer_count x buffer_size): "
+        f"ulimit -l allows {format_bytes(memlock_bytes or 0)}; allow more in /etc/security/limits.conf (memlock)"
     )
     return (
         # Whichever stage, its communication loads the operator for processes of one machine (deepspeed/comm/torch.py).

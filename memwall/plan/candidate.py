@@ -71,7 +71,7 @@ def plan_of(
         disk_bytes=held_bytes if process.next_tier == "disk" else None,
     )
     moved_bytes = found.moved_bytes + found.place.written_bytes
-    link = _link_time(found, trace, process) if moved_bytes else None
+    link = _link_time(found, trace, process, steady) if moved_bytes else None
     phases = {"steady_step": peak}
     if found.built_bytes:
         phases["build"] = PeakBytes(
@@ -121,12 +121,15 @@ def plan_of(
     )
 
 
-def _link_time(found: Candidate, trace: Trace, process: Process) -> LinkTime | None:
-    """What the candidate moves, where the speed of the link is known."""
+def _link_time(found: Candidate, trace: Trace, process: Process, steady: Step) -> LinkTime | None:
+    """What the candidate moves, where the speed of the link is known.
+
+    What a step takes longer than moving all of it is no waiting for the link, but copies and faults on the way.
+    """
     machine = trace.machine
     if not (machine.disk_write_bytes_per_second and machine.disk_read_bytes_per_second):
         return None
-    return LinkTime(
+    link = LinkTime(
         tier=process.next_tier,
         written_bytes=found.moved_bytes + found.place.written_bytes,
         read_bytes=found.moved_bytes + found.place.read_bytes,
@@ -134,5 +137,8 @@ def _link_time(found: Candidate, trace: Trace, process: Process) -> LinkTime | N
         write_bytes_per_second=machine.disk_write_bytes_per_second,
         read_bytes_per_second=machine.disk_read_bytes_per_second,
         compute_seconds=found.compute_seconds,
+        fixed_seconds=sum(op.seconds for op in steady.ops if op.phase == "optimizer"),
         tier_total_bytes=machine.disk_total_bytes,
     )
+    at_least_seconds = step_seconds(steady) + found.extra_seconds - link.moving_seconds
+    return msgspec.structs.replace(link, compute_seconds=max(link.compute_seconds, at_least_seconds))

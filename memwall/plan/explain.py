@@ -94,7 +94,7 @@ def disk_wear(link: LinkTime | None, step_seconds: float) -> tuple[str, ...]:
     per_day = link.written_bytes_per_day(step_seconds)
     text = f"{format_bytes(per_day)} are written to the disk in a day of such steps, {step_seconds:.3g} s each"
     if link.tier_total_bytes:
-        text += f": {per_day / link.tier_total_bytes:.2g} times its size"
+        text += f": {per_day / link.tier_total_bytes:.2g} times the file system's size"
     return (text,)
 
 

@@ -37,6 +37,8 @@ __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "
 # Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk a fifth
 # off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
 _CLEARLY_SHORTER = 1.3
+# What is asked for is said with three digits.
+_ROUNDED_UP = 1.005
 # What loses digits is taken where the whole step is so much shorter, or nothing else fits.
 _WORTH_DIGITS = 1.05
 # Of the room that a candidate's tensors leave, what is tried for state.
@@ -273,7 +275,7 @@ class _Search:
     def _within_writes(self, places: tuple[Place, ...]) -> tuple[Place, ...]:
         """Those that the limit on a day's writes allows."""
         allowed = tuple(place for place in places if self._problem.writable_bytes(place) >= 0)
-        self._barred.extend(reversed([place for place in places if place not in allowed]))
+        self._barred.extend(place for place in places if place not in allowed)
         return allowed
 
     def _best_at(self, place: Place, *, packs: bool) -> Candidate | None:
@@ -339,8 +341,9 @@ class _Search:
         if self.settings.hardware is None:
             helps = relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
             if self._barred:
-                per_day = format_bytes(self._problem.written_bytes_per_day(self._barred[-1]))
-                helps = (f"let {per_day} be written to the disk in a day: --disk-writes SIZE", *helps)
+                per_day = max(self._problem.written_bytes_per_day(place) for place in self._barred)
+                enough = format_bytes(per_day * _ROUNDED_UP)
+                helps = (f"let {enough} be written to the disk in a day: --disk-writes SIZE", *helps)
             return helps
         return plan_relaxations(
             self.trace,

@@ -27,6 +27,8 @@ class LinkTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     read_bytes_per_second: float
     compute_seconds: float
     """Of the step under the plan, recomputation included, if moving took no time."""
+    fixed_seconds: float = 0.0
+    """Of those, what does not grow with the batch: the optimizer's."""
     tier_total_bytes: int = 0
     """The size of the disk; 0 where it is not known."""
 
@@ -52,10 +54,11 @@ class LinkTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             num_samples: of the step as it is.
         """
         batched_seconds = self._seconds(self.batched_bytes, self.batched_bytes)
-        left_seconds = self.compute_seconds - batched_seconds
+        left_seconds = self.compute_seconds - self.fixed_seconds - batched_seconds
         if left_seconds <= 0:
             return float("inf")
-        return num_samples * (self.moving_seconds - batched_seconds) / left_seconds
+        standing_seconds = self.moving_seconds - batched_seconds - self.fixed_seconds
+        return num_samples * max(0.0, standing_seconds) / left_seconds
 
     def written_bytes_per_day(self, step_seconds: float) -> float:
         """What is written in a day of such steps."""

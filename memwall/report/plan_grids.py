@@ -83,7 +83,7 @@ def _link_facts(link: LinkTime | None, num_samples: int) -> list[tuple[str, str]
         f"{format_seconds(link.ideal_seconds)} if one hides the other, {format_seconds(link.serial_seconds)} if not"
     )
     hiding = link.hiding_samples(num_samples)
-    if num_samples and hiding != float("inf"):
+    if num_samples and 0 < hiding < float("inf"):
         bounds += f"; computing takes longer from {math.ceil(hiding):,} samples a step on, {num_samples:,} now"
     return [
         (

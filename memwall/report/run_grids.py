@@ -25,6 +25,7 @@ __all__ = [
 
 # How far a step may lie outside the bounds that its forecast gave: its time is that noisy where both are right.
 _SHORTER, _LONGER = 0.95, 1.1
+_LEAST_STEPS = 5
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ def unexplained_bytes(report: RunReport) -> int:
 def time_findings(report: RunReport) -> tuple[str, ...]:
     """Where the measured step lies outside what computing and moving were said to take, and what that means."""
     link, seconds = report.forecast.link, report.measured.step_seconds_median
-    if link is None or seconds is None:
+    if link is None or seconds is None or report.measured.steps < _LEAST_STEPS:
         return ()
     tier = "disk" if link.tier == "disk" else "link to host memory"
     if seconds > _LONGER * link.serial_seconds:

@@ -69,6 +69,11 @@ def test_commands_and_options_are_pinned() -> None:
             "run --plan train.py --disk-writes 1TiB train.py",
             "run: --disk-writes is for a plan that is made in the run; this one is given: --plan",
         ),
+        (
+            "run --budget 1GiB --disk-writes 1TiB --checkpoint {cwd} --resume train.py",
+            "run: --disk-writes limits what a plan writes, and --checkpoint writes each step that it commits besides, "
+            "which is not counted; leave out one of them (--checkpoint-every N commits fewer steps)",
+        ),
         ("run --budget 1GiB --disk-writes much train.py", f"--disk-writes: 'much' is not a size; {SIZES}"),
         ("run --budget lots train.py", f"--budget: 'lots' is not a size; {SIZES}"),
         ("run --budget 3Gob train.py", f"--budget: '3Gob' is not a size; {SIZES}"),

@@ -48,8 +48,35 @@ def test_where_nothing_fits_for_it_the_message_says_what_would_have_to_be_writte
         plan(trace, budget=budget_bytes, disk_writes="1MiB")
     asked = next(line for line in error.value.relaxations if "--disk-writes" in line)
     enough = parse_size(asked.removeprefix("let ").partition(" be written")[0].replace(" ", ""))
-    assert plan(trace, budget=budget_bytes, disk_writes=int(1.3 * enough)).forecast.fits
+    assert plan(trace, budget=budget_bytes, disk_writes=enough).forecast.fits
     assert error.value.smallest_feasible_bytes > budget_bytes
+
+
+@pytest.mark.parametrize("speed", [2e10, 3e9, 3e8])
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_a_forecast_lies_between_the_bounds_that_it_states(
+    name: str,
+    speed: float,
+    a_trace: Callable[[str], Trace],
+    smallest_bytes: Callable[..., int],
+    plain_bytes: Callable[[Trace], int],
+) -> None:
+    trace = on_machine(
+        a_trace(name),
+        disk_read_bytes_per_second=speed,
+        disk_write_bytes_per_second=speed,
+        copy_seconds_per_byte=3e-10,
+        fault_seconds_per_byte=3e-10,
+    )
+    for share in (0.0, 0.3, 0.7):
+        budget_bytes = int((1 - share) * smallest_bytes(trace) + share * plain_bytes(trace))
+        forecast = plan(trace, budget=budget_bytes).forecast
+        link, seconds = forecast.link, forecast.step_seconds or 0.0
+        if link is None:
+            continue
+        assert link.written_bytes == forecast.moved_bytes_per_step
+        assert 0 < link.compute_seconds <= 1.001 * seconds
+        assert 0.999 * link.ideal_seconds <= seconds <= 1.001 * link.serial_seconds
 
 
 def test_without_a_limit_nothing_is_different(trace: Trace, smallest_bytes: Callable[..., int]) -> None:

@@ -329,8 +329,8 @@ def test_a_plan_says_what_its_writes_wear_off_the_disk() -> None:
         read_bytes_per_second=48e9,
         compute_seconds=1.0,
     )
-    text = "1320.15 TiB are written to the disk in a day of such steps, 10 s each"
+    text = "1.29 PiB are written to the disk in a day of such steps, 10 s each"
     assert disk_wear(link, 10.0) == (text,)
     sized = msgspec.structs.replace(link, tier_total_bytes=7_680 * 10**9)
-    assert disk_wear(sized, 10.0) == (f"{text}: 1.9e+02 times its size",)
+    assert disk_wear(sized, 10.0) == (f"{text}: 1.9e+02 times the file system's size",)
     assert disk_wear(None, 10.0) == disk_wear(msgspec.structs.replace(link, tier="host"), 10.0) == ()

@@ -78,6 +78,15 @@ def test_bounds() -> None:
     assert (slow.ideal_seconds, slow.serial_seconds) == (10.5, 12.5)
 
 
+def test_what_the_optimizer_computes_hides_moving_but_does_not_grow_with_the_batch() -> None:
+    found = msgspec.structs.replace(link(written=3e9, compute=1.0), fixed_seconds=0.4)
+    samples = found.hiding_samples(8)
+    assert samples == pytest.approx(8 * 2.6 / 0.6)
+    grown = msgspec.structs.replace(found, compute_seconds=0.4 + 0.6 * samples / 8)
+    assert grown.compute_seconds == pytest.approx(grown.moving_seconds)
+    assert msgspec.structs.replace(found, compute_seconds=5.0, fixed_seconds=4.0).hiding_samples(8) == 0.0
+
+
 def test_what_grows_with_the_batch_is_never_hidden_by_a_larger_one() -> None:
     state, saved = link(written=4e9, read=4e9, compute=3.0), link(written=4e9, read=4e9, batched=4e9, compute=3.0)
     assert state.hiding_samples(8) == 16.0

@@ -45,6 +45,11 @@ def test_of_what_grows_with_the_batch_no_batch_is_named(plan: Plan) -> None:
     assert facts["bounds of the step"].endswith("6.00 s if not")
 
 
+def test_where_all_that_moves_grows_with_the_batch_and_is_hidden_no_batch_is_named(plan: Plan) -> None:
+    hidden = msgspec.structs.replace(LINK, batched_bytes=2 * GB)
+    assert dict(plan_facts(with_link(plan, hidden)))["bounds of the step"].endswith("7.00 s if not")
+
+
 def test_a_plan_that_moves_nothing_says_nothing_of_it(plan: Plan) -> None:
     assert not any(name.startswith(("through", "bounds")) for name, _ in plan_facts(with_link(plan, None)))
 
@@ -63,7 +68,7 @@ def test_a_step_outside_its_bounds_is_reported(run: RunReport, seconds: float | 
     report = msgspec.structs.replace(
         run,
         forecast=msgspec.structs.replace(run.forecast, link=LINK),
-        measured=msgspec.structs.replace(run.measured, step_seconds_median=seconds),
+        measured=msgspec.structs.replace(run.measured, steps=5, step_seconds_median=seconds),
     )
     shown = " ".join(drawn(run_report(report)))
     if words is None:
@@ -80,6 +85,15 @@ def test_where_moving_bounds_the_step_it_is_what_was_forecast_too_long(run: RunR
     report = msgspec.structs.replace(
         run,
         forecast=msgspec.structs.replace(run.forecast, link=slow),
-        measured=msgspec.structs.replace(run.measured, step_seconds_median=9.0),
+        measured=msgspec.structs.replace(run.measured, steps=5, step_seconds_median=9.0),
     )
     assert "less than the 12.00 s that the disk alone was to take" in " ".join(time_findings(report))
+
+
+def test_of_a_few_steps_nothing_is_said(run: RunReport) -> None:
+    report = msgspec.structs.replace(
+        run,
+        forecast=msgspec.structs.replace(run.forecast, link=LINK),
+        measured=msgspec.structs.replace(run.measured, steps=4, step_seconds_median=20.0),
+    )
+    assert time_findings(report) == ()

@@ -1,0 +1,80 @@
+"""The limit on what is written in a day reaches the planner, whoever asks for it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memwall
+from memwall.cli.app import main
+from memwall.errors import UsageError
+from memwall.plan.search import Settings, make_plan
+
+DAY_BYTES = 2 << 40
+PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The limit of each plan that is made."""
+    found: list[int | None] = []
+
+    def noted(trace: Any, settings: Settings) -> Any:
+        found.append(settings.disk_bytes_per_day)
+        return make_plan(trace, settings)
+
+    monkeypatch.setattr("memwall.apply.planning.make_plan", noted)
+    return found
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_of_fit(asked: list[int | None], tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path), disk_writes="2TiB") as session:
+        trained(model, optimizer)
+    assert set(asked) == {DAY_BYTES}
+    with pytest.raises(UsageError, match="disk_writes is for a plan that is made in the run"):
+        memwall.fit(model, optimizer, plan=session.plan, disk_writes="2TiB")
+
+
+def test_of_the_command(asked: list[int | None], tmp_path: Path) -> None:
+    disk = ("--disk", str(tmp_path))
+    assert main(["run", "--budget", "1TiB", *disk, "--disk-writes", "2TiB", PLAIN]) in (0, 4)
+    assert set(asked) == {DAY_BYTES}
+
+
+@pytest.mark.requires("transformers", "accelerate")
+def test_of_a_trainer(asked: list[int | None], make_model: Callable[[], Any], samples: Any, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from memwall.integrations.trainer import MemwallCallback
+
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    callback = MemwallCallback(budget="1TiB", disk_writes="2TiB")
+    Trainer(make_model(), arguments, train_dataset=samples, callbacks=[callback]).train()
+    assert set(asked) == {DAY_BYTES}
+
+
+@pytest.mark.requires("transformers", "accelerate")
+def test_of_an_accelerator(asked: list[int | None]) -> None:
+    from accelerate import Accelerator
+
+    from memwall.integrations.accelerate import MemwallPlugin
+
+    model = torch.nn.Linear(8, 8)
+    with MemwallPlugin(budget="1TiB", disk_writes=DAY_BYTES) as plugin:
+        trained(*plugin.prepare(Accelerator(cpu=True), model, torch.optim.AdamW(model.parameters())))
+    assert set(asked) == {DAY_BYTES}
+    assert plugin.session is not None
+    refused = MemwallPlugin(plan=plugin.session.plan, disk_writes=DAY_BYTES)
+    with pytest.raises(UsageError, match="disk_writes is for a plan that is made in the run"):
+        refused.prepare(Accelerator(cpu=True), model, torch.optim.AdamW(model.parameters()))
