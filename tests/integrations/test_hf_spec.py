@@ -277,6 +277,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.timeout(300)  # as its process: a slow core that others use too
 @pytest.mark.parametrize(
     ("config", "num_parameters"),
     [
