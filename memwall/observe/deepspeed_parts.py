@@ -47,15 +47,24 @@ def deepspeed_parts(memlock_bytes: int | None) -> tuple[DeepSpeedPart, ...]:
         torch.distributed.is_available() and torch.distributed.is_gloo_available(), "a torch with the gloo backend"
     )
     cc = _program("CC", sysconfig.get_config_var("CC") or "cc")
+    # DeepSpeed's check of libaio takes CFLAGS and LDFLAGS; torch, which then compiles the operator, does not.
+    flags = compiled_when_used("async_io").is_file()
     libaio = (
         *_lacks(shutil.which(cc) is not None, f"a C compiler: {cc} (apt install gcc)"),
-        *_lacks(_has_header("libaio.h"), "the header libaio.h (apt install libaio-dev)"),
-        *_lacks(_has_library("aio"), "the library libaio (apt install libaio-dev)"),
+        *_lacks(
+            _has_header("libaio.h", flags=flags),
+            "the header libaio.h (apt install libaio-dev, or its folder in CPATH)",
+        ),
+        *_lacks(
+            _has_library("aio", flags=flags),
+            "the library libaio (apt install libaio-dev, or its folder in LIBRARY_PATH and LD_LIBRARY_PATH)",
+        ),
     )
     can_lock = memlock_bytes is None or _may_lock_all()
     locked = (
         "locked memory for its buffers (buffer_count x buffer_size): "
-        f"ulimit -l allows {format_bytes(memlock_bytes or 0)}; allow more in /etc/security/limits.conf (memlock)"
+        f"ulimit -l allows {format_bytes(memlock_bytes or 0)} "
+        "(ulimit -l unlimited, or memlock in /etc/security/limits.conf)"
     )
     return (
         # Whichever stage, its communication loads the operator for processes of one machine (deepspeed/comm/torch.py).
@@ -132,23 +141,27 @@ def _has_module(name: str) -> bool:
         return False
 
 
-def _has_header(name: str) -> bool:
-    """Where a compiler looks without being told, and where it is told by the usual variables."""
+def _has_header(name: str, *, flags: bool) -> bool:
+    """Where a compiler looks without being told, where the usual variables tell it, and where CFLAGS do."""
     named = [os.environ.get(variable, "") for variable in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")]
     folders = ["/usr/include", "/usr/local/include", *(folder for text in named for folder in text.split(os.pathsep))]
-    return any((Path(folder) / name).is_file() for folder in (*folders, *_named_in("CFLAGS", "-I")) if folder)
+    told = _named_in("CFLAGS", "-I") if flags else []
+    return any((Path(folder) / name).is_file() for folder in (*folders, *told) if folder)
 
 
-def _has_library(name: str) -> bool:
-    """Where a linker looks without being told, and where LDFLAGS have it look, as DeepSpeed proposes."""
-    folders = _named_in("LDFLAGS", "-L")
-    return ctypes.util.find_library(name) is not None or any((Path(f) / f"lib{name}.so").exists() for f in folders)
+def _has_library(name: str, *, flags: bool) -> bool:
+    """Where a linker looks without being told, where LIBRARY_PATH tells it, and where LDFLAGS do."""
+    told = _named_in("LDFLAGS", "-L") if flags else []
+    folders = [*os.environ.get("LIBRARY_PATH", "").split(os.pathsep), *told]
+    return ctypes.util.find_library(name) is not None or any(
+        (Path(folder) / f"lib{name}.so").exists() for folder in folders if folder
+    )
 
 
 def _named_in(variable: str, option: str) -> list[str]:
-    """Folders that compiler flags name."""
-    words = shlex.split(os.environ.get(variable, ""))
-    return [word.removeprefix(option) for word in words if word.startswith(option)]
+    """Folders that compiler flags name, in the option's word or in the next one."""
+    words = iter(shlex.split(os.environ.get(variable, "")))
+    return [word.removeprefix(option) or next(words, "") for word in words if word.startswith(option)]
 
 
 def _may_lock_all() -> bool:

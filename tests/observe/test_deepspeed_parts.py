@@ -35,10 +35,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(shutil, "which", lambda name, *_: f"/bin/{name}")
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
     monkeypatch.setattr(sysconfig, "get_path", lambda name, *_, **__: str(tmp_path / name))
-    monkeypatch.setattr(subject, "_has_header", lambda name: (tmp_path / "include" / name).is_file())
+    monkeypatch.setattr(subject, "_has_header", lambda name, **_: (tmp_path / "include" / name).is_file())
     monkeypatch.setattr(subject, "_may_lock_all", lambda: False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    for variable in ("CXX", "CC", "CFLAGS", "LDFLAGS"):
+    for variable in ("CXX", "CC", "CFLAGS", "LDFLAGS", "CPATH", "LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "gcc -pthread" if name == "CC" else None)
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: True)
@@ -62,8 +62,8 @@ def test_with_everything_there_only_what_needs_a_device_is_missing(machine: Path
         ("ninja", "ninja (pip install ninja", BUILDING),
         ("gcc", "a C compiler: gcc (apt install gcc)", ("NVMe",)),
         ("Python.h", "(apt install python3-dev)", BUILDING),
-        ("libaio.h", "the header libaio.h (apt install libaio-dev)", ("NVMe",)),
-        ("libaio", "the library libaio (apt install libaio-dev)", ("NVMe",)),
+        ("libaio.h", "the header libaio.h (apt install libaio-dev,", ("NVMe",)),
+        ("libaio", "the library libaio (apt install libaio-dev,", ("NVMe",)),
         ("gloo", "a torch with the gloo backend", ("ZeRO 1, 2 and 3",)),
         ("deepspeed", "pip install 'torch-memwall[deepspeed]'", (*BUILDING, "activation offload")),
     ],
@@ -119,14 +119,35 @@ def test_a_compiler_with_options_is_the_program_that_is_named_first(
     assert lacking()["ZeRO 1, 2 and 3"] == ()
 
 
-def test_libaio_is_found_where_compiler_flags_say(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_libaio(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with libaio in a machine that has it nowhere else."""
+    header, is_file = "libaio.h", Path.is_file
     monkeypatch.setattr(subject, "_has_header", _has_header)
+    monkeypatch.setattr(Path, "is_file", lambda path: is_file(path) and path != Path("/usr/include", header))
     monkeypatch.setattr(ctypes.util, "find_library", lambda _: None)
-    monkeypatch.setenv("CFLAGS", f"-O2 -I{machine / 'own'}")
-    monkeypatch.setenv("LDFLAGS", f"-L{machine / 'own'}")
-    assert "the library libaio (apt install libaio-dev)" in lacking()["NVMe"]
-    _make(machine / "own" / "libaio.h")
+    _make(machine / "own" / header)
     _make(machine / "own" / "libaio.so")
+    assert _names_libaio(lacking()) == ["header", "library"]
+    return machine / "own"
+
+
+def test_libaio_is_found_where_variables_of_the_compiler_say(own_libaio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPATH", str(own_libaio))
+    assert _names_libaio(lacking()) == ["library"]
+    monkeypatch.setenv("LIBRARY_PATH", str(own_libaio))
+    assert lacking()["NVMe"] == ()
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_flags_lead_to_libaio_once_async_io_is_compiled_and_not_before(
+    space: str, machine: Path, own_libaio: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's check before each load takes them, torch's `load`, which compiles what is not there yet, does not."""
+    monkeypatch.setenv("CFLAGS", f"-O2 -I{space}{own_libaio}")
+    monkeypatch.setenv("LDFLAGS", f"-L{space}{own_libaio}")
+    assert _names_libaio(lacking()) == ["header", "library"]
+    _make(machine / "extensions/async_io/async_io.so")
     assert lacking()["NVMe"] == ()
 
 
@@ -134,7 +155,11 @@ def test_libaio_is_found_where_compiler_flags_say(machine: Path, monkeypatch: py
 def test_a_limit_of_locked_memory_is_said(memlock_bytes: int, machine: Path) -> None:
     """Its buffers are as large as a configuration has them, hundreds of megabytes by default."""
     (missing,) = lacking(memlock_bytes)["NVMe"]
-    assert f"ulimit -l allows {format_bytes(memlock_bytes)}; allow more in" in missing
+    assert f"ulimit -l allows {format_bytes(memlock_bytes)} (ulimit -l unlimited, or memlock in" in missing
+
+
+def _names_libaio(found: dict[str, tuple[str, ...]]) -> list[str]:
+    return [line.split()[1] for line in found["NVMe"] if "libaio" in line]
 
 
 def _make(path: Path) -> None:
