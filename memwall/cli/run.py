@@ -97,6 +97,7 @@ def run(
     from memwall.observe.measure import run_report
     from memwall.plan.actions import AllocatorReuse, Offload, OptimizerPlacement, ParameterPlacement
     from memwall.plan.planfile import Plan
+    from memwall.report.checkpoint_lines import commits_line, recovery_line
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
 
@@ -106,6 +107,15 @@ def run(
         if checkpoint_path is not None:
             checkpoint = open_checkpoint(checkpoint_path, every=every, is_resuming=resume)
             opened.callback(checkpoint.close, completed=False)
+            if not checkpoint.is_new:
+                note(
+                    recovery_line(
+                        checkpoint.directory,
+                        step=checkpoint.resumed_steps,
+                        num_bytes=checkpoint.recovered_bytes,
+                        seconds=checkpoint.recovery_seconds,
+                    )
+                )
         following = read_next_budget(checkpoint_path, budget_bytes) if resume and checkpoint_path is not None else None
         if given is None and checkpoint is not None and following is None:
             given = checkpoint.plan_for(budget_bytes)
@@ -143,6 +153,8 @@ def run(
                 history=history,
                 is_last=True,
             )
+        if checkpoint is not None and checkpoint.times.num_commits:
+            note(commits_line(checkpoint.directory, checkpoint.times))
     if session.plan is None or session.measured.num_steps == 0:
         ending = f"memwall: {script.target} ended with status {status} before a step under a plan"
         typer.echo(f"{ending}; there is nothing to report", err=True)

@@ -1,6 +1,7 @@
 """A script that dies of too little memory goes on from its last committed step, under a plan for less; not for ever."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,11 @@ def test_it_goes_on_within_less(tmp_path: Path) -> None:
     assert "the same command with --resume plans for that, attempt 1 of 3" in error
     status, error = run(tmp_path, "passes", str(tmp_path / "found"))
     assert status == 0
+    said = " ".join(error.split())
+    assert re.search(r"steps: step 2 was read and verified, [\d.]+ [KM]iB in [\d.]+ [mu]?s; the run continues", said)
+    assert re.search(
+        r"\d commits? of [\d.]+ [KM]iB, each [\d.]+ [mu]?s to write and [\d.]+ [mu]?s to record and sync", said
+    )
     within_bytes = json.loads((tmp_path / "steps" / "out-of-memory.json").read_text())["within_bytes"]
     assert f"budget {format_bytes(within_bytes)}" in " ".join(error.split())
     expected, found = load_file(tmp_path / "expected"), load_file(tmp_path / "found")

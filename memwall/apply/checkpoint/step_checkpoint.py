@@ -30,7 +30,7 @@ from memwall.apply.checkpoint.training_state import (
     random_states,
     restore_random_states,
 )
-from memwall.apply.checkpoint.writer import CommitWriter, Packed
+from memwall.apply.checkpoint.writer import CommitTimes, CommitWriter, Packed
 from memwall.apply.optimizer_state.kept_space import KeptSpace
 from memwall.errors import MemwallError, UsageError
 from memwall.plan.planfile import Plan
@@ -57,6 +57,8 @@ class StepCheckpoint:
         resumed_steps: optimizer steps that the run had committed when this process began.
         steps_done: of all processes of the run together.
         failure: what ended the run.
+        recovered_bytes, recovery_seconds: of what it had committed, all of which was read and verified.
+        times: of this process's commits, once it has finished.
         space: where state that lives on disk is to be written.
 
     Raises:
@@ -80,7 +82,9 @@ class StepCheckpoint:
         """Asked at each commit for the plan file to be kept with it."""
         self.space = KeptSpace(self._journal.pool)
         self._restoration: Restoration | None = None
-        self.resumed_steps = 0
+        self.resumed_steps = self.recovered_bytes = 0
+        self.recovery_seconds = self._journal.recovery_seconds
+        self.times = CommitTimes()
         try:
             self._open(is_resuming=is_resuming)
         except BaseException:
@@ -112,6 +116,7 @@ class StepCheckpoint:
                 "this run a directory of its own"
             )
         self._restoration, self.resumed_steps = Restoration(self._journal, found), found.step
+        self.recovered_bytes = sum(stored.num_bytes for stored in found.buckets)
 
     def plan_for(self, budget_bytes: int | None) -> Plan | None:
         """The plan under which the step to continue from was made, if it was made for this budget.
@@ -237,6 +242,8 @@ class StepCheckpoint:
                 if completed and self._is_between_steps and self.steps_done > self._committed_steps:
                     self._commit()
                     self._writer.wait()
+            if self._writer is not None:
+                self.times = self._writer.times
             self._writer = None
             restoration = self._restoration
             if completed and self.failure is None and restoration is not None and not restoration.has_model:

@@ -6,6 +6,7 @@ they are read then. Whoever changes them waits first (`CommitWriter.wait`).
 
 import queue
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -21,11 +22,23 @@ from memwall.store.journal import Journal, Stored
 from memwall.store.scheduling import schedule_as_batch
 from memwall.store.transfer import Transfer
 
-__all__ = ["CommitWriter", "Packed", "bytes_of", "packed"]
+__all__ = ["CommitTimes", "CommitWriter", "Packed", "bytes_of", "packed"]
 
 _TENSOR_ALIGNMENT_BYTES = 64
 _NUM_STAGING_BLOCKS = 4
 _STALL_SECONDS = 60.0
+
+
+class CommitTimes(NamedTuple):
+    """What the commits of a process took, in the background of its steps for the most part."""
+
+    num_commits: int = 0
+    written_bytes: int = 0
+    """Of buckets: not what lay on disk already, nor what had not changed."""
+    transfer_seconds: float = 0.0
+    """To compare those with what was there, and to write them."""
+    record_seconds: float = 0.0
+    """For the table of contents, the record, and to have each on disk before what follows it."""
 
 
 class Packed(NamedTuple):
@@ -69,6 +82,9 @@ class CommitWriter:
 
     Args:
         journal: begun.
+
+    Attributes:
+        times: of all commits so far.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -78,6 +94,7 @@ class CommitWriter:
             self._staging.put(BucketBuffer(self._block_bytes))
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self.times = CommitTimes()
 
     def begin(self, buckets: Sequence[Packed], finish: Callable[[tuple[Stored, ...]], None]) -> None:
         """Begin to write; `finish` is called in the background, with where everything is, once it is written."""
@@ -105,19 +122,26 @@ class CommitWriter:
 
     def _run(self, buckets: Sequence[Packed], finish: Callable[[tuple[Stored, ...]], None]) -> None:
         schedule_as_batch()
+        begin = time.perf_counter()
         try:
             with torch.no_grad():
-                stored, transfers = [], []
+                stored, moved = [], []
                 for bucket in buckets:
                     if bucket.before is not None and self._checksums_of(bucket) == bucket.before.slot.checksums:
                         stored.append(bucket.before)
                         continue
-                    slot, transfer = self._write(bucket)
-                    stored.append(slot)
-                    transfers.append(transfer)
-            for transfer in transfers:
+                    moved.append(self._write(bucket))
+                    stored.append(moved[-1][0])
+            for _, transfer in moved:
                 transfer.wait()
+            written = time.perf_counter()
             finish(tuple(stored))
+            self.times = CommitTimes(
+                self.times.num_commits + 1,
+                self.times.written_bytes + sum(slot.num_bytes for slot, _ in moved),
+                self.times.transfer_seconds + written - begin,
+                self._journal.record_seconds,
+            )
         except BaseException as error:  # raised again in the training thread
             self._failure = error if isinstance(error, Exception) else StoreError(f"a commit was ended by {error!r}")
 

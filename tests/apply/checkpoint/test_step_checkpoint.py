@@ -1,18 +1,20 @@
 """A run that was interrupted and resumed ends with the bits of one that was not; what cannot be resumed says why."""
 
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import NUM_STEPS, Interrupted, Schedule, Script, adamw, failure_of, run
+from checkpoint_runs import NUM_STEPS, Counting, Interrupted, Schedule, Script, adamw, failure_of, run
 from optimizer_runs import OPTIMIZERS, are_equal, same
 from torch import Tensor
 
 import memwall
 from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
+from memwall.apply.checkpoint.writer import CommitTimes
 from memwall.errors import StoreError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,6 +42,28 @@ def test_every_step_can_be_the_last_of_a_process(tmp_path: Path) -> None:
     for step in range(1, NUM_STEPS + 1):
         resumed = run(lambda step=step: Script(stop_in=step), StepCheckpoint(tmp_path, is_resuming=True))
     assert are_equal(plain.result, resumed.result)
+
+
+def test_what_commits_and_recovery_take_is_counted(tmp_path: Path) -> None:
+    """GIVEN a disk that takes a while to sync: that is what recording takes, and not what writing does."""
+
+    class Slow(Counting):
+        def sync(self, fd: int) -> None:
+            time.sleep(0.02)
+            super().sync(fd)
+
+    disk = Slow()
+    checkpoint = StepCheckpoint(tmp_path, backend=disk)
+    run(Script, checkpoint)
+    times = checkpoint.times
+    assert times.num_commits == NUM_STEPS
+    assert 0 < times.written_bytes < disk.num_bytes
+    assert times.record_seconds > NUM_STEPS * 2 * 0.02 > times.transfer_seconds > 0
+    again = StepCheckpoint(tmp_path, is_resuming=True)
+    assert NUM_STEPS * again.recovered_bytes >= times.written_bytes > again.recovered_bytes  # what is as it was stays
+    assert again.recovery_seconds > 0
+    assert again.times == CommitTimes()
+    again.close(completed=False)
 
 
 def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path) -> None:
