@@ -341,8 +341,8 @@ def test_a_plan_for_a_cuda_device(refused: Refused, made: Path, folder: Path) ->
 @pytest.mark.parametrize(
     ("phase", "message"),
     [
-        ("step", "in the forward of step 3: 1048576.00 TiB could not be had while the process held"),
-        ("evaluation", "in evaluation, after step 3: 1048576.00 TiB could not be had while the process held"),
+        ("step", "in the forward of step 3: 1024.00 PiB could not be had while the process held"),
+        ("evaluation", "in evaluation, after step 3: 1024.00 PiB could not be had while the process held"),
     ],
 )
 def test_a_script_that_runs_out_of_memory_shows_where(
