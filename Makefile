@@ -34,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard memwall/native/*.[ch])
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard memwall/native/*.[ch] memwall/rows/native/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: $$($(PYTHON) --version) is too old; memwall needs 3.11 or newer: make venv PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -151,6 +151,6 @@ gpu-truth: $(STAMP)
 	$(BIN)/python benchmarks/gpu_truth.py
 
 clean:
-	rm -f memwall/native/*.so
+	rm -f memwall/native/*.so memwall/rows/native/*.so
 	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

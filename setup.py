@@ -1,4 +1,4 @@
-"""The C libraries of `memwall/native`; everything else about the distribution is in pyproject.toml."""
+"""The C libraries in the two folders named `native`; everything else about the distribution is in pyproject.toml."""
 
 import sys
 
@@ -28,15 +28,15 @@ URING = Extension(
     optional=True,
 )
 PAGES = Extension(
-    "memwall.native.pages",
-    sources=["memwall/native/pages.c", "memwall/native/crc32.c", "memwall/native/uring.c"],
+    "memwall.rows.native.pages",
+    sources=["memwall/rows/native/pages.c", "memwall/native/crc32.c", "memwall/native/uring.c"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     libraries=["pthread"],
     optional=True,
 )
 ROWS = Extension(
-    "memwall.native.rows",
-    sources=["memwall/native/rows.c"],
+    "memwall.rows.native.rows",
+    sources=["memwall/rows/native/rows.c"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
 )

@@ -13,13 +13,18 @@ REQUIRED = (
     "memwall/triton_kernels/__init__.py",
 )
 
+LIBRARIES = (
+    *(f"memwall/native/{name}" for name in ("tensor_heap", "crc32", "uring")),
+    *(f"memwall/rows/native/{name}" for name in ("pages", "rows")),
+)
+
 
 def faults_of(names: list[str], data_files: list[str]) -> list[str]:
     """What is wrong with a wheel of these members; `data_files` are the package's files that are not code."""
     faults = [f"{name} is missing" for name in (*REQUIRED, *data_files) if name not in names]
-    for library in ("tensor_heap", "crc32", "pages", "rows", "uring") if sys.platform == "linux" else ():
-        if not any(re.fullmatch(rf"memwall/native/{library}\..*\.so", name) for name in names):
-            faults.append(f"memwall/native/{library} is not built: is there a C compiler?")
+    for library in LIBRARIES if sys.platform == "linux" else ():
+        if not any(re.fullmatch(rf"{library}\..*\.so", name) for name in names):
+            faults.append(f"{library} is not built: is there a C compiler?")
     tops = {name.partition("/")[0] for name in names}
     for top in sorted(tops):
         if top != "memwall" and re.fullmatch(r"torch_memwall-[\w.]+\.dist-info", top) is None:

@@ -35,8 +35,8 @@ from raw_disk import RawDisk, io_bytes
 from torch import nn
 
 from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.parking import open_engine
-from memwall.plan.orders import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.apply.offload.parking import open_engine
+from memwall.planning.block_actions import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.predict.process import TENSOR_HEAP
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "activation_offload.json"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from knob_report import provenance
 
-from memwall.apply.deepspeed_adam import DeepSpeedAdam, load_operator
+from memwall.apply.optimizer_state.deepspeed_adam import DeepSpeedAdam, load_operator
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "cpu_adam.json"
 _NUM_ELEMENTS = (1 << 20, 8 << 20, 64 << 20)

@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 from workloads import GPT, WORKLOADS
 
 from memwall.integrations.deepspeed import require_deepspeed
-from memwall.plan.actions import Action, Autocast, OptimizerPlacement
-from memwall.plan.forecast import Forecast, PeakBytes
-from memwall.plan.planfile import Plan
+from memwall.planning.actions import Action, Autocast, OptimizerPlacement
+from memwall.planning.forecast import Forecast, PeakBytes
+from memwall.planning.planfile import Plan
 
 __all__ = ["main"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall import RowEmbeddingBag
-from memwall.trace.meter import process_bytes, process_peak_bytes
+from memwall.machine.meter import process_bytes, process_peak_bytes
 
 DIM, BAGS, BAG_SIZE = 64, 512, 8
 _EXPONENT = 1.1

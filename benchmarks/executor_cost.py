@@ -2,7 +2,7 @@
 
     python benchmarks/executor_cost.py
 
-`memwall/plan/menu.py` prices recomputation with these. A block of tiny operations is trained plain, checkpointed,
+`memwall/planning/menu.py` prices recomputation with these. A block of tiny operations is trained plain, checkpointed,
 checkpointed with its results kept, under recompute handles that find nothing to rebuild, and under handles that rebuild
 every result; arms are interleaved, and the median of the differences is printed with quartiles.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.recompute import recomputed
-from memwall.plan.actions import Recompute
+from memwall.planning.actions import Recompute
 from memwall.triton_kernels.recompute import publish, recompute_handles
 
 NUM_OPS, NUM_ROUNDS, NUM_BLOCKS = 40, 200, 4

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import memwall
 from memwall.errors import InfeasibleError
-from memwall.trace.meter import process_peak_bytes, reset_process_peak
+from memwall.machine.meter import process_peak_bytes, reset_process_peak
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "fused_kernels.json"
 BATCH, TOKENS, NUM_STEPS = 4, 256, 6

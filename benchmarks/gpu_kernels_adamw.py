@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import FusedAdamW
 from memwall.triton_kernels.adamw import AdamWShape, cost
 

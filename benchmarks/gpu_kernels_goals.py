@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels.glu import GluShape
 from memwall.triton_kernels.glu import cost as glu_cost
 from memwall.triton_kernels.linear_cross_entropy import LossShape

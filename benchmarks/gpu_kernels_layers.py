@@ -8,7 +8,7 @@ import torch
 from gpu_kernels_cases import Case, Run
 from torch import Tensor, nn
 
-from memwall.apply.kernels import patch_kernels
+from memwall.apply.kernels.patched import patch_kernels
 
 Change = Callable[[nn.Module], None]
 

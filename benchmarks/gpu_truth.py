@@ -33,8 +33,8 @@ from knob_report import provenance
 from prediction_metrics import against_margin, summary
 from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, zoo_sha256
 
-from memwall.predict.context import with_measured_context
-from memwall.predict.hardware import Hardware, hardware_named, hardware_of_device
+from memwall.machine.hardware import Hardware, hardware_named, hardware_of_device
+from memwall.predict.cuda.context import with_measured_context
 
 ROOT = Path(__file__).parents[1]
 QUANTITIES = ("allocated", "reserved", "process")

@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from prediction_child import own_standard_output
 from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, Precision, workload
 
-from memwall.plan.estimate import estimate
-from memwall.predict.hardware import Hardware, hardware_named
+from memwall.machine.hardware import Hardware, hardware_named
+from memwall.planning.estimate import estimate
+from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
-from memwall.predict.translate import recording_for, translated
 from memwall.trace.fake import record_fake
 
 NUM_STEADY = 3

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import memwall
 from memwall.apply.optimizer_state.low_bit import LowBitMoments
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
-from memwall.plan.actions import LowBitState
+from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
+from memwall.planning.actions import LowBitState
 from memwall.predict.low_bit_state import SLICE_ELEMENTS
-from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "low_bit_state.json"
 SHARE, NUM_STEPS = 0.85, 6

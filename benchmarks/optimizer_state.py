@@ -29,8 +29,8 @@ from torch import nn
 
 import memwall
 from memwall.errors import InfeasibleError
+from memwall.machine.meter import process_peak_bytes, reset_process_peak
 from memwall.observe.measure import run_report
-from memwall.trace.meter import process_peak_bytes, reset_process_peak
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "optimizer_state.json"
 WIDTH, NUM_LAYERS, BATCH, NUM_STEPS = 1024, 48, 32, 8

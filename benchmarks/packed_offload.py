@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import memwall
-from memwall.apply.offload_packed import pack_seconds_per_element
-from memwall.plan.actions import Offload
+from memwall.apply.offload.packed import pack_seconds_per_element
+from memwall.machine.meter import process_peak_bytes, reset_process_peak
+from memwall.planning.actions import Offload
 from memwall.store import scratch
 from memwall.store.backend import SystemBackend
-from memwall.trace.meter import process_peak_bytes, reset_process_peak
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "packed_offload.json"
 SHARE, NUM_STEPS, NUM_LAST = 0.7, 16, 4

@@ -16,14 +16,14 @@ from planner_models import PlannedStep
 from planner_simulator import MIN_MOVED_BYTES, Order, Outcome, Simulator
 from planner_tape import DEVICE
 
-from memwall.plan.blocks import find_blocks
-from memwall.plan.dynamic import solve_chain
-from memwall.plan.evaluate import evaluate
-from memwall.plan.greedy import solve_greedy
-from memwall.plan.instance import Choice, Instance, Link
-from memwall.plan.menu import Costs, Menu, build_instance, build_menus
-from memwall.plan.orders import treatments_of_choice
-from memwall.plan.solve import solve
+from memwall.planning.block_actions import treatments_of_choice
+from memwall.planning.blocks import find_blocks
+from memwall.planning.menu import Costs, Menu, build_instance, build_menus
+from memwall.planning.solver.dynamic import solve_chain
+from memwall.planning.solver.evaluate import evaluate
+from memwall.planning.solver.greedy import solve_greedy
+from memwall.planning.solver.instance import Choice, Instance, Link
+from memwall.planning.solver.solve import solve
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.treatment import StepModel
 
@@ -277,7 +277,7 @@ def _best_of_all(instance: Instance) -> Choice | None:
 
 
 def memwall(problem: Problem, budget_bytes: int) -> Forecast | None:
-    """memwall.plan.solve without and with the next tier; each answer is replayed, and solved again if it does not fit.
+    """planning.solver.solve without and with the next tier; each answer is replayed, and solved again if too large.
 
     The bound is the lower of the two sides': nothing on memwall's menus can be cheaper.
     """

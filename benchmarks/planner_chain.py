@@ -1,7 +1,7 @@
-"""Reads a chain out of memory rows, for the dynamic program: the way back from `plan.dynamic.chain_instance`."""
+"""Reads a chain out of memory rows, for the dynamic program: the way back from `chain_instance`."""
 
-from memwall.plan.dynamic import Chain, ChainBlock, ChainOption
-from memwall.plan.instance import Block, Instance, Row
+from memwall.planning.solver.dynamic import Chain, ChainBlock, ChainOption
+from memwall.planning.solver.instance import Block, Instance, Row
 
 
 def chain_of(instance: Instance) -> Chain | None:

@@ -21,8 +21,8 @@ from prediction_metrics import (
 )
 from prediction_runs import DEVICE, Run
 
+from memwall.machine.hardware import hardware_named
 from memwall.predict.device import margin_bytes
-from memwall.predict.hardware import hardware_named
 
 _MIB = 1 << 20
 _GB = 10**9

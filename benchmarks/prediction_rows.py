@@ -25,10 +25,10 @@ from prediction_child import own_standard_output
 from prediction_runs import ALLOCATOR, import_timm
 from torch import Tensor, nn
 
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.versions import profile_for
 from memwall.predict.device import step_peaks
-from memwall.predict.hardware import hardware_named
-from memwall.predict.translate import recording_for, translated
 from memwall.trace.fake import record_fake
 from memwall.trace.workload import Workload
 

@@ -27,11 +27,11 @@ from prediction_child import own_standard_output
 from torch import Tensor, nn
 
 from memwall.errors import MemwallError, UsageError
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.versions import profile_for
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.device import convolution_bytes, step_peaks
-from memwall.predict.hardware import hardware_named
-from memwall.predict.translate import recording_for, translated
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload

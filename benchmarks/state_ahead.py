@@ -27,9 +27,9 @@ from knob_report import provenance
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memwall
-from memwall.plan.actions import OptimizerPlacement
-from memwall.plan.planfile import Plan
-from memwall.trace.meter import process_peak_bytes
+from memwall.machine.meter import process_peak_bytes
+from memwall.planning.actions import OptimizerPlacement
+from memwall.planning.planfile import Plan
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "state_ahead.json"
 ARMS = ("plain", "late", "ahead")

@@ -8,19 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memwall.apply.checkpoint.resumption import resumed_steps as resumed_steps
-    from memwall.apply.checkpoint.resumption import steps as steps
-    from memwall.apply.fit import fit as fit
-    from memwall.apply.master_weights import with_master_weights as with_master_weights
-    from memwall.apply.rows.embedding import RowEmbedding as RowEmbedding
-    from memwall.apply.rows.embedding import RowEmbeddingBag as RowEmbeddingBag
-    from memwall.apply.session import Session as Session
+    from memwall.apply.optimizer_state.master_weights import with_master_weights as with_master_weights
+    from memwall.checkpoint.resumption import resumed_steps as resumed_steps
+    from memwall.checkpoint.resumption import steps as steps
     from memwall.errors import InfeasibleError as InfeasibleError
     from memwall.errors import MemwallError as MemwallError
     from memwall.errors import OffloadIOError as OffloadIOError
     from memwall.errors import StoreError as StoreError
-    from memwall.plan.planfile import Plan as Plan
-    from memwall.plan.search import plan as plan
+    from memwall.planning.planfile import Plan as Plan
+    from memwall.planning.search import plan as plan
+    from memwall.rows.embedding import RowEmbedding as RowEmbedding
+    from memwall.rows.embedding import RowEmbeddingBag as RowEmbeddingBag
+    from memwall.session.fit import fit as fit
+    from memwall.session.session import Session as Session
     from memwall.trace.record import record as record
     from memwall.trace.records import Trace as Trace
     from memwall.trace.workload import Workload as Workload
@@ -51,25 +51,23 @@ _HOMES = {
     "InfeasibleError": "memwall.errors",
     "MemwallError": "memwall.errors",
     "OffloadIOError": "memwall.errors",
-    "Plan": "memwall.plan.planfile",
-    "RowEmbedding": "memwall.apply.rows.embedding",
-    "RowEmbeddingBag": "memwall.apply.rows.embedding",
-    "Session": "memwall.apply.session",
+    "Plan": "memwall.planning.planfile",
+    "RowEmbedding": "memwall.rows.embedding",
+    "RowEmbeddingBag": "memwall.rows.embedding",
+    "Session": "memwall.session.session",
     "StoreError": "memwall.errors",
     "Trace": "memwall.trace.records",
     "Workload": "memwall.trace.workload",
-    "fit": "memwall.apply.fit",
+    "fit": "memwall.session.fit",
+    "plan": "memwall.planning.search",
     "record": "memwall.trace.record",
-    "resumed_steps": "memwall.apply.checkpoint.resumption",
-    "steps": "memwall.apply.checkpoint.resumption",
-    "with_master_weights": "memwall.apply.master_weights",
+    "resumed_steps": "memwall.checkpoint.resumption",
+    "steps": "memwall.checkpoint.resumption",
+    "with_master_weights": "memwall.apply.optimizer_state.master_weights",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "plan":
-        # A package and a verb: importing it makes it an attribute of this one, so it must be the callable package.
-        return import_module("memwall.plan")
     if name not in _HOMES:
         raise AttributeError(f"module 'memwall' has no attribute '{name}'; public names: {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.session import Session
-from memwall.plan.actions import Offload, OptimizerPlacement
+from memwall.planning.actions import Offload, OptimizerPlacement
+from memwall.session.session import Session
 
 WIDTH = 64
 Call = Callable[[nn.Module, Tensor], Tensor]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import memwall
-from memwall.apply.checkpoint.resumption import set_checkpoint
-from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
+from memwall.checkpoint.resumption import set_checkpoint
+from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import MemwallError
 from memwall.store.backend import SystemBackend
 

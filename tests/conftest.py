@@ -30,6 +30,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture
+def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step finds no room for gradients."""
+    parameters, state = "memwall.apply.streaming.keeper", "memwall.apply.optimizer_state.keeper"
+    monkeypatch.setattr(f"{parameters}._lacks_room", lambda *_: True)
+    monkeypatch.setattr(f"{parameters}.MIN_PARAMETER_BYTES", 4 << 10)
+    monkeypatch.setattr(f"{parameters}.parameter_window_bytes", lambda _: 16 << 10)
+    monkeypatch.setattr(f"{state}.MIN_STATE_BYTES", 4 << 10)
+    monkeypatch.setattr("memwall.session.recorded_step.MIN_STATE_BYTES", 4 << 10)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run here, each with its reason."""
     for item in items:

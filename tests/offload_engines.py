@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.offload import ActivationOffload
+from memwall.apply.offload.engine import ActivationOffload
 from memwall.predict.process import TENSOR_HEAP
 from memwall.store.backend import IOBackend
 from memwall.store.scratch import ScratchFile

@@ -8,8 +8,8 @@ from plans import plan_of
 from streamed_models import GPT, KIB, loss_of
 from torch import Tensor, nn
 
-from memwall.plan.actions import OptimizerPlacement, ParameterPlacement, Recompute
-from memwall.plan.planfile import Plan
+from memwall.planning.actions import OptimizerPlacement, ParameterPlacement, Recompute
+from memwall.planning.planfile import Plan
 
 __all__ = ["BLOCKS", "PARAMETERS", "STATE", "differing", "made", "plan_for", "train"]
 

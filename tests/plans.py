@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 from torch import nn
 
-from memwall.plan.actions import Action, OptimizerPlacement, ParameterPlacement
-from memwall.plan.forecast import Forecast, PeakBytes
-from memwall.plan.planfile import Plan
+from memwall.planning.actions import Action, OptimizerPlacement, ParameterPlacement
+from memwall.planning.forecast import Forecast, PeakBytes
+from memwall.planning.planfile import Plan
 from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
 

@@ -1,4 +1,4 @@
-"""Tables of rows and torch's own beside them, for the tests of `memwall.apply.rows.embedding`."""
+"""Tables of rows and torch's own beside them, for the tests of `memwall.rows.embedding`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.rows.embedding import RowEmbedding
-from memwall.apply.rows.optimizer import RowwiseAdagrad
+from memwall.rows.embedding import RowEmbedding
+from memwall.rows.optimizer import RowwiseAdagrad
 
 __all__ = ["DIM", "NUM_ROWS", "OPTIMIZERS", "Twins", "assert_same_rows", "ids_of", "loss_of", "opened", "twins_of"]
 

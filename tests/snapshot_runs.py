@@ -6,10 +6,10 @@ from pathlib import Path
 
 from cuda_history import MIB, History, frame
 
-from memwall.predict.snapshot_analysis import DeviceAnalysis
-from memwall.predict.snapshot_timeline import Timeline
-from memwall.trace.snapshot import load_snapshot
-from memwall.trace.snapshot_records import Snapshot
+from memwall.predict.snapshot.analysis import DeviceAnalysis
+from memwall.predict.snapshot.timeline import Timeline
+from memwall.trace.snapshot.read import load_snapshot
+from memwall.trace.snapshot.records import Snapshot
 
 __all__ = ["KERNEL", "LINEAR", "MODEL", "TRAIN", "Explained", "imported", "training_step"]
 

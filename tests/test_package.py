@@ -96,7 +96,7 @@ def test_unknown_name_lists_the_public_ones() -> None:
     )
 
 
-@pytest.mark.parametrize("first", ["memwall", "memwall.plan", "memwall.plan.instance"])
+@pytest.mark.parametrize("first", ["memwall", "memwall.planning", "memwall.planning.solver.instance"])
 def test_plan_is_the_verb_whichever_import_came_first(first: str) -> None:
     code = f"import memwall, {first}; from memwall import plan; print(callable(memwall.plan), plan is memwall.plan)"
     assert run_python(code) == "True True\n"

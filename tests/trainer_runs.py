@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from memwall.plan.actions import Action
-from memwall.plan.planfile import Plan
-from memwall.plan.search import Settings, make_plan
+from memwall.planning.actions import Action
+from memwall.planning.planfile import Plan
+from memwall.planning.search import Settings, make_plan
 
 __all__ = ["MIB", "NUM_STEPS", "Recorded", "arguments", "with_actions"]
 

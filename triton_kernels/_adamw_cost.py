@@ -6,7 +6,7 @@ import torch
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import Hardware
+from memwall.machine.hardware import Hardware
 
 from ._adamw_terms import QUANTISED_ELEMENTS
 from ._configs import ADAMW_CHUNK

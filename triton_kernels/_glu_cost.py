@@ -4,7 +4,7 @@ import torch
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import Hardware
+from memwall.machine.hardware import Hardware
 
 from .cost import UNCALIBRATED, Calibration, KernelCost, Work, seconds_of
 

@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import Hardware
+from memwall.machine.hardware import Hardware
 
 from ._linear_cross_entropy_chunks import ROW_ALIGNMENT
 from ._linear_cross_entropy_ops import weight_gradient_dtype

@@ -6,7 +6,7 @@ import torch
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import Hardware
+from memwall.machine.hardware import Hardware
 
 from ._configs import norm_backward_launch, num_row_chunks
 from .cost import UNCALIBRATED, Calibration, KernelCost, Work, seconds_of

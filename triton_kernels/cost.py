@@ -8,7 +8,7 @@ import torch
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import Dtype, Hardware
+from memwall.machine.hardware import Dtype, Hardware
 
 __all__ = ["UNCALIBRATED", "Calibration", "KernelCost", "Work", "seconds_of"]
 

@@ -9,16 +9,16 @@ import psutil
 import torch
 
 from memwall.errors import ApplyError
-from memwall.predict.malloc import policy_named, restored_policy, settings_of, unavailable_reason
-from memwall.predict.process import TENSOR_HEAP
-from memwall.predict.tensor_heap import (
+from memwall.machine.meter import process_bytes, return_free_memory
+from memwall.predict.malloc.policies import policy_named, restored_policy, settings_of, unavailable_reason
+from memwall.predict.malloc.tensor_heap import (
     MIN_TENSOR_BYTES,
     TORCH_LIBRARY,
     TensorHeap,
     heap_library,
     heap_unavailable_reason,
 )
-from memwall.trace.meter import process_bytes, return_free_memory
+from memwall.predict.process import TENSOR_HEAP
 
 __all__ = ["AllocatorHandler", "hooked_heap"]
 

@@ -14,16 +14,16 @@ from memwall.apply.cuda_setting import require_cuda_setting
 from memwall.apply.effect.effect import Effects
 from memwall.apply.effect.watch import effects_of
 from memwall.apply.executor import BlockExecutor, resolve_blocks
-from memwall.apply.kernels import PatchedKernels, apply_kernels
+from memwall.apply.kernels.patched import PatchedKernels, apply_kernels
 from memwall.apply.microbatch import MicroBatches
-from memwall.apply.offload import ActivationOffload
-from memwall.apply.offload_packed import check_can_pack
+from memwall.apply.offload.engine import ActivationOffload
+from memwall.apply.offload.packed import check_can_pack
+from memwall.apply.offload.parking import open_engine
 from memwall.apply.optimizer_state.keeper import StateKeeper
-from memwall.apply.parking import open_engine
 from memwall.apply.precision import LowerPrecision
 from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.errors import ApplyError, MemwallError
-from memwall.plan.actions import (
+from memwall.planning.actions import (
     Accumulate,
     Action,
     AllocatorReuse,
@@ -36,7 +36,7 @@ from memwall.plan.actions import (
     Rebuild,
     Recompute,
 )
-from memwall.plan.planfile import Plan
+from memwall.planning.planfile import Plan
 from memwall.trace.modules import root_names
 from memwall.trace.optimizers import joint_name
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memwall.apply.block_counts import BlockCounts
 from memwall.apply.recompute import recomputed
 from memwall.errors import ApplyError
-from memwall.plan.actions import Action, LeavingForm, Offload, Rebuild, Recompute
+from memwall.planning.actions import Action, LeavingForm, Offload, Rebuild, Recompute
 from memwall.trace.attached import wrap_forward
 from memwall.triton_kernels import recompute_handles
 

@@ -3,16 +3,19 @@
 import errno
 import re
 import traceback
+from typing import Literal
 
 import torch
 from msgspec import Struct
 
-from memwall.apply.step_borders import Phase
 from memwall.errors import OutOfMemoryError
-from memwall.trace.meter import Meter
+from memwall.machine.meter import Meter
 from memwall.units import format_bytes
 
-__all__ = ["Exhaustion", "as_error", "exhaustion_of", "forget_frames", "is_exhaustion"]
+__all__ = ["Exhaustion", "Phase", "as_error", "exhaustion_of", "forget_frames", "is_exhaustion"]
+
+Phase = Literal["forward", "backward", "optimizer step", "evaluation", "saving", "between steps"]
+"""What runs when memory runs out, as far as hooks on the model and its optimizers can tell."""
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 # torch 2.11, c10/cuda/CUDACachingAllocator.cpp and c10/core/impl/alloc_cpu.cpp; numpy 2, _ArrayMemoryError.

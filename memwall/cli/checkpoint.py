@@ -32,7 +32,7 @@ def checkpoint(
         kind = kind or ("safetensors" if output.suffix == ".safetensors" else "torch")
     if kind is not None and kind not in _KINDS:
         raise UsageError(f"--to: '{kind}' is not known; expected one of {', '.join(_KINDS)}")
-    from memwall.apply.checkpoint.files import export_safetensors, export_torch, read_summary
+    from memwall.checkpoint.files import export_safetensors, export_torch, read_summary
     from memwall.units import format_bytes
 
     found = read_summary(directory)

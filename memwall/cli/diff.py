@@ -9,7 +9,7 @@ from memwall.cli.options import JsonOption, require_file, require_writable
 from memwall.errors import UsageError
 
 if TYPE_CHECKING:
-    from memwall.cli.sides import ReadSide
+    from memwall.cli.comparison import ReadSide
     from memwall.report.difference import Difference
 
 _EXPECTED = (
@@ -41,8 +41,8 @@ def diff(
         for path in (before, after):
             if output.exists() and output.samefile(path):
                 raise UsageError(f"--output: {output} is a file that is read; choose another name")
+    from memwall.cli.comparison import read_side
     from memwall.cli.output import show
-    from memwall.cli.sides import read_side
     from memwall.cli.source import source_kind
     from memwall.report.difference import difference_of, exit_status
     from memwall.report.text import difference_report

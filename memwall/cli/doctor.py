@@ -9,9 +9,9 @@ from memwall.cli.options import JsonOption, write_json
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
-    from memwall.observe.deepspeed_parts import DeepSpeedPart
-    from memwall.observe.disk import Disk
-    from memwall.observe.machine import Finding, Machine
+    from memwall.observe.doctor import Finding, Machine
+    from memwall.observe.doctor_deepspeed import DeepSpeedPart
+    from memwall.observe.doctor_disk import Disk
 
 
 def doctor(
@@ -25,8 +25,8 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Look at devices, memory, disk and libraries, and say what to mend."""
-    from memwall.observe.deepspeed_parts import deepspeed_parts
-    from memwall.observe.machine import inspect_machine, warnings_of
+    from memwall.observe.doctor import inspect_machine, warnings_of
+    from memwall.observe.doctor_deepspeed import deepspeed_parts
 
     machine = inspect_machine(disk)
     warnings = warnings_of(machine)

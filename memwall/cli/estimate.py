@@ -57,8 +57,8 @@ def estimate(
 
     What no option says, as LoRA, an 8-bit optimizer or a loss of one's own, a factory does: it returns the Workload.
     """
-    from memwall.predict.context import with_measured_context
-    from memwall.predict.hardware import hardware_named
+    from memwall.machine.hardware import hardware_named
+    from memwall.predict.cuda.context import with_measured_context
 
     hardware = with_measured_context(hardware_named(device))
     if torch_version is not None:
@@ -69,7 +69,7 @@ def estimate(
     rule = parse_worst_batch(worst_batch, data)
     from memwall.cli.output import forecast_status, show
     from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec
-    from memwall.plan.estimate import estimate as predict
+    from memwall.planning.estimate import estimate as predict
     from memwall.report.text import estimate_report
 
     choice = None

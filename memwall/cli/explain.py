@@ -10,7 +10,7 @@ from memwall.cli.options import JsonOption, TorchOption, require_file
 from memwall.errors import UsageError
 
 if TYPE_CHECKING:
-    from memwall.predict.snapshot_fit import FitOnDevice
+    from memwall.predict.snapshot.fit import FitOnDevice
 
 
 def explain(
@@ -52,9 +52,9 @@ def explain(
         show(trace_report(trace), trace_summary(trace), as_json=as_json)
     elif kind == "snapshot":
         from memwall.cli.source import snapshot_summary
+        from memwall.machine.hardware import hardware_named
         from memwall.observe.history_marks import load_marks_beside
-        from memwall.predict.hardware import hardware_named
-        from memwall.trace.snapshot import load_snapshot
+        from memwall.trace.snapshot.read import load_snapshot
 
         hardware = None if device is None else hardware_named(device)
         marks = load_marks_beside(source)
@@ -63,7 +63,7 @@ def explain(
         if summary.fits:
             raise typer.Exit(_status(summary.fits))
     elif kind == "json":
-        from memwall.plan.planfile import Plan
+        from memwall.planning.planfile import Plan
 
         plan = Plan.load(source)
         show(plan_report(plan), plan.forecast, as_json=as_json)

@@ -48,7 +48,7 @@ def export(
 
     from memwall.cli.output import show
     from memwall.integrations.export import exported
-    from memwall.plan.planfile import Plan
+    from memwall.planning.planfile import Plan
     from memwall.report.plan_grids import action_grid
     from memwall.report.whole_file import whole_file
 

@@ -157,7 +157,7 @@ def parse_budget(text: str, *, device: str | None = None, whole_bytes: int | Non
     if whole_bytes is None and text.strip().endswith("%"):
         import torch
 
-        from memwall.predict.limits import device_total_bytes
+        from memwall.machine.limits import device_total_bytes
 
         whole_bytes = device_total_bytes(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return _parse_size_of("--budget", text, whole_bytes)
@@ -169,7 +169,7 @@ def parse_host(text: str | None) -> int | None:
         return None
     whole_bytes = None
     if text.strip().endswith("%"):
-        from memwall.predict.limits import memory_limit_bytes
+        from memwall.machine.limits import memory_limit_bytes
 
         whole_bytes = memory_limit_bytes()
     return _parse_size_of("--host", text, whole_bytes)
@@ -184,7 +184,7 @@ def parse_disk(text: str | None) -> DiskTier | None:
     """
     if text is None:
         return None
-    from memwall.store.location import check_directory
+    from memwall.machine.disk_location import check_directory
 
     directory, separator, size = text.rpartition(":")
     if not separator or Path(text).is_dir():
@@ -209,7 +209,7 @@ def require_disk() -> None:
     Raises:
         StoreError: the temporary directory cannot hold offloaded bytes; the message asks for `--disk`.
     """
-    from memwall.store.location import check_directory, default_directory
+    from memwall.machine.disk_location import check_directory, default_directory
 
     check_directory(default_directory(), _LEAST_DISK_BYTES)
 

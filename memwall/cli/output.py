@@ -13,7 +13,7 @@ from memwall.trace.tags import Tag
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from memwall.plan.forecast import Forecast
+    from memwall.planning.forecast import Forecast
     from memwall.trace.records import Trace
 
 __all__ = ["TraceSummary", "forecast_status", "note", "script_output", "show", "trace_summary"]

@@ -43,8 +43,8 @@ from memwall.errors import InfeasibleError, UsageError
 from memwall.integrations.hf_config import config_path
 
 if TYPE_CHECKING:
-    from memwall.plan.forecast import Forecast
-    from memwall.predict.hardware import Hardware
+    from memwall.machine.hardware import Hardware
+    from memwall.planning.forecast import Forecast
     from memwall.trace.lengths import BatchChoice
     from memwall.trace.records import Trace
 
@@ -143,8 +143,8 @@ def plan(
             f"--allow kernels: {source} is a trace, and what kernels do to a step is seen by recording it with them; "
             "plan from the package.module:factory or the config.json, or give --allow kernels to `memwall run`"
         )
-    from memwall.plan.legality import can_pack, can_step_on_cpu
-    from memwall.plan.low_bit import why_no_low_bits
+    from memwall.planning.legality import can_pack, can_step_on_cpu
+    from memwall.planning.low_bit import why_no_low_bits
 
     judges = (
         ("low-bit-offload", can_pack),
@@ -160,7 +160,7 @@ def plan(
     from rich.text import Text
 
     from memwall.cli.output import forecast_status, show
-    from memwall.plan.search import plan as search
+    from memwall.planning.search import plan as search
     from memwall.report.estimate_grids import batch_text
     from memwall.report.text import plan_report
 
@@ -208,15 +208,15 @@ def _hardware(device: str | None) -> "Hardware | None":
     """The device of that name; None for one of this machine, and where none is named."""
     if device is None or re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None:
         return None
-    from memwall.predict.context import with_measured_context
-    from memwall.predict.hardware import hardware_named
+    from memwall.machine.hardware import hardware_named
+    from memwall.predict.cuda.context import with_measured_context
 
     return with_measured_context(hardware_named(device))
 
 
 def forecast_without_plan(trace: "Trace", error: InfeasibleError) -> "Forecast":
     """What `--json` prints where nothing fits: the peak is what the leanest plan needs, its margin included."""
-    from memwall.plan.forecast import Forecast, PeakBytes
+    from memwall.planning.forecast import Forecast, PeakBytes
 
     smallest_bytes = error.smallest_feasible_bytes
     return Forecast(

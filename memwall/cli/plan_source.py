@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memwall.cli.options import DiskTier
-    from memwall.plan.actions import FusedKernels
-    from memwall.plan.planfile import Plan
-    from memwall.predict.hardware import Hardware
+    from memwall.machine.hardware import Hardware
+    from memwall.planning.actions import FusedKernels
+    from memwall.planning.planfile import Plan
     from memwall.trace.evaluation import RecordedRun
     from memwall.trace.records import Trace
     from memwall.trace.workload import Workload
@@ -56,10 +56,10 @@ def device_trace(
     from msgspec.structs import replace
 
     from memwall.integrations.spec_trace import device_run_of_spec
-    from memwall.plan.actions import Autocast, FusedKernels
-    from memwall.plan.device_phases import with_evaluation
+    from memwall.planning.actions import Autocast, FusedKernels
+    from memwall.planning.device_phases import with_evaluation
+    from memwall.predict.cuda.translate import translated
     from memwall.predict.device import DeviceModel
-    from memwall.predict.translate import translated
 
     if not is_spec(source):
         return translated(load_source(source), hardware, host_bytes=host_bytes), Ways()
@@ -127,7 +127,7 @@ def with_cpu_step(trace: "Trace", ways: Ways) -> "tuple[Trace, Ways]":
     """The trace, and those recorded in other ways, with the speed of an optimizer's step on this CPU, measured now."""
     import msgspec
 
-    from memwall.apply.cpu_speed import cpu_step_speeds
+    from memwall.apply.optimizer_state.cpu_speed import cpu_step_speeds
 
     speeds = cpu_step_speeds()
 
@@ -160,6 +160,6 @@ def with_disk(trace: "Trace", tier: "DiskTier | None") -> "Trace":
         return trace
     import msgspec
 
-    from memwall.apply.parking import measured_machine
+    from memwall.apply.offload.parking import measured_machine
 
     return msgspec.structs.replace(trace, machine=measured_machine(str(tier.directory)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memwall.cli.source import SourceKind
     from memwall.report.html import Page
     from memwall.trace.records import Trace
-    from memwall.trace.snapshot_records import Snapshot
+    from memwall.trace.snapshot.records import Snapshot
 
 Format = Literal["html", "perfetto", "memory_viz", "json"]
 
@@ -131,7 +131,7 @@ def _snapshot_writers(source: Path) -> _Writers:
     from memwall.observe.history_marks import load_marks_beside
     from memwall.report.memory_viz import save_memory_viz
     from memwall.report.perfetto import save_perfetto
-    from memwall.trace.snapshot import load_snapshot
+    from memwall.trace.snapshot.read import load_snapshot
 
     snapshot = load_snapshot(source)
     return {
@@ -143,7 +143,7 @@ def _snapshot_writers(source: Path) -> _Writers:
 
 
 def _plan_writers(source: Path) -> _Writers:
-    from memwall.plan.planfile import Plan
+    from memwall.planning.planfile import Plan
     from memwall.report.html import Page
 
     plan = Plan.load(source)

@@ -87,19 +87,19 @@ def run(
         )
     import torch
 
-    from memwall.apply.checkpoint.next_budget import read_next_budget
-    from memwall.apply.checkpoint.resumption import open_checkpoint
     from memwall.apply.cuda_setting import require_cuda_setting
-    from memwall.apply.session import Session
+    from memwall.checkpoint.resumption import open_checkpoint
     from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
-    from memwall.plan.actions import AllocatorReuse, Offload, OptimizerPlacement, ParameterPlacement
-    from memwall.plan.planfile import Plan
+    from memwall.planning.actions import AllocatorReuse, Offload, OptimizerPlacement, ParameterPlacement
+    from memwall.planning.planfile import Plan
     from memwall.report.checkpoint_lines import commits_line, recovery_line
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
+    from memwall.session.next_budget import read_next_budget
+    from memwall.session.session import Session
 
     given = None if plan_path is None else Plan.load(plan_path)
     with ExitStack() as opened:

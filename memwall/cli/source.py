@@ -10,15 +10,15 @@ from msgspec.structs import replace
 from memwall.errors import UsageError
 from memwall.observe.history_marks import Marks
 from memwall.predict.cuda_allocator.versions import profile_for
-from memwall.predict.snapshot_analysis import DeviceAnalysis, analyse_device, devices_of
-from memwall.predict.snapshot_fit import FitOnDevice, fits_on
-from memwall.predict.snapshot_settings import with_settings
-from memwall.predict.snapshot_timeline import Timeline
+from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device, devices_of
+from memwall.predict.snapshot.fit import FitOnDevice, fits_on
+from memwall.predict.snapshot.settings import with_settings
+from memwall.predict.snapshot.timeline import Timeline
 from memwall.trace.tags import Tag
 
 if TYPE_CHECKING:
-    from memwall.predict.hardware import Hardware
-    from memwall.trace.snapshot_records import Snapshot
+    from memwall.machine.hardware import Hardware
+    from memwall.trace.snapshot.records import Snapshot
 
 __all__ = ["SnapshotSummary", "SourceKind", "analysed_devices", "kind_of", "snapshot_summary", "source_kind"]
 
@@ -46,7 +46,7 @@ def kind_of(path: Path) -> Literal["trace", "snapshot", "json", "other"]:
         UsageError: the file cannot be read.
     """
     from memwall.trace.file import MAGIC
-    from memwall.trace.snapshot_pickle import is_pickle
+    from memwall.trace.snapshot.restricted_pickle import is_pickle
 
     try:
         with path.open("rb") as file:

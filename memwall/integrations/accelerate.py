@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from memwall.apply.session import Session
 from memwall.errors import IntegrationError, UsageError
 from memwall.integrations.preflight import check_model
+from memwall.machine.limits import device_total_bytes
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
-from memwall.plan.actions import Accumulate, Autocast
-from memwall.plan.planfile import Plan
-from memwall.predict.limits import device_total_bytes
+from memwall.planning.actions import Accumulate, Autocast
+from memwall.planning.planfile import Plan
+from memwall.session.session import Session
 from memwall.trace.optimizers import Optimizers
 from memwall.units import parse_size
 

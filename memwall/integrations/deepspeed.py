@@ -15,13 +15,13 @@ import torch
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.cuda_setting import require_cuda_setting
 from memwall.apply.executor import BlockExecutor, resolve_blocks
-from memwall.apply.parking import open_engine
+from memwall.apply.offload.parking import open_engine
 from memwall.errors import IntegrationError
 from memwall.integrations.deepspeed_resume import check_resumable, restore_swapped
 from memwall.integrations.preflight import check_config
-from memwall.plan.actions import AllocatorReuse, Offload, Recompute
-from memwall.plan.deepspeed import deepspeed_config, not_expressed, remarks
-from memwall.plan.planfile import Plan
+from memwall.planning.actions import AllocatorReuse, Offload, Recompute
+from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
+from memwall.planning.planfile import Plan
 from memwall.trace.attached import attach_hook
 from memwall.trace.modules import root_names
 

@@ -8,11 +8,11 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.integrations.accelerate import precision_name
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast
-from memwall.plan.deepspeed import deepspeed_config, not_expressed, remarks
-from memwall.plan.planfile import Plan
+from memwall.planning.actions import Accumulate, Action, AllocatorReuse, Autocast
+from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
+from memwall.planning.planfile import Plan
 from memwall.predict.cuda_allocator.advice import VARIABLES
-from memwall.predict.malloc import policy_named
+from memwall.predict.malloc.policies import policy_named
 from memwall.predict.process import TENSOR_HEAP
 
 __all__ = ["TARGETS", "Exported", "Target", "exported"]

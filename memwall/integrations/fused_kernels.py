@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memwall.apply.kernels import PatchedKernels, objection, patch_kernels
-from memwall.apply.kernels_head import HEAD_KERNEL, chunk_rows_of
-from memwall.apply.kernels_match import Candidate, candidates, disagreement
-from memwall.plan.actions import FusedKernels
-from memwall.plan.fused import kernels_in
+from memwall.apply.kernels.head import HEAD_KERNEL, chunk_rows_of
+from memwall.apply.kernels.match import Candidate, candidates, disagreement
+from memwall.apply.kernels.patched import PatchedKernels, objection, patch_kernels
+from memwall.planning.actions import FusedKernels
+from memwall.planning.fused import kernels_in
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
@@ -52,7 +52,7 @@ def recorded_with_kernels(
 
     Args:
         record: records the workload that its argument makes of a plain one.
-        objection: what speaks against a kernel; see `memwall.apply.kernels.patch_kernels`.
+        objection: what speaks against a kernel; see `memwall.apply.kernels.patched.patch_kernels`.
     """
     made: list[PatchedKernels] = []
     chunk_rows = 0

@@ -19,17 +19,17 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memwall.apply.checkpoint.next_budget import note_failure
-from memwall.apply.checkpoint.resumption import set_checkpoint
-from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.apply.measurements import standing_bytes
-from memwall.apply.parking import machine_above_host, measured_machine
-from memwall.apply.session import Session
+from memwall.apply.offload.parking import machine_above_host, measured_machine
+from memwall.checkpoint.resumption import set_checkpoint
+from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import MemwallError, OutOfMemoryError, StoreError, UsageError
 from memwall.integrations.preflight import check_model
+from memwall.machine.disk_location import default_directory
+from memwall.machine.meter import meter_of, return_free_memory
 from memwall.observe.history import MemoryHistory
-from memwall.store.location import default_directory
-from memwall.trace.meter import meter_of, return_free_memory
+from memwall.session.measurements import standing_bytes
+from memwall.session.next_budget import note_failure
+from memwall.session.session import Session
 from memwall.trace.optimizers import trains
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Machine, Trace

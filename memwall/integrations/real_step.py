@@ -5,9 +5,9 @@ import logging
 import psutil
 
 from memwall.errors import MemwallError, NeedsValuesError, TraceError
-from memwall.predict.hardware import Hardware
-from memwall.predict.limits import memory_limit_bytes
-from memwall.predict.translate import translated
+from memwall.machine.hardware import Hardware
+from memwall.machine.limits import memory_limit_bytes
+from memwall.predict.cuda.translate import translated
 from memwall.trace.fake import fake_run
 from memwall.trace.record import record
 from memwall.trace.records import Trace
@@ -36,7 +36,7 @@ def real_trace(
     Args:
         failure: why fake tensors do not do; it is raised where the model is too large to be run here.
         num_micro_batches: forwards and backwards in each step.
-        host_bytes: see `memwall.predict.translate.translated`.
+        host_bytes: see `memwall.predict.cuda.translate.translated`.
 
     Raises:
         NeedsValuesError: a real step would not fit into the memory of this machine.

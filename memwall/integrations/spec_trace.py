@@ -10,9 +10,9 @@ from memwall.integrations.hf_config import config_path, hub_hint
 from memwall.integrations.hf_spec import hugging_face_workload, positions_of
 from memwall.integrations.lower_precision import under_autocast
 from memwall.integrations.real_step import real_trace
-from memwall.predict.hardware import Hardware
+from memwall.machine.hardware import Hardware
+from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
-from memwall.predict.translate import recording_for, translated
 from memwall.trace.evaluation import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
 from memwall.trace.fake import record_fake
 from memwall.trace.lengths import DATA_FORMATS, BatchChoice, BatchRule, chosen_batch, read_lengths
@@ -145,7 +145,7 @@ def device_trace_of_spec(
     Args:
         autocast, is_checkpointed, is_padded: see `workload_of_spec`.
         host_bytes: host memory that saved tensors may move to; 0 for none.
-        without: names of rules of `memwall.predict.translate` to leave out.
+        without: names of rules of `memwall.predict.cuda.translate` to leave out.
         changed: what is recorded in place of the SPEC's own workload.
 
     Raises:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from memwall.apply.cuda_setting import require_cuda_setting
-from memwall.apply.session import Session
 from memwall.errors import InfeasibleError, IntegrationError
 from memwall.integrations.accelerate import open_session, precision_name, torch_optimizer
 from memwall.integrations.data_lengths import LengthWatch, longest_sample
@@ -22,9 +21,10 @@ from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
 from memwall.observe.history import MemoryHistory
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
-from memwall.plan.actions import Accumulate, AllocatorReuse, Autocast
-from memwall.plan.planfile import Plan
-from memwall.plan.search import Settings, make_plan
+from memwall.planning.actions import Accumulate, AllocatorReuse, Autocast
+from memwall.planning.planfile import Plan
+from memwall.planning.search import Settings, make_plan
+from memwall.session.session import Session
 from memwall.units import format_bytes
 
 try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
-from memwall.apply.session import Session
+from memwall.session.session import Session
 
 __all__ = ["TrainerSteps", "trainer_of"]
 

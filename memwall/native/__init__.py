@@ -16,13 +16,15 @@ __all__ = ["load_library"]
 def load_library(
     name: Literal["tensor_heap", "crc32", "pages", "rows", "uring"],
     signatures: Mapping[str, tuple[object, tuple[object, ...]]],
+    *,
+    folder: Path = Path(__file__).parent,
 ) -> ctypes.CDLL | None:
     """A built library with the types of its functions declared; None if the installation has none.
 
     Args:
+        folder: where it was built; memwall.native by default.
         signatures: for each function the type of its result, and those of its arguments.
     """
-    folder = Path(__file__).parent
     path = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"{name}{suffix}").exists()), None)
     if path is None:
         return None

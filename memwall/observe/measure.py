@@ -2,10 +2,10 @@
 
 from statistics import median
 
-from memwall.apply.session import Session
 from memwall.errors import TraceError
 from memwall.observe.run_report import Measured, RunReport
-from memwall.plan.forecast import PeakBytes
+from memwall.planning.forecast import PeakBytes
+from memwall.session.session import Session
 from memwall.trace.tags import measured_tag
 
 __all__ = ["run_report"]

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.plan.forecast import Forecast, PeakBytes
+from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.trace.tags import Tag
 
 __all__ = ["Measured", "RunReport"]

@@ -6,7 +6,7 @@ import msgspec
 
 from memwall.errors import PlanError
 from memwall.observe.run_report import RunReport
-from memwall.plan.planfile import Plan
+from memwall.planning.planfile import Plan
 
 __all__ = ["load_pair"]
 

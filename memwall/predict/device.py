@@ -13,6 +13,8 @@ import msgspec
 import torch
 from msgspec import Struct
 
+from memwall.machine.hardware import Hardware
+from memwall.predict.cuda.translate import not_modelled
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice, advise
 from memwall.predict.cuda_allocator.events import EventTrace, events_of_steps
 from memwall.predict.cuda_allocator.replay import Playback
@@ -20,9 +22,7 @@ from memwall.predict.cuda_allocator.settings import AllocatorSettings, parse_set
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.hardware import Hardware
 from memwall.predict.process import Process, Resident
-from memwall.predict.translate import not_modelled
 from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
 

@@ -12,7 +12,7 @@ __all__ = ["can_fuse", "with_fused_optimizer"]
 _FUSED_ON_CUDA = frozenset(("Adam", "AdamW", "SGD"))
 # What foreach implementations of these make new tensors with; the fused ones advance their counters by others.
 _PRODUCTS = ("aten._foreach_sqrt.", "aten._foreach_add.", "aten._foreach_mul.", "aten._foreach_neg.")
-# How `memwall.apply.master_weights` takes over what somebody else has written into a parameter.
+# How `memwall.apply.optimizer_state.master_weights` takes over what somebody else has written into a parameter.
 _MASTERS = "aten.where.self_out"
 _COUNTER_BYTES = 8
 

@@ -14,17 +14,17 @@ from msgspec import Struct
 
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.malloc import MallocPolicy, policy_named, replay_step, restored_policy, unavailable_reason
-from memwall.predict.malloc_events import events_of
+from memwall.predict.malloc.events import events_of
+from memwall.predict.malloc.policies import MallocPolicy, policy_named, replay_step, restored_policy, unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason, replay_in_heap
 from memwall.predict.state_on_disk import before_optimizer
-from memwall.predict.tensor_heap import heap_unavailable_reason, replay_in_heap
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 
 __all__ = ["TENSOR_HEAP", "Process", "ProcessModel", "Resident", "calibrated"]
 
 TENSOR_HEAP = "tensor-heap"
-"""Name of the way of reuse that `memwall.predict.tensor_heap` forecasts, beside malloc's policies."""
+"""Name of the way of reuse that `memwall.predict.malloc.tensor_heap` forecasts, beside malloc's policies."""
 
 # Margin as a share of the bytes that the forecast adds to the base, which is itself measured; see benchmarks/knobs.py.
 _MARGIN_SHARE = 0.05

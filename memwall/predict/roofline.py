@@ -7,7 +7,7 @@ both, and launches are not counted; ratios between operations, which planning ne
 
 import msgspec
 
-from memwall.predict.hardware import Dtype, Hardware
+from memwall.machine.hardware import Dtype, Hardware
 from memwall.trace.own_work import Part
 from memwall.trace.records import Step, Trace
 from memwall.trace.work import OpWork

@@ -1,6 +1,6 @@
 """What a run's commits cost, and what it took to continue from one: a line each."""
 
-from memwall.apply.checkpoint.writer import CommitTimes
+from memwall.checkpoint.writer import CommitTimes
 from memwall.units import format_bytes, format_seconds
 
 __all__ = ["commits_line", "recovery_line"]

@@ -7,7 +7,7 @@ from memwall.report.grid import DASH, seconds_or_dash, share_percent
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
-    from memwall.plan.estimate import Estimate
+    from memwall.planning.estimate import Estimate
     from memwall.predict.cuda_allocator.advice import AllocatorAdvice
     from memwall.trace.lengths import BatchChoice
 

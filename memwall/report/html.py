@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.observe.run_report import RunReport
-from memwall.plan.planfile import Plan
+from memwall.planning.planfile import Plan
 from memwall.predict.curve import Peak
 from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import Curve

@@ -18,7 +18,7 @@ from memwall.predict.curve import module_name
 from memwall.report.trace_grids import highest_point
 from memwall.report.whole_file import whole_file
 from memwall.trace.records import Step, Storage, Trace
-from memwall.trace.snapshot_records import Event, Segment, Snapshot
+from memwall.trace.snapshot.records import Event, Segment, Snapshot
 
 __all__ = ["save_memory_viz", "snapshot_as_viz", "trace_as_viz"]
 

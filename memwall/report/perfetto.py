@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memwall.predict.curve import live_curve, module_name
-from memwall.predict.snapshot_analysis import devices_of
-from memwall.predict.snapshot_replay import recording_of
-from memwall.predict.snapshot_timeline import Timeline, timeline_of
+from memwall.predict.snapshot.analysis import devices_of
+from memwall.predict.snapshot.replay import recording_of
+from memwall.predict.snapshot.timeline import Timeline, timeline_of
 from memwall.report.whole_file import whole_file
 from memwall.trace.records import Step, Storage, Trace
-from memwall.trace.snapshot_records import Annotation, Event, Snapshot
+from memwall.trace.snapshot.records import Annotation, Event, Snapshot
 from memwall.units import format_bytes
 
 __all__ = ["save_perfetto", "snapshot_events", "trace_events"]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, assert_never
 
-from memwall.plan.actions import (
+from memwall.planning.actions import (
     Accumulate,
     Action,
     AllocatorReuse,
@@ -18,8 +18,8 @@ from memwall.plan.actions import (
     Rebuild,
     Recompute,
 )
-from memwall.plan.forecast import Forecast, Lever, PeakBytes
-from memwall.plan.planfile import Plan
+from memwall.planning.forecast import Forecast, Lever, PeakBytes
+from memwall.planning.planfile import Plan
 from memwall.predict.link_time import LinkTime
 from memwall.report.estimate_grids import allocator_facts
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent

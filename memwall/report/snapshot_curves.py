@@ -6,7 +6,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from memwall.predict.snapshot_timeline import UNKNOWN, Timeline, category_bytes
+from memwall.predict.snapshot.timeline import UNKNOWN, Timeline, category_bytes
 from memwall.report.curves import MOST_POINTS, STACK, Curve, Layer, PhaseBand, kept_points
 from memwall.units import format_bytes
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from memwall.observe.history_marks import Marks
-from memwall.predict.snapshot_analysis import DeviceAnalysis
-from memwall.predict.snapshot_timeline import Timeline
+from memwall.predict.snapshot.analysis import DeviceAnalysis
+from memwall.predict.snapshot.timeline import Timeline
 from memwall.report.grid import Grid, share_percent
 from memwall.report.html import Card, Page
 from memwall.report.snapshot_curves import Begin, snapshot_curve

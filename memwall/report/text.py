@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from memwall.observe.run_report import RunReport
-from memwall.plan.forecast import Forecast
-from memwall.plan.planfile import Plan
-from memwall.predict.snapshot_analysis import DeviceAnalysis
-from memwall.predict.snapshot_fit import FitOnDevice
+from memwall.planning.forecast import Forecast
+from memwall.planning.planfile import Plan
+from memwall.predict.snapshot.analysis import DeviceAnalysis
+from memwall.predict.snapshot.fit import FitOnDevice
 from memwall.report.difference import Difference
 from memwall.report.difference_grids import difference_grids, difference_scope, difference_verdict
 from memwall.report.estimate_grids import estimate_facts
@@ -46,7 +46,7 @@ from memwall.trace.records import Trace
 from memwall.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from memwall.plan.estimate import Estimate
+    from memwall.planning.estimate import Estimate
 
 __all__ = [
     "Verdict",

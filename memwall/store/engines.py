@@ -1,6 +1,6 @@
 """Which engine moves the blocks of a disk: the system's own reads and writes, or io_uring where that won a race.
 
-Nobody chooses: `memwall.store.race` measures, and what it finds holds for this process, on that disk. Whatever is
+Nobody chooses: `machine.disk_race` measures, and what it finds holds for this process, on that disk. Whatever is
 opened there afterwards for a `TransferPool` is moved by the winner. Until then, and everywhere else, it is the system's
 calls.
 """

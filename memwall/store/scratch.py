@@ -43,7 +43,7 @@ class ScratchFile:
     from several threads.
 
     Args:
-        directory: where; see `memwall.store.location.check_directory`.
+        directory: where; see `memwall.machine.disk_location.check_directory`.
         backend: the operating system, or a test's substitute for it; by default the engine of the directory's disk.
         capacity_bytes: the most to take from the disk; None leaves only the disk's own limit.
         step_bytes: how much to reserve at a time.

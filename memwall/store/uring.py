@@ -1,7 +1,7 @@
 """Reads and writes through io_uring: the other engine that the store's threads may move blocks with.
 
 Each thread has a ring of its own, so none waits for another's lock, and a block takes one system call, as without.
-Where a disk is faster so is measured by `memwall.store.race`.
+Where a disk is faster so is measured by `memwall.machine.disk_race`.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """What operators do inside, where a trace cannot see into them.
 
-Operators of torch are known by name (`predict.cuda_workspaces`). Whoever defines others says it here, for a device that
+Operators of torch are known by name (`predict.cuda.workspaces`). Whoever defines others says it here, for a device that
 is not at hand: on fake tensors nothing can be measured.
 """
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from memwall.errors import TraceError
+from memwall.machine.meter import meter_of, return_free_memory
 from memwall.trace.build import build_step
 from memwall.trace.events import EventLog
 from memwall.trace.lines import SourceLines
-from memwall.trace.meter import meter_of, return_free_memory
 from memwall.trace.modules import ModuleTable, fingerprint
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.trace.recorder import Parking, StepRecorder

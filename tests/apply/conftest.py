@@ -12,31 +12,19 @@ from torch import Tensor, nn
 from zoo import trained_parameters
 
 from memwall.apply.executor import BlockExecutor, resolve_blocks
-from memwall.apply.optimizer_state import keeper as state_keeper
 from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.optimizer_state.spaces import DiskSpace
-from memwall.apply.streaming import keeper as parameter_keeper
-from memwall.plan.actions import Recompute
-from memwall.plan.blocks import find_blocks
-from memwall.plan.menu import Costs, Menu, build_menus
+from memwall.planning.actions import Recompute
+from memwall.planning.blocks import find_blocks
+from memwall.planning.menu import Costs, Menu, build_menus
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import TENSOR_HEAP
-from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.trace.record import TraceBuilder
 
 KIB = 1 << 10
-
-
-@pytest.fixture
-def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step finds no room for gradients."""
-    monkeypatch.setattr(parameter_keeper, "_lacks_room", lambda *_: True)
-    monkeypatch.setattr(parameter_keeper, "MIN_PARAMETER_BYTES", 4 * KIB)
-    monkeypatch.setattr(parameter_keeper, "parameter_window_bytes", lambda _: 16 * KIB)
-    monkeypatch.setattr(state_keeper, "MIN_STATE_BYTES", 4 * KIB)
-    monkeypatch.setattr("memwall.apply.recorded_step.MIN_STATE_BYTES", 4 * KIB)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memwall.predict.malloc import is_glibc, unavailable_reason
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.policies import is_glibc, unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 needs_heap = pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
 needs_glibc = pytest.mark.skipif(not is_glibc(), reason=f"no glibc malloc: {unavailable_reason()}")
@@ -18,7 +18,7 @@ import ctypes, os, threading
 import torch
 from memwall.apply.allocator import AllocatorHandler, hooked_heap
 from memwall.errors import ApplyError
-from memwall.trace.meter import process_bytes
+from memwall.machine.meter import process_bytes
 MIB = 1 << 20
 torch.set_num_threads(1)  # a forked child cannot use its parent's
 # Without the heap tensors of these tests lie in malloc's, gaps and all.
@@ -162,7 +162,7 @@ print(handler.policy)
 def test_without_the_library_a_plan_for_it_is_refused_and_mapping_is_the_tightest() -> None:
     assert output_of("""
 import memwall.apply.allocator as allocator
-import memwall.predict.tensor_heap as heap
+import memwall.predict.malloc.tensor_heap as heap
 allocator.heap_unavailable_reason = lambda: "memwall was installed without its C library"
 try:
     handler.apply("tensor-heap")

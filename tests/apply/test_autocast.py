@@ -7,13 +7,13 @@ import torch
 from plans import plan_of
 from torch import Tensor, nn
 
-from memwall.apply.fit import fit
 from memwall.apply.precision import LowerPrecision, lower_dtype
-from memwall.apply.session import Session
 from memwall.errors import InfeasibleError
-from memwall.plan.actions import Autocast
-from memwall.plan.planfile import Plan
-from memwall.plan.search import Settings
+from memwall.planning.actions import Autocast
+from memwall.planning.planfile import Plan
+from memwall.planning.search import Settings
+from memwall.session.fit import fit
+from memwall.session.session import Session
 from memwall.trace.records import Trace
 
 
@@ -51,7 +51,7 @@ def test_the_first_step_under_the_plan_is_in_lower_precision_already(dtype: Lite
 def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_precision(
     monkeypatch: pytest.MonkeyPatch, loop_ends_steps: bool, dtype: Literal["bfloat16", "float16"]
 ):
-    monkeypatch.setattr("memwall.apply.live_plan.lower_dtype", lambda device_type: dtype)
+    monkeypatch.setattr("memwall.session.live_plan.lower_dtype", lambda device_type: dtype)
     traces: list[Trace] = []
 
     def fits_in_lower_precision(trace: Trace, settings: Settings) -> Plan:
@@ -60,7 +60,7 @@ def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_preci
             raise InfeasibleError("no", budget_bytes=1, smallest_feasible_bytes=2)
         return lower_precision(model, dtype)
 
-    monkeypatch.setattr("memwall.apply.planning.make_plan", fits_in_lower_precision)
+    monkeypatch.setattr("memwall.session.replanning.make_plan", fits_in_lower_precision)
     model, seen = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fit(model, optimizer, budget="1TiB", allow=["precision"]) as session:

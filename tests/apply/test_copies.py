@@ -14,7 +14,7 @@ from plans import plan_of
 from torch import nn
 
 import memwall
-from memwall.plan.actions import Action, Autocast, ParameterPlacement, Recompute
+from memwall.planning.actions import Action, Autocast, ParameterPlacement, Recompute
 
 STREAMED = ParameterPlacement(
     tier="disk", blocks=("0", "1", "2"), window_bytes=1 << 16, min_bytes=1024, written_bytes=0, saved_bytes=1

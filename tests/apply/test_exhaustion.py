@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memwall.apply.exhaustion import exhaustion_of
-from memwall.trace.meter import HostMeter
+from memwall.machine.meter import HostMeter
 
 MIB = 1 << 20
 

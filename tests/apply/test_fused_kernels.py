@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch._C._profiler import ProfilerConfig, ProfilerState
 
-from memwall.apply.fit import fit
-from memwall.apply.kernels import apply_kernels
-from memwall.apply.kernels_head import chunk_rows_of
-from memwall.apply.session import Session
+from memwall.apply.kernels.head import chunk_rows_of
+from memwall.apply.kernels.patched import apply_kernels
 from memwall.errors import ApplyError, InfeasibleError
 from memwall.integrations.fused_kernels import recorded_with_kernels
-from memwall.plan.actions import FusedKernels
-from memwall.plan.search import plan
+from memwall.planning.actions import FusedKernels
+from memwall.planning.search import plan
 from memwall.predict.curve import live_peak_bytes
+from memwall.session.fit import fit
+from memwall.session.session import Session
 from memwall.trace.build import steady_step
 from memwall.trace.record import record
 from memwall.trace.records import Trace

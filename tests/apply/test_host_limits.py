@@ -13,22 +13,24 @@ from plans import a_plan
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply import applied, cpu_speed, live_plan, parking, recorded_step
+from memwall.apply import applied
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
-from memwall.apply.link_speed import LinkSpeed
-from memwall.apply.live_plan import LivePlan
-from memwall.apply.measurements import Measurements
 from memwall.apply.microbatch import MicroBatches
-from memwall.apply.optimizer_state import opening
+from memwall.apply.offload import parking
+from memwall.apply.offload.parking import Parked
+from memwall.apply.optimizer_state import cpu_speed, opening
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
-from memwall.apply.parking import Parked
 from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.errors import StoreError
-from memwall.plan.actions import Action, Offload, OptimizerPlacement
-from memwall.plan.settings import Settings
-from memwall.predict import limits
-from memwall.predict.limits import memory_limit_bytes
+from memwall.machine import limits
+from memwall.machine.limits import memory_limit_bytes
+from memwall.machine.link_speed import LinkSpeed
+from memwall.planning.actions import Action, Offload, OptimizerPlacement
+from memwall.planning.settings import Settings
+from memwall.session import live_plan, recorded_step
+from memwall.session.live_plan import LivePlan
+from memwall.session.measurements import Measurements
 from memwall.units import format_bytes
 
 GIB = 1 << 30

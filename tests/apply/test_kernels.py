@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from memwall.apply.kernels import PatchedKernels, patch_kernels
+from memwall.apply.kernels.patched import PatchedKernels, patch_kernels
 from memwall.errors import ApplyError
 from memwall.triton_kernels import recompute_handles
 

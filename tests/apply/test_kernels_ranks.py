@@ -21,7 +21,7 @@ SCRIPT = textwrap.dedent("""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from memwall.apply.kernels import patch_kernels
+    from memwall.apply.kernels.patched import patch_kernels
     from memwall.errors import ApplyError
 
     rank, folder, wrapper, chunk_rows = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])

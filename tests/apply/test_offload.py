@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from memwall.apply.offload import ActivationOffload
-from memwall.apply.offload_entry import Saved
+from memwall.apply.offload.engine import ActivationOffload
+from memwall.apply.offload.entry import Saved
 from memwall.errors import ApplyError
 
 pytestmark = pytest.mark.timeout(60)

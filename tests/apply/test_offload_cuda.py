@@ -6,9 +6,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from memwall.apply.offload import ActivationOffload
-from memwall.apply.offload_cuda import PinnedArena
+from memwall.apply.offload.engine import ActivationOffload
 from memwall.errors import StoreError
+from memwall.store.pinned_tier import PinnedArena
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 MIB = 1 << 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memwall.apply.offload import ActivationOffload
+from memwall.apply.offload.engine import ActivationOffload
 from memwall.errors import OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(60)
 
 _PROCESS = """
 import gc, sys, torch
-from memwall.apply.offload import ActivationOffload
+from memwall.apply.offload.engine import ActivationOffload
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 

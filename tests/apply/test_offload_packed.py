@@ -10,12 +10,12 @@ from oracle import count_allocations
 from plans import a_plan, plan_of
 from torch import Tensor, nn
 
-from memwall.apply.offload import ActivationOffload, SavedTensorModifiedError
-from memwall.apply.offload_packed import check_can_pack
-from memwall.apply.session import Session
+from memwall.apply.offload.engine import ActivationOffload, SavedTensorModifiedError
+from memwall.apply.offload.packed import check_can_pack
 from memwall.errors import ApplyError
-from memwall.plan.actions import LeavingForm, Offload
+from memwall.planning.actions import LeavingForm, Offload
 from memwall.predict.packing import num_packed_bytes, scratch_bytes
+from memwall.session.session import Session
 from memwall.triton_kernels import pack
 from memwall.triton_kernels.pack import error_bound, pack_into, unpack_into
 
@@ -264,7 +264,7 @@ def test_a_run_that_may_pack_and_cannot_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """GIVEN packing is allowed WHEN the rule finds that it cannot be, as on a device, THEN the log has the reason."""
-    monkeypatch.setattr("memwall.apply.live_plan.can_pack", lambda trace, allow: "packed on a CPU only")
+    monkeypatch.setattr("memwall.session.live_plan.can_pack", lambda trace, allow: "packed on a CPU only")
     model = chain()
     with Session(budget_bytes=1 << 30, disk=str(tmp_path), allow=("low-bit-offload",)) as session:
         trained(model, torch.ones(48, 64), session)

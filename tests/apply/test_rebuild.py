@@ -11,13 +11,13 @@ from plans import plan_of
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
-from memwall.apply.kernels import patch_kernels
-from memwall.apply.session import Session
+from memwall.apply.kernels.patched import patch_kernels
 from memwall.errors import NoEffectError
-from memwall.plan.actions import Action, FusedKernels, Rebuild, Recompute
-from memwall.plan.blocks import find_blocks
-from memwall.plan.search import plan
+from memwall.planning.actions import Action, FusedKernels, Rebuild, Recompute
+from memwall.planning.blocks import find_blocks
+from memwall.planning.search import plan
 from memwall.predict.treatment import StepModel
+from memwall.session.session import Session
 from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload

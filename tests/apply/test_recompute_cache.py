@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memwall.errors import ApplyError
-from memwall.plan.actions import Recompute
-from memwall.plan.menu import Menu
+from memwall.planning.actions import Recompute
+from memwall.planning.menu import Menu
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.requires("transformers")]
 

@@ -10,7 +10,7 @@ from figures import sizes_not_in, untagged, without_unit
 from forecasts import FACTORY, LLAMA, OPTIONS, SCHEMA, Run, estimated
 
 from memwall.cli.app import main
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.units import format_bytes
 
 

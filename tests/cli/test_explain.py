@@ -12,8 +12,8 @@ from figures import untagged, without_unit
 from msgspec.structs import replace
 
 from memwall.cli.app import main
-from memwall.predict import hardware
-from memwall.predict.hardware import hardware_named
+from memwall.machine import hardware
+from memwall.machine.hardware import hardware_named
 from memwall.units import format_bytes
 
 

@@ -9,7 +9,7 @@ import pytest
 from plans import a_plan
 
 from memwall.cli.app import main
-from memwall.plan.actions import (
+from memwall.planning.actions import (
     Accumulate,
     Action,
     AllocatorReuse,
@@ -18,7 +18,7 @@ from memwall.plan.actions import (
     OptimizerPlacement,
     Recompute,
 )
-from memwall.plan.planfile import Plan
+from memwall.planning.planfile import Plan
 
 ACTIONS: tuple[Action, ...] = (
     OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32 << 20, min_bytes=1 << 20),

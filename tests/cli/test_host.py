@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import torch
 
-from memwall.apply import session
 from memwall.cli.app import main
 from memwall.errors import UsageError
-from memwall.plan import search
+from memwall.planning import search
+from memwall.session import session
 from memwall.trace.file import save_trace
 from memwall.trace.record import record
 from memwall.trace.records import Machine

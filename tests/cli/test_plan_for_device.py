@@ -10,11 +10,11 @@ import torch
 from figures import untagged, without_unit
 from forecasts import FACTORY, LLAMA, MIB, OPTIONS, OUTLIER, SCHEMA, Run, estimated
 
-from memwall.apply import cpu_speed
+from memwall.apply.optimizer_state import cpu_speed
 from memwall.cli.app import main
 from memwall.cli.plan_source import Ways, with_cpu_step
-from memwall.plan.planfile import Plan
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
+from memwall.planning.planfile import Plan
 from memwall.trace.file import save_trace
 from memwall.trace.record import record
 from memwall.trace.spec import load_workload

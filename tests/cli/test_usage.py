@@ -185,7 +185,7 @@ def test_error_of_any_command_gives_its_message_and_status(
     def fail(directory: Path | None) -> None:
         raise error
 
-    monkeypatch.setattr("memwall.observe.machine.inspect_machine", fail)
+    monkeypatch.setattr("memwall.observe.doctor.inspect_machine", fail)
     assert main(["doctor"]) == status
     assert capsys.readouterr().err == f"memwall: {error}\n"
 
@@ -194,7 +194,7 @@ def test_status_of_the_command_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> 
     def stop(directory: Path | None) -> None:
         raise typer.Exit(5)
 
-    monkeypatch.setattr("memwall.observe.machine.inspect_machine", stop)
+    monkeypatch.setattr("memwall.observe.doctor.inspect_machine", stop)
     assert main(["doctor"]) == 5
 
 
@@ -224,7 +224,7 @@ def test_everything_after_the_module_is_the_module_s(monkeypatch: pytest.MonkeyP
 
 
 def test_percentage_of_a_cpu_is_of_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memwall.predict.limits.memory_limit_bytes", lambda *, root=None: 8000)
+    monkeypatch.setattr("memwall.machine.limits.memory_limit_bytes", lambda *, root=None: 8000)
     assert options.parse_budget("25%", device="cpu") == 2000
     assert options.parse_host("50%") == 4000
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from memwall.errors import IntegrationError
-from memwall.plan.actions import Accumulate, Action, Autocast, Recompute
-from memwall.plan.planfile import Plan
-from memwall.plan.search import Settings, make_plan
+from memwall.planning.actions import Accumulate, Action, Autocast, Recompute
+from memwall.planning.planfile import Plan
+from memwall.planning.search import Settings, make_plan
 
 pytestmark = pytest.mark.requires("transformers", "accelerate")
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from plans import a_plan
 
-from memwall.plan.actions import Accumulate, Action, Autocast, Offload, OptimizerPlacement, Recompute
-from memwall.plan.planfile import Plan
+from memwall.planning.actions import Accumulate, Action, Autocast, Offload, OptimizerPlacement, Recompute
+from memwall.planning.planfile import Plan
 
 pytestmark = [pytest.mark.requires("deepspeed"), pytest.mark.deepspeed, pytest.mark.timeout(900)]
 

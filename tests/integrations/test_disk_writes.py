@@ -10,7 +10,7 @@ import torch
 import memwall
 from memwall.cli.app import main
 from memwall.errors import UsageError
-from memwall.plan.search import Settings, make_plan
+from memwall.planning.search import Settings, make_plan
 
 DAY_BYTES = 2 << 40
 PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
@@ -25,7 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         found.append(settings.disk_bytes_per_day)
         return make_plan(trace, settings)
 
-    monkeypatch.setattr("memwall.apply.planning.make_plan", noted)
+    monkeypatch.setattr("memwall.session.replanning.make_plan", noted)
     return found
 
 

@@ -12,8 +12,8 @@ from memwall.errors import UsageError
 from memwall.integrations.hf_optimizers import OPTIMIZERS
 from memwall.integrations.hf_spec import DTYPES, hugging_face_workload
 from memwall.integrations.spec_trace import device_trace_of_spec
+from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes, peak_of
-from memwall.predict.hardware import hardware_named
 from memwall.trace.fake import record_fake
 from memwall.trace.record import record
 
@@ -248,9 +248,9 @@ _MEASURED = """
 import json, resource, sys, time
 from memwall.errors import InfeasibleError
 from memwall.integrations.spec_trace import device_trace_of_spec
-from memwall.plan.search import plan
+from memwall.planning.search import plan
 from memwall.predict.curve import peak_of
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 a100 = hardware_named("a100-80gb")
 trace = device_trace_of_spec(sys.argv[1], a100, sequence=2048, dtype="bfloat16", optimizer="adamw-foreach")
 seconds = time.process_time()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from memwall.apply.optimizer_state import keeper as state_keeper
-from memwall.apply.session import Session
 from memwall.integrations.launcher import run_script
-from memwall.plan.actions import OptimizerPlacement, ParameterPlacement
-from memwall.plan.planfile import Plan
+from memwall.planning.actions import OptimizerPlacement, ParameterPlacement
+from memwall.planning.planfile import Plan
+from memwall.session.session import Session
 
 KIB = 1 << 10
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_plain.py"
@@ -157,7 +157,7 @@ def test_the_launcher_follows_a_plan_file_with_a_placement(
 ) -> None:
     # The optimizer shows itself in its first step, which is recorded, and finds no room for its state.
     monkeypatch.setattr(state_keeper, "_lacks_room", lambda *_: True)
-    monkeypatch.setattr("memwall.apply.recorded_step.MIN_STATE_BYTES", 4 * KIB)
+    monkeypatch.setattr("memwall.session.recorded_step.MIN_STATE_BYTES", 4 * KIB)
     monkeypatch.setattr(state_keeper, "MIN_STATE_BYTES", 4 * KIB)
     out = tmp_path / "out.safetensors"
     first = Session(budget_bytes=1 << 40, disk=str(tmp_path))

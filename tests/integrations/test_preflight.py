@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memwall.apply.session import Session
 from memwall.errors import IntegrationError
 from memwall.integrations.deepspeed import apply_rest
 from memwall.integrations.preflight import check_arguments, check_config, check_model
-from memwall.plan.actions import Recompute
+from memwall.planning.actions import Recompute
+from memwall.session.session import Session
 
 pytestmark = pytest.mark.requires("transformers", "accelerate")
 

@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from memwall.errors import TraceError, UsageError
 from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec, device_trace_of_spec, workload_of_spec
+from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.hardware import hardware_named
 from memwall.trace.fake import record_fake
 from memwall.trace.record import TraceBuilder, run_recorded
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import FusedAdamW, KernelCost
 from memwall.triton_kernels._adamw_ops import adamw_op, square_sum_op
 from memwall.triton_kernels._adamw_state import new_state

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import linear_cross_entropy as op
 from memwall.triton_kernels.cost import Calibration
 from memwall.triton_kernels.linear_cross_entropy import LossShape, chunk_rows_for, cost

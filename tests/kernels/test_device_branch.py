@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import _linear_cross_entropy_chunks as chunks
 from memwall.triton_kernels._linear_cross_entropy_ops import sum_op
 from memwall.triton_kernels.linear_cross_entropy import LossShape, cost

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import dropout
 from memwall.triton_kernels._dropout_ops import dropout_op
 from memwall.triton_kernels.dropout import DropoutShape, cost

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memwall.apply.kernels import patch_kernels
-from memwall.predict.hardware import hardware_named
+from memwall.apply.kernels.patched import patch_kernels
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import recompute_handles
 from memwall.triton_kernels.cost import Calibration, KernelCost
 from memwall.triton_kernels.glu import GluShape

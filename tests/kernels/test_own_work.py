@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import recording_for
 from memwall.predict.roofline import Roofline
-from memwall.predict.translate import recording_for
 from memwall.trace.build import steady_step
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace

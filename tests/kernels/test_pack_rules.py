@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import pack, unpack
 from memwall.triton_kernels._pack_ops import pack_op, unpack_op
 from memwall.triton_kernels.cost import Calibration

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from memwall.apply.offload import ActivationOffload
+from memwall.apply.offload.engine import ActivationOffload
 from memwall.predict.call_rules import REBUILDABLE_OPS
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
@@ -132,7 +132,7 @@ def test_the_result_is_freed_between_forward_and_backward(x: Tensor) -> None:
 
 def test_saved_bytes_are_those_of_the_cost() -> None:
     """What is held from forward to backward beyond the inputs: gate and up, and no product."""
-    from memwall.predict.hardware import hardware_named
+    from memwall.machine.hardware import hardware_named
     from memwall.triton_kernels.glu import GluShape, cost
 
     gate, up = (torch.randn(10, 24, requires_grad=True) for _ in range(2))

@@ -101,7 +101,7 @@ def test_import_and_cost_need_no_triton(tmp_path: Path) -> None:
     code = """
 import sys, json, torch
 import memwall.triton_kernels as kernels
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels.linear_cross_entropy import LossShape, cost
 shape = LossShape(num_rows=64, hidden_size=8, vocabulary_size=32, chunk_rows=16)
 cost(shape, torch.bfloat16, hardware_named("h200"))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memwall.errors import UsageError
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import softmax_cross_entropy
 from memwall.triton_kernels._softmax_loss_ops import softmax_loss_op
 from memwall.triton_kernels.softmax_cross_entropy import SoftmaxLossShape, cost

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from plans import a_plan
 
-from memwall.apply.measurements import Measurements
-from memwall.apply.session import Session
 from memwall.observe.measure import run_report
+from memwall.session.measurements import Measurements
+from memwall.session.session import Session
 
 
 @pytest.mark.parametrize(("device", "tier", "disk_bytes"), [("cpu", "disk", 7), ("cuda", "host", None)])

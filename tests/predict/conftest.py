@@ -11,10 +11,10 @@ from cuda_history import History
 from snapshot_runs import Explained, imported
 from torch import Tensor, nn
 
-from memwall.predict.hardware import hardware_named
-from memwall.predict.snapshot_analysis import DeviceAnalysis, analyse_device
-from memwall.predict.snapshot_timeline import Timeline
-from memwall.predict.translate import recording_for, translated
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device
+from memwall.predict.snapshot.timeline import Timeline
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload

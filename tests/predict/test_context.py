@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from memwall.errors import MemwallError
-from memwall.predict import context
-from memwall.predict.context import measured_context_bytes, with_measured_context
-from memwall.predict.hardware import hardware_named
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda import context
+from memwall.predict.cuda.context import measured_context_bytes, with_measured_context
 
 MIB = 1 << 20
 # Counts the processes that have come before it in a file, and says what the device would.

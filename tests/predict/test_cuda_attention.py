@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memwall.predict.attention_calls import AttentionCalls, attention_calls
-from memwall.predict.cuda_attention import AttentionCall, attention_kernel
-from memwall.predict.hardware import hardware_named
-from memwall.predict.translate import not_modelled
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.attention import AttentionCall, attention_kernel
+from memwall.predict.cuda.attention_calls import AttentionCalls, attention_calls
+from memwall.predict.cuda.translate import not_modelled
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

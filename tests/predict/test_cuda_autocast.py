@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memwall.predict.hardware import hardware_named
-from memwall.predict.translate import recording_for
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import recording_for
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memwall.predict.hardware import hardware_named
-from memwall.predict.translate import not_modelled
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import not_modelled
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

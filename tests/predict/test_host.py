@@ -30,7 +30,7 @@ _MEASURED = """
 import gc, json, sys, torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from memwall.trace.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
+from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
 
 torch.set_num_threads(1)
 width, num_layers, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

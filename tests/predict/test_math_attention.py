@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memwall.predict.hardware import hardware_named
-from memwall.predict.translate import recording_for
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import recording_for
 from memwall.trace.fake import record_fake
 from memwall.trace.workload import Workload
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memwall.plan.blocks import find_blocks
+from memwall.planning.blocks import find_blocks
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_curve
 from memwall.predict.parameters_on_disk import (

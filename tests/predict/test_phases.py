@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
 from memwall.predict.device import step_peaks
-from memwall.predict.hardware import hardware_named
 from memwall.predict.phases import (
     PhasePeak,
     evaluation_bytes,
@@ -17,7 +18,6 @@ from memwall.predict.phases import (
     waiting_bytes,
     with_waiting_batches,
 )
-from memwall.predict.translate import recording_for, translated
 from memwall.trace.evaluation import record_fake_run
 from memwall.trace.records import Step
 from memwall.trace.workload import Workload

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from memwall.predict.hardware import Hardware, hardware_named
+from memwall.machine.hardware import Hardware, hardware_named
 from memwall.predict.roofline import Roofline
 from memwall.trace.work import OpWork
 

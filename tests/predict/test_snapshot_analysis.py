@@ -7,12 +7,12 @@ from cuda_history import BASE, MIB, History
 from snapshot_runs import LINEAR, MODEL, TRAIN, Explained, imported, training_step
 
 from memwall.predict.curve import Share
-from memwall.predict.snapshot_analysis import OutOfMemory, Pin, analyse_device, devices_of
-from memwall.predict.snapshot_lines import line_of
-from memwall.predict.snapshot_replay import recording_of
-from memwall.predict.snapshot_retries import Retry
-from memwall.predict.snapshot_timeline import Fragmentation
-from memwall.trace.snapshot_records import Frame
+from memwall.predict.snapshot.analysis import OutOfMemory, Pin, analyse_device, devices_of
+from memwall.predict.snapshot.lines import line_of
+from memwall.predict.snapshot.replay import recording_of
+from memwall.predict.snapshot.retries import Retry
+from memwall.predict.snapshot.timeline import Fragmentation
+from memwall.trace.snapshot.records import Frame
 
 
 def test_the_peak_is_held_by_the_users_lines(explained: Explained) -> None:

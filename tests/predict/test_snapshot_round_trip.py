@@ -17,9 +17,9 @@ from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings, form
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.statistics import PoolStatistics
 from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
-from memwall.predict.snapshot_replay import Recording, recording_of, releases_of
-from memwall.predict.snapshot_settings import events_of_recording
-from memwall.trace.snapshot import load_snapshot
+from memwall.predict.snapshot.replay import Recording, recording_of, releases_of
+from memwall.predict.snapshot.settings import events_of_recording
+from memwall.trace.snapshot.read import load_snapshot
 
 SIZES = (1, 600, 70_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 33 * MIB, 70 * MIB)
 TIES = ("2.11.0", "2.12.0", "2.13.0")

@@ -9,9 +9,9 @@ import pytest
 from cuda_history import MIB, History, simulated_snapshot, varying_requests
 
 from memwall.predict.cuda_allocator.events import ALLOC, EMPTY_CACHE, FINISH, FREE, RECORD_STREAM, Event
-from memwall.predict.snapshot_analysis import DeviceAnalysis, SettingsSearch, analyse_device
-from memwall.predict.snapshot_settings import with_settings
-from memwall.trace.snapshot import load_snapshot
+from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch, analyse_device
+from memwall.predict.snapshot.settings import with_settings
+from memwall.trace.snapshot.read import load_snapshot
 
 EXPANDABLE = "expandable_segments:True,large_segment_size_mb:20"
 

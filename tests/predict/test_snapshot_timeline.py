@@ -8,7 +8,7 @@ from cuda_history import BASE, MIB, History
 from snapshot_runs import TRAIN, Explained, training_step
 
 from memwall.predict.curve import Share
-from memwall.predict.snapshot_timeline import Timeline
+from memwall.predict.snapshot.timeline import Timeline
 
 
 def assert_true(timeline: Timeline, history: History) -> None:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memwall.errors import UsageError
-from memwall.predict import tensor_heap as subject
-from memwall.predict.malloc_events import StepEvents
-from memwall.predict.malloc_replay import ALLOCATE
-from memwall.predict.tensor_heap import TensorHeap, dry_heap, heap_library, replay_in_heap
+from memwall.predict.malloc import tensor_heap as subject
+from memwall.predict.malloc.events import StepEvents
+from memwall.predict.malloc.replay import ALLOCATE
+from memwall.predict.malloc.tensor_heap import TensorHeap, dry_heap, heap_library, replay_in_heap
 
 pytestmark = pytest.mark.skipif(heap_library() is None, reason="memwall was installed without its C library")
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_workspaces import FORMULAS
-from memwall.predict.hardware import hardware_named
-from memwall.predict.translate import RULES, not_modelled, recording_for, translated
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import RULES, not_modelled, recording_for, translated
+from memwall.predict.cuda.workspaces import FORMULAS
 from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload

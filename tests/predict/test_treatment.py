@@ -19,15 +19,15 @@ from torch import nn
 from zoo import MODELS, Case, trained_parameters
 
 from memwall.apply.executor import BlockExecutor, resolve_blocks
-from memwall.apply.kernels import patch_kernels
-from memwall.apply.offload import ActivationOffload
-from memwall.apply.parking import parameter_guard
-from memwall.plan.actions import Action, Offload, Rebuild, Recompute
-from memwall.plan.blocks import find_blocks
-from memwall.plan.evaluate import evaluate
-from memwall.plan.instance import Instance, Link
-from memwall.plan.menu import Costs, Menu, build_instance, build_menus
-from memwall.plan.solve import smallest_feasible_bytes, solve
+from memwall.apply.kernels.patched import patch_kernels
+from memwall.apply.offload.engine import ActivationOffload
+from memwall.apply.offload.parking import parameter_guard
+from memwall.planning.actions import Action, Offload, Rebuild, Recompute
+from memwall.planning.blocks import find_blocks
+from memwall.planning.menu import Costs, Menu, build_instance, build_menus
+from memwall.planning.solver.evaluate import evaluate
+from memwall.planning.solver.instance import Instance, Link
+from memwall.planning.solver.solve import smallest_feasible_bytes, solve
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_curve
 from memwall.predict.treatment import StepModel

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from memwall.observe.run_report import Measured, RunReport
-from memwall.plan.actions import (
+from memwall.planning.actions import (
     Accumulate,
     Action,
     AllocatorReuse,
@@ -16,8 +16,8 @@ from memwall.plan.actions import (
     Rebuild,
     Recompute,
 )
-from memwall.plan.forecast import Forecast, Lever, PeakBytes
-from memwall.plan.planfile import Plan
+from memwall.planning.forecast import Forecast, Lever, PeakBytes
+from memwall.planning.planfile import Plan
 from memwall.report.run_grids import Outcome
 from memwall.trace.records import Category, Machine, Module, Op, Phase, Step, Storage, Trace
 

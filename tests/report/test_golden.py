@@ -8,19 +8,19 @@ from cuda_history import MIB, History, frame
 from golden_text import drawn, golden
 from msgspec.structs import asdict, replace
 
-from memwall.plan.estimate import Estimate
-from memwall.plan.forecast import PeakBytes
-from memwall.plan.planfile import Plan
+from memwall.planning.estimate import Estimate
+from memwall.planning.forecast import PeakBytes
+from memwall.planning.planfile import Plan
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.curve import peak_of
 from memwall.predict.host import HostBytes
-from memwall.predict.snapshot_analysis import DeviceAnalysis, SettingsSearch, analyse_device
+from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch, analyse_device
+from memwall.report.comparison import snapshot_side
 from memwall.report.difference import difference_of
-from memwall.report.sides import snapshot_side
 from memwall.report.text import difference_report, estimate_report, snapshot_report
 from memwall.trace.records import Trace
-from memwall.trace.snapshot import load_snapshot
-from memwall.trace.snapshot_records import Snapshot
+from memwall.trace.snapshot.read import load_snapshot
+from memwall.trace.snapshot.records import Snapshot
 
 GIB = 1 << 30
 MODEL, TRAIN = frame("/home/me/[bold]model.py", 7, "forward"), frame("/home/me/train.py", 42, "step")

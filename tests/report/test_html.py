@@ -14,7 +14,7 @@ import pytest
 
 from memwall.errors import UsageError
 from memwall.observe.run_report import RunReport
-from memwall.plan.planfile import Plan
+from memwall.planning.planfile import Plan
 from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import curve_of
 from memwall.report.html import Page, page_html, save_page

@@ -5,7 +5,7 @@ import pytest
 from golden_text import drawn
 
 from memwall.observe.run_report import RunReport
-from memwall.plan.planfile import Plan
+from memwall.planning.planfile import Plan
 from memwall.predict.link_time import LinkTime
 from memwall.report.plan_grids import plan_facts
 from memwall.report.run_grids import time_findings

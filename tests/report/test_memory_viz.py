@@ -13,10 +13,10 @@ from torch.cuda import _memory_viz
 
 from memwall.errors import UsageError
 from memwall.predict.curve import peak_of
-from memwall.predict.snapshot_analysis import analyse_device
+from memwall.predict.snapshot.analysis import analyse_device
 from memwall.report.memory_viz import save_memory_viz, snapshot_as_viz, trace_as_viz
 from memwall.trace.records import Step, Trace
-from memwall.trace.snapshot import load_snapshot
+from memwall.trace.snapshot.read import load_snapshot
 
 TRAIN = frame("/home/me/train.py", 42, "step")
 

@@ -13,8 +13,8 @@ from memwall.errors import UsageError
 from memwall.predict.curve import live_curve
 from memwall.report.perfetto import save_perfetto, snapshot_events, trace_events
 from memwall.trace.records import ModuleCall, Step, Trace
-from memwall.trace.snapshot import load_snapshot
-from memwall.trace.snapshot_records import Snapshot
+from memwall.trace.snapshot.read import load_snapshot
+from memwall.trace.snapshot.records import Snapshot
 
 Event = dict[str, Any]
 

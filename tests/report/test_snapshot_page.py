@@ -12,17 +12,17 @@ from cuda_history import MIB, History, frame, simulated_snapshot, varying_reques
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memwall.predict.snapshot_analysis import analyse_device
-from memwall.predict.snapshot_replay import recording_of
-from memwall.predict.snapshot_settings import with_settings
-from memwall.predict.snapshot_timeline import timeline_of
+from memwall.predict.snapshot.analysis import analyse_device
+from memwall.predict.snapshot.replay import recording_of
+from memwall.predict.snapshot.settings import with_settings
+from memwall.predict.snapshot.timeline import timeline_of
 from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import Curve, PhaseBand
 from memwall.report.html import page_html
 from memwall.report.snapshot_curves import Begin, snapshot_curve
 from memwall.report.snapshot_page import snapshot_page
-from memwall.trace.snapshot import load_snapshot
-from memwall.trace.snapshot_records import Block, Event, Frame, Segment, Snapshot
+from memwall.trace.snapshot.read import load_snapshot
+from memwall.trace.snapshot.records import Block, Event, Frame, Segment, Snapshot
 
 MODEL = frame("/home/me/model.py", 7, "forward")
 needs_extra = pytest.mark.requires("plotly", "jinja2")

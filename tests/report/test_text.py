@@ -9,9 +9,9 @@ from golden_text import GOLDEN, drawn, golden
 from rich.console import Console
 
 from memwall.observe.run_report import RunReport
-from memwall.plan.actions import Action, LowBitState, kinds
-from memwall.plan.forecast import PeakBytes
-from memwall.plan.planfile import Plan
+from memwall.planning.actions import Action, LowBitState, kinds
+from memwall.planning.forecast import PeakBytes
+from memwall.planning.planfile import Plan
 from memwall.report.plan_grids import action_grid, block_ranges, fit_of
 from memwall.report.run_grids import Outcome, loss_difference, run_grid
 from memwall.report.text import (

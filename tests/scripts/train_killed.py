@@ -19,8 +19,8 @@ from streamed_models import put_on_disk
 from torch import nn
 
 import memwall
-from memwall.apply.checkpoint.resumption import set_checkpoint
-from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
+from memwall.checkpoint.resumption import set_checkpoint
+from memwall.checkpoint.step_checkpoint import StepCheckpoint
 
 WIDTH = 384
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from memwall.store import page_swaps
+from memwall.rows import page_swaps
+from memwall.rows.page_swaps import PageMover, PageSwaps
 from memwall.store.buckets import BucketBuffer
-from memwall.store.page_swaps import PageMover, PageSwaps
 from memwall.store.scheduling import schedule_as_batch
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool

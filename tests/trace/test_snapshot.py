@@ -12,8 +12,8 @@ import pytest
 from cuda_history import BASE, MIB, History, frame
 
 from memwall.errors import TraceError
-from memwall.trace.snapshot import load_snapshot
-from memwall.trace.snapshot_records import Annotation, Block, Event, Frame, Segment, Snapshot
+from memwall.trace.snapshot.read import load_snapshot
+from memwall.trace.snapshot.records import Annotation, Block, Event, Frame, Segment, Snapshot
 
 TRAIN = frame("/home/me/train.py", 42, "step")
 LINEAR = frame("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 134, "forward")

@@ -11,8 +11,8 @@ import pytest
 from cuda_history import BASE, MIB, History, frame
 
 from memwall.errors import TraceError
-from memwall.trace import snapshot
-from memwall.trace.snapshot import load_snapshot
+from memwall.trace.snapshot import read as snapshot
+from memwall.trace.snapshot.read import load_snapshot
 
 FRAMES = [frame(f"/home/me/part{k % 50}.py", k, "forward") for k in range(600)]
 
@@ -49,7 +49,7 @@ def test_memory_grows_with_the_records_kept_and_not_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GIVEN files of two lengths and two depths of stacks THEN an event takes what its record does, and little more."""
-    monkeypatch.setattr("memwall.trace.snapshot_pickle._WINDOW_BYTES", 1 << 16)
+    monkeypatch.setattr("memwall.trace.snapshot.restricted_pickle._WINDOW_BYTES", 1 << 16)
     file = tmp_path / "s.pickle"
     per_event = {}
     for num_frames in (4, 160):

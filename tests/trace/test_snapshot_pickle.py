@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from memwall.errors import TraceError
-from memwall.trace.snapshot import load_snapshot
-from memwall.trace.snapshot_pickle import read_plain_pickle
+from memwall.trace.snapshot.read import load_snapshot
+from memwall.trace.snapshot.restricted_pickle import read_plain_pickle
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_plain_values_are_those_that_pickle_loads(file: Path) -> None:
 
 @pytest.mark.parametrize("window_bytes", [1, 7, 64, 1000])
 def test_a_file_is_read_in_pieces(window_bytes: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memwall.trace.snapshot_pickle._WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr("memwall.trace.snapshot.restricted_pickle._WINDOW_BYTES", window_bytes)
     value = [[f"{index}" + "x" * (index % 13), index**3, {"k": (index, index / 7)}] for index in range(3000)]
     file.write_bytes(pickle.dumps(value))
     assert read_plain_pickle(file).value == value

@@ -9,8 +9,8 @@ from collections import Counter
 from torch import nn
 
 from memwall.apply.block_counts import BlockCounts
-from memwall.apply.gradient_hooks import OwnHook
-from memwall.plan.actions import Offload, Rebuild, Recompute
+from memwall.apply.optimizer_state.gradient_hooks import OwnHook
+from memwall.planning.actions import Offload, Rebuild, Recompute
 
 __all__ = ["OffloadEffect", "RebuildEffect", "RecomputeEffect", "Watched", "own_weight"]
 

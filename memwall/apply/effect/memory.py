@@ -11,10 +11,10 @@ from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.cuda_setting import effective_setting
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.errors import NoEffectError
-from memwall.plan.actions import AllocatorReuse, LowBitState, OptimizerPlacement
-from memwall.predict.malloc import policy_named
+from memwall.planning.actions import AllocatorReuse, LowBitState, OptimizerPlacement
+from memwall.predict.malloc.policies import policy_named
+from memwall.predict.malloc.tensor_heap import MIN_TENSOR_BYTES
 from memwall.predict.process import TENSOR_HEAP
-from memwall.predict.tensor_heap import MIN_TENSOR_BYTES
 from memwall.units import format_bytes
 
 __all__ = ["AllocatorEffect", "LowBitEffect", "PlacementEffect"]

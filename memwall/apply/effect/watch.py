@@ -9,7 +9,7 @@ from memwall.apply.effect.kernels import KernelsEffect
 from memwall.apply.effect.memory import AllocatorEffect, LowBitEffect, PlacementEffect
 from memwall.apply.effect.numerics import AccumulationEffect, AutocastEffect
 from memwall.apply.effect.parameters import ParameterEffect
-from memwall.plan.actions import (
+from memwall.planning.actions import (
     Accumulate,
     Action,
     AllocatorReuse,

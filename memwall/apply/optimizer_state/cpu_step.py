@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.apply.deepspeed_adam import DeepSpeedAdam
-from memwall.apply.offload_cuda import PinnedArena
 from memwall.apply.optimizer_state.cpu_step_checks import check_optimizer, check_room, check_state, deepspeed_operator
+from memwall.apply.optimizer_state.deepspeed_adam import DeepSpeedAdam
+from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.taken_step import TakenStep
-from memwall.apply.partial_step import Arguments, inner_step_of, step_some
 from memwall.errors import MemwallError, StoreError
 from memwall.predict.cpu_step import NUM_STAGES
 from memwall.store.backend import round_up
+from memwall.store.pinned_tier import PinnedArena
 
 __all__ = ["CpuStep"]
 

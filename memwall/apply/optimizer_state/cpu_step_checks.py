@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.apply.deepspeed_adam import load_operator
+from memwall.apply.optimizer_state.deepspeed_adam import load_operator
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, StoreError
-from memwall.plan.legality import STEPPED_ON_CPU
+from memwall.planning.legality import STEPPED_ON_CPU
 from memwall.predict.cpu_step import staged_bytes
 from memwall.store.buckets import is_dense
 from memwall.units import format_bytes

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.opening import (
     check_can_be_away,
     check_can_step_on_cpu,
@@ -26,9 +26,9 @@ from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.errors import ApplyError, MemwallError, StoreError
-from memwall.plan.actions import OptimizerPlacement
-from memwall.plan.placement import MIN_STATE_BYTES, bucket_choices
-from memwall.trace.meter import process_bytes
+from memwall.machine.meter import process_bytes
+from memwall.planning.actions import OptimizerPlacement
+from memwall.planning.placement import MIN_STATE_BYTES, bucket_choices
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.units import format_bytes
 

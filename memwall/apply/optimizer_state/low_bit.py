@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.apply.master_weights import has_master_weights
 from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.low_bit_form import load_torchao, opened
+from memwall.apply.optimizer_state.master_weights import has_master_weights
+from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.taken_step import TakenStep
-from memwall.apply.partial_step import Arguments, inner_step_of, step_some
 from memwall.errors import ApplyError, MemwallError
 from memwall.predict.low_bit_state import BLOCK_ELEMENTS, SLICE_ELEMENTS, can_be_low_bit
 

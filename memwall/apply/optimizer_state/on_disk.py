@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.read_ahead import ReadAhead
 from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
 from memwall.apply.optimizer_state.ring import in_order, step_through
 from memwall.apply.optimizer_state.shares import Share, Shares
 from memwall.apply.optimizer_state.spaces import StateSpace
 from memwall.apply.optimizer_state.taken_step import TakenStep
-from memwall.apply.partial_step import Arguments, inner_step_of, step_some
 from memwall.errors import MemwallError
-from memwall.plan.actions import StateAhead
+from memwall.planning.actions import StateAhead
 from memwall.store.buckets import DiskBucket, padded_bytes
 from memwall.units import format_bytes
 

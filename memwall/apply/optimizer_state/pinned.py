@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memwall.apply.offload_cuda import PinnedArena, PinnedSlot
 from memwall.errors import StoreError
 from memwall.store.buckets import Bucket, BucketBuffer
+from memwall.store.pinned_tier import PinnedArena, PinnedSlot
 from memwall.units import format_bytes
 
 __all__ = ["PinnedBucket", "PinnedSpace", "StreamCopy"]

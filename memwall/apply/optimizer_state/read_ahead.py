@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from memwall.apply.exhaustion import is_exhaustion
-from memwall.apply.gradient_hooks import OwnHook
+from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.optimizer_state.ring import in_order
 from memwall.apply.optimizer_state.shares import Share
 from memwall.errors import StoreError
-from memwall.plan.actions import StateAhead
+from memwall.planning.actions import StateAhead
 from memwall.predict.state_on_disk import begun_early
 from memwall.store.buckets import BucketBuffer, drop_reads
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.apply.master_weights import MASTER, has_master_weights, is_low_precision
+from memwall.apply.optimizer_state.master_weights import MASTER, has_master_weights, is_low_precision
+from memwall.apply.optimizer_state.partial_step import Part
 from memwall.apply.optimizer_state.spaces import StateSpace
-from memwall.apply.partial_step import Part
 from memwall.store.buckets import Bucket, Entry, can_move, padded_bytes
 
 __all__ = ["Share", "Shares", "expected_state_bytes", "state_entries"]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from memwall.apply.partial_step import Arguments, with_closure_called, without_closure
+from memwall.apply.optimizer_state.partial_step import Arguments, with_closure_called, without_closure
 from memwall.errors import ApplyError, MemwallError
 
 __all__ = ["TakenStep"]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.keeper import can_place
+from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.streaming.building import Building, leaves_no_room, num_processes
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.opening import close_tier, open_parameter_streaming, open_tier
@@ -17,10 +17,10 @@ from memwall.apply.streaming.parameters import ParameterStreaming
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.apply.streaming.units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
-from memwall.plan.actions import ParameterPlacement
-from memwall.plan.orders import WINDOW_BYTES
-from memwall.plan.parameters import MIN_PARAMETER_BYTES, parameter_window_bytes
-from memwall.trace.meter import process_bytes
+from memwall.machine.meter import process_bytes
+from memwall.planning.actions import ParameterPlacement
+from memwall.planning.block_actions import WINDOW_BYTES
+from memwall.planning.parameters import MIN_PARAMETER_BYTES, parameter_window_bytes
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.units import format_bytes
 

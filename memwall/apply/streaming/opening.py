@@ -9,7 +9,7 @@ from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.streaming.parameters import ParameterStreaming
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.errors import StoreError
-from memwall.store.location import check_directory, default_directory
+from memwall.machine.disk_location import check_directory, default_directory
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.units import format_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.apply.partial_step import Part, step_some
+from memwall.apply.optimizer_state.partial_step import Part, step_some
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 
 __all__ = ["StreamedStep"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from memwall.apply.gradient_hooks import has_foreign_hook
+from memwall.apply.optimizer_state.gradient_hooks import has_foreign_hook
 from memwall.errors import ApplyError
 
 __all__ = ["Unit", "find_units", "hooked_parameters", "repeated_blocks", "tensors_in"]

@@ -14,11 +14,11 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.effect.watch import EFFECTS
-from memwall.apply.session import Session
 from memwall.errors import NoEffectError
-from memwall.plan.actions import Accumulate, AllocatorReuse, Autocast, FusedKernels, Recompute, kinds
-from memwall.predict.malloc import unavailable_reason
-from memwall.predict.tensor_heap import heap_library, heap_unavailable_reason
+from memwall.planning.actions import Accumulate, AllocatorReuse, Autocast, FusedKernels, Recompute, kinds
+from memwall.predict.malloc.policies import unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_library, heap_unavailable_reason
+from memwall.session.session import Session
 
 
 def test_every_kind_of_action_is_watched() -> None:

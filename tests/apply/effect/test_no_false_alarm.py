@@ -11,10 +11,10 @@ from block_models import PLACED, WIDTH, Model, offload, train
 from plans import plan_of
 from torch import Tensor
 
-from memwall.apply.session import Session
-from memwall.plan.actions import Accumulate, Action, AllocatorReuse, Autocast, Recompute
-from memwall.predict.malloc import restored_policy, settings_of, unavailable_reason
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.planning.actions import Accumulate, Action, AllocatorReuse, Autocast, Recompute
+from memwall.predict.malloc.policies import restored_policy, settings_of, unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
+from memwall.session.session import Session
 
 
 class Dropping(Model):

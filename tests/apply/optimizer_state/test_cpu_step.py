@@ -19,7 +19,7 @@ from memwall.apply.optimizer_state import opening
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.errors import ApplyError, StoreError
-from memwall.plan.actions import OptimizerPlacement
+from memwall.planning.actions import OptimizerPlacement
 
 KIB = 1 << 10
 CPU = torch.device("cpu")

@@ -10,10 +10,9 @@ from late_streams import LateDevice, install
 from optimizer_runs import Net, in_groups, same, train, train_step
 from torch import Tensor
 
-from memwall.apply import cpu_speed, deepspeed_adam
-from memwall.apply.deepspeed_adam import DeepSpeedAdam, load_operator
-from memwall.apply.optimizer_state import cpu_step_checks
+from memwall.apply.optimizer_state import cpu_speed, cpu_step_checks, deepspeed_adam
 from memwall.apply.optimizer_state.cpu_step import CpuStep
+from memwall.apply.optimizer_state.deepspeed_adam import DeepSpeedAdam, load_operator
 from memwall.errors import ApplyError
 
 KIB = 1 << 10

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from memwall.apply.optimizer_state import low_bit, low_bit_form
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
-from memwall.apply.session import Session
 from memwall.errors import ApplyError
 from memwall.predict.low_bit_state import low_bit_bytes
+from memwall.session.session import Session
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 needs_torchao = pytest.mark.requires("torchao")

@@ -14,12 +14,12 @@ from checkpoint_runs import NUM_STEPS, Make, Script, adamw, run
 from optimizer_runs import OPTIMIZERS, are_equal, same
 from plans import RESUMABLE, plan_of, resumable_model
 
-from memwall.apply.checkpoint.files import export_torch, read_summary
-from memwall.apply.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.apply.optimizer_state import low_bit_form
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.opening import open_optimizer_state
-from memwall.plan.actions import LowBitState
+from memwall.checkpoint.files import export_torch, read_summary
+from memwall.checkpoint.step_checkpoint import StepCheckpoint
+from memwall.planning.actions import LowBitState
 from memwall.predict.low_bit_state import can_be_low_bit, low_bit_bytes
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread"), pytest.mark.requires("torchao")]

@@ -15,8 +15,8 @@ import memwall
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.errors import ApplyError, NoEffectError
-from memwall.plan.actions import LowBitState, OptimizerPlacement
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.planning.actions import LowBitState, OptimizerPlacement
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.store.buckets import Bucket
 
 KIB = 1 << 10
@@ -116,8 +116,8 @@ import torch
 from torch import nn
 import memwall
 from memwall.errors import InfeasibleError
-from memwall.plan import search
-from memwall.plan.search import Settings, make_plan
+from memwall.planning import search
+from memwall.planning.search import Settings, make_plan
 
 budget_bytes, disk = int(sys.argv[1]), sys.argv[2]
 allow = ("low-bit-optimizer",)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from processes import printed_by
 
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 pytestmark = [
     pytest.mark.timeout(540),
@@ -23,8 +23,8 @@ import torch
 from torch import nn
 import memwall
 from memwall.errors import InfeasibleError
-from memwall.plan import search
-from memwall.plan.planfile import Plan
+from memwall.planning import search
+from memwall.planning.planfile import Plan
 
 mode, number, disk, width = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.apply.streaming.units import hooked_parameters
 from memwall.errors import OffloadIOError
-from memwall.plan.actions import OptimizerPlacement, StateAhead
+from memwall.planning.actions import OptimizerPlacement, StateAhead
 from memwall.store.buckets import Bucket, BucketBuffer
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import printed_by
 
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -25,8 +25,8 @@ import hashlib, json, sys
 import msgspec, torch
 from torch import nn
 import memwall
-from memwall.apply import planning
-from memwall.plan import placed_search
+from memwall.session import replanning as planning
+from memwall.planning import located_search as placed_search
 
 budget_bytes, disk, reads_ahead, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True", sys.argv[4]
 make_plan, replace = planning.make_plan, msgspec.structs.replace

@@ -149,7 +149,7 @@ def test_a_session_spills_state_that_was_loaded_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_keeper, "_lacks_room", lambda *_: True)
-    for where in ("memwall.apply.recorded_step", "memwall.apply.optimizer_state.keeper"):
+    for where in ("memwall.session.recorded_step", "memwall.apply.optimizer_state.keeper"):
         monkeypatch.setattr(f"{where}.MIN_STATE_BYTES", KIB)
     found = []
     resident: list[int] = []

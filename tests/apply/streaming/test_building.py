@@ -14,14 +14,14 @@ from plans import plan_of
 from streamed_models import GPT, KIB, everything, loss_of
 from torch import nn
 
-from memwall.apply.session import Session
 from memwall.apply.streaming import building as parameter_building
 from memwall.apply.streaming import keeper as parameter_keeper
 from memwall.apply.streaming.building import Building, leaves_no_room
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.errors import ApplyError
-from memwall.plan.actions import OptimizerPlacement, ParameterPlacement
+from memwall.planning.actions import OptimizerPlacement, ParameterPlacement
+from memwall.session.session import Session
 from memwall.store.transfer import TransferPool
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]

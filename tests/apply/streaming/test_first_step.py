@@ -12,10 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
 from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.session import Session
 from memwall.apply.streaming import keeper as parameter_keeper
 from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.apply.streaming.parameters import ParameterStreaming
+from memwall.session.session import Session
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
@@ -155,7 +155,7 @@ def test_a_step_that_ran_out_of_memory_is_done_again_with_parameters_where_they_
         if session is not None:
             session.on_plan = lambda ready, model=model: setattr(ready._live, "plan", plan_for(model))
             monkeypatch.setattr(
-                "memwall.apply.live_plan.planned_after",
+                "memwall.session.live_plan.planned_after",
                 lambda trace, settings, plan, _, model=model: (trace, settings, plan_for(model)),
             )
         for step in range(3):

@@ -11,7 +11,7 @@ import torch
 from streamed_models import GPT, KIB, everything, loss_of, streamed, train_gpt
 from torch import Tensor, nn
 
-from memwall.apply.partial_step import inner_step_of
+from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.streaming.opening import open_parameter_streaming
 from memwall.apply.streaming.parameters import ParameterStreaming
 from memwall.apply.streaming.tier import ParameterTier

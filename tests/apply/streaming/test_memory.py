@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 pytestmark = [
     pytest.mark.timeout(540),
@@ -45,10 +45,10 @@ print("weights", found.hexdigest())
 # What is the smallest budget with parameters on disk, and what without?
 _PROBE = """
 import json, runpy, sys
-from memwall.apply.session import Session
+from memwall.session.session import Session
 from memwall.errors import InfeasibleError
 from memwall.integrations.launcher import run_script
-from memwall.plan import search
+from memwall.planning import search
 
 session = Session(budget_bytes=1 << 20, disk=sys.argv[2])
 found = {}

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply.session import Session
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import ApplyError, NoEffectError
-from memwall.plan.planfile import Plan
+from memwall.planning.planfile import Plan
+from memwall.session.session import Session
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 

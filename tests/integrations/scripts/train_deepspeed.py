@@ -61,7 +61,7 @@ def train_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
     import deepspeed
 
     from memwall import Plan
-    from memwall.apply.kernels import patch_kernels
+    from memwall.apply.kernels.patched import patch_kernels
     from memwall.integrations import deepspeed as integration
 
     plan = Plan.load(args.plan)

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from trainer_runs import MIB, Recorded, arguments
 
-from memwall.plan.actions import Recompute
-from memwall.plan.planfile import Plan
-from memwall.plan.search import Settings, make_plan
+from memwall.planning.actions import Recompute
+from memwall.planning.planfile import Plan
+from memwall.planning.search import Settings, make_plan
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,7 +65,7 @@ def budget_relative_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], 
             peaks = {"plain": ample.plain_peak.process_bytes, "smallest": ample.smallest_feasible_budget_bytes}
             return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=peaks[peak] - below))
 
-        monkeypatch.setattr("memwall.apply.planning.make_plan", relative)
+        monkeypatch.setattr("memwall.session.replanning.make_plan", relative)
 
     return set_to
 

@@ -9,8 +9,8 @@ import pytest
 from trainer_runs import MIB, arguments, with_actions
 
 from memwall.errors import InfeasibleError, IntegrationError, PlanError
-from memwall.plan.actions import Accumulate, Action, Autocast, Recompute
-from memwall.plan.planfile import Plan
+from memwall.planning.actions import Accumulate, Action, Autocast, Recompute
+from memwall.planning.planfile import Plan
 
 pytestmark = pytest.mark.requires("transformers", "accelerate")
 

@@ -12,9 +12,9 @@ from torch import nn
 from trainer_runs import MIB, NUM_STEPS, Recorded
 
 from memwall.errors import IntegrationError
-from memwall.plan.actions import Recompute
-from memwall.plan.planfile import Plan
-from memwall.plan.search import Settings, make_plan
+from memwall.planning.actions import Recompute
+from memwall.planning.planfile import Plan
+from memwall.planning.search import Settings, make_plan
 
 pytestmark = pytest.mark.requires("transformers", "accelerate")
 

@@ -1,0 +1,398 @@
+"""Saved tensors that wait for backward on another tier: CPU tensors on disk, CUDA tensors in pinned host memory.
+
+`ActivationOffload` owns the bookkeeping (what moves, once, how long it lives, when it comes back); a `Tier` moves the
+bytes. What moves is a range of a storage, not a tensor: several saved views of it move once and come back with the
+strides they had, so that backward runs the same kernels on the same bits.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memwall.apply.block_counts import BlockCounts
+from memwall.apply.offload.entry import Entry, EntryList, Kept, Saved, byte_range, described, guard_of, quiet
+from memwall.apply.offload.packed import PackedTier, can_leave_packed
+from memwall.errors import ApplyError, MemwallError
+from memwall.planning.actions import LeavingForm
+from memwall.store.pinned_tier import PinnedTier
+from memwall.store.tier import ByteRange, DiskTier, Tier
+from memwall.store.transfer import TransferPool
+
+__all__ = ["ActivationOffload", "SavedTensorModifiedError"]
+
+# Restored bytes begin at a 4096-byte boundary, so a range that begins at one too keeps each view's alignment; kernels
+# may choose their path by alignment, and another path may round differently.
+_RANGE_ALIGNMENT_BYTES = 4096
+
+
+class _Group(NamedTuple):
+    """What is said of tensors that a thread saves now."""
+
+    key: Hashable = None
+    counts: BlockCounts | None = None
+    form: LeavingForm = "exact"
+
+
+_NO_GROUP = _Group()
+
+
+class SavedTensorModifiedError(ApplyError, RuntimeError):
+    """A saved tensor was written in place before backward used it (autograd raises RuntimeError for that)."""
+
+
+class ActivationOffload:
+    """Parks the tensors that autograd saves, within a bounded window of memory, and brings them back for backward.
+
+    Args:
+        pool: disk for CPU tensors; None leaves CPU tensors where they are. The caller closes it, after this.
+        window_bytes: the most memory for bytes on their way out, and again for bytes brought back ahead of their use.
+        min_bytes: tensors whose storage range is smaller stay.
+        is_excluded: True for what must stay: parameters, buffers, and whatever shares a storage with them.
+        host_limit_bytes: the most pinned host memory for CUDA tensors; None for no limit.
+        owns_pages: which CPU tensors need no copy on their way out, see `DiskTier`.
+
+    Raises:
+        StoreError: from `pack` and `unpack`, when the tier is full or fails; from the first `pack`, when the window is
+            smaller than two disk blocks.
+    """
+
+    def __init__(
+        self,
+        pool: TransferPool | None,
+        *,
+        window_bytes: int = 64 << 20,
+        min_bytes: int = 1 << 20,
+        is_excluded: Callable[[Tensor], bool],
+        host_limit_bytes: int | None = None,
+        owns_pages: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._owns_pages = owns_pages
+        self._window_bytes = window_bytes
+        self._min_bytes = max(1, min_bytes)
+        self._is_excluded = is_excluded
+        self._host_limit_bytes = host_limit_bytes
+        self._tiers: dict[torch.device, Tier[Any, Any]] = {}
+        self._lock = threading.RLock()  # CUDA runs backward, hence unpack, in a thread of its own
+        self._entries = EntryList()
+        self._by_range: dict[Hashable, Entry] = {}
+        self._groups: dict[Hashable, dict[Entry, None]] = {}
+        self._active = threading.local()
+        self._loaded: dict[Entry, None] = {}
+        self._loaded_bytes = 0
+        self._held_bytes = 0
+        # Saved handles die in any thread, at any instant, under any lock (garbage collection): they only leave a note
+        # here, and the next call acts on it.
+        self._dead: deque[tuple[Entry, bool]] = deque()
+        self._is_closed = False
+        self._moved_bytes = 0
+        self._restored_bytes = 0
+        self._stall_seconds = 0.0
+        self.failure: MemwallError | None = None
+        """The first transfer that failed: autograd passes the error through the caller's code, which may drop it."""
+
+    # Counters.
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes sent away so far, as they left; a storage range saved several times counts once."""
+        return self._moved_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes asked back so far, as they left."""
+        return self._restored_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory for copies on their way out that is resident: of each disk tier's window, what was used so far."""
+        return sum(tier.staging_bytes for tier in self._tiers.values() if isinstance(tier, DiskTier))
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time the training thread waited for the host's side of a transfer; waits inside a CUDA stream do not show."""
+        return self._stall_seconds + sum(tier.stall_seconds for tier in self._tiers.values())
+
+    @property
+    def num_held(self) -> int:
+        """Storage ranges that are parked for a graph that still lives."""
+        with self._lock:
+            self._reap()
+            return len(self._entries)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of those ranges, as they left."""
+        with self._lock:
+            self._reap()
+            return self._held_bytes
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes brought back that no backward node has taken yet; of packed ones what they unpack to."""
+        with self._lock:
+            self._reap()
+            return self._loaded_bytes
+
+    # What callers put around a forward, and before a backward.
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context inside which tensors saved for backward are offloaded."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    @contextmanager
+    def group(self, key: Hashable, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Iterator[None]:
+        """What this thread saves inside belongs to `key` (say, a block's path and call number), for `prefetch`.
+
+        Args:
+            counts: where it is counted what was saved, and what of it left.
+            form: in which floating-point numbers leave.
+        """
+        outer = self._group
+        self._active.group = _Group(key, counts, form)
+        try:
+            yield
+        finally:
+            self._active.group = outer
+
+    def prefetch(self, key: Hashable) -> None:
+        """Begin to bring back the group `key`, last saved first. Not bounded by the window: the caller's plan is."""
+        with self._lock, quiet():
+            self._reap()
+            for entry in reversed(list(self._groups.get(key, ()))):
+                if entry.load is None and entry.num_unread > 0:
+                    self._begin_load(entry, is_urgent=False)
+
+    @property
+    def _group(self) -> _Group:
+        return getattr(self._active, "group", _NO_GROUP)
+
+    # The hook pair.
+
+    def pack(self, tensor: Tensor) -> Saved | Kept:
+        """Send `tensor` away, or keep it; the object autograd stores in its place."""
+        counts, form = self._group.counts, self._group.form
+        if counts is not None:
+            counts.num_offered += 1
+        if not self._can_move(tensor):
+            if counts is not None and not isinstance(tensor, nn.Parameter) and _num_bytes(tensor) >= self._min_bytes:
+                counts.num_immovable += 1
+            return Kept(tensor)
+        with self._lock, quiet():
+            self._reap()
+            if self._is_closed:
+                raise ApplyError("the activation offload has been closed; leave its hooks() context first")
+            storage = tensor.untyped_storage()
+            start, end = byte_range(tensor, storage.nbytes(), _RANGE_ALIGNMENT_BYTES)
+            if end - start < self._min_bytes or self._is_excluded(tensor):
+                return Kept(tensor)
+            guard = guard_of(tensor)  # before anything is queued, for which workers ask for the interpreter
+            place = (storage._cdata, storage.data_ptr(), start, end, tensor._version)
+            entry = self._by_range.get(place)
+            if entry is None and form != "exact":
+                entry = self._by_range.get((*place, form, tensor.dtype))
+            if entry is None:
+                if not can_leave_packed(tensor, end - start):
+                    form = "exact"
+                try:
+                    entry = self._park(tensor, storage, start, end, place, form)
+                except MemwallError as error:
+                    self._note_failure(error)
+                    raise
+            if counts is not None:
+                counts.num_moved += 1
+            return Saved(tensor, guard, entry, self._dead)
+
+    def unpack(self, saved: Any) -> Tensor:
+        """The tensor as it was: same bits, strides and dtype.
+
+        Raises:
+            SavedTensorModifiedError: it was written in place in between.
+            StoreError: its bytes cannot be had.
+        """
+        if saved.was_modified():
+            raise SavedTensorModifiedError(
+                f"a tensor needed for backward was modified in place after the forward saved it: {saved.label}; "
+                f"it is at version {saved.current_version()}, expected {saved.version}. Replace the in-place operation "
+                "by one that returns a new tensor, or write into a clone()"
+            )
+        if isinstance(saved, Kept):
+            return saved.tensor
+        with self._lock, quiet():
+            self._reap()
+            if self._is_closed:
+                raise ApplyError(f"the activation offload was closed before backward asked for {saved.label}")
+            try:
+                return self._restore(saved)
+            except MemwallError as error:
+                self._note_failure(error)
+                raise
+
+    # Lifetime.
+
+    def close(self) -> None:
+        """Release every parked byte. A graph that still needs one fails at its backward with an `ApplyError`."""
+        with self._lock:
+            self._reap()
+            self._is_closed = True
+            for entry in list(self._entries):
+                self._release(entry)
+            for tier in self._tiers.values():
+                tier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # How it is done.
+
+    def _note_failure(self, error: MemwallError) -> None:
+        self.failure = self.failure or error.without_frames()
+
+    def _can_move(self, tensor: Tensor) -> bool:
+        """The cheap part of eligibility: a plain dense tensor, on a device that has a tier."""
+        return (
+            type(tensor) is Tensor
+            and (tensor.is_cuda or (tensor.is_cpu and self._pool is not None))
+            and tensor.layout is torch.strided
+            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    def _tier(self, device: torch.device) -> Tier[Any, Any]:
+        tier = self._tiers.get(device)
+        if tier is None:
+            if device.type == "cpu" and self._pool is not None:
+                tier = DiskTier(self._pool, window_bytes=self._window_bytes, owns_pages=self._owns_pages)
+            else:
+                tier = PinnedTier(device, window_bytes=self._window_bytes, limit_bytes=self._host_limit_bytes)
+            self._tiers[device] = tier
+        return tier
+
+    def _park(
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        start: int,
+        end: int,
+        place: tuple[Hashable, ...],
+        form: LeavingForm,
+    ) -> Entry:
+        group = self._group.key
+        label = described(tensor.dtype, tensor.shape, group)
+        tier: Tier[Any, Any] = self._tier(tensor.device)
+        key = place
+        if form != "exact":
+            tier, key = PackedTier(tier, form, tensor.dtype), (*place, form, tensor.dtype)
+        entry = Entry(
+            tier=tier,
+            parked=tier.park(ByteRange(storage, start, end - start), label),
+            label=label,
+            start=start,
+            num_bytes=end - start,
+            device=tensor.device,
+            key=key,
+            group=group,
+            source=StorageWeakRef(storage),
+        )
+        self._entries.append(entry)
+        self._by_range[key] = entry
+        self._groups.setdefault(group, {})[entry] = None
+        self._held_bytes += entry.parked.num_bytes
+        self._moved_bytes += entry.parked.num_bytes
+        return entry
+
+    def _restore(self, saved: Saved) -> Tensor:
+        """The tensor, and reading ahead for those that backward will ask for next."""
+        entry = saved.entry
+        buffer = entry.restored_buffer()
+        is_loaded = buffer is None
+        if buffer is None:
+            if entry.load is not None and entry.was_written:
+                self._drop_load(entry, is_collected=True)
+            if entry.load is None:
+                self._begin_load(entry, is_urgent=True)
+            buffer, seconds = entry.tier.collect(entry.load)
+            self._stall_seconds += seconds
+            entry.remember(buffer)
+        tensor = saved.view_of(buffer)
+        saved.mark_read()
+        if is_loaded:  # last: with something queued workers ask for the interpreter, at each operation on tensors here
+            self._read_ahead(entry)
+        # A range with handles that wait is kept for them while the window has room: the next reader is often near.
+        if entry.load is not None and (entry.num_unread == 0 or self._loaded_bytes > self._window_bytes):
+            self._drop_load(entry, is_collected=True)
+        return tensor
+
+    def _begin_load(self, entry: Entry, *, is_urgent: bool) -> None:
+        entry.load = entry.tier.load(entry.parked, is_urgent=is_urgent)
+        self._loaded[entry] = None
+        self._loaded_bytes += entry.num_bytes
+        self._restored_bytes += entry.parked.num_bytes
+
+    def _drop_load(self, entry: Entry, *, is_collected: bool) -> None:
+        if not is_collected:
+            entry.tier.discard(entry.load)
+        entry.load = None
+        del self._loaded[entry]
+        self._loaded_bytes -= entry.num_bytes
+
+    def _read_ahead(self, entry: Entry) -> None:
+        """Begin loads of what was saved before `entry`, newest first, up to the window, which `entry` is no part of."""
+        older = entry.older
+        while older is not None:
+            if older.load is None and older.num_unread > 0 and older.device == entry.device:
+                if not self._make_room(older.num_bytes, entry):
+                    return
+                self._begin_load(older, is_urgent=False)
+            older = older.older
+
+    def _make_room(self, num_bytes: int, current: Entry) -> bool:
+        """True if `num_bytes` more fit the window, at the cost of loads that backward has passed by already."""
+        room_bytes = self._window_bytes + (current.num_bytes if current.load is not None else 0) - num_bytes
+        if self._loaded_bytes > room_bytes:
+            for passed in [entry for entry in self._loaded if entry.number > current.number]:
+                self._drop_load(passed, is_collected=False)
+        return self._loaded_bytes <= room_bytes
+
+    def _reap(self) -> None:
+        """Act on the deaths of handles; entries without a handle go."""
+        while self._dead:
+            entry, was_read = self._dead.popleft()
+            entry.num_handles -= 1
+            entry.num_unread -= not was_read
+            if entry in self._entries:
+                if entry.num_handles == 0:
+                    self._release(entry)
+                elif entry.num_unread == 0 and entry.load is not None:
+                    self._drop_load(entry, is_collected=False)
+
+    def _release(self, entry: Entry) -> None:
+        if entry.load is not None:
+            self._drop_load(entry, is_collected=False)
+        self._entries.remove(entry)
+        if self._by_range.get(entry.key) is entry:
+            del self._by_range[entry.key]
+        members = self._groups[entry.group]
+        del members[entry]
+        if not members:
+            del self._groups[entry.group]
+        self._held_bytes -= entry.parked.num_bytes
+        entry.tier.release(entry.parked)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """As if it were dense: a subclass or a sparse tensor may have no storage to ask."""
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,143 @@
+"""Saved tensors that leave in a byte an element: `triton_kernels.pack` before a tier. Lossy, where a plan says so.
+
+What is packed is a storage range of one dtype, whatever views of it were saved: 128 neighbours in memory share a unit.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memwall.errors import ApplyError
+from memwall.planning.actions import LeavingForm
+from memwall.predict.packing import PACKED_ITEMSIZES, num_packed_bytes, units_offset_bytes
+from memwall.store.tier import ByteRange, Tier
+from memwall.triton_kernels.pack import BLOCK_ELEMENTS, Packed, pack, pack_into, unpack_into
+
+__all__ = ["PackedTier", "can_leave_packed", "check_can_pack", "pack_seconds_per_element"]
+
+_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_DTYPES = frozenset(getattr(torch, name) for name in PACKED_ITEMSIZES)
+
+
+def can_leave_packed(tensor: Tensor, num_range_bytes: int) -> bool:
+    """Whether a range may be packed for the sake of a saved tensor: floating-point numbers, and nothing beside them.
+
+    What lies between the elements of a view may be anything, and a large number there would take its neighbours'
+    digits.
+    """
+    return tensor.dtype in _DTYPES and tensor.numel() * tensor.itemsize == num_range_bytes
+
+
+def check_can_pack(device: torch.device, block: str) -> None:
+    """Raises ApplyError where saved tensors of a block on `device` cannot leave packed."""
+    if device.type != "cpu":
+        raise ApplyError(
+            f"the plan packs what leaves the block '{block}', which is on {device}: whether all values are finite is "
+            "known there only when the device has come so far, and memwall packs CPU tensors alone; make the plan "
+            "without --allow low-bit-offload"
+        )
+
+
+def pack_seconds_per_element() -> float:
+    """What packing and unpacking one number of float32 costs here, in memory that is there already."""
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    packed, best = pack(values), float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        pack_into(values, packed)
+        unpack_into(packed, values)
+        best = min(best, time.perf_counter() - begin)
+    return best / values.numel()
+
+
+@dataclass(slots=True, eq=False)
+class PackedRange:
+    """A range on the tier behind; `num_elements` 0: as it was."""
+
+    parked: Any
+    num_elements: int
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes there."""
+        num_bytes: int = self.parked.num_bytes
+        return num_bytes
+
+
+@dataclass(slots=True, eq=False)
+class PackedLoad:
+    """Packed bytes on their way back, then the range in `buffer`."""
+
+    of: PackedRange
+    load: Any
+    buffer: Tensor | None = None
+
+
+class PackedTier:
+    """Another tier, to which floating-point numbers come packed.
+
+    A block with a value that is not finite would come back as NaN in all of its elements. A range that has one goes as
+    it is.
+
+    Args:
+        tier: where the bytes go.
+        form: int8 or fp8.
+        dtype: of the elements in all ranges.
+    """
+
+    stall_seconds = 0.0  # the tier behind counts
+
+    def __init__(self, tier: Tier[Any, Any], form: LeavingForm, dtype: torch.dtype) -> None:
+        self._tier, self._codes, self._dtype = tier, _CODES[form], dtype
+
+    def park(self, source: ByteRange, label: str) -> PackedRange:
+        """See `Tier`."""
+        elements = source.tensor().view(self._dtype)
+        memory = torch.empty(num_packed_bytes(elements.numel()), dtype=torch.uint8, device=elements.device)
+        packed = self._packed_in(memory, elements.numel())
+        pack_into(elements, packed)
+        if not packed.is_finite:
+            return PackedRange(self._tier.park(source, label), 0)
+        return PackedRange(self._tier.park(ByteRange.of(memory), label), elements.numel())
+
+    def load(self, parked: PackedRange, *, is_urgent: bool) -> PackedLoad:
+        """See `Tier`."""
+        return PackedLoad(parked, self._tier.load(parked.parked, is_urgent=is_urgent))
+
+    def collect(self, load: PackedLoad) -> tuple[Tensor, float]:
+        """See `Tier`. Unpacks once, and lets go of the packed bytes then."""
+        seconds = 0.0
+        if load.buffer is None:
+            memory, seconds = self._tier.collect(load.load)
+            load.load = None
+            load.buffer = self._unpacked(memory, load.of.num_elements) if load.of.num_elements else memory
+        return load.buffer, seconds
+
+    def discard(self, load: PackedLoad) -> None:
+        """See `Tier`."""
+        if load.load is not None:
+            self._tier.discard(load.load)
+
+    def release(self, parked: PackedRange) -> None:
+        """See `Tier`."""
+        self._tier.release(parked.parked)
+
+    def close(self) -> None:
+        """See `Tier`. The tier behind is closed by whoever opened it."""
+
+    def _unpacked(self, memory: Tensor, num_elements: int) -> Tensor:
+        result = torch.empty(num_elements, dtype=self._dtype, device=memory.device)
+        unpack_into(self._packed_in(memory, num_elements), result)
+        return result.view(torch.uint8)
+
+    def _packed_in(self, memory: Tensor, num_elements: int) -> Packed:
+        num_blocks, offset = -(-num_elements // BLOCK_ELEMENTS), units_offset_bytes(num_elements)
+        return Packed(
+            codes=memory[:num_elements].view(self._codes),
+            units=memory[offset : offset + num_blocks * torch.float32.itemsize].view(torch.float32),
+            shape=torch.Size((num_elements,)),
+            dtype=self._dtype,
+        )

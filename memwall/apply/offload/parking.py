@@ -1,0 +1,241 @@
+"""The safest plan, under which the first step is recorded: every large saved tensor leaves the device."""
+
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.offload.engine import ActivationOffload
+from memwall.apply.offload.packed import pack_seconds_per_element
+from memwall.apply.optimizer_state.cpu_speed import CpuStepSpeeds, cpu_step_speeds
+from memwall.errors import StoreError
+from memwall.machine.disk_location import check_directory, default_directory
+from memwall.machine.disk_race import probe_faster
+from memwall.machine.limits import pinnable_bytes
+from memwall.machine.link_speed import link_speed
+from memwall.predict.malloc.policies import fault_seconds_per_byte
+from memwall.store.scratch import ScratchFile
+from memwall.store.transfer import TransferPool
+from memwall.trace.records import Machine
+
+__all__ = [
+    "Parked",
+    "close_unneeded",
+    "machine_above_host",
+    "measured_machine",
+    "open_engine",
+    "parameter_guard",
+]
+
+_log = logging.getLogger(__name__)
+
+_PROBE_BYTES = 64 << 20
+_needed: list[tuple[ActivationOffload, Callable[[], None]]] = []
+"""Engines that nobody saves to any more, and what closes them: a graph that they were used in still waits for its
+backward, as that of a generator does while its discriminator steps."""
+
+
+def parameter_guard(roots: Sequence[nn.Module]) -> Callable[[Tensor], bool]:
+    """Says which tensors share memory with a parameter or buffer: autograd saves those too, and they stay."""
+    with torch._C.DisableTorchFunctionSubclass():  # an address does not bring a parameter in
+        addresses = {
+            tensor.untyped_storage().data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())
+        }
+
+    def is_excluded(tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in addresses
+
+    return is_excluded
+
+
+def open_engine(
+    roots: Sequence[nn.Module],
+    *,
+    disk: str | None,
+    capacity_bytes: int | None,
+    window_bytes: int,
+    min_bytes: int,
+    host_limit_bytes: int | None = None,
+    owns_pages: Callable[[int], bool] | None = None,
+) -> tuple[ActivationOffload, Callable[[], None]]:
+    """An offload engine for the devices the modules are on: disk under CPU tensors, pinned host memory under CUDA ones.
+
+    Args:
+        host_limit_bytes: the most host memory to pin; None for `memwall.machine.limits.pinnable_bytes`.
+        owns_pages: see `ActivationOffload`, as all others but `roots`: the modules that are trained.
+
+    Returns:
+        The engine, and what closes it with its files and threads: now, or at a `close_unneeded` after the last backward
+        that needs it.
+
+    Raises:
+        StoreError: the directory is missing, read-only, full, or a RAM disk.
+    """
+    close_unneeded()
+    is_cuda = _cuda_device(roots) is not None
+    pool = None
+    if is_cuda:
+        host_limit_bytes = pinnable_bytes() if host_limit_bytes is None else host_limit_bytes
+    else:
+        directory = disk if disk is not None else default_directory()
+        check_directory(directory)
+        pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
+    engine = ActivationOffload(
+        pool,
+        window_bytes=window_bytes,
+        min_bytes=min_bytes,
+        is_excluded=parameter_guard(roots),
+        host_limit_bytes=host_limit_bytes,
+        owns_pages=owns_pages,
+    )
+
+    def close_all() -> None:
+        engine.close()
+        if pool is not None:
+            pool.close()
+
+    def close() -> None:
+        _needed.append((engine, close_all))
+        close_unneeded()
+
+    return engine, close
+
+
+def close_unneeded() -> None:
+    """Closes what was to be closed and waited for a backward that has run now. To be called between steps."""
+    ready = [pair for pair in _needed if not pair[0].num_held]
+    _needed[:] = [pair for pair in _needed if pair not in ready]
+    for _, close_all in ready:
+        close_all()
+
+
+class Parked:
+    """Opens the engine for the recorded step and measures what planning needs to know of the machine.
+
+    Args:
+        host_limit_bytes: of modules on CUDA, the most host memory to use, here and in plans.
+        steps_on_cpu: whether to measure how fast the CPU steps a device's optimizer.
+
+    Attributes:
+        min_bytes: from which size on saved tensors leave: none do where host memory cannot be had for a probe of the
+            link, and so not for them.
+
+    Raises:
+        StoreError: see `open_engine`.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        *,
+        disk: str | None,
+        capacity_bytes: int | None,
+        window_bytes: int,
+        min_bytes: int,
+        host_limit_bytes: int | None = None,
+        steps_on_cpu: bool = False,
+    ) -> None:
+        self.window_bytes = window_bytes
+        device, self.machine = _cuda_device(roots), Machine()
+        if device is not None:
+            self.machine = machine_above_host(device, limit_bytes=host_limit_bytes, steps_on_cpu=steps_on_cpu)
+            min_bytes = min_bytes if self.machine.disk_write_bytes_per_second > 0 else sys.maxsize
+        self.min_bytes = min_bytes
+        # All are copied: how long a tensor stays until it is written would show in the peak, which a replay is compared
+        # with.
+        self._engine, self._close = open_engine(
+            roots,
+            disk=disk,
+            capacity_bytes=capacity_bytes,
+            window_bytes=window_bytes,
+            min_bytes=min_bytes,
+            host_limit_bytes=host_limit_bytes,
+        )
+        if device is None:
+            self.machine = measured_machine(disk if disk is not None else default_directory())
+
+    @property
+    def engine(self) -> ActivationOffload:
+        """The engine, as the recorder's parking."""
+        return self._engine
+
+    def close(self) -> int:
+        """Lets go of everything parked that no graph needs; returns the bytes that were moved out."""
+        moved_bytes = self._engine.bytes_written
+        self._close()
+        return moved_bytes
+
+
+def machine_above_host(device: torch.device, *, limit_bytes: int | None = None, steps_on_cpu: bool = False) -> Machine:
+    """What is measured of a CUDA device's link to host memory, and if asked for how fast the CPU steps.
+
+    What passes the link is copied by the device, and costs the host's cores nothing.
+
+    Args:
+        limit_bytes: what plans may use of host memory; None for `memwall.machine.limits.pinnable_bytes`.
+
+    Returns:
+        Without any speed where host memory cannot be pinned, or the device has no room for the copies, which is logged:
+        plans leave host memory out then.
+    """
+    limit_bytes = pinnable_bytes() if limit_bytes is None else limit_bytes
+    try:
+        speed = link_speed(device, limit_bytes=limit_bytes)
+    except (StoreError, torch.OutOfMemoryError) as error:
+        _log.warning("plans leave out host memory: %s", error)
+        return Machine()
+    stepping = cpu_step_speeds() if steps_on_cpu else CpuStepSpeeds(0.0, 0.0)
+    return Machine(
+        disk_write_bytes_per_second=speed.write_bytes_per_second,
+        disk_read_bytes_per_second=speed.read_bytes_per_second,
+        disk_free_bytes=limit_bytes,
+        cpu_step_bytes_per_second=stepping.torch_bytes_per_second,
+        deepspeed_step_bytes_per_second=stepping.deepspeed_bytes_per_second,
+    )
+
+
+def _cuda_device(roots: Sequence[nn.Module]) -> torch.device | None:
+    """The device of the modules' first parameter on CUDA; None where there is none."""
+    return next((p.device for root in roots for p in root.parameters() if p.device.type == "cuda"), None)
+
+
+def measured_machine(disk: str) -> Machine:
+    """Speeds of this machine, measured in about half a second: disk as the store uses it, faults, copies, packing.
+
+    From then on the disk is served by the engine that is faster there; see `memwall.machine.disk_race`.
+    """
+    faults = fault_seconds_per_byte()
+    found = Machine(
+        copy_seconds_per_byte=_copy_seconds_per_byte() + faults,
+        fault_seconds_per_byte=faults,
+        huge_fault_seconds_per_byte=fault_seconds_per_byte(in_huge_pages=True),
+        pack_seconds_per_element=pack_seconds_per_element() + torch.float32.itemsize * faults,
+    )
+    if not disk:
+        return found
+    speed, usage = probe_faster(disk, _PROBE_BYTES), shutil.disk_usage(disk)
+    return msgspec.structs.replace(
+        found,
+        disk=disk,
+        disk_write_bytes_per_second=speed.write_bytes_per_second,
+        disk_read_bytes_per_second=speed.read_bytes_per_second,
+        disk_free_bytes=usage.free,
+        disk_total_bytes=usage.total,
+        disk_engine=speed.engine,
+    )
+
+
+def _copy_seconds_per_byte() -> float:
+    """One copy between warm buffers, as from a tensor into staging."""
+    source, target = torch.ones(4 << 20, dtype=torch.uint8), torch.ones(4 << 20, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        target.copy_(source)
+        best = min(best, time.perf_counter() - begin)
+    return best / source.numel()

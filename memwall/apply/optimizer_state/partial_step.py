@@ -1,0 +1,152 @@
+"""An optimizer's own step on some of its parameters: which optimizers allow it, and how it is done.
+
+It changes nothing where each parameter is updated from its own gradient, state and group alone. That is a property of
+the optimizer's class, so the classes are named (`planning.legality.STEPPED_ALONE`) and no others are taken: those
+of torch.optim, and Lion of lion-pytorch.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memwall.errors import ApplyError
+from memwall.planning.legality import STEPPED_ALONE
+
+__all__ = [
+    "Arguments",
+    "Part",
+    "below_hooks",
+    "inner_step_of",
+    "is_stepped_alone",
+    "step_some",
+    "with_closure_called",
+    "without_closure",
+]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a step is called with, by position and by name."""
+Part = Sequence[tuple[int, list[Tensor]]]
+"""Parameters by the number of the group they are in."""
+
+_CPU = torch.device("cpu")
+
+# Where else than in torch.optim such classes are, by their names. Lion is read in lion-pytorch 0.2.5: what either class
+# shares between parameters are a group's settings and the learning rate it was made with. Lions of other packages
+# bring their own steps.
+_ELSEWHERE = {"Lion": ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")}
+
+
+def inner_step_of(
+    optimizer: torch.optim.Optimizer, *, kept: str = "on disk", device: torch.device = _CPU
+) -> Callable[..., Any]:
+    """The step below the hooks, of an optimizer that may be stepped a few parameters at a time.
+
+    Args:
+        kept: where its state is to be between steps, for messages.
+        device: where all its parameters are to be.
+
+    Raises:
+        ApplyError: it may not, or is not known to.
+    """
+    kind: Any = type(optimizer)
+    if not is_stepped_alone(kind):
+        raise ApplyError(
+            f"the state of {kind.__module__}.{kind.__qualname__} cannot be kept {kept}: memwall steps a few "
+            "parameters at a time, which is known to change nothing for torch.optim's "
+            f"{', '.join(sorted(STEPPED_ALONE - _ELSEWHERE.keys()))} and lion-pytorch's Lion alone; use one of these, "
+            "or plan without moving optimizer state"
+        )
+    inner = below_hooks(kind.step)
+    if getattr(inner, "hooked", False):
+        raise ApplyError(
+            f"{kind.__qualname__}.step was replaced by a wrapper around it, which would run once for every bucket of "
+            "state; wrap the step of the optimizer object in place of its class, or register a step hook"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ApplyError(
+                f"a differentiable {kind.__qualname__} keeps its state in the graph, so it cannot be {kept}; "
+                "pass differentiable=False"
+            )
+        for parameter in group["params"]:
+            if parameter.device != device:
+                whose = "CPU parameters" if device == _CPU else f"parameters on {device}"
+                raise ApplyError(
+                    f"{kind.__qualname__} trains parameters on {parameter.device}; its state is kept {kept} for {whose}"
+                    " only; plan for this device without that"
+                )
+    return inner
+
+
+def step_some(
+    optimizer: torch.optim.Optimizer, inner: Callable[..., Any], part: Part | None, arguments: Arguments
+) -> None:
+    """Steps these parameters only, without hooks. The optimizer sees its own group dictionaries, with fewer members."""
+    if not part:
+        return
+    whole = optimizer.param_groups
+    chosen = [whole[number] for number, _ in part]
+    members = [group["params"] for group in chosen]
+    try:
+        for group, (_, some) in zip(chosen, part, strict=True):
+            group["params"] = some
+        optimizer.param_groups = chosen
+        inner(optimizer, *arguments[0], **arguments[1])
+    finally:
+        optimizer.param_groups = whole
+        for group, every in zip(chosen, members, strict=True):
+            group["params"] = every
+
+
+def with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a step, as its hooks get them, with a closure that returns the loss it has just computed.
+
+    The first of `args` is the optimizer (torch.optim.Optimizer.profile_hook_step).
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+
+    def computed() -> Any:
+        return loss
+
+    if len(args) > 1:
+        return (args[0], computed, *args[2:]), kwargs
+    return args, {**kwargs, "closure": computed}
+
+
+def without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a step, as its hooks get them, without the optimizer and the closure, which has been called."""
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    return ((None, *args[2:]) if len(args) > 1 else ()), rest
+
+
+def is_stepped_alone(kind: Any) -> bool:
+    """Whether it is one of the classes named, inherits its step from one, or adds master weights to it."""
+    known = next((c for c in kind.__mro__ if c.__name__ in STEPPED_ALONE and _is_known_itself(c)), None)
+    step = below_hooks(kind.step)
+    return (
+        known is not None
+        and getattr(step, "steps_as", step) is below_hooks(known.step)
+        and getattr(kind, "_init_group", None) is getattr(known, "_init_group", None)
+    )
+
+
+def _is_known_itself(kind: Any) -> bool:
+    """Whether it is the class that is meant by its name, and not another one that is called so."""
+    homes: tuple[Any, ...] = (torch.optim, *map(sys.modules.get, _ELSEWHERE.get(kind.__name__, ())))
+    return any(getattr(home, kind.__name__, None) is kind for home in homes)
+
+
+def below_hooks(step: Any) -> Callable[..., Any]:
+    """What torch wrapped in the code that calls step hooks (`Optimizer.profile_hook_step`).
+
+    Its attribute `steps_as` is the step that it is in other numbers (`memwall.apply.optimizer_state.master_weights`).
+    """
+    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inner

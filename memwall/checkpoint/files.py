@@ -1,0 +1,247 @@
+"""A checkpoint as files that other programs read, and what other programs saved as a checkpoint.
+
+Weights go to a safetensors file a bucket at a time, so that the model never is in memory as a whole. A file of torch
+holds everything that a training run goes on with, and is made in memory.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from msgspec import Struct
+from torch import Tensor, nn
+
+from memwall.apply.optimizer_state.low_bit_form import put_together
+from memwall.checkpoint.restoration import Restoration
+from memwall.checkpoint.resumption import Stateful
+from memwall.checkpoint.step_checkpoint import StepCheckpoint
+from memwall.checkpoint.training_state import TensorRecord, low_bit_of, state_records
+from memwall.errors import StoreError, UsageError
+from memwall.store.journal import Journal
+from memwall.trace.tags import Tag
+
+__all__ = ["CheckpointSummary", "export_safetensors", "export_torch", "import_checkpoint", "read_summary"]
+
+# https://github.com/huggingface/safetensors#format
+_SAFETENSORS_TYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+class CheckpointSummary(Struct, frozen=True, kw_only=True):
+    """What a directory holds, for scripts."""
+
+    schema: str = "memwall.checkpoint/1"
+    tag: Tag = "cpu-measured"
+    directory: str
+    step: int
+    optimizer: str
+    num_parameters: int
+    weight_bytes: int
+    state_bytes: int
+    disk_bytes: int
+
+
+class _Committed:
+    """The last step of a directory, open for reading."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        path = os.fspath(directory)
+        if not os.path.isdir(path):
+            raise UsageError(f"there is no folder {path}; expected one written by memwall run --checkpoint")
+        self.journal = Journal(path)
+        try:
+            if self.journal.last is None:
+                raise UsageError(f"{path} holds no committed step; expected one written by memwall run --checkpoint")
+            self.step = self.journal.last.step
+            self.restoration = Restoration(self.journal, self.journal.last)
+        except BaseException:
+            self.journal.close()
+            raise
+        self.objects = self.restoration.objects
+        self.records = {record.name: record for record in self.restoration.content.tensors}
+
+    def __enter__(self) -> "_Committed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.journal.close()
+
+    def read(self, records: Mapping[Any, TensorRecord]) -> dict[Any, Tensor]:
+        """Tensors of their own, in CPU memory."""
+        tensors = {
+            key: torch.empty_strided(record.shape, record.stride, dtype=getattr(torch, record.dtype))
+            for key, record in records.items()
+        }
+        self.restoration.read([(records[key], tensor) for key, tensor in tensors.items()])
+        return tensors
+
+
+def read_summary(directory: str | os.PathLike[str]) -> CheckpointSummary:
+    """What is in a directory, after every byte of it has been verified.
+
+    Raises:
+        UsageError: it holds no committed step.
+        StoreError: it is damaged, or a run is using it.
+    """
+    with _Committed(directory) as found:
+        weights = [record for record in found.records.values() if record.name.startswith("parameter/")]
+        state = [record for record in found.records.values() if record.name.startswith("state/")]
+        return CheckpointSummary(
+            directory=os.fspath(directory),
+            step=found.step,
+            optimizer=found.objects["optimizer"]["class"],
+            num_parameters=sum(_numel(record) for record in weights),
+            weight_bytes=sum(_num_bytes(record) for record in weights),
+            state_bytes=sum(_num_bytes(record) for record in state),
+            disk_bytes=found.journal.data.length_bytes,
+        )
+
+
+def export_safetensors(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
+    """Writes the weights under the names of the model's state dict, of tied ones the first; the step they are of.
+
+    Raises:
+        UsageError: the directory holds no committed step.
+        StoreError: the checkpoint is damaged, the file cannot be written, or safetensors does not know a tensor's type.
+    """
+    with _Committed(directory) as found:
+        chosen: dict[str, TensorRecord] = {}
+        for key, name in found.objects["state_dict"].items():
+            if name not in {record.name for record in chosen.values()}:
+                chosen[key] = found.records[name]
+        # In the order in which they lie, so that each bucket is read once.
+        order = sorted(chosen, key=lambda key: (chosen[key].bucket, chosen[key].offset))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(found.step)}}
+        end = 0
+        for key in order:
+            record = chosen[key]
+            if record.dtype not in _SAFETENSORS_TYPES:
+                raise StoreError(f"'{key}' is in {record.dtype}, which safetensors has no name for; export to torch")
+            begin, end = end, end + _num_bytes(record)
+            kind = _SAFETENSORS_TYPES[record.dtype]
+            header[key] = {"dtype": kind, "shape": list(record.shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        buckets: dict[int, dict[str, TensorRecord]] = {}
+        for key in order:
+            buckets.setdefault(chosen[key].bucket, {})[key] = chosen[key]
+        with _whole_file(Path(path)) as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for members in buckets.values():
+                for tensor in found.read(members).values():
+                    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return found.step
+
+
+def export_torch(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
+    """Writes `{"model": ..., "optimizer": ..., "helpers": ..., "step": ...}` with torch.save; the step it is of.
+
+    `model` and `optimizer` are what `load_state_dict` of the model and of the optimizer take. `helpers` is a list of
+    the class and the state dict of each scheduler and scaler. torch.load(weights_only=True) reads the file.
+
+    Raises:
+        UsageError: the directory holds no committed step.
+        StoreError: the checkpoint is damaged, or the file cannot be written.
+    """
+    with _Committed(directory) as found:
+        names: dict[str, str] = found.objects["state_dict"]
+        tensors = found.read({name: found.records[name] for name in dict.fromkeys(names.values())})
+        content = {
+            "model": {key: tensors[name] for key, name in names.items()},
+            "optimizer": _optimizer_state_dict(found),
+            "helpers": found.objects["helpers"],
+            "step": found.step,
+        }
+        with _whole_file(Path(path)) as file:
+            torch.save(content, file)
+        return found.step
+
+
+def import_checkpoint(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    **stateful: Stateful,
+) -> None:
+    """Commits a model and an optimizer as they are now, into which a state dict has been loaded, say.
+
+    A run with `--checkpoint DIR --resume` then goes on from there; its loop over `memwall.steps` begins at `step`.
+
+    Args:
+        directory: a new one.
+        step: how many steps have been done.
+        stateful: as for `memwall.steps`.
+
+    Raises:
+        UsageError: the directory holds a run.
+        StoreError: it cannot be written to.
+    """
+    checkpoint = StepCheckpoint(directory)
+    try:
+        checkpoint.commit_as(step, model, optimizer, dict(stateful))
+    except BaseException:
+        checkpoint.close(completed=False)
+        raise
+    checkpoint.close(completed=True)
+    if checkpoint.failure is not None:
+        raise checkpoint.failure
+
+
+def _optimizer_state_dict(found: _Committed) -> dict[str, Any]:
+    saved = found.objects["optimizer"]
+    order = [name for group in saved["groups"] for name in group["parameters"]]
+    numbers = {name: number for number, name in enumerate(order)}
+    state: dict[int, dict[Any, Any]] = {numbers[name]: dict(rest) for name, rest in saved["state"].items()}
+    chosen = {(numbers[name], key): record for name, key, record in state_records(found.records.values())}
+    for (number, key), tensor in found.read(chosen).items():
+        state.setdefault(number, {})[key] = tensor
+    for name, number in numbers.items():
+        put_together(state.get(number, {}), low_bit_of(saved, name), is_kept=False)
+    groups = [
+        {**group["options"], "params": [numbers[name] for name in group["parameters"]]} for group in saved["groups"]
+    ]
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _numel(record: TensorRecord) -> int:
+    return torch.Size(record.shape).numel()
+
+
+def _num_bytes(record: TensorRecord) -> int:
+    return _numel(record) * torch.empty(0, dtype=getattr(torch, record.dtype)).element_size()
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes its name when all of it is on disk."""
+    partial = path.with_name(path.name + ".part")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StoreError(f"cannot write the checkpoint to {path}: {error.strerror or error}") from error
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,196 @@
+"""Puts a new process where another one was: the model first, then its optimizer, its schedulers and its loop."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor, nn
+
+from memwall.apply.optimizer_state.kept_space import KeepsState
+from memwall.checkpoint.discovery import Helpers, find_models
+from memwall.checkpoint.training_state import (
+    TensorRecord,
+    check_belongs,
+    decode_objects,
+    names_of_parameters,
+    parts_of_model,
+    parts_of_optimizer,
+    restore_options,
+    restore_state,
+)
+from memwall.errors import StoreError
+from memwall.planning.planfile import Plan
+from memwall.store.buckets import BucketBuffer
+from memwall.store.journal import Generation, Journal
+
+__all__ = ["Content", "Restoration"]
+
+_log = logging.getLogger(__name__)
+
+
+class Content(Struct, frozen=True, kw_only=True):
+    """What a run puts into a generation of the journal."""
+
+    tensors: tuple[TensorRecord, ...]
+    objects: bytes
+    plan: bytes | None
+    """The plan file that was in effect."""
+
+
+class Restoration:
+    """A committed step, as far as it has been put back.
+
+    Args:
+        journal: reads the buckets.
+        found: the generation.
+
+    Attributes:
+        has_model, has_options, has_state: whether the model, the options of the optimizer, and its state have been put
+            back.
+        objects: the rest of the step; see `memwall.checkpoint.training_state`.
+
+    Raises:
+        StoreError: the step was committed by another version of memwall.
+    """
+
+    def __init__(self, journal: Journal, found: Generation) -> None:
+        self._journal, self._found = journal, found
+        try:
+            self.content = msgspec.msgpack.decode(found.content, type=Content)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise StoreError(
+                f"step {found.step} in {journal.directory} was committed by another version of memwall ({error}); "
+                "resume with the one that wrote it"
+            ) from error
+        self.objects = decode_objects(self.content.objects)
+        self.has_model = False
+        self.has_options = False
+        self.has_state = False
+        self._is_checked = False
+        self._left: list[tuple[str, dict[str, Any]]] = [(name, state) for name, state in self.objects["helpers"]]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan under which the step was made."""
+        return None if self.content.plan is None else msgspec.json.decode(self.content.plan, type=Plan)
+
+    def find_model(self) -> nn.Module | None:
+        """The only module of this process that has these parameters; None where there is none, or are several."""
+        kind = "parameter/"
+        shapes = {r.name.removeprefix(kind): r.shape for r in self.content.tensors if _is_of_model(r, kind)}
+        models = find_models(shapes)
+        return models[0] if len(models) == 1 else None
+
+    @torch.no_grad()
+    def restore_model(self, model: nn.Module) -> None:
+        """Loads parameters and buffers.
+
+        Raises:
+            StoreError: they are another model's.
+        """
+        parts = parts_of_model(model)
+        records = [record for record in self.content.tensors if _is_of_model(record, "parameter/", "buffer/")]
+        check_belongs(self._journal.directory, records, parts)
+        tensors = {part.name: part.tensor for part in parts}
+        self.read([(record, tensors[record.name]) for record in records])
+        self.has_model = True
+        _log.info("continuing from step %d of %s", self._found.step, self._journal.directory)
+
+    @torch.no_grad()
+    def restore_options(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Loads the options of the optimizer's groups, and parameters that it trains beside the model's.
+
+        Raises:
+            StoreError: they are another optimizer's.
+        """
+        restore_options(model, optimizer, self.objects["optimizer"])
+        outside = {part.name: part.tensor for part in parts_of_optimizer(model, optimizer)}
+        beside = [record for record in self.content.tensors if record.name.startswith("parameter/(group ")]
+        self.read([(record, outside[record.name]) for record in beside])
+        self.has_options = True
+
+    @torch.no_grad()
+    def restore_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, keeper: KeepsState | None) -> None:
+        """Loads the optimizer's state: to where it is kept between steps, and in the form in which it is kept.
+
+        Moments that were in 8 bits stay as they are where this process has them so. Where it does not they are opened
+        for torch's Adam, which cannot step on them; torchao's own optimizers can.
+
+        Raises:
+            StoreError: the bytes cannot be had, or came back different, or there is no room for them.
+        """
+
+        def load(chosen: Sequence[Tensor] | None) -> None:
+            objects, records = self.objects["optimizer"], self.content.tensors
+            restore_state(model, optimizer, objects, records, self.read, keeps_low_bits, chosen)
+
+        def keeps_low_bits(parameter: Tensor) -> bool:
+            if keeper is not None:
+                return keeper.keeps_low_bits(parameter)
+            return not isinstance(optimizer, torch.optim.Adam)
+
+        if keeper is not None:
+            keeper.fill(load)
+        load(None)
+        # In the order in which it came to be: a state dict lists it so.
+        names = names_of_parameters(model, optimizer)
+        place = {name: number for number, name in enumerate(self.objects["optimizer"]["state"])}
+        ordered = sorted(optimizer.state.items(), key=lambda item: place.get(names[id(item[0])], len(place)))
+        optimizer.state.clear()
+        optimizer.state.update(ordered)
+        self.has_state = True
+
+    def restore_helpers(self, helpers: Helpers) -> None:
+        """Loads the schedulers and scalers that have appeared."""
+        if self._left:
+            self._left = helpers.restore(self._left)
+
+    def check_complete(self, helpers: Helpers) -> None:
+        """Returns if the script has what the step was made with, no more and no less; asked before the first update.
+
+        Raises:
+            StoreError: it lacks a scheduler or scaler, or has another one.
+        """
+        if self._is_checked:
+            return
+        if self._left:
+            raise StoreError(
+                f"the checkpoint in {self._journal.directory} holds the state of a {self._left[0][0]}, which this "
+                "script has not made before its first update; resume with the script that made it"
+            )
+        saved = [name for name, _ in self.objects["helpers"]]
+        for name in helpers.names():
+            if name not in saved:
+                raise StoreError(
+                    f"the checkpoint in {self._journal.directory} was made without the {name} that this script has; "
+                    "resume with the script that made it"
+                )
+            saved.remove(name)
+        self._is_checked = True
+
+    def read(self, targets: Iterable[tuple[TensorRecord, Tensor]]) -> None:
+        """Fills tensors with what is recorded, a bucket at a time.
+
+        Raises:
+            StoreError: the bytes cannot be had, or came back different.
+        """
+        by_bucket: dict[int, list[tuple[TensorRecord, Tensor]]] = {}
+        for record, tensor in targets:
+            by_bucket.setdefault(record.bucket, []).append((record, tensor))
+        for number, members in sorted(by_bucket.items()):
+            stored = self._found.buckets[number]
+            buffer = BucketBuffer(stored.num_bytes)
+            label = f"the bucket of {members[0][0].name.replace('/', ' ')}"
+            view = buffer.view(stored.num_bytes)
+            self._journal.pool.read(stored.slot, view, label=label, keep=buffer.memory).wait()
+            for record, tensor in members:
+                dtype = getattr(torch, record.dtype)
+                like = torch.empty_strided(record.shape, record.stride, dtype=dtype, device="meta")
+                tensor.copy_(buffer.tensor(record.offset, like))
+
+
+def _is_of_model(record: TensorRecord, *kinds: str) -> bool:
+    return record.name.startswith(kinds) and not record.name.startswith("parameter/(group ")

@@ -1,0 +1,91 @@
+"""What a training loop asks when it can be resumed: where to begin. In a script that memwall does not run: at 0."""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from memwall.apply.optimizer_state.kept_space import set_kept_space
+from memwall.checkpoint.step_checkpoint import StepCheckpoint
+from memwall.errors import UsageError
+
+__all__ = ["Stateful", "open_checkpoint", "resumed_steps", "set_checkpoint", "steps"]
+
+_log = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """Part of a training loop that can be taken down and continued, as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> Any:
+        """What to continue from."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Continues."""
+
+
+_present: StepCheckpoint | None = None
+
+
+def set_checkpoint(checkpoint: StepCheckpoint | None) -> None:
+    """Says which checkpoint the loops of this process ask."""
+    global _present
+    _present = checkpoint
+    set_kept_space(None if checkpoint is None else checkpoint.space)
+
+
+def resumed_steps() -> int:
+    """Optimizer steps that the run had committed when this process began: 0 in a new run.
+
+    Example::
+
+        for step in range(memwall.resumed_steps(), num_steps):
+            batch = batch_of(step)
+
+    Exact where the data of a step do not depend on random numbers that steps before it have drawn. Where they do, loop
+    over `memwall.steps`.
+    """
+    return 0 if _present is None else _present.ask()
+
+
+def steps(num_steps: int, **stateful: Stateful) -> Iterator[int]:
+    """Numbers of iterations up to `num_steps`, from the one that a resumed run has to do next.
+
+    Random numbers, and what is passed by name, are as they were at the beginning of that iteration: bit-equal to the
+    run without interruption, as long as each iteration draws its batch in its own body.
+
+    Example::
+
+        for step, batch in zip(memwall.steps(num_steps, loader=loader), loader):
+
+    Args:
+        num_steps: of the whole run.
+        stateful: what the loop goes on with, with `state_dict` and `load_state_dict`.
+    """
+    checkpoint = _present
+    if checkpoint is None:
+        yield from range(num_steps)
+        return
+    begin = checkpoint.enter_loop(num_steps, dict(stateful))
+    for number in range(begin, num_steps):
+        yield number
+        checkpoint.at_loop_top(number + 1)
+
+
+def open_checkpoint(directory: str | os.PathLike[str], *, every: int, is_resuming: bool) -> StepCheckpoint:
+    """A `StepCheckpoint` for a process that trains alone.
+
+    Raises:
+        UsageError: it is one of several; or as `StepCheckpoint` does.
+        StoreError: as `StepCheckpoint` does.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        raise UsageError(
+            f"--checkpoint: this is one of {world_size} processes (WORLD_SIZE), and steps are committed for one "
+            "process alone; leave it out, and save with the framework that launched them"
+        )
+    checkpoint = StepCheckpoint(directory, every=every, is_resuming=is_resuming)
+    if is_resuming and checkpoint.is_new:
+        _log.warning("--resume: %s holds no committed step yet; this run begins at step 0", checkpoint.directory)
+    return checkpoint

@@ -1,0 +1,76 @@
+"""How fast is this disk for the way the store uses it? Measured in under a second, through the store itself."""
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+
+from memwall.machine.disk_location import check_directory
+from memwall.store.backend import IOBackend
+from memwall.store.engines import EngineName, engine_of
+from memwall.store.scratch import ScratchFile, Slot
+from memwall.store.transfer import DEFAULT_BLOCK_BYTES, Transfer, TransferPool
+
+__all__ = ["DiskSpeed", "probe_disk", "random_buffers", "timed_pass"]
+
+_PASS_SECONDS = 0.25
+_QUEUE_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpeed:
+    """What the store reaches on one disk, alone on it: a training step shares the disk and the processor."""
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    engine: EngineName = "system calls"
+    """What moved the blocks."""
+
+
+def probe_disk(
+    directory: str | os.PathLike[str], num_bytes: int = 256 << 20, *, backend: IOBackend | None = None
+) -> DiskSpeed:
+    """Write and read up to `num_bytes` in `directory`, for at most about a second in all; leaves nothing behind.
+
+    The extents are written once before the timing, as in a run: first writes into fresh extents are slower.
+
+    Raises:
+        StoreError: the directory is unsuitable, full, or fails.
+    """
+    check_directory(directory, needed_bytes=num_bytes)
+    block_bytes = min(DEFAULT_BLOCK_BYTES, num_bytes)
+    with TransferPool(ScratchFile(directory, backend=backend), block_bytes=block_bytes) as pool:
+        slots = [pool.scratch.allocate(block_bytes) for _ in range(max(1, num_bytes // block_bytes))]
+        views = random_buffers(block_bytes)
+        num_warmed, _ = timed_pass(pool, slots, views, is_read=False)
+        num_written, write_seconds = timed_pass(pool, slots[:num_warmed], views, is_read=False)
+        num_read, read_seconds = timed_pass(pool, slots[:num_written], views, is_read=True)
+    return DiskSpeed(
+        write_bytes_per_second=num_written * block_bytes / write_seconds,
+        read_bytes_per_second=num_read * block_bytes / read_seconds,
+        engine=engine_of(directory),
+    )
+
+
+def random_buffers(block_bytes: int) -> list[memoryview]:
+    """As many blocks as are under way at once. A disk or filesystem that compresses must not look faster than it is."""
+    buffers = [mmap.mmap(-1, block_bytes) for _ in range(_QUEUE_DEPTH)]
+    for buffer in buffers:
+        buffer.write(os.urandom(block_bytes))
+    return [memoryview(buffer) for buffer in buffers]
+
+
+def timed_pass(pool: TransferPool, slots: list[Slot], views: list[memoryview], *, is_read: bool) -> tuple[int, float]:
+    """Move one block per slot until the time is up; the number moved and the seconds taken."""
+    move = pool.read if is_read else pool.write
+    under_way: list[Transfer] = []
+    started = time.perf_counter()
+    for count, slot in enumerate(slots):
+        if count >= len(views):
+            under_way[count - len(views)].wait()
+            if time.perf_counter() - started > _PASS_SECONDS:
+                break
+        under_way.append(move(slot, views[count % len(views)]))
+    for transfer in under_way[-len(views) :]:
+        transfer.wait()
+    return len(under_way), time.perf_counter() - started

@@ -1,0 +1,82 @@
+"""How fast bytes go from a CUDA device to pinned host memory and back: what a plan weighs moving them by."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memwall.store.pinned_tier import PinnedArena
+
+__all__ = ["LinkSpeed", "link_speed", "rates"]
+
+# On the device and on the host there is one of these in each direction: together what a window of saved tensors takes.
+_PROBE_BYTES = 16 << 20
+# The first copies wake the link up; the fastest one counts.
+_NUM_COPIES = 5
+
+
+class LinkSpeed(NamedTuple):
+    """Bytes per second in each direction."""
+
+    write_bytes_per_second: float
+    """From the device to the host."""
+    read_bytes_per_second: float
+
+
+def link_speed(device: torch.device, *, limit_bytes: int) -> LinkSpeed:
+    """The speeds of a device's link, by a few copies on streams of their own.
+
+    32 MiB of the device's memory are taken for them and given back to the driver, so that no peak shows them.
+
+    Args:
+        limit_bytes: the most host memory to pin; 32 MiB are needed.
+
+    Raises:
+        StoreError: the limit, or the driver, does not allow that.
+    """
+    arena = PinnedArena(limit_bytes, chunk_bytes=0)
+    try:
+        return _measured(device, arena)
+    finally:
+        arena.close()
+        torch.cuda.empty_cache()
+
+
+def rates(out_seconds: float, back_seconds: float, both_seconds: float) -> LinkSpeed:
+    """What copies of the probe's size that took so long say of the link.
+
+    A plan counts on one direction at a time, so that both at once may take as long as one after the other. Where they
+    take longer, each counts as so much slower. To two digits: no more of them repeat, and a plan depends on all there
+    are.
+    """
+    slower = max(1.0, both_seconds / (out_seconds + back_seconds))
+    return LinkSpeed(*(float(f"{_PROBE_BYTES / (s * slower):.1e}") for s in (out_seconds, back_seconds)))
+
+
+class _Copy(NamedTuple):
+    stream: torch.cuda.Stream
+    target: Tensor
+    source: Tensor
+
+
+def _measured(device: torch.device, arena: PinnedArena) -> LinkSpeed:
+    ours, other = (torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    out = _Copy(torch.cuda.Stream(device), target=arena.allocate(_PROBE_BYTES).memory, source=ours)
+    back = _Copy(torch.cuda.Stream(device), target=other, source=arena.allocate(_PROBE_BYTES).memory)
+    return rates(
+        *(min(_seconds(device, copies) for _ in range(_NUM_COPIES)) for copies in ((out,), (back,), (out, back)))
+    )
+
+
+def _seconds(device: torch.device, copies: Sequence[_Copy]) -> float:
+    """Of copies that begin together, each on its stream, until the last one has ended. None is under way after it."""
+    begin = torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
+    ends = []
+    for copy in copies:
+        copy.stream.wait_event(begin)
+        with torch.cuda.stream(copy.stream):
+            copy.target.copy_(copy.source, non_blocking=True)
+        ends.append(copy.stream.record_event(torch.cuda.Event(enable_timing=True)))
+    torch.cuda.synchronize(device)
+    return max(float(begin.elapsed_time(end)) for end in ends) / 1e3

@@ -1,0 +1,185 @@
+"""The phases of a run under a plan for a device: building, first and steady steps, evaluating, saving and resuming."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from memwall.planning.actions import Accumulate, AllocatorReuse, OptimizerPlacement
+from memwall.planning.forecast import PeakBytes
+from memwall.planning.planfile import Plan
+from memwall.planning.planned_step import planned_step
+from memwall.predict.cpu_step import gradient_bytes, staging_bytes
+from memwall.predict.cuda_allocator.settings import parse_settings
+from memwall.predict.device import DeviceModel, as_first
+from memwall.predict.phases import PhasePeak, evaluation_bytes, phase_peaks, returned_bytes
+from memwall.trace.build import steady_step
+from memwall.trace.records import Step, Trace
+from memwall.units import format_bytes
+
+__all__ = ["SMALLER_EVALUATION", "evaluation_with_metrics", "with_device_phases", "with_evaluation"]
+
+SMALLER_EVALUATION = "a smaller batch in evaluation: --eval-batch N"
+
+
+def evaluation_with_metrics(evaluation: Step) -> str:
+    """What the forecast of an evaluation leaves out, for a person."""
+    return (
+        "evaluation with metrics: the Trainer keeps what each batch returns "
+        f"({format_bytes(returned_bytes(evaluation))}) on the device until the last, and twice while it adds one, "
+        "unless eval_accumulation_steps is set"
+    )
+
+
+def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
+    """The plan with every phase simulated, as `memwall estimate` has them; its peak stays that of the steps.
+
+    Args:
+        plan: made from `trace`, for that device.
+    """
+    found = _simulated(plan, trace, process)
+    if found is None:  # out of memory on a device without end: an allocation larger than any address
+        return plan
+    plan = _with_phases(plan, trace, found, process)
+    resume_bytes = plan.forecast.phases["resume"].process_bytes
+    if not _state_bytes(plan) or plan.forecast.budget_bytes is None or resume_bytes <= plan.forecast.budget_bytes:
+        return plan
+    reason = (
+        "a state dict that is loaded has all of the optimizer's state on the device for a while: "
+        f"{format_bytes(resume_bytes)} to resume, beyond the budget"
+    )
+    forecast = msgspec.structs.replace(plan.forecast, binding=(*plan.forecast.binding, reason))
+    return msgspec.structs.replace(plan, forecast=forecast)
+
+
+def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Step) -> Plan:
+    """The plan with an evaluation between its steps as one more phase, which its peak and its verdict count.
+
+    Where the allocator would hold more than the budget and its margin leave, but gets along by giving back what it
+    caches, that is the forecast: it costs time once in an evaluation, not in every step. Nothing that a plan does makes
+    an evaluation smaller.
+
+    Args:
+        plan: made from `trace`, for that device, with the phases of its steps.
+        evaluation: recorded as the plan runs the model, and translated.
+    """
+    before, found = plan.forecast, _simulated(plan, trace, process, evaluation)
+    if found is None or before.budget_bytes is None:
+        return plan
+    wanted_bytes, room_bytes = found["eval"].reserved_bytes, process.room_bytes(before.budget_bytes)
+    binding = before.binding
+    if wanted_bytes > max(room_bytes, process.reserved_bytes(before.peak.process_bytes)):
+        for capacity_bytes in (room_bytes, max(0, before.budget_bytes - process.base_bytes)):
+            pressed = _simulated(plan, trace, process, evaluation, capacity_bytes=capacity_bytes)
+            if pressed is not None:
+                found = pressed
+                binding += (
+                    "the allocator has to give back cached memory to evaluate within the budget: it would reserve "
+                    f"{format_bytes(wanted_bytes)}",
+                )
+                break
+    process_bytes = max(before.peak.process_bytes, process.base_bytes + found["eval"].reserved_bytes)
+    margin_bytes = process.margin_bytes(process_bytes)
+    fits = bool(before.fits) and process_bytes + margin_bytes <= before.budget_bytes
+    smallest_bytes = before.smallest_feasible_budget_bytes
+    if smallest_bytes is not None:
+        alone_bytes = evaluation_bytes(evaluation, steady_step(trace), process.profile)
+        smallest_bytes = max(smallest_bytes, process.budget_for(process.base_bytes + alone_bytes))
+    plan = _with_phases(plan, trace, found, process)
+    peak = plan.forecast.peak
+    forecast = msgspec.structs.replace(
+        plan.forecast,
+        fits=fits,
+        margin_bytes=margin_bytes,
+        peak=msgspec.structs.replace(
+            peak, reserved_bytes=process.reserved_bytes(process_bytes), process_bytes=process_bytes
+        ),
+        binding=binding,
+        not_modelled=(
+            *process.not_modelled_in_steps(),
+            evaluation_with_metrics(evaluation),
+            process.not_modelled_around(is_evaluated=True),
+        ),
+        relaxations=(SMALLER_EVALUATION, *before.relaxations) if before.fits and not fits else before.relaxations,
+        smallest_feasible_budget_bytes=smallest_bytes,
+    )
+    return msgspec.structs.replace(plan, forecast=forecast)
+
+
+def _simulated(
+    plan: Plan,
+    trace: Trace,
+    process: DeviceModel,
+    evaluation: Step | None = None,
+    *,
+    capacity_bytes: int | None = None,
+) -> dict[str, PhasePeak] | None:
+    """Peaks of the phases under the plan and its allocator settings; None where memory is out."""
+    step = planned_step(trace, plan)
+    setting = next((a.cuda_setting for a in plan.actions if isinstance(a, AllocatorReuse)), "")
+    settings = parse_settings(setting, process.profile)
+    return phase_peaks(
+        (as_first(step), step),
+        evaluation,
+        process.profile,
+        settings=settings,
+        capacity_bytes=capacity_bytes,
+        resumed=steady_step(trace) if _state_bytes(plan) else None,
+    )
+
+
+def _with_phases(plan: Plan, trace: Trace, found: Mapping[str, PhasePeak], process: DeviceModel) -> Plan:
+    away_bytes = _away_bytes(plan, trace)
+    phases = {
+        name: PeakBytes(
+            allocated_bytes=peak.allocated_bytes,
+            reserved_bytes=peak.reserved_bytes,
+            process_bytes=process.base_bytes + peak.reserved_bytes,
+            host_bytes=peak.host_bytes + away_bytes.get(name, 0),
+            disk_bytes=None if peak.disk_bytes is None else peak.disk_bytes + _state_bytes(plan),
+        )
+        for name, peak in found.items()
+    }
+    peak = msgspec.structs.replace(
+        plan.forecast.peak,
+        allocated_bytes=max(phase.allocated_bytes for phase in phases.values()),
+        host_bytes=max(phase.host_bytes or 0 for phase in phases.values()),
+    )
+    forecast = msgspec.structs.replace(
+        plan.forecast,
+        peak=peak,
+        phases=phases,
+        measured_phases=(),
+        peak_phase=max(phases, key=lambda name: phases[name].process_bytes),
+    )
+    return msgspec.structs.replace(plan, forecast=forecast)
+
+
+def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
+    """What a plan adds to host memory, by phase.
+
+    Saved tensors: of a batch that is split, those of one part. And the optimizer's state, where that is there between
+    steps: a state dict is a copy of it, and so is what is read to be loaded. What a step on the CPU brings down passes
+    through memory that stays.
+    """
+    split = next((action for action in plan.actions if isinstance(action, Accumulate)), None)
+    num_parts = 1 if split is None else split.num_micro_batches // plan.num_micro_batches
+    state_bytes = _state_bytes(plan)
+    steady, staged_bytes, passing_bytes = steady_step(trace), 0, state_bytes
+    for action in plan.actions:
+        if isinstance(action, OptimizerPlacement) and action.stepped_on == "cpu":
+            staged_bytes, passing_bytes = staging_bytes(steady, action.bucket_bytes), 2 * gradient_bytes(steady)
+    in_step = staged_bytes + (plan.forecast.moved_bytes_per_step - passing_bytes) // num_parts + state_bytes
+    # What is read to be loaded is in the peak of a resumption already.
+    return {
+        "first_step": in_step,
+        "steady_step": in_step,
+        "eval": staged_bytes + state_bytes,
+        "save": staged_bytes + 2 * state_bytes,
+        "resume": state_bytes,
+    }
+
+
+def _state_bytes(plan: Plan) -> int:
+    """State of the optimizer that is in host memory between steps."""
+    placements = (action for action in plan.actions if isinstance(action, OptimizerPlacement))
+    return sum(action.saved_bytes or 0 for action in placements if action.tier == "host")

@@ -1,0 +1,136 @@
+"""The plan as a file: deterministic JSON, so that equal inputs give equal bytes and a hash names a plan."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+from msgspec import Struct
+
+from memwall.errors import PlanError
+from memwall.planning.actions import Accumulate, Action, Autocast
+from memwall.planning.forecast import Forecast
+
+__all__ = ["Plan"]
+
+_NEWEST = 1
+
+
+class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An ordered set of actions with forecast, margin and provenance.
+
+    Example:
+        >>> from memwall.planning.forecast import PeakBytes
+        >>> forecast = Forecast(
+        ...     device="cpu", source="recorded", fits=True, budget_bytes=2, margin_bytes=0,
+        ...     peak=PeakBytes(allocated_bytes=1, process_bytes=1), phases={}, step_seconds=None, not_modelled=(),
+        ... )
+        >>> plan = Plan(model_fingerprint="ab", trace_hash="cd", micro_batch=1, num_micro_batches=1, forecast=forecast)
+        >>> plan.actions, len(plan.plan_hash)
+        ((), 64)
+    """
+
+    schema: Literal["memwall.plan/1"] = "memwall.plan/1"
+    model_fingerprint: str
+    trace_hash: str
+    """SHA-256 of the encoded trace the plan was made from."""
+    micro_batch: int
+    num_micro_batches: int
+    forecast: Forecast
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What the plan does, in the order it is applied."""
+        return self.forecast.actions
+
+    @property
+    def plan_hash(self) -> str:
+        """SHA-256 over the file's bytes."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def encode(self) -> bytes:
+        """The bytes of the plan file: sorted keys, integers for bytes, indented for reading and diffing."""
+        return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=2) + b"\n"
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan file.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        target = Path(path)
+        partial = target.with_name(target.name + ".part")
+        try:
+            partial.write_bytes(self.encode())
+            partial.replace(target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise PlanError(f"cannot write the plan to {target}: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a plan file.
+
+        Raises:
+            PlanError: no such file, cut short, not a plan, of a newer version, or with an unknown or mistyped field;
+                the message names the file and the path inside it.
+        """
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}: {error.strerror or error}") from error
+        try:
+            found: Any = msgspec.json.decode(content)
+        except msgspec.DecodeError as error:
+            raise PlanError(
+                f"{path} is cut short or no JSON ({error}); make the plan again with `memwall plan`"
+            ) from error
+        schema = found.get("schema") if isinstance(found, dict) else None
+        prefix, _, version = str(schema).rpartition("/")
+        if prefix != "memwall.plan":
+            raise PlanError(
+                f"{path} is not a memwall plan: at $.schema expected 'memwall.plan/{_NEWEST}', found {schema!r}"
+            )
+        if version.isdigit() and int(version) > _NEWEST:
+            raise PlanError(
+                f"{path} is a plan of version {version}, this memwall reads up to {_NEWEST}; upgrade torch-memwall"
+            )
+        try:
+            return msgspec.json.decode(content, type=cls)
+        except msgspec.ValidationError as error:
+            raise PlanError(f"{path} is not a valid plan: {error}") from error
+
+    def accelerate_kwargs(self) -> dict[str, Any]:
+        """Arguments for `Accelerator(**plan.accelerate_kwargs())`: precision and accumulation, if planned."""
+        kwargs: dict[str, Any] = {}
+        for action in self.actions:
+            if isinstance(action, Autocast):
+                kwargs["mixed_precision"] = "bf16" if action.dtype == "bfloat16" else "fp16"
+            elif isinstance(action, Accumulate):
+                kwargs["gradient_accumulation_steps"] = action.num_micro_batches
+        return kwargs
+
+    def training_arguments(self, args: Any) -> Any:
+        """A copy of `transformers.TrainingArguments` (or a subclass) with what the plan needs set in it.
+
+        Micro-batch, accumulation and precision; everything else of the plan is applied by `MemwallCallback(plan=...)`.
+        """
+        changes: dict[str, Any] = {}
+        for action in self.actions:
+            if isinstance(action, Autocast):
+                changes["bf16"] = action.dtype == "bfloat16"
+                changes["fp16"] = action.dtype == "float16"
+            elif isinstance(action, Accumulate):
+                changes["per_device_train_batch_size"] = action.micro_batch
+                changes["gradient_accumulation_steps"] = action.num_micro_batches
+        return dataclasses.replace(args, **changes)
+
+    def deepspeed_config(self, **settings: Any) -> dict[str, Any]:
+        """The configuration under which DeepSpeed does its part of the plan; see `memwall.planning.deepspeed`.
+
+        What DeepSpeed has nothing for stays memwall's: `memwall.integrations.deepspeed.apply_rest` applies it.
+        """
+        from memwall.planning.deepspeed import deepspeed_config
+
+        return deepspeed_config(self, **settings)

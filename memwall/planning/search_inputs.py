@@ -1,0 +1,75 @@
+"""What all candidates for a step share: the recorded step, what the process makes of it, and the disk."""
+
+import sys
+
+from memwall.planning.blocks import find_blocks
+from memwall.planning.legality import can_offload
+from memwall.planning.live_budgets import LiveBudgets, Shares, Tightening
+from memwall.planning.locations import Place
+from memwall.planning.settings import Settings
+from memwall.predict.curve import step_seconds
+from memwall.predict.device import DeviceModel
+from memwall.predict.process import Process, ProcessModel
+from memwall.predict.timing import first_touch_seconds, smoothed
+from memwall.trace.build import steady_step
+from memwall.trace.records import Trace
+
+__all__ = ["Problem"]
+
+_SECONDS_PER_DAY = 86_400
+
+
+class Problem:
+    """A trace and what is asked of it.
+
+    Attributes:
+        process: replays a step on this machine, or on the device that the trace was translated to.
+        live_budgets: for how many live bytes to solve.
+        steady: the recorded step that counts, its seconds smoothed.
+        plain_fault_seconds: of its seconds, what another way of reusing memory can save.
+    """
+
+    def __init__(self, trace: Trace, settings: Settings) -> None:
+        self.trace, self.settings = trace, settings
+        self.process: Process
+        self.live_budgets: type[LiveBudgets]
+        if settings.hardware is None:
+            self.process, self.live_budgets = ProcessModel(trace), Shares
+        else:
+            self.process, self.live_budgets = DeviceModel(trace, settings.hardware), Tightening
+        recorded = steady_step(trace)
+        self.steady = smoothed(recorded, find_blocks(trace, recorded))
+        self.plain_fault_seconds = min(
+            self.process.untreated(self.steady).fault_seconds,
+            first_touch_seconds(self.steady, trace.machine.fault_seconds_per_byte),
+        )
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk below the memory that the step runs in."""
+        return self.trace.device == "cpu" and can_offload(self.trace) is None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What may be taken of it."""
+        return self.settings.disk_capacity_bytes or self.trace.machine.disk_free_bytes
+
+    def writable_bytes(self, place: Place) -> int:
+        """What a step may write to the disk besides what it writes for a place; negative where that is too much."""
+        per_day = self.settings.disk_bytes_per_day
+        if per_day is None or self.process.next_tier != "disk":
+            return sys.maxsize
+        return int(per_day / _SECONDS_PER_DAY * self._least_seconds(place)) - place.written_bytes
+
+    def written_bytes_per_day(self, place: Place) -> float:
+        """What steps write in a day for a place alone."""
+        return place.written_bytes / self._least_seconds(place) * _SECONDS_PER_DAY
+
+    def _least_seconds(self, place: Place) -> float:
+        """Of a step with state and parameters there: what no candidate can save."""
+        return max(1e-9, step_seconds(self.steady) - self.plain_fault_seconds + place.seconds)
+
+    def limit_bytes(self, *, has_margin: bool) -> int:
+        """Process bytes up to which a plan may go: the budget, without the forecast's error if there is to be room."""
+        budget_bytes = self.settings.budget_bytes
+        return budget_bytes - (self.process.margin_bytes(budget_bytes) if has_margin else 0)

@@ -1,0 +1,45 @@
+"""What the user asked of a plan."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from msgspec import Struct
+
+from memwall.machine.hardware import Hardware
+from memwall.planning.actions import FusedKernels
+from memwall.trace.records import Trace
+
+__all__ = ["Settings"]
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """What the user asked for."""
+
+    budget_bytes: int
+    disk: str | None = None
+    """Directory for bytes that leave memory; None for the one the trace was recorded with."""
+    disk_capacity_bytes: int | None = None
+    disk_bytes_per_day: int | None = None
+    """The most to write to the disk in a day of training; None for no limit."""
+    allow: tuple[str, ...] = ()
+    allow_accumulation: bool = False
+    """Whether the loop can be given smaller micro-batches."""
+    can_move_state: bool = True
+    """Whether the optimizer, as far as it is known, can be stepped a few parameters at a time."""
+    is_torchao_loaded: bool = False
+    """Whether the process had torchao loaded when the step was recorded."""
+    parameters_stay: str = ""
+    """Why the model's parameters cannot be on disk between their uses; "" where nothing is known against it."""
+    is_built_on_disk: bool = False
+    """Whether parameters go to disk as they are made, so that building the model needs no room for all of them."""
+    hardware: Hardware | None = None
+    """The device to plan for where it is not here; the trace is translated to it."""
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """The precision memwall ran the recorded step in, having been allowed to."""
+    kernels: FusedKernels | None = None
+    """What the recorded step ran in place of modules' own forwards, memwall having been allowed to."""
+    with_kernels: Callable[[str | None], tuple[Trace, FusedKernels | None]] | None = None
+    """Records the same step with fused kernels, in the precision named: the trace, and what there is of them, None for
+    nothing. None where that is not possible from here."""
+    under_autocast: Callable[[], Trace] | None = None
+    """Records the same step in the device's lower precision; None where that is not possible from here."""

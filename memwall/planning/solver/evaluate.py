@@ -1,0 +1,111 @@
+"""The judge: what any choice of options costs, in integer bytes and in seconds, written without a solver in sight.
+
+Solvers propose, `evaluate` decides: only its peak and its seconds are ever shown, and a proposal it rejects is not
+used.
+
+How the link is timed, conservatively where the executor is free to do better:
+
+- Writing and reading are independent directions, each at its own constant speed.
+- Forward: a block's moved bytes enter the out-queue when its forward ends, and drain during the forwards that follow.
+  The queue never holds more than `window_bytes`; until there is room the executor waits, and that wait is a stall.
+- What a block moves beyond `window_bytes` can't wait in the queue at all. It leaves during the block's own forward,
+  behind what was queued before it; what that forward has no time for is a stall.
+- Between the last forward and the first backward the queue must run empty. All of that is a stall: the seconds of the
+  loss are not known here and are not counted as time to drain in.
+- Backward: a block's bytes must all be back when its backward starts. The executor reads one block ahead, so they are
+  read from the start of the backward of the block after it (in forward order), for that block's backward seconds plus
+  its option's extra seconds, because recomputation happens there. No more than `window_bytes` are read ahead: the
+  rest has no memory to land in before the block's own turn. What is missing then is a stall. Nothing runs before the
+  last block's backward, so whatever it moves is waited for in full.
+- Waiting for one block's bytes is not used to read another's.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from memwall.errors import PlanError
+from memwall.planning.solver.instance import Instance, Link, Option
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+class Evaluation(Struct, frozen=True, kw_only=True):
+    """What one choice does, as the executor is expected to run it."""
+
+    peak_bytes: int
+    """The largest row; 0 for an instance without rows."""
+    binding_row_label: str
+    """Label of the first row that reaches the peak; empty without rows."""
+    extra_seconds: float
+    """Per step, beyond keeping everything: the options' own seconds and the stalls."""
+    stall_seconds: float
+    """The part of extra_seconds spent waiting for the link."""
+    moved_bytes: int
+    """Bytes that leave the device per step, and come back."""
+    fits: bool
+    """Every row is within the budget, and what is moved has a link and a place on the tier."""
+
+
+def evaluate(instance: Instance, options: Sequence[int]) -> Evaluation:
+    """What choosing `options` (one index per block, in block order) does.
+
+    Raises:
+        PlanError: not one valid option index per block.
+    """
+    chosen = _chosen(instance, options)
+    peak_bytes, binding_row_label = 0, ""
+    for number, row in enumerate(instance.rows):
+        row_bytes = row.fixed_bytes + sum(held[option] for held, option in zip(row.held, options, strict=True))
+        if number == 0 or row_bytes > peak_bytes:
+            peak_bytes, binding_row_label = row_bytes, row.label
+
+    moved_bytes = sum(option.moved_bytes for option in chosen)
+    room_bytes = instance.link.capacity_bytes if instance.link else 0
+    stall_seconds = 0.0
+    if instance.link and moved_bytes:
+        stall_seconds = _write_stalls(instance, chosen, instance.link) + _read_stalls(instance, chosen, instance.link)
+    return Evaluation(
+        peak_bytes=peak_bytes,
+        binding_row_label=binding_row_label,
+        extra_seconds=sum(option.extra_seconds for option in chosen) + stall_seconds,
+        stall_seconds=stall_seconds,
+        moved_bytes=moved_bytes,
+        fits=(not instance.rows or peak_bytes <= instance.budget_bytes) and moved_bytes <= room_bytes,
+    )
+
+
+def _chosen(instance: Instance, options: Sequence[int]) -> list[Option]:
+    if len(options) != len(instance.blocks):
+        raise PlanError(f"a choice needs one option for each of {len(instance.blocks)} blocks; got {len(options)}")
+    for block, index in zip(instance.blocks, options, strict=True):
+        if not 0 <= index < len(block.options):
+            names = ", ".join(option.name for option in block.options)
+            raise PlanError(f"block '{block.path}' has options 0 to {len(block.options) - 1} ({names}); got {index}")
+    return [block.options[index] for block, index in zip(instance.blocks, options, strict=True)]
+
+
+def _write_stalls(instance: Instance, chosen: list[Option], link: Link) -> float:
+    """Seconds the forward pass waits for the out-queue, the final emptying included."""
+    queued_bytes = 0.0
+    stall_seconds = 0.0
+    for block, option in zip(instance.blocks, chosen, strict=True):
+        queueable_bytes = min(option.moved_bytes, link.window_bytes)
+        direct_bytes = option.moved_bytes - queueable_bytes
+        drained_bytes = link.write_bytes_per_second * block.forward_seconds
+        queued_bytes = max(0.0, queued_bytes + direct_bytes - drained_bytes) + queueable_bytes
+        over_bytes = max(0.0, queued_bytes - link.window_bytes)
+        stall_seconds += over_bytes / link.write_bytes_per_second
+        queued_bytes -= over_bytes
+    return stall_seconds + queued_bytes / link.write_bytes_per_second
+
+
+def _read_stalls(instance: Instance, chosen: list[Option], link: Link) -> float:
+    """Seconds the backward pass waits for bytes on their way back."""
+    stall_seconds = 0.0
+    ahead_seconds = 0.0
+    for block, option in zip(reversed(instance.blocks), reversed(chosen), strict=True):
+        ahead_bytes = min(float(link.window_bytes), link.read_bytes_per_second * ahead_seconds)
+        stall_seconds += max(0.0, option.moved_bytes - ahead_bytes) / link.read_bytes_per_second
+        ahead_seconds = block.backward_seconds + option.extra_seconds
+    return stall_seconds

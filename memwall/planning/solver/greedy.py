@@ -1,0 +1,196 @@
+"""Greedy choice: first incumbent of the mixed-integer program, the baseline it must not lose to, the answer without it.
+
+Starts from keeping everything and, while the peak is over the budget, makes the one change that costs the least
+seconds per byte of true peak removed; then takes back what turned out not to be needed. Only one block differs
+between two steps, so bytes and seconds of every possible change are updated from the current state instead of
+simulated afresh, which would take longer than the mixed-integer program.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memwall.planning.solver.evaluate import evaluate
+from memwall.planning.solver.instance import Choice, Instance
+
+__all__ = ["greedy_lowest_peak", "solve_greedy", "uniform_choices"]
+
+_OUT_OF_REACH_BYTES = -1
+"""A budget no row meets, so that the descent goes on to the lowest peak it can reach."""
+
+_Bytes = NDArray[np.int64]
+_Seconds = NDArray[np.float64]
+
+
+def solve_greedy(instance: Instance) -> Choice | None:
+    """A choice within the budget by greedy descent, or None where the descent found none (one may still exist)."""
+    table = _Table(instance)
+    if table.is_hopeless():
+        return None
+    found = _descend(table, (0,) * len(instance.blocks), instance.budget_bytes)
+    verdict = evaluate(instance, found)
+    if verdict.fits:
+        return Choice(found, verdict.extra_seconds, 0.0)
+    answers: list[Choice] = []
+    for start in _fallback_starts(instance, table):
+        found = _descend(table, start, instance.budget_bytes)
+        verdict = evaluate(instance, found)
+        if verdict.fits:
+            answers.append(Choice(found, verdict.extra_seconds, 0.0))
+    return min(answers, key=lambda choice: choice.extra_seconds, default=None)
+
+
+def greedy_lowest_peak(instance: Instance) -> tuple[int, ...]:
+    """The choice with the lowest peak that greedy descent finds, whatever the budget; ties go to fewer seconds."""
+    table = _Table(instance)
+    keep_all = (0,) * len(instance.blocks)
+    best, best_key = keep_all, (evaluate(instance, keep_all).peak_bytes, 0.0)
+    for start in (keep_all, *_fallback_starts(instance, table)):
+        found = _descend(table, start, _OUT_OF_REACH_BYTES)
+        verdict = evaluate(instance, found)
+        key = (verdict.peak_bytes, verdict.extra_seconds)
+        if verdict.moved_bytes <= table.room_bytes and key < best_key:
+            best, best_key = found, key
+    return best
+
+
+def uniform_choices(instance: Instance) -> Iterator[tuple[int, ...]]:
+    """For each option name, in order of appearance: every block that has it takes it, the others keep."""
+    positions = [{option.name: index for index, option in enumerate(block.options)} for block in instance.blocks]
+    for name in dict.fromkeys(option.name for block in instance.blocks for option in block.options):
+        yield tuple(position.get(name, 0) for position in positions)
+
+
+def _fallback_starts(instance: Instance, table: "_Table") -> Iterator[tuple[int, ...]]:
+    """Other places to descend from: each option everywhere, and per block the option that holds least over all rows."""
+    yield from uniform_choices(instance)
+    if len(instance.blocks) and len(instance.rows):
+        total = table.held.sum(axis=0)
+        total[~table.exists | (table.moved > table.room_bytes)] = np.iinfo(np.int64).max
+        yield tuple(int(option) for option in total.argmin(axis=1))
+
+
+class _Table:
+    """The instance as arrays, options padded to the longest menu: held is [rows, blocks, options] bytes."""
+
+    def __init__(self, instance: Instance) -> None:
+        blocks, rows = instance.blocks, instance.rows
+        num_options = max((len(block.options) for block in blocks), default=1)
+        self.instance = instance
+        self.link = instance.link
+        self.held: _Bytes = np.zeros((len(rows), len(blocks), num_options), dtype=np.int64)
+        self.fixed: _Bytes = np.array([row.fixed_bytes for row in rows], dtype=np.int64)
+        self.moved: _Bytes = np.zeros((len(blocks), num_options), dtype=np.int64)
+        self.seconds: _Seconds = np.zeros((len(blocks), num_options))
+        self.exists = np.zeros((len(blocks), num_options), dtype=np.bool_)
+        for i, block in enumerate(blocks):
+            count = len(block.options)
+            self.moved[i, :count] = [option.moved_bytes for option in block.options]
+            self.seconds[i, :count] = [option.extra_seconds for option in block.options]
+            self.exists[i, :count] = True
+            for r, row in enumerate(rows):
+                self.held[r, i, :count] = row.held[i]
+        self.forward: _Seconds = np.array([block.forward_seconds for block in blocks])
+        self.backward: _Seconds = np.array([block.backward_seconds for block in blocks])
+        self.room_bytes = instance.link.capacity_bytes if instance.link else 0
+
+    def is_hopeless(self) -> bool:
+        """Some row is over the budget even if every block held the least it can."""
+        is_open = self.exists & (self.moved <= self.room_bytes)
+        least = np.where(is_open, self.held, np.iinfo(np.int64).max).min(axis=2, initial=np.iinfo(np.int64).max)
+        return bool((self.fixed + least.sum(axis=1) > self.instance.budget_bytes).any())
+
+    def seconds_after(self, choice: _Bytes) -> tuple[float, _Seconds]:
+        """Extra seconds of `choice`, and [blocks, options] of it with that one block changed to that option."""
+        here = np.arange(len(choice))
+        own = self.seconds[here, choice]
+        after = own.sum() - own[:, None] + self.seconds
+        if self.link is not None and self.moved.any():
+            after += self._write_stalls_after(choice) + self._read_stalls_after(choice)
+        now = float(after[0, choice[0]]) if len(choice) else 0.0
+        return now, after
+
+    def _write_stalls_after(self, choice: _Bytes) -> _Seconds:
+        # With `ready` the instant a forward may start and `done` the instant the link has sent all there is, one
+        # block is a linear step in (max, +). So states before each block and gains from each block to the end give
+        # every single change in one step: what evaluate does with a queue, but without walking the chain per change.
+        assert self.link is not None
+        speed, window = self.link.write_bytes_per_second, self.link.window_bytes
+        queueable = np.minimum(self.moved, window)
+        direct_seconds = (self.moved - queueable) / speed
+        room_seconds = (window - queueable) / speed
+        queue_seconds = queueable / speed
+        count = len(choice)
+        ready, done = np.zeros(count), np.zeros(count)
+        from_ready, from_done = np.zeros(count + 1), np.zeros(count + 1)
+        at, end = 0.0, 0.0
+        for i, o in enumerate(choice):
+            ready[i], done[i] = at, end
+            sent = max(at, end) + float(direct_seconds[i, o])
+            at = max(at + float(self.forward[i]), sent - float(room_seconds[i, o]))
+            end = max(sent, at) + float(queue_seconds[i, o])
+        at, end = 0.0, 0.0
+        for i in range(count - 1, -1, -1):
+            o = choice[i]
+            gain = max(at, float(queue_seconds[i, o]) + end)
+            end = float(direct_seconds[i, o]) + max(gain - float(room_seconds[i, o]), float(queue_seconds[i, o]) + end)
+            at = max(float(self.forward[i]) + gain, end)
+            from_ready[i], from_done[i] = at, end
+        sent_all = np.maximum(ready, done)[:, None] + direct_seconds
+        ready_all = np.maximum((ready + self.forward)[:, None], sent_all - room_seconds)
+        done_all = np.maximum(sent_all, ready_all) + queue_seconds
+        total = np.maximum(ready_all + from_ready[1:, None], done_all + from_done[1:, None])
+        return np.asarray(total - self.forward.sum())
+
+    def _read_stalls_after(self, choice: _Bytes) -> _Seconds:
+        assert self.link is not None
+        speed, window = self.link.read_bytes_per_second, float(self.link.window_bytes)
+        here = np.arange(len(choice))
+        ahead_bytes = np.minimum(window, speed * (self.backward[:, None] + self.seconds))
+        given = np.append(ahead_bytes[here, choice][1:], 0.0)
+        own = np.maximum(0.0, self.moved - given[:, None]) / speed
+        own_now = own[here, choice]
+        before = np.insert(self.moved[here, choice][:-1], 0, 0)
+        neighbour = np.maximum(0.0, before[:, None] - ahead_bytes) / speed
+        neighbour_now = np.insert(own_now[:-1], 0, 0.0)
+        return np.asarray(own_now.sum() - (own_now + neighbour_now)[:, None] + own + neighbour)
+
+
+def _descend(table: _Table, start: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
+    """From `start` to within `budget_bytes`, or as near as single changes lead; never leaves the tier's room."""
+    choice = np.array(start, dtype=np.int64)
+    here = np.arange(len(choice))
+    # Each change lowers (peak, sum of overshoots), or, within the budget, the seconds: it ends; the cap bounds when.
+    for _ in range(8 * table.exists.size + 8):
+        if not len(table.fixed) or not len(choice):
+            break
+        held_now = table.held[:, here, choice]
+        load = table.fixed + held_now.sum(axis=1)
+        loads_after = load[:, None, None] + table.held - held_now[:, :, None]
+        peak = int(load.max())
+        peaks_after = loads_after.max(axis=0)
+        now, after = table.seconds_after(choice)
+        moved_now = table.moved[here, choice]
+        is_open = table.exists & (moved_now.sum() - moved_now[:, None] + table.moved <= table.room_bytes)
+        if peak > budget_bytes:
+            removed = (peak - np.maximum(peaks_after, budget_bytes)).astype(np.float64)
+            removed[~is_open] = 0.0
+            if not (removed > 0).any():
+                # Several rows share the peak: no single change lowers it, but one may lower the sum of what is over.
+                over = np.maximum(0, load - budget_bytes).sum()
+                over_after = np.maximum(0, loads_after - budget_bytes).sum(axis=0)
+                removed = np.where(is_open & (peaks_after <= peak), over - over_after, 0).astype(np.float64)
+            if not (removed > 0).any():
+                break
+            rate = np.full(removed.shape, np.inf)
+            np.divide(after - now, removed, out=rate, where=removed > 0)
+            position = np.lexsort((-removed.ravel(), rate.ravel()))[0]
+        else:
+            saved = np.where(is_open & (peaks_after <= budget_bytes), now - after, 0.0)
+            position = saved.argmax()
+            if saved.ravel()[position] <= 1e-9 * max(now, 0.0):
+                break
+        block, option = divmod(int(position), table.exists.shape[1])
+        choice[block] = option
+    return tuple(int(option) for option in choice)

@@ -1,0 +1,72 @@
+"""The optimisation problem as data: blocks with options, memory rows, and the link to the next tier.
+
+Built from a trace by `planning.menu`; solved by `greedy`, `dynamic` and `milp` beside this file; all in integer bytes.
+"""
+
+from typing import NamedTuple
+
+from msgspec import Struct
+
+__all__ = ["Block", "Choice", "Instance", "Link", "Option", "Row"]
+
+
+class Option(Struct, frozen=True, kw_only=True):
+    """One executable way to treat a block's saved tensors."""
+
+    name: str
+    """keep, full, select-1.., offload, offload as int8, full+offload: unique within the block."""
+    extra_seconds: float
+    """What it costs per step beyond keep: recomputation and copying, without waiting for the link."""
+    moved_bytes: int
+    """Bytes that leave the device in forward and come back in backward."""
+
+
+class Block(Struct, frozen=True, kw_only=True):
+    """A sub-module treated as one. Blocks are listed in forward order."""
+
+    path: str
+    options: tuple[Option, ...]
+    """options[0] is always keep: no extra seconds, nothing moved."""
+    forward_seconds: float
+    backward_seconds: float
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """At one program point: fixed_bytes + sum over blocks of held[block][chosen option] <= budget."""
+
+    label: str
+    """What a person reads: 'forward of blocks.3', 'loss', 'backward of blocks.0', 'optimizer step'."""
+    fixed_bytes: int
+    held: tuple[tuple[int, ...], ...]
+    """held[block][option] bytes at this point; may be negative for what an option frees of fixed_bytes."""
+
+
+class Link(Struct, frozen=True, kw_only=True):
+    """The way to the next tier."""
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    window_bytes: int
+    """Bytes that may be on their way at once, in each direction. Their memory is counted in Row.fixed_bytes."""
+    capacity_bytes: int
+    """Room on the tier for everything moved."""
+
+
+class Instance(Struct, frozen=True, kw_only=True):
+    """Choose one option per block, least seconds, every row within the budget."""
+
+    blocks: tuple[Block, ...]
+    rows: tuple[Row, ...]
+    budget_bytes: int
+    link: Link | None
+    """None: options that move bytes must not be chosen."""
+
+
+class Choice(NamedTuple):
+    """A solution: the option index per block, in block order, and what it costs."""
+
+    options: tuple[int, ...]
+    extra_seconds: float
+    """Option costs plus stalls waiting for the link."""
+    lower_bound_seconds: float
+    """No choice can cost less; equals extra_seconds when proven optimal; 0.0 when the method proves nothing."""

@@ -1,0 +1,120 @@
+"""What a process holds on a device beside torch's allocator, measured where the device is at hand.
+
+Published figures differ tenfold, since driver, loaded kernels and libraries decide it: two processes on the machine
+say what a third would need.
+"""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import msgspec
+import torch
+
+from memwall.errors import MemwallError, UsageError
+from memwall.machine.communicator import measured_communicator_bytes
+from memwall.machine.hardware import Hardware, hardware_of_device
+from memwall.units import format_bytes
+
+__all__ = ["measured_context_bytes", "with_measured_context"]
+
+_log = logging.getLogger(__name__)
+
+# A process that has multiplied and convolved has loaded cuBLAS and cuDNN, as any training has. It prints what the
+# device then has in use beyond its own allocator, by all processes, and stays until its input is closed.
+_PROCESS = """
+import sys, torch
+device = torch.device("cuda", int(sys.argv[1]))
+matrix = torch.ones(64, 64, device=device, requires_grad=True)
+(matrix @ matrix).sum().backward()
+image = torch.ones(1, 8, 16, 16, device=device, requires_grad=True)
+torch.nn.functional.conv2d(image, torch.ones(8, 8, 3, 3, device=device, requires_grad=True)).sum().backward()
+torch.cuda.synchronize(device)
+free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+print(total_bytes - free_bytes - torch.cuda.memory_reserved(device), torch.cuda.memory_reserved(device), flush=True)
+sys.stdin.read()
+"""
+
+
+@cache
+def measured_context_bytes(index: int) -> int:
+    """Bytes of a CUDA device that a process takes for its context, kernels and libraries; takes some seconds.
+
+    Two processes run at once: by how much the second finds more in use than the first, so much one process takes. What
+    others hold cancels out, as long as they hold still.
+
+    Raises:
+        MemwallError: a process ended without a figure, or others used the device meanwhile.
+    """
+    with _started(index) as first:
+        first_bytes, held_bytes = _figures(first)
+        with _started(index) as second:
+            both_bytes, _ = _figures(second)
+    # The second sees the first one's allocator as in use, too.
+    context_bytes = both_bytes - first_bytes - held_bytes
+    if context_bytes <= 0:
+        raise MemwallError(
+            f"cannot measure the CUDA context of cuda:{index}: its memory in use went from {format_bytes(first_bytes)} "
+            f"to {format_bytes(both_bytes)} while a process started; end what else runs there"
+        )
+    return context_bytes
+
+
+def with_measured_context(hardware: Hardware) -> Hardware:
+    """The device as this machine has it, with its context measured, and a communicator of several; else as it is."""
+    indices = tuple(_indices_of(hardware))
+    if not indices:
+        return hardware
+    found = _measured(hardware, "context_bytes", lambda: measured_context_bytes(indices[0]), f"cuda:{indices[0]}")
+    if len(indices) == 1:
+        return found
+    names = ", ".join(f"cuda:{index}" for index in indices)
+    return _measured(found, "communicator_bytes", lambda: measured_communicator_bytes(indices), names)
+
+
+def _indices_of(hardware: Hardware) -> Iterator[int]:
+    """Devices of this machine that are of its kind."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        try:
+            if hardware_of_device(torch.cuda.get_device_name(index)).name == hardware.name:
+                yield index
+        except UsageError:
+            continue
+
+
+def _measured(hardware: Hardware, figure: str, measure: Callable[[], int], where: str) -> Hardware:
+    try:
+        num_bytes = measure()
+    except MemwallError as error:
+        _log.warning("%s; the published range is taken instead", error)
+        return hardware
+    sources = hardware.sources | {figure: f"measured on {where} of this machine"}
+    return msgspec.structs.replace(hardware, **{figure: (num_bytes, num_bytes)}, sources=sources)
+
+
+def _started(index: int) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROCESS, str(index)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _figures(process: "subprocess.Popen[str]") -> tuple[int, int]:
+    """Bytes in use beyond its own allocator, and those of its allocator."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    line = process.stdout.readline()
+    try:
+        in_use_bytes, held_bytes = (int(word) for word in line.split())
+    except ValueError:
+        process.kill()
+        said = process.stderr.read().strip().splitlines()
+        raise MemwallError(
+            f"cannot measure the CUDA context: a process of its own ended with {said[-1] if said else 'no message'}"
+        ) from None
+    return in_use_bytes, held_bytes

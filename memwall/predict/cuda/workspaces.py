@@ -1,0 +1,151 @@
+"""What CUDA operators allocate for themselves while they run, as formulas over their arguments.
+
+Only what torch's own source allocates through the caching allocator, read there; each formula names the place. What a
+closed library asks for (cuDNN's convolutions, its attention beyond the front end's own buffers) is not here.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memwall.trace.own_work import own_work_of
+from memwall.trace.workspace import Workspace, Workspaces
+
+__all__ = ["FORMULAS", "CudaWorkspaces"]
+
+Capability = tuple[int, int]
+Formula = Callable[[Capability, tuple[Any, ...]], int]
+
+_FLOAT_BYTES, _INDEX_BYTES = 4, 8
+# Up to so many indices, one kernel without temporaries: Embedding.cu, `embedding_dense_backward_cuda`.
+_FEW_INDICES = 3072
+# EmbeddingBackwardKernel.cu, `NROWS_PER_THREAD`.
+_ROWS_PER_THREAD = 10
+# mem_eff_attention/kernel_backward.h, `GradQTempStorage`: lock, counter and padding before each tile.
+_TILE_HEAD_BYTES = 16
+
+_aten = torch.ops.aten
+
+
+class CudaWorkspaces(Workspaces):
+    """Workspaces of a device that is not here.
+
+    Args:
+        capability: the device's compute capability.
+        rules: names of the rules that are on, of those in `FORMULAS`.
+    """
+
+    def __init__(self, capability: Capability, rules: Collection[str]) -> None:
+        super().__init__(is_available=False)
+        self._capability = capability
+        self._formulas = {
+            operator: formula
+            for name, (operators, formula) in FORMULAS.items()
+            if name in rules
+            for operator in operators
+        }
+
+    @contextmanager
+    def measuring(
+        self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[Workspace]:
+        """Runs a fake operator; its workspace follows from its arguments."""
+        formula = self._formulas.get(func)
+        num_bytes = own_work_of(func, args).workspace_bytes if formula is None else formula(self._capability, args)
+        yield Workspace(num_bytes)
+
+
+def _flash_backward(capability: Capability, args: tuple[Any, ...]) -> int:
+    """fp32 sums of the query's gradient and of the softmax; with grouped queries a gradient per query head."""
+    grad_out, query, key, _, out = args[:5]
+    batch, heads, tokens, size = query.shape
+    tokens_up, size_up = _up(tokens, 128), _up(size, 32)
+    num_bytes: int = _FLOAT_BYTES * batch * heads * tokens_up * (size_up + 1)
+    if key.shape[1] != heads:
+        num_bytes += 2 * batch * heads * key.shape[2] * size * query.element_size()
+    return num_bytes + _copy_bytes(grad_out) + _copy_bytes(out)
+
+
+def _efficient_backward(capability: Capability, args: tuple[Any, ...]) -> int:
+    """fp32 sums of the query's gradient in tiles, one number per row; float32 first multiplies gradient and output."""
+    grad_out, query, _, value = args[:4]
+    batch, heads, tokens, size = query.shape
+    rows = batch * heads * tokens
+    tall, wide = _tile(capability, size, is_half=query.dtype != torch.float32)
+    num_tiles = batch * heads * -(-tokens // tall) * -(-size // wide)
+    # Split keys, and with them sums in memory, from sm70 on.
+    tiles_bytes = num_tiles * (_TILE_HEAD_BYTES + _FLOAT_BYTES * tall * wide) if capability >= (7, 0) else 0
+    num_bytes: int = _FLOAT_BYTES * rows + tiles_bytes
+    if query.dtype == torch.float32:
+        num_bytes = max(num_bytes, _FLOAT_BYTES * rows * (value.shape[3] + 1))
+    return num_bytes + _copy_bytes(grad_out)
+
+
+def _tile(capability: Capability, size: int, *, is_half: bool) -> tuple[int, int]:
+    """Rows and columns of a tile: the first kernel of kernels/cutlassB.h that takes heads of this size.
+
+    Large tiles of half precision need more shared memory than sm86, sm89 and sm12x have.
+    """
+    has_little = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    if size <= 64 or capability < (8, 0) or (is_half and has_little and size <= 128):
+        return 64, 64
+    return (128, 128) if is_half and size <= 128 else (128, 64)
+
+
+def _cudnn_backward(capability: Capability, args: tuple[Any, ...]) -> int:
+    """The front end's fp32 sums of the query's gradient and of the softmax."""
+    batch, heads, tokens, size = args[1].shape
+    num_bytes: int = _FLOAT_BYTES * batch * heads * tokens * (size + 1)
+    return num_bytes
+
+
+def _embedding_backward(capability: Capability, args: tuple[Any, ...]) -> int:
+    """Indices sorted, their segments, and an fp32 row per partial segment."""
+    grad, indices, num_weights, _, scales_by_frequency = args[:5]
+    num_indices, width = indices.numel(), grad.shape[-1]
+    copy_bytes = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
+    if num_indices <= _FEW_INDICES and not scales_by_frequency:
+        return copy_bytes
+    index_bytes = indices.element_size()
+    num_segments = min(num_indices, num_weights)
+    num_partial = num_indices // _ROWS_PER_THREAD + num_segments
+    sum_bytes = num_partial * width * max(grad.element_size(), _FLOAT_BYTES)
+    held_bytes = (3 if scales_by_frequency else 2) * num_indices * index_bytes
+    segment_bytes = (num_indices + 2 * num_segments + num_partial) * index_bytes
+    return int(copy_bytes + max(3 * num_indices * index_bytes, held_bytes + segment_bytes + sum_bytes))
+
+
+def _index_put(capability: Capability, args: tuple[Any, ...]) -> int:
+    """Positions, sorted to add up what falls on the same place: four numbers for each."""
+    indices, values = args[1], args[2]
+    if not (len(args) > 3 and args[3]):  # only accumulation sorts
+        return 0
+    shapes = [index.shape for index in indices if index is not None and index.dtype != torch.bool]
+    num_indices = int(torch.Size(torch.broadcast_shapes(*shapes)).numel()) if shapes else 0
+    copy_bytes = 0 if values.is_contiguous() else values.numel() * values.element_size()
+    return 4 * _INDEX_BYTES * num_indices + copy_bytes
+
+
+def _copy_bytes(tensor: Tensor) -> int:
+    """Of a copy made where [batch, tokens, heads, size] is not how the tensor lies in memory."""
+    return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.numel() * tensor.element_size()
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+FORMULAS: dict[str, tuple[tuple[Any, ...], Formula]] = {
+    "flash-backward": ((_aten._scaled_dot_product_flash_attention_backward.default,), _flash_backward),
+    "efficient-backward": ((_aten._scaled_dot_product_efficient_attention_backward.default,), _efficient_backward),
+    "cudnn-backward": ((_aten._scaled_dot_product_cudnn_attention_backward.default,), _cudnn_backward),
+    "embedding-backward": ((_aten.embedding_dense_backward.default,), _embedding_backward),
+    "index-backward": (
+        (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default),
+        _index_put,
+    ),
+}
+"""Operators and their formula by the name of the rule in `memwall.predict.cuda.translate`."""

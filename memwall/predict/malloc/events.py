@@ -1,0 +1,175 @@
+"""A recorded step as calls to malloc: what `predict.malloc.policies.replay` replays."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import groupby
+
+from memwall.predict.malloc.replay import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, SET_POLICY, STEP
+from memwall.trace.records import Step
+
+__all__ = ["StepEvents", "events_of", "join"]
+
+# What lives beside a storage: its header and its tensor's (c10/core/StorageImpl.h, TensorImpl.h), and small change. The
+# blocks of 24 bytes matter most: they fit the slivers that glibc cuts off an aligned block, and keep gaps open there.
+# Sizes and numbers here and below: calls of a GPT, a convolutional net and a perceptron with torch 2.13, recorded by a
+# malloc interposer.
+_HEADER_BYTES = (24, 104, 184, 24)
+# What a forward operation leaves behind until its backward ran: the autograd node and what it holds.
+_NODE_BYTES = (24, 24, 472, 24, 24, 72)
+
+_Block = tuple[int, tuple[int, ...]]
+"""Bytes of a storage, and its slots: its own and its headers'."""
+
+
+class StepEvents:
+    """The calls of one step as flat (kind, slot, nbytes) triples, and what stands before and after it."""
+
+    def __init__(self) -> None:
+        self.events = array("q")
+        self.op_at: list[int] = []
+        """Operation per event: before or at which it happens."""
+        self.before: list[_Block] = []
+        self.after: list[_Block] = []
+        self.num_slots = 0
+
+    def allocate(self, kind: int, nbytes: int) -> int:
+        """Adds an allocation and returns its slot."""
+        self.events.extend((kind, self.num_slots, nbytes))
+        self.num_slots += 1
+        return self.num_slots - 1
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Adds the frees of these slots."""
+        for slot in slots:
+            self.events.extend((FREE, slot, 0))
+
+
+def events_of(
+    step: Step,
+    *,
+    has_small_blocks: bool = True,
+    lifetimes: Sequence[tuple[int, int]] = (),
+) -> StepEvents:
+    """Calls to malloc that one step makes.
+
+    At each operation first the storages that died before it are freed, then its own are allocated.
+
+    Args:
+        has_small_blocks: whether tensor headers and graph nodes are imitated.
+        lifetimes: birth and death per storage in place of the recorded ones, as a plan changes them.
+    """
+    num_ops = len(step.ops)
+    spans = lifetimes or [(storage.birth, storage.death) for storage in step.storages]
+    out = StepEvents()
+    blocks: dict[int, _Block] = {}
+    births: defaultdict[int, list[int]] = defaultdict(list)
+    deaths: defaultdict[int, list[int]] = defaultdict(list)
+    num_headers = len(_HEADER_BYTES) if has_small_blocks else 0
+    for index, storage in enumerate(step.storages):
+        birth, death = spans[index]
+        if storage.device != "cpu" or storage.nbytes <= 0 or death <= birth:
+            continue
+        deaths[min(death, num_ops + 1)].append(index)
+        if birth >= 0:
+            births[birth].append(index)
+        else:
+            slots = tuple(range(out.num_slots, out.num_slots + 1 + num_headers))
+            blocks[index] = (storage.nbytes, slots)
+            out.before.append(blocks[index])
+            out.num_slots += len(slots)
+    node_dies = _node_deaths(step) if has_small_blocks else {}
+    nodes: defaultdict[int, list[int]] = defaultdict(list)
+    for op in range(num_ops + 1):
+        for index in deaths[op] if op < num_ops else []:
+            out.free(blocks.pop(index)[1])
+        out.free(nodes.pop(op, []))
+        if op == num_ops:
+            for rest in nodes.values():
+                out.free(rest)
+        for index in births[op]:
+            nbytes = step.storages[index].nbytes
+            data = out.allocate(ALLOCATE, nbytes)
+            headers = (out.allocate(ALLOCATE_SMALL, size) for size in _HEADER_BYTES[:num_headers])
+            blocks[index] = (nbytes, (data, *headers))
+        if op in node_dies and births[op]:
+            nodes[node_dies[op]] += [out.allocate(ALLOCATE_SMALL, size) for size in _NODE_BYTES]
+        out.op_at.extend([op] * (len(out.events) // 3 - len(out.op_at)))
+    out.after = list(blocks.values())
+    return out
+
+
+def join(steps: Sequence[StepEvents]) -> array[int]:
+    """One sequence of calls: what stands before the first step, the policy, and each step in turn.
+
+    What outlives a step is what stands before the next, matched by size: the first step's optimizer state is the
+    second's, and a gradient that lives until it is zeroed takes its predecessor's place. What the next step does not
+    know is freed, what it misses is allocated.
+    """
+    events: array[int] = array("q")
+    offset_of: dict[int, int] = {}
+    num_slots = 0
+    for step in steps:
+        if id(step) not in offset_of:
+            offset_of[id(step)] = num_slots
+            num_slots += step.num_slots
+    standing: dict[tuple[int, ...], int] = {}
+    for number, step in enumerate(steps):
+        offset = offset_of[id(step)]
+        wanted = {tuple(slot + offset for slot in slots): nbytes for nbytes, slots in step.before}
+        if number > 0:
+            events.extend((STEP, 0, 0))
+        _link(events, standing, wanted)
+        if number == 0:
+            events.extend((SET_POLICY, 0, 0))
+            events.extend((STEP, 0, 0))
+        shifted = array("q", step.events)
+        for position in range(0, len(shifted), 3):
+            if shifted[position] in (ALLOCATE, ALLOCATE_SMALL, FREE):
+                shifted[position + 1] += offset
+        events.extend(shifted)
+        standing = {tuple(slot + offset for slot in slots): nbytes for nbytes, slots in step.after}
+    return events
+
+
+def _link(events: array[int], standing: dict[tuple[int, ...], int], wanted: dict[tuple[int, ...], int]) -> None:
+    """Puts what stands into the slots of what is wanted; the same slots first, then by size."""
+    spare: defaultdict[tuple[int, int], list[tuple[int, ...]]] = defaultdict(list)
+    for slots, nbytes in standing.items():
+        if slots not in wanted:
+            spare[nbytes, len(slots)].append(slots)
+    for slots, nbytes in wanted.items():
+        if slots in standing:
+            continue
+        found = spare[nbytes, len(slots)]
+        if found:
+            for target, source in zip(slots, found.pop(0), strict=True):
+                events.extend((MOVE, target, source))
+        else:
+            events.extend((ALLOCATE, slots[0], nbytes))
+            for slot, size in zip(slots[1:], _HEADER_BYTES, strict=False):
+                events.extend((ALLOCATE_SMALL, slot, size))
+    for unknown in spare.values():
+        for slots in unknown:
+            for slot in slots:
+                events.extend((FREE, slot, 0))
+
+
+def _node_deaths(step: Step) -> dict[int, int]:
+    """When the graph nodes of each forward operation go: spread over the backward that follows, last ones first."""
+    dies: dict[int, int] = {}
+    pending: list[int] = []
+    for is_backward, numbers in groupby(
+        (n for n, op in enumerate(step.ops) if op.phase in ("forward", "loss", "backward")),
+        key=lambda n: step.ops[n].phase == "backward",
+    ):
+        ops = list(numbers)
+        if not is_backward:
+            pending += ops
+            continue
+        for place, born in enumerate(reversed(pending), start=1):
+            dies[born] = ops[0] + place * (ops[-1] + 1 - ops[0]) // len(pending)
+        pending = []
+    return dies

@@ -1,0 +1,174 @@
+"""The process that replays a sequence of allocations against this machine's malloc, without touching the memory.
+
+`predict.malloc.policies` starts this file as `python -I -S replay.py`: a fresh heap, no torch, and the C library
+that the training process would use. It first makes the calls and notes the addresses, and only then works out which
+pages were resident, so that its own bookkeeping allocates nothing between two replayed calls.
+
+Standard input: one line of JSON (`mallopt`: pairs of parameter and value; `num_events`), then `num_events` triples of
+native int64 (kind, slot, nbytes). Standard output: one line of JSON, a list with one object per replayed step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from array import array
+from collections.abc import Sequence
+
+__all__ = [
+    "ALLOCATE",
+    "ALLOCATE_SMALL",
+    "FREE",
+    "MOVE",
+    "SET_POLICY",
+    "STEP",
+    "resident_pages",
+]
+
+ALLOCATE = 0
+"""A tensor's block, aligned as torch's CPU allocator aligns it; all of it will be written."""
+ALLOCATE_SMALL = 1
+"""A block from plain malloc: graph nodes, tensor headers."""
+FREE = 2
+STEP = 3
+"""A new step begins: figures are kept per step."""
+SET_POLICY = 4
+"""The request's mallopt pairs are set: what was allocated before met malloc's own defaults."""
+MOVE = 5
+"""The block of the slot in the third number is now known by the slot in the second."""
+
+# c10/core/alignment.h: gAlignment.
+_TORCH_ALIGNMENT_BYTES = 64
+# malloc/malloc.c: the word before a chunk's memory holds its size and, in bit 1, whether it has its own mapping.
+_SIZE_WORD_BYTES = 8
+_CHUNK_HEADER_BYTES = 16
+_IS_MMAPPED = 2
+
+
+def _perform(events: Sequence[int], settings: list[list[int]]) -> tuple[array[int], array[int], array[int]]:
+    """Makes the calls; per event: the address (0 if none), whether it has a mapping of its own, the heap's end."""
+    libc = ctypes.CDLL(None)
+    memalign, malloc, free, sbrk = libc.memalign, libc.malloc, libc.free, libc.sbrk
+    memalign.argtypes, memalign.restype = (ctypes.c_size_t, ctypes.c_size_t), ctypes.c_void_p
+    malloc.argtypes, malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+    free.argtypes, free.restype = (ctypes.c_void_p,), None
+    sbrk.argtypes, sbrk.restype = (ctypes.c_ssize_t,), ctypes.c_void_p
+    read_size_word = ctypes.c_size_t.from_address
+    num_events = len(events) // 3
+    addresses, mapped, heap_ends = (array("q", bytes(8 * num_events)) for _ in range(3))
+    slots = array("q", bytes(8 * (1 + max(events[1::3], default=0))))
+    position = 0
+    for index in range(num_events):
+        kind = events[position]
+        if kind == FREE:
+            free(slots[events[position + 1]])
+        elif kind <= ALLOCATE_SMALL:
+            nbytes = events[position + 2]
+            address = memalign(_TORCH_ALIGNMENT_BYTES, nbytes) if kind == ALLOCATE else malloc(nbytes)
+            if not address:
+                raise MemoryError(f"event {index}: malloc refused to reserve {nbytes} bytes of address space")
+            slots[events[position + 1]] = addresses[index] = address
+            mapped[index] = read_size_word(address - _SIZE_WORD_BYTES).value & _IS_MMAPPED
+        elif kind == MOVE:
+            slots[events[position + 1]] = slots[events[position + 2]]
+        elif kind == SET_POLICY:
+            for parameter, value in settings:
+                if libc.mallopt(parameter, value) != 1:
+                    raise ValueError(f"mallopt({parameter}, {value}) was refused by this C library")
+        heap_ends[index] = sbrk(0)
+        position += 3
+    return addresses, mapped, heap_ends
+
+
+def resident_pages(
+    events: Sequence[int],
+    addresses: Sequence[int],
+    mapped: Sequence[int],
+    heap_ends: Sequence[int],
+    page_bytes: int,
+) -> list[dict[str, int]]:
+    """Figures per step, from the addresses that malloc gave.
+
+    A page becomes resident when a tensor that is written lies on it. A freed block of the heap leaves its pages
+    resident; a block with its own mapping takes them along; a heap that shrinks loses those beyond its end.
+
+    Args:
+        events: (kind, slot, nbytes) per event, flat.
+        addresses, mapped, heap_ends: per event: address given, whether it is a mapping of its own, the heap's end.
+        page_bytes: size of a page.
+    """
+    in_heap = [address for address, own in zip(addresses, mapped, strict=True) if address and not own]
+    first_page = (min(in_heap, default=0) - _CHUNK_HEADER_BYTES) // page_bytes
+    end_page = max((max(heap_ends, default=0), max(in_heap, default=0))) // page_bytes + 2
+    is_resident = bytearray(end_page - first_page if in_heap else 0)
+    heap_pages = mapped_pages = live_bytes = 0
+    heap_end = heap_ends[0] if len(heap_ends) else 0
+    live: dict[int, tuple[int, int, int, int]] = {}
+    steps: list[dict[str, int]] = []
+    figures: dict[str, int] = {}
+    for index, (kind, slot, nbytes) in enumerate(zip(events[::3], events[1::3], events[2::3], strict=True)):
+        if kind <= ALLOCATE_SMALL:
+            address = addresses[index]
+            low = (address - _CHUNK_HEADER_BYTES) // page_bytes - first_page
+            high = (address + nbytes - 1) // page_bytes + 1 - first_page
+            if mapped[index]:
+                fresh = high - low
+                mapped_pages += fresh
+            else:
+                if high > len(is_resident):
+                    # brk was refused, and malloc went on in mappings that it treats as heap.
+                    is_resident.extend(bytes(high - len(is_resident)))
+                fresh = high - low - is_resident.count(1, low, high)
+                if fresh:
+                    is_resident[low:high] = b"\1" * (high - low)
+                    heap_pages += fresh
+            live[slot] = (low, high, mapped[index], nbytes)
+            live_bytes += nbytes
+            if figures:
+                figures["fresh_bytes"] += fresh * page_bytes
+                resident = (heap_pages + mapped_pages) * page_bytes
+                if resident > figures["peak_resident_bytes"]:
+                    figures["peak_resident_bytes"], figures["peak_event"] = resident, index
+                figures["peak_live_bytes"] = max(figures["peak_live_bytes"], live_bytes)
+        elif kind == FREE:
+            low, high, own, size = live.pop(slot)
+            live_bytes -= size
+            mapped_pages -= high - low if own else 0
+        elif kind == MOVE:
+            live[slot] = live.pop(nbytes)
+        elif kind == STEP:
+            resident = (heap_pages + mapped_pages) * page_bytes
+            figures = {"peak_resident_bytes": resident, "peak_event": index, "peak_live_bytes": live_bytes}
+            figures |= {"fresh_bytes": 0, "end_resident_bytes": 0, "end_live_bytes": 0}
+            steps.append(figures)
+        if heap_ends[index] < heap_end:
+            beyond = max(0, -(-heap_ends[index] // page_bytes) - first_page)
+            lost = is_resident.count(1, beyond)
+            if lost:
+                is_resident[beyond:] = bytes(len(is_resident) - beyond)
+                heap_pages -= lost
+        heap_end = heap_ends[index]
+        if figures:
+            figures["end_resident_bytes"] = (heap_pages + mapped_pages) * page_bytes
+            figures["end_live_bytes"] = live_bytes
+    return steps
+
+
+def _main() -> int:
+    request = json.loads(sys.stdin.buffer.readline())
+    events = array("q")
+    events.frombytes(sys.stdin.buffer.read(24 * request["num_events"]))
+    try:
+        addresses, mapped, heap_ends = _perform(events, request["mallopt"])
+    except (MemoryError, ValueError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    steps = resident_pages(events, addresses, mapped, heap_ends, os.sysconf("SC_PAGE_SIZE"))
+    sys.stdout.write(json.dumps(steps) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

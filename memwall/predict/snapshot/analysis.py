@@ -1,0 +1,299 @@
+"""What a snapshot says about the peak: who held it, by line and by category, and what fragmentation took.
+
+Blocks are put together by the user's line: the innermost frame of a stack that belongs neither to torch nor to Python
+itself. Nothing is guessed: without a stack or a category a block says so.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from msgspec import Struct
+
+from memwall.predict.cuda_allocator.versions import TieRule
+from memwall.predict.curve import Share
+from memwall.predict.snapshot.lines import line_of
+from memwall.predict.snapshot.memory import Range, UsedBlock
+from memwall.predict.snapshot.replay import (
+    BEFORE_RECORDING,
+    Held,
+    Recording,
+    held_after,
+    recording_of,
+)
+from memwall.predict.snapshot.retries import Retry, retries_of, retry_note
+from memwall.predict.snapshot.timeline import Fragmentation, Timeline, timeline_of
+from memwall.trace.snapshot.records import Event, Snapshot
+from memwall.trace.tags import Tag
+
+__all__ = [
+    "DeviceAnalysis",
+    "Moment",
+    "OutOfMemory",
+    "Pin",
+    "SettingsSearch",
+    "analyse_device",
+    "devices_of",
+]
+
+EARLIER = "(allocated before the recording)"
+_UNKNOWN = "unknown"
+_MOST_PINS = _MOST_RETRIES = 10
+
+
+class Moment(Struct, frozen=True, kw_only=True):
+    """How the memory was used after so many events."""
+
+    name: str
+    position: int
+    fragmentation: Fragmentation
+    largest_free_bytes: int
+    """The largest free piece in one stretch: what could be handed out without asking the device."""
+
+
+class OutOfMemory(Struct, frozen=True, kw_only=True):
+    """One failed allocation."""
+
+    position: int
+    requested_bytes: int
+    device_free_bytes: int
+    fragmentation: Fragmentation
+
+
+class Pin(Struct, frozen=True, kw_only=True):
+    """A segment at the peak that could not be returned because of a few blocks in it."""
+
+    address: int
+    num_bytes: int
+    used_bytes: int
+    num_blocks: int
+    line: str
+    """Whose block is the largest in it."""
+
+    @property
+    def free_bytes(self) -> int:
+        """What lies unused in it."""
+        return self.num_bytes - self.used_bytes
+
+
+class SettingsSearch(Struct, frozen=True, kw_only=True):
+    """Most bytes held from the device, as recorded and as simulated under other allocator settings."""
+
+    tag: Tag = "simulated"
+    """Of every figure but `recorded_bytes`."""
+    torch_version: str
+    """Whose allocator was simulated."""
+    tie_rules: tuple[TieRule, ...]
+    """Rules for ties under which every block lands where it was recorded; several are not distinguishable."""
+    is_exact: bool
+    """Whether the simulated one is among them: the replay of the recording is an L1 re-simulation."""
+    recorded_settings: str
+    """The complete configuration string, as for PYTORCH_CUDA_ALLOC_CONF."""
+    recorded_bytes: int
+    """Measured: how well the replay reproduces it says what the simulated figures are worth."""
+    replayed_bytes: int
+    """Simulated, under the recorded settings."""
+    best_settings: str
+    """The complete string of the best settings found; the recorded ones where none are better."""
+    best_bytes: int
+    """Simulated, under the best settings."""
+    default_bytes: int
+    """Simulated, under the default settings."""
+    lower_bound_bytes: int
+    """Most bytes live at once, which no settings can beat."""
+    num_tried: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the best settings hold less; both sides are simulated."""
+        return self.replayed_bytes - self.best_bytes
+
+
+class DeviceAnalysis(Struct, frozen=True, kw_only=True):
+    """One device of a snapshot."""
+
+    device: int
+    num_events: int
+    peak: Moment
+    """Where most bytes were in use."""
+    reserved_peak: Moment
+    final: Moment
+    by_line: tuple[Share, ...]
+    """Bytes of blocks in use at the peak, largest first."""
+    by_category: tuple[Share, ...]
+    pins: tuple[Pin, ...]
+    """Segments that are partly in use at the reserved peak, most free bytes first; at most ten."""
+    num_pinned: int
+    """How many such segments there are."""
+    out_of_memory: tuple[OutOfMemory, ...]
+    num_retries: int
+    """How often segments were given back directly before a new one was taken: the device had run out."""
+    retries: tuple[Retry, ...] = ()
+    """The slowest first, where torch noted times; at most ten."""
+    earlier_bytes: int
+    """Of the peak: blocks that were there before the recording began."""
+    settings: SettingsSearch | None = None
+    """None where none were compared; then a note says why."""
+    notes: tuple[str, ...]
+    """What the reader of the figures must know."""
+
+
+def devices_of(snapshot: Snapshot) -> tuple[int, ...]:
+    """Devices with memory or a history, the one that holds most first."""
+    held: dict[int, int] = {device: 0 for device, events in enumerate(snapshot.traces) if events}
+    for segment in snapshot.segments:
+        held[segment.device] = held.get(segment.device, 0) + segment.num_bytes
+    return tuple(sorted(held, key=lambda device: (-held[device], device)))
+
+
+def analyse_device(snapshot: Snapshot, device: int) -> tuple[DeviceAnalysis, Timeline]:
+    """Replays the history of one device and explains its peaks."""
+    recording = recording_of(snapshot, device)
+    timeline = timeline_of(recording)
+    peak, reserved_peak, end = timeline.active_peak, timeline.reserved_peak, len(recording.events)
+    held = held_after(recording, (peak, reserved_peak, end))
+    pins = _pins(snapshot, held[reserved_peak])
+    blocks = held[peak].blocks
+    retries = retries_of(snapshot, recording, timeline)
+    analysis = DeviceAnalysis(
+        device=device,
+        num_events=len(recording.events),
+        peak=_moment("most in use", timeline, peak, held[peak]),
+        reserved_peak=_moment("most held", timeline, reserved_peak, held[reserved_peak]),
+        final=_moment("at the end", timeline, end, held[end]),
+        by_line=_shares((_owner(snapshot, block), block.num_bytes) for block in blocks),
+        by_category=_shares((block.category or _UNKNOWN, block.num_bytes) for block in blocks),
+        pins=tuple(pins[:_MOST_PINS]),
+        num_pinned=len(pins),
+        out_of_memory=_out_of_memory(recording, timeline),
+        num_retries=len(retries),
+        retries=tuple(sorted(retries, key=lambda retry: -(retry.seconds or 0))[:_MOST_RETRIES]),
+        earlier_bytes=sum(block.num_bytes for block in blocks if block.stack == BEFORE_RECORDING),
+        notes=_notes(snapshot, recording, timeline, retries),
+    )
+    return analysis, timeline
+
+
+def _owner(snapshot: Snapshot, block: UsedBlock) -> str:
+    return EARLIER if block.stack == BEFORE_RECORDING else line_of(snapshot.stacks[block.stack])
+
+
+def _moment(name: str, timeline: Timeline, position: int, held: Held) -> Moment:
+    free = [hole_bytes for piece in held.ranges for hole_bytes in _holes(piece, held.blocks)]
+    return Moment(
+        name=name,
+        position=position,
+        fragmentation=timeline.fragmentation(position),
+        largest_free_bytes=max(free, default=0),
+    )
+
+
+def _inside(held: Range, blocks: Sequence[UsedBlock]) -> Sequence[UsedBlock]:
+    first, last = (
+        bisect_left(blocks, address, key=lambda block: block.address) for address in (held.address, held.end)
+    )
+    return blocks[first:last]
+
+
+def _holes(held: Range, blocks: Sequence[UsedBlock]) -> list[int]:
+    edges = [held.address]
+    for block in _inside(held, blocks):
+        edges += [block.address, block.address + block.num_bytes]
+    edges.append(held.end)
+    return [stop - start for start, stop in list(pairwise(edges))[::2]]
+
+
+def _pins(snapshot: Snapshot, moment: Held) -> list[Pin]:
+    blocks = moment.blocks
+    pins = []
+    for held in moment.ranges:
+        inside = _inside(held, blocks)
+        used_bytes = sum(block.num_bytes for block in inside)
+        if held.is_expandable or not 0 < used_bytes < held.num_bytes:
+            continue
+        largest = max(inside, key=lambda block: (block.num_bytes, -block.address))
+        pins.append(
+            Pin(
+                address=held.address,
+                num_bytes=held.num_bytes,
+                used_bytes=used_bytes,
+                num_blocks=len(inside),
+                line=_owner(snapshot, largest),
+            )
+        )
+    return sorted(pins, key=lambda pin: (-pin.free_bytes, pin.address))
+
+
+def _out_of_memory(recording: Recording, timeline: Timeline) -> tuple[OutOfMemory, ...]:
+    return tuple(
+        OutOfMemory(
+            position=index,
+            requested_bytes=event.num_bytes,
+            device_free_bytes=event.device_free_bytes,
+            fragmentation=timeline.fragmentation(index),
+        )
+        for index, event in enumerate(recording.events)
+        if event.action == "oom"
+    )
+
+
+def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline, retries: tuple[Retry, ...]) -> tuple[str, ...]:
+    notes = []
+    if not recording.events:
+        notes.append(
+            "no history was recorded, so the state at the end stands for the peak; call "
+            "torch.cuda.memory._record_memory_history() before the model is built"
+        )
+    if retries:
+        notes.append(retry_note(retries))
+    num_earlier = sum(block.stack == BEFORE_RECORDING for block in recording.blocks)
+    if num_earlier:
+        notes.append(
+            f"the recording began in the middle of the run: {num_earlier} blocks were there before it and have no stack"
+        )
+    if timeline.num_unmatched:
+        notes.append(
+            f"{timeline.num_unmatched} events do not fit the state they meet; parts of the history are missing"
+        )
+    notes.extend(_pool_notes(recording))
+    if recording.events and not timeline.time_us[-1]:
+        notes.append("this version of torch noted no times; events are counted instead")
+    if re.search(r":[1-9]", snapshot.settings.get("roundup_power2_divisions", "")):
+        notes.append("sizes were rounded up by roundup_power2_divisions; blocks that are gone count without it")
+    if snapshot.unknown_actions:
+        notes.append(f"events left out because this memwall does not know them: {', '.join(snapshot.unknown_actions)}")
+    return tuple(notes)
+
+
+def _pool_notes(recording: Recording) -> list[str]:
+    """What private pools change, and what is easily wrong with them."""
+    pooled = [event for event in recording.events if event.pool != (0, 0)]
+    if not pooled:
+        return []
+    notes = ["some memory belongs to private pools (CUDA graphs, MemPool), which share nothing"]
+    if any(later.action != "free_completed" or later.address != event.address for event, later in _frees(pooled)):
+        notes.append(
+            "blocks of a private pool waited for another stream (record_stream): up to torch 2.12 no such block of the "
+            "whole device is freed, and no retry made, while a pool is in use (pytorch 175015)"
+        )
+    # Pools of the user's own have 0 as first number: c10/cuda/CUDACachingAllocator.cpp, MemPool::MemPool.
+    if any(event.pool[0] == 0 and event.action == "alloc" for event in pooled):
+        notes.append(
+            "where torch.cuda.use_mem_pool filled a pool: it routes the thread that enters it only, so what backward "
+            "allocates on its own threads is not in there"
+        )
+    return notes
+
+
+def _frees(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    """Each request to free among the events, and the event after it."""
+    return ((event, later) for event, later in pairwise(events) if event.action == "free_requested")
+
+
+def _shares(held: Iterable[tuple[str, int]]) -> tuple[Share, ...]:
+    totals: dict[str, int] = {}
+    for name, num_bytes in held:
+        totals[name] = totals.get(name, 0) + num_bytes
+    ordered = sorted(totals.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(Share(name=name, num_bytes=num_bytes) for name, num_bytes in ordered)

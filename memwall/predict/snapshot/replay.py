@@ -1,0 +1,198 @@
+"""Replays a snapshot's history: which device memory was held, and which blocks of it were in use, after every event.
+
+The snapshot holds the final state and what led to it, so the state before the first event follows by undoing the events
+from the last to the first.
+"""
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from memwall.errors import UsageError
+from memwall.predict.cuda_allocator.settings import AllocatorSettings, read_items, with_option
+from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.snapshot.memory import MemoryState, Range, UsedBlock, range_of
+from memwall.trace.snapshot.records import Event, Snapshot
+
+__all__ = ["BEFORE_RECORDING", "Held", "Recording", "Release", "held_after", "recording_of", "releases_of"]
+
+BEFORE_RECORDING = -1
+"""Stack of a block of which only its end was recorded."""
+
+_GIVEN = ("segment_free", "segment_unmap")
+_TAKEN = ("segment_alloc", "segment_map")
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """Memory of one device at one moment, in order of address."""
+
+    ranges: tuple[Range, ...]
+    blocks: tuple[UsedBlock, ...]
+
+
+class Release(Struct, frozen=True, kw_only=True):
+    """Device memory given back, one segment after the other."""
+
+    first: int
+    """Index of the event that begins it."""
+    last: int
+    """Index of the event that ends it."""
+    is_retry: bool
+    """Whether the device had run out; otherwise the program emptied the cache."""
+
+
+class Recording(Struct, frozen=True, kw_only=True):
+    """One device's history in a form that can be replayed: a start and a plain sequence of events."""
+
+    device: int
+    ranges: tuple[Range, ...]
+    """Device memory held before the first event."""
+    blocks: tuple[UsedBlock, ...]
+    """Blocks in use before the first event."""
+    events: tuple[Event, ...]
+    exact_bytes: dict[int, int]
+    """Block sizes of those allocations that the snapshot still holds, by index of the event."""
+    max_split_bytes: int
+    """Blocks from this size on are never split; 0 for no such limit."""
+    divisions: tuple[int, ...]
+    """Steps between powers of two that sizes are rounded to, by interval; () for none."""
+    num_unmatched: int
+    """Events that contradict the final state; more than a few mean that parts of the history are missing."""
+
+
+def recording_of(snapshot: Snapshot, device: int) -> Recording:
+    """The history of one device with the state it started from."""
+    events = snapshot.traces[device] if device < len(snapshot.traces) else ()
+    max_split_bytes = _max_split_bytes(snapshot)
+    divisions = _divisions(snapshot)
+    state = MemoryState(*_final_state(snapshot, device), max_split_bytes, divisions)
+    exact_bytes: dict[int, int] = {}
+    for index in range(len(events) - 1, -1, -1):
+        _undo(state, events[index], index, exact_bytes)
+    return Recording(
+        device=device,
+        ranges=state.ranges,
+        blocks=state.blocks,
+        events=events,
+        exact_bytes=exact_bytes,
+        max_split_bytes=max_split_bytes,
+        divisions=divisions,
+        num_unmatched=state.num_unmatched,
+    )
+
+
+def held_after(recording: Recording, positions: Iterable[int]) -> dict[int, Held]:
+    """What was held and used after so many events of a recording, for several such numbers in one replay."""
+    wanted = set(positions)
+    state = MemoryState(recording.ranges, recording.blocks, recording.max_split_bytes, recording.divisions)
+    found = {0: Held(ranges=state.ranges, blocks=state.blocks)} if 0 in wanted else {}
+    for index, event in enumerate(recording.events[: max(wanted, default=0)]):
+        state.apply(event, recording.exact_bytes.get(index))
+        if index + 1 in wanted:
+            found[index + 1] = Held(ranges=state.ranges, blocks=state.blocks)
+    return found
+
+
+def releases_of(recording: Recording) -> tuple[Release, ...]:
+    """When memory was given back, and which times the device had run out.
+
+    It had if a request failed then, or got more than would have fitted, beside what was held, into the most that the
+    device ever gave. Otherwise the program emptied the cache.
+    """
+    reserved = [sum(held.num_bytes for held in recording.ranges)]
+    for event in recording.events:
+        sign = (event.action in _TAKEN) - (event.action in _GIVEN)
+        reserved.append(reserved[-1] + sign * event.num_bytes)
+    most_bytes = max(reserved)
+    releases = []
+    actions = [event.action in _GIVEN for event in recording.events]
+    for index, is_given in enumerate(actions):
+        if is_given and (index == 0 or not actions[index - 1]):
+            first, held_bytes = index, reserved[index]
+        if is_given and not any(actions[index + 1 : index + 2]):
+            following = recording.events[index + 1] if index + 1 < len(actions) else None
+            is_retry = following is not None and (
+                following.action == "oom"
+                or (following.action in _TAKEN and held_bytes + following.num_bytes > most_bytes)
+            )
+            releases.append(Release(first=first, last=index, is_retry=is_retry))
+    return tuple(releases)
+
+
+def _undo(state: MemoryState, event: Event, index: int, exact_bytes: dict[int, int]) -> None:
+    match event.action:
+        case "alloc":
+            block = state.remove_block(event.address)
+            if block is None:
+                state.num_unmatched += 1
+            elif block.is_exact:
+                exact_bytes[index] = block.num_bytes
+        case "free_completed":
+            block = UsedBlock(
+                address=event.address,
+                num_bytes=state.block_bytes(event.address, event.num_bytes),
+                requested_bytes=event.num_bytes,
+                stack=BEFORE_RECORDING,
+                category=event.category,
+                # Until the request is undone, too; a history that begins between the two began with a waiting block.
+                is_pending=True,
+                is_exact=False,
+            )
+            state.add_block(block)
+        case "free_requested":
+            block_or_none = state.remove_block(event.address)
+            if block_or_none is None:
+                state.num_unmatched += 1
+            else:
+                state.add_block(replace(block_or_none, is_pending=False))
+        case "segment_alloc" | "segment_map":
+            state.cut_range(event.address, event.num_bytes)
+        case "segment_free" | "segment_unmap":
+            state.add_range(range_of(event))
+
+
+def _final_state(snapshot: Snapshot, device: int) -> tuple[list[Range], list[UsedBlock]]:
+    ranges, blocks = [], []
+    for segment in snapshot.segments:
+        if segment.device != device:
+            continue
+        held = Range(
+            address=segment.address,
+            num_bytes=segment.num_bytes,
+            stream=segment.stream,
+            is_small=segment.kind == "small",
+            is_expandable=segment.is_expandable,
+        )
+        ranges.append(held)
+        blocks += [
+            UsedBlock(
+                address=block.address,
+                num_bytes=block.num_bytes,
+                requested_bytes=block.requested_bytes,
+                stack=block.stack,
+                category="",
+                is_pending=block.state == "active_pending_free",
+                is_exact=True,
+            )
+            for block in segment.blocks
+            if block.state != "inactive"
+        ]
+    return ranges, blocks
+
+
+def _divisions(snapshot: Snapshot) -> tuple[int, ...]:
+    """The setting `roundup_power2_divisions`; none where the string cannot be read."""
+    text = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    profile, _ = profile_for("2.13.0")
+    try:
+        given = dict(read_items(text)).get("roundup_power2_divisions", "0")
+        return with_option(AllocatorSettings(), "roundup_power2_divisions", given, profile).roundup_power2_divisions
+    except UsageError:
+        return ()
+
+
+def _max_split_bytes(snapshot: Snapshot) -> int:
+    """The setting `max_split_size`; torch writes -1 or the largest integer for none."""
+    text = snapshot.settings.get("max_split_size", "")
+    return int(text) if text.isdigit() and int(text) < 1 << 50 else 0

@@ -1,0 +1,157 @@
+"""A snapshot's history as curves: allocated, active and reserved bytes, and what lies free between used blocks."""
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from memwall.predict.snapshot.memory import MemoryState
+from memwall.predict.snapshot.replay import Recording
+
+__all__ = ["UNKNOWN", "Fragmentation", "Timeline", "category_bytes", "timeline_of"]
+
+UNKNOWN = "unknown"
+"""Category of a block of which the snapshot says none: nothing is guessed."""
+
+_MOST_BYTES = 1 << 62
+
+
+class Fragmentation(Struct, frozen=True, kw_only=True):
+    """How the device memory of one moment is used; the parts add up to `reserved_bytes`."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+    """In blocks of tensors."""
+    pending_bytes: int
+    """Freed by the program, still in use by another stream."""
+    split_free_bytes: int
+    """Free in segments that are partly in use: torch's inactive_split. No other process can have it."""
+    expandable_free_bytes: int
+    """Free in mapped expandable segments; whole granules of it can be unmapped."""
+    idle_bytes: int
+    """Segments without a used block: `empty_cache` would return them."""
+
+    @property
+    def active_bytes(self) -> int:
+        """Allocated and pending."""
+        return self.allocated_bytes + self.pending_bytes
+
+    @property
+    def stranded_bytes(self) -> int:
+        """Free, and held by blocks in use around it."""
+        return self.split_free_bytes + self.expandable_free_bytes
+
+    @property
+    def share(self) -> float:
+        """1 - active / reserved, from 0 to 1."""
+        return 1 - self.active_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
+
+class Timeline(Struct, frozen=True, kw_only=True):
+    """Bytes after each event, [num_events + 1]; number 0 is before the first."""
+
+    device: int
+    recording: Recording
+    """What was replayed."""
+    time_us: NDArray[np.int64]
+    """The machine's clock, never running back; all 0 where torch noted no times."""
+    allocated_bytes: NDArray[np.int64]
+    active_bytes: NDArray[np.int64]
+    reserved_bytes: NDArray[np.int64]
+    split_free_bytes: NDArray[np.int64]
+    expandable_free_bytes: NDArray[np.int64]
+    idle_bytes: NDArray[np.int64]
+    num_unmatched: int
+    """Events that do not fit what was before them; more than a few mean that parts of the history are missing."""
+
+    @property
+    def active_peak(self) -> int:
+        """Where most bytes are in use, the first of equals."""
+        return int(self.active_bytes.argmax())
+
+    @property
+    def reserved_peak(self) -> int:
+        """Where most bytes are held; of equals the one with most in use, for a new segment is empty at first."""
+        most_held = self.reserved_bytes == self.reserved_bytes.max()
+        return int(np.where(most_held, self.active_bytes, -1).argmax())
+
+    def fragmentation(self, position: int) -> Fragmentation:
+        """The memory after `position` events."""
+        return Fragmentation(
+            reserved_bytes=int(self.reserved_bytes[position]),
+            allocated_bytes=int(self.allocated_bytes[position]),
+            pending_bytes=int(self.active_bytes[position] - self.allocated_bytes[position]),
+            split_free_bytes=int(self.split_free_bytes[position]),
+            expandable_free_bytes=int(self.expandable_free_bytes[position]),
+            idle_bytes=int(self.idle_bytes[position]),
+        )
+
+
+def timeline_of(recording: Recording) -> Timeline:
+    """Replays a recording from its start to its end."""
+    state = MemoryState(recording.ranges, recording.blocks, recording.max_split_bytes, recording.divisions)
+    rows = np.zeros((len(recording.events) + 1, 6), dtype=np.int64)
+    rows[0] = _row(state)
+    for index, event in enumerate(recording.events):
+        state.apply(event, recording.exact_bytes.get(index))
+        rows[index + 1] = _row(state)
+    times = [event.time_us for event in recording.events]
+    time_us = np.array([times[0] if times else 0, *times], dtype=np.int64)
+    allocated, active, reserved, split_free, expandable_free, idle = rows.T
+    return Timeline(
+        device=recording.device,
+        recording=recording,
+        time_us=np.maximum.accumulate(time_us),
+        allocated_bytes=allocated,
+        active_bytes=active,
+        reserved_bytes=reserved,
+        split_free_bytes=split_free,
+        expandable_free_bytes=expandable_free,
+        idle_bytes=idle,
+        num_unmatched=recording.num_unmatched + state.num_unmatched,
+    )
+
+
+def category_bytes(timeline: Timeline, positions: NDArray[np.intp]) -> dict[str, NDArray[np.int64]]:
+    """Bytes in use by category after so many events each [len(positions)]; together they are all that is in use.
+
+    Args:
+        positions: in ascending order.
+    """
+    recording = timeline.recording
+    held: dict[str, int] = {}
+    category_of: dict[int, str] = {}
+    for block in recording.blocks:
+        category_of[block.address] = block.category or UNKNOWN
+        held[category_of[block.address]] = held.get(category_of[block.address], 0) + block.num_bytes
+    changes = np.diff(timeline.active_bytes)
+    wanted = set(positions.tolist())
+    rows: list[dict[str, int]] = [dict(held)] if 0 in wanted else []
+    for index, event in enumerate(recording.events):
+        change = int(changes[index])
+        if change:
+            if event.action == "alloc":
+                category_of[event.address] = event.category or UNKNOWN
+            category = category_of.get(event.address, UNKNOWN)
+            held[category] = held.get(category, 0) + change
+        if index + 1 in wanted:
+            rows.append(dict(held))
+    # What the history contradicts, so that the parts stay those of the whole.
+    for row, position in zip(rows, positions, strict=True):
+        row[UNKNOWN] = row.get(UNKNOWN, 0) + int(timeline.active_bytes[position]) - sum(row.values())
+    curves = {
+        name: np.array([row.get(name, 0) for row in rows], dtype=np.int64) for name in sorted(held | {UNKNOWN: 0})
+    }
+    return {name: curve for name, curve in curves.items() if curve.any()}
+
+
+def _row(state: MemoryState) -> tuple[int, ...]:
+    levels = (
+        state.allocated_bytes,
+        state.active_bytes,
+        state.reserved_bytes,
+        state.split_free_bytes,
+        state.expandable_free_bytes,
+        state.idle_bytes,
+    )
+    # Sizes come from a file; those of a hostile one may add up to more than an array can hold.
+    return tuple(min(level, _MOST_BYTES) for level in levels)

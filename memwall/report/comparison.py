@@ -1,0 +1,171 @@
+"""What of a trace, a plan, a run or a snapshot is compared with another of its kind."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from memwall.observe.run_report import RunReport
+from memwall.planning.forecast import Forecast, PeakBytes
+from memwall.planning.planfile import Plan
+from memwall.predict.curve import LineShare, Share, live_curve, peak_of, step_seconds
+from memwall.predict.snapshot.analysis import DeviceAnalysis
+from memwall.report.difference import Group, Quantity, Side
+from memwall.report.run_grids import measured_steady_bytes, overall_process_bytes
+from memwall.report.trace_grids import PHASES, highest_point, shown_steps
+from memwall.trace.records import Step, Trace
+from memwall.trace.snapshot.records import Snapshot
+from memwall.trace.tags import trace_tag
+from memwall.units import format_bytes
+
+__all__ = ["plan_side", "run_side", "snapshot_side", "trace_side"]
+
+_PLACES = {
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved",
+    "process_bytes": "process",
+    "host_bytes": "host",
+    "disk_bytes": "disk",
+}
+
+
+def trace_side(trace: Trace, source: str) -> Side:
+    """Live tensors of a trace: its peak, the phases of its last step, and who holds the peak."""
+    highest = highest_point(trace)
+    quantities: list[Quantity] = []
+    steps = shown_steps(trace)
+    if highest is not None:
+        peaks = [(f"live tensors, {step.kind} step", peak_of(trace, step).live_bytes) for step in steps]
+        quantities = [
+            _quantity("peak", "live tensors", highest.peak.live_bytes),
+            *(_quantity("quantity", *peak) for peak in peaks),
+            _quantity("quantity", "held before the step", trace.base_bytes),
+            _quantity("quantity", "library workspaces", trace.workspace_bytes),
+            *_phases(trace, steps[-1]),
+            *_shares("category", highest.peak.by_category),
+            *_shares("module", highest.peak.by_module),
+            *_shares("line", highest.peak.by_line),
+        ]
+    return Side(
+        source=source,
+        kind="trace",
+        tag=trace_tag(trace),
+        quantities=tuple(quantities),
+        step_seconds=(step_seconds(steps[-1]) or None) if steps else None,
+        conditions={
+            "device": trace.device,
+            "torch": trace.torch_version,
+            "optimizer": trace.optimizer,
+            "micro-batch": str(trace.micro_batch),
+            "micro-batches per step": str(trace.num_micro_batches),
+            "autocast": trace.autocast,
+            "steps": " and ".join(step.kind for step in steps) or "none",
+        },
+    )
+
+
+def plan_side(plan: Plan, source: str) -> Side:
+    """What a plan foresees: its peak by place, and of the process by phase."""
+    forecast = plan.forecast
+    quantities = [
+        _quantity("peak", "process", forecast.peak.process_bytes),
+        *_places(forecast.peak),
+        _quantity("quantity", "margin", forecast.margin_bytes),
+        _quantity("quantity", "moved per step", forecast.moved_bytes_per_step),
+        *(_quantity("phase", name.replace("_", " "), peak.process_bytes) for name, peak in forecast.phases.items()),
+    ]
+    if forecast.smallest_feasible_budget_bytes is not None:
+        quantities.append(_quantity("quantity", "smallest budget", forecast.smallest_feasible_budget_bytes))
+    return Side(
+        source=source,
+        kind="plan",
+        tag="simulated",
+        quantities=tuple(quantities),
+        step_seconds=forecast.step_seconds,
+        conditions=_conditions(forecast, forecast.budget_bytes)
+        | {
+            "model": plan.model_fingerprint[:12],
+            "micro-batch": f"{plan.num_micro_batches} x {plan.micro_batch}",
+            "actions": str(len(plan.actions)),
+        },
+    )
+
+
+def run_side(run: RunReport, source: str) -> Side:
+    """What a run measured; what it foresaw stands in its plan."""
+    measured = run.measured
+    quantities = [
+        _quantity("peak", "process", overall_process_bytes(run)),
+        *_places(measured.peak),
+        _quantity("quantity", "moved per step", measured.bytes_moved_per_step or 0),
+        _quantity("phase", "first step", measured.first_step_peak_bytes),
+        _quantity("phase", "steps under the plan", measured_steady_bytes(run)),
+    ]
+    return Side(
+        source=source,
+        kind="run",
+        tag=run.measured.tag,
+        quantities=tuple(quantities),
+        step_seconds=measured.step_seconds_median,
+        conditions=_conditions(run.forecast, run.budget_bytes)
+        | {"plan": run.plan_hash[:12], "recoveries from out of memory": str(measured.oom_recoveries)},
+    )
+
+
+def snapshot_side(snapshot: Snapshot, analyses: Sequence[DeviceAnalysis], source: str) -> Side:
+    """The caching allocator's memory of each device of a snapshot, and who holds what is in use at most."""
+    quantities: list[Quantity] = []
+    for analysis in sorted(analyses, key=lambda found: found.device):
+        where = f"GPU {analysis.device}: " if len(analyses) > 1 else ""
+        used, held = analysis.peak.fragmentation, analysis.reserved_peak.fragmentation
+        quantities += [
+            _quantity("peak", f"{where}most in use", used.active_bytes),
+            _quantity("peak", f"{where}most held", held.reserved_bytes),
+            _quantity("quantity", f"{where}stranded when most was held", held.stranded_bytes),
+            _quantity("quantity", f"{where}idle segments then", held.idle_bytes),
+            _quantity("quantity", f"{where}in use at the end", analysis.final.fragmentation.active_bytes),
+            *_shares("category", analysis.by_category, where),
+            *_shares("line", analysis.by_line, where),
+        ]
+    return Side(
+        source=source,
+        kind="snapshot",
+        tag="external",
+        quantities=tuple(quantities),
+        conditions={
+            "devices": str(len(analyses)),
+            "allocator settings": snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF") or "default",
+            "history": "recorded" if any(snapshot.traces) else "none",
+        },
+    )
+
+
+def _quantity(group: Group, name: str, num_bytes: int) -> Quantity:
+    return Quantity(group=group, name=name, num_bytes=num_bytes)
+
+
+def _conditions(forecast: Forecast, budget_bytes: int | None) -> dict[str, str]:
+    budget = "none" if budget_bytes is None else format_bytes(budget_bytes)
+    return {"device": forecast.device, "budget": budget}
+
+
+def _places(peak: PeakBytes) -> Iterator[Quantity]:
+    """Where bytes are, beside the process as a whole."""
+    for field, name in _PLACES.items():
+        num_bytes = getattr(peak, field)
+        if num_bytes and field != "process_bytes":
+            yield _quantity("quantity", name, num_bytes)
+
+
+def _phases(trace: Trace, step: Step) -> Iterator[Quantity]:
+    """The highest point of each phase of a step."""
+    curve = live_curve(step.storages, len(step.ops), device=trace.device)
+    highest: dict[str, int] = {}
+    for op, num_bytes in zip(step.ops, curve, strict=True):
+        highest[op.phase] = max(highest.get(op.phase, 0), int(num_bytes))
+    for phase in sorted(highest, key=PHASES.index):
+        yield _quantity("phase", phase, highest[phase])
+
+
+def _shares(group: Group, shares: Iterable[Share | LineShare], where: str = "") -> Iterator[Quantity]:
+    for share in shares:
+        # A path or a line as it is; a category, which a module's holder may be, too, in words.
+        is_category = group == "category" or share.name.startswith("(")
+        yield _quantity(group, where + (share.name.replace("_", " ") if is_category else share.name), share.num_bytes)

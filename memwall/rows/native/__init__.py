@@ -1,0 +1,1 @@
+"""C loops over rows and swaps of their pages."""

@@ -1,0 +1,191 @@
+"""How an optimizer steps a table of rows: which ones may, what state they keep for a row, and the hooks.
+
+A row is stepped when it has a gradient, and only then. That is what torch's optimizers do with a sparse gradient where
+nothing else moves a row: neither momentum nor weight decay. They are named here, with the state they keep; whoever adds
+one has read its step on sparse gradients. Others are refused.
+
+The hooks are installed for all optimizers with the first table, so that a script needs no line more than for
+`torch.nn.Embedding(sparse=True)`. An optimizer without a table in it is left alone.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memwall.apply.optimizer_state.partial_step import with_closure_called
+from memwall.errors import ApplyError
+from memwall.rows.store import RowColumns
+from memwall.rows.table import RowUpdate, TableWeight
+
+__all__ = ["RowwiseAdagrad", "clip_grad_norm_", "install_hooks"]
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one number of state per row: the running sum of its gradient's mean square.
+
+    For embeddings with sparse gradients, in memory or in a table of rows. The state is 1/dim of Adagrad's.
+
+    Args:
+        params: parameters with sparse gradients.
+        lr: learning rate.
+        eps: added to the root.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, eps: float = 1e-10) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Makes one step.
+
+        Raises:
+            ApplyError: a gradient is not sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_rows(parameter, parameter.grad, group)
+        return loss
+
+    def _step_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        if not gradient.is_sparse:
+            raise ApplyError(
+                "RowwiseAdagrad steps rows with a sparse gradient, and a parameter of shape "
+                f"{tuple(parameter.shape)} has a dense one; give it another optimizer, or use sparse=True"
+            )
+        state = self.state[parameter]
+        if not state:
+            state["sum"] = parameter.new_zeros(parameter.shape[0], 1)
+        gradient = gradient.coalesce()
+        rows, values = gradient._indices()[0], gradient._values()
+        sums = state["sum"][rows] + values.pow(2).mean(dim=1, keepdim=True)
+        state["sum"][rows] = sums
+        parameter.index_add_(0, rows, values / (sums.sqrt() + group["eps"]), alpha=-group["lr"])
+
+
+def _sparse_adam(group: dict[str, Any], dim: int) -> RowUpdate:
+    moments = (RowColumns(name="exp_avg", width=dim), RowColumns(name="exp_avg_sq", width=dim))
+    return RowUpdate(columns=moments, first_count=0, is_linear=False)
+
+
+def _sgd(group: dict[str, Any], dim: int) -> RowUpdate:
+    return RowUpdate(columns=(), first_count=None, is_linear=True)
+
+
+def _adagrad(group: dict[str, Any], dim: int) -> RowUpdate:
+    sums = RowColumns(name="sum", width=dim, initial=float(group["initial_accumulator_value"]))
+    return RowUpdate(columns=(sums,), first_count=torch.tensor(0.0, device="cpu"), is_linear=False)
+
+
+def _rowwise_adagrad(group: dict[str, Any], dim: int) -> RowUpdate:
+    return RowUpdate(columns=(RowColumns(name="sum", width=1),), first_count=None, is_linear=False)
+
+
+_KINDS: tuple[tuple[type[torch.optim.Optimizer], Callable[[dict[str, Any], int], RowUpdate], tuple[str, ...]], ...] = (
+    (torch.optim.SparseAdam, _sparse_adam, ()),
+    (torch.optim.SGD, _sgd, ("momentum", "weight_decay")),
+    (torch.optim.Adagrad, _adagrad, ("weight_decay",)),
+    (RowwiseAdagrad, _rowwise_adagrad, ()),
+)
+"""Class, how it updates a row, and settings that must be 0."""
+_is_installed = False
+
+
+def install_hooks() -> None:
+    """Has every optimizer's step look for tables, from now on."""
+    global _is_installed
+    if not _is_installed:
+        _is_installed = True
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scales gradients to a norm of at most `max_norm` together, tables whose rows are shared by ranks included.
+
+    `torch.nn.utils.clip_grad_norm_` is right with tables of one rank; with several it leaves them out, as no rank has
+    their whole norm. All ranks call this, after the last backward of a step. The 2-norm, as there.
+
+    Returns:
+        The norm before.
+    """
+    chosen = list(parameters)
+    tables = [p.table for p in chosen if isinstance(p, TableWeight) and p.table.exchange is not None]
+    for table in tables:
+        table.gather_gradient()
+    gradients = [gradient for gradient in (p.grad for p in chosen) if gradient is not None]
+    shared = [p for p in chosen if isinstance(p, TableWeight) and p.table.exchange is not None]
+    own = [p.grad for p in chosen if not any(p is q for q in shared) and p.grad is not None]
+    squares = (
+        torch.nn.utils.get_total_norm(own).double() ** 2 if own else torch.zeros((), dtype=torch.float64, device="cpu")
+    )
+    for parameter in shared:
+        gradient, exchange = parameter.grad, parameter.table.exchange
+        part = (
+            torch.zeros((), dtype=torch.float64, device="cpu") if gradient is None else gradient.double().pow(2).sum()
+        )
+        assert exchange is not None
+        squares = squares + exchange.sum(part)
+    norm = squares.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient))
+    return norm
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    found = [(p, group) for group in optimizer.param_groups for p in group["params"] if isinstance(p, TableWeight)]
+    if not found:
+        return None
+    updates = [(p.table, _update_of(optimizer, group, p.table.dim)) for p, group in found]
+    args, kwargs = with_closure_called(args, kwargs)  # its backward is what there is to step
+    try:
+        for table, update in updates:
+            table.begin_step(optimizer, update)
+    except BaseException:
+        for table, _ in updates:
+            table.withdraw()
+        raise
+    return args, kwargs
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, TableWeight):
+                parameter.table.end_step(optimizer)
+
+
+def _update_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], dim: int) -> RowUpdate:
+    """How an optimizer updates a row of a table.
+
+    Raises:
+        ApplyError: it would have to move rows without a gradient, or is not known not to.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    for kind, update, must_be_zero in _KINDS:
+        if isinstance(optimizer, kind) and step is inspect.unwrap(kind.step):
+            wrong = [f"{name}={group[name]}" for name in must_be_zero if group[name]]
+            if wrong:
+                raise ApplyError(_refusal(optimizer, f" with {' and '.join(wrong)}"))
+            return update(group, dim)
+    raise ApplyError(_refusal(optimizer, ""))
+
+
+def _refusal(optimizer: torch.optim.Optimizer, setting: str) -> str:
+    known: Sequence[str] = [kind.__name__ for kind, *_ in _KINDS]
+    return (
+        f"{type(optimizer).__name__}{setting} cannot step a table of rows: it would have to move every row at every "
+        "step, or is not known not to; give the table's weight to an optimizer of its own, one of "
+        f"{', '.join(known)}, without momentum and weight decay"
+    )

@@ -1,0 +1,85 @@
+"""`memwall.fit`: one line around a training loop."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from memwall.errors import UsageError
+from memwall.machine.limits import device_total_bytes
+from memwall.planning.planfile import Plan
+from memwall.session.session import Session
+from memwall.trace.optimizers import Optimizers, optimizers_of, trains
+from memwall.units import parse_size
+
+__all__ = ["fit"]
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    budget: str | int | None = None,
+    plan: Plan | None = None,
+    disk: str | None = None,
+    disk_writes: str | int | None = None,
+    allow: Sequence[str] = (),
+) -> Session:
+    """A session that makes training `model` with `optimizer` fit a budget, or follow a plan made before.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with fit(model, optimizer, budget="8GiB") as session:
+        ...     for _ in range(3):
+        ...         loss = model(torch.zeros(3, 4)).sum()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> session.plan.actions
+        ()
+
+    Args:
+        optimizer: what steps the model: one, or a list of several, as torch.optim.Muon for matrices and AdamW for the
+            rest. Of several the state stays in memory, and so do parameters.
+        budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
+        disk: directory for bytes that leave memory; the system's temporary directory by default.
+        disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
+        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
+            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
+            steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
+
+    Raises:
+        UsageError: neither or both of budget and plan; a budget that is no size; no optimizer of this model; a
+            relaxation that is for a model on CUDA alone.
+        StoreError: the disk directory cannot be used.
+    """
+    optimizers = _checked(model, optimizer)
+    budget_bytes = None if budget is None else parse_size(budget, whole_bytes=device_total_bytes("cpu"))
+    if disk_writes is not None and plan is not None:
+        raise UsageError("disk_writes is for a plan that is made in the run, and this one is given")
+    session = Session(
+        budget_bytes=budget_bytes,
+        plan=plan,
+        disk=disk,
+        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
+        allow=allow,
+    )
+    session.attach(model, optimizers)
+    return session
+
+
+def _checked(model: nn.Module, given: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    optimizers = optimizers_of(given)
+    if not optimizers:
+        raise UsageError("fit was given no optimizer; expected the one that trains the model, or a list of all that do")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"fit was given a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+        if not trains(optimizer, model):
+            raise UsageError(
+                f"fit was given a {type(optimizer).__name__} that trains no parameter of {type(model).__name__}; give "
+                "each model a session of its own, with its own optimizers"
+            )
+    return optimizers

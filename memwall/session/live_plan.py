@@ -1,0 +1,349 @@
+"""The plan of a running session: recorded for, made, applied, replaced, taken back."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import nn
+
+from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.applied import AppliedPlan
+from memwall.apply.exhaustion import Exhaustion
+from memwall.apply.microbatch import MicroBatches
+from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
+from memwall.apply.precision import LowerPrecision, lower_dtype
+from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
+from memwall.errors import ApplyError, InfeasibleError, MemwallError
+from memwall.machine.limits import pinnable_bytes
+from memwall.planning.actions import AllocatorReuse, ParameterPlacement
+from memwall.planning.blocks import find_blocks
+from memwall.planning.legality import can_autocast, can_pack, can_step_on_cpu
+from memwall.planning.low_bit import why_no_low_bits
+from memwall.planning.planfile import Plan
+from memwall.planning.search import Settings, steady_step
+from memwall.session.measurements import Measurements
+from memwall.session.recorded_kernels import RecordedKernels
+from memwall.session.recorded_step import RecordedStep
+from memwall.session.replanning import MAX_REPLANS, planned, planned_after, planned_again
+from memwall.trace.records import Trace
+from memwall.units import format_bytes
+
+__all__ = ["LivePlan"]
+
+_log = logging.getLogger(__name__)
+
+
+class LivePlan:
+    """See the module. A session tells it when; every method is to be called between two steps.
+
+    Args:
+        settings: what the user asked for.
+        plan: one that was given; None where it is to be made from a recorded step.
+        measured: where moved bytes and planning are counted.
+        on_plan: called when a plan stands, before it is applied.
+        set_by_loop: records of actions that the training loop carries out itself.
+        host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        plan: Plan | None,
+        *,
+        measured: Measurements,
+        on_plan: Callable[[], None],
+        set_by_loop: tuple[type, ...],
+        host_capacity_bytes: int | None = None,
+    ) -> None:
+        self.settings, self.plan = settings, plan
+        self.budget_bytes = settings.budget_bytes
+        """What was asked for; settings have less once it turned out that less is there."""
+        self.trace: Trace | None = None
+        self.is_given = plan is not None
+        self.is_cooperative = False
+        """Whether the loop takes its micro-batches from the session."""
+        self.allocator = AllocatorHandler()
+        self.parameters = ParameterKeeper(settings.disk, settings.disk_capacity_bytes)
+        self.keeper = StateKeeper(settings.disk, settings.disk_capacity_bytes, self.parameters.around_step)
+        self.micro = MicroBatches()
+        self.recorded: RecordedStep | None = None
+        self.applied: AppliedPlan | None = None
+        self._measured, self._on_plan, self._set_by_loop = measured, on_plan, set_by_loop
+        self._undo_autocast: Callable[[], None] | None = None
+        self._kernels = RecordedKernels()
+        self._host_capacity_bytes = host_capacity_bytes
+        self._host_limit_bytes: int | None = None
+        """Host memory below a model on CUDA: what plans are made with is what they are applied with."""
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """What failed where no hook of the session sees the error pass: a transfer in autograd, an action's effect."""
+        applied = () if self.applied is None else (self.applied.engine, self.applied.effects)
+        parts = (self.recorded, *applied, self.keeper, self.parameters)
+        return next((part.failure for part in parts if part and part.failure), None)
+
+    def watch_building(self) -> None:
+        """Has parameters go to disk as they are made, where there is no room for them."""
+        is_possible = not torch.cuda.is_available()
+        if self.plan is not None:
+            is_possible &= any(isinstance(action, ParameterPlacement) for action in self.plan.actions)
+        if is_possible and self.settings.budget_bytes:
+            self.parameters.watch_building(self.settings.budget_bytes, self.allocator)
+
+    # -- the recorded step -------------------------------------------------------------------------------------------
+
+    def record(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Begins to record the step whose first forward is about to be called.
+
+        Raises:
+            StoreError: the disk cannot be used.
+        """
+        is_streamed = self.parameters.spill_recorded(
+            model, optimizers, self.allocator, budget_bytes=self.settings.budget_bytes
+        )
+        self._measured.note_peak()
+        self._host_limit_bytes = self._host_limit_below(model)
+        self._kernels.begin(model, self.settings.allow, is_streamed=is_streamed)
+        self.recorded = RecordedStep(
+            model,
+            optimizers,
+            settings=self.settings,
+            allocator=self.allocator,
+            keeper=self.keeper,
+            parameters=self.parameters,
+            host_limit_bytes=self._host_limit_bytes,
+        )
+
+    def stop_recording(self) -> None:
+        """Takes the recording away, if there is one."""
+        if self.recorded is not None:
+            self.recorded.stop()
+            self._measured.bytes_to_tier += self.recorded.moved_bytes
+            self._measured.first_step_bytes_to_tier += self.recorded.moved_bytes + self._count_state_bytes()
+            self.recorded = None
+
+    def make(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, is_running: bool) -> bool:
+        """Plans from the recorded step, and applies the plan.
+
+        Args:
+            is_running: whether the model's forward is being called right now, by a hook before it.
+
+        Returns:
+            False if the next step has to be recorded, in lower precision, which the user allowed: from observed bytes,
+            not halved ones.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        assert self.recorded is not None
+        begin = time.perf_counter()
+        self.trace, peak_bytes = self.recorded.finish(optimizers)
+        self.stop_recording()
+        self._measured.note_first_step(peak_bytes)
+        self.settings = msgspec.structs.replace(self.settings, kernels=self._kernels.found_in(self.trace))
+        allow = self.settings.allow
+        reason = can_pack(self.trace, allow) if "low-bit-offload" in allow else None
+        if reason is not None:
+            _log.warning("no saved tensor leaves in int8: %s", reason)
+        reason = why_no_low_bits(self.trace, allow) if "low-bit-optimizer" in allow else None
+        if reason is not None:
+            _log.warning("no optimizer state is kept in 8 bits: %s", reason)
+        if "cpu-optimizer-step" in allow:
+            reason = can_step_on_cpu(self.trace, allow) or why_not_on_cpu(optimizers)
+            if reason is not None:
+                _log.warning("the CPU steps no optimizer: %s", reason)
+        try:
+            self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizers), self.allocator)
+        except InfeasibleError:
+            if can_autocast(self.trace, self.settings.allow) is not None:
+                raise
+            dtype = lower_dtype(self.trace.device)
+            _log.info("nothing fits in the present precision; recording the next step under %s autocast", dtype)
+            self.settings = msgspec.structs.replace(self.settings, autocast=dtype)
+            self._undo_autocast = LowerPrecision(model, dtype, is_running=is_running).undo
+            return False
+        self._measured.plan_seconds = time.perf_counter() - begin
+        self.apply(model, optimizers, is_running=is_running)
+        return True
+
+    # -- in effect ---------------------------------------------------------------------------------------------------
+
+    def apply(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, is_running: bool) -> None:
+        """Applies the plan that stands.
+
+        Raises:
+            MemwallError: an action cannot be applied here.
+        """
+        assert self.plan is not None
+        self._on_plan()
+        # The plan's own actions take their place.
+        self._end_autocast()
+        self._kernels.end()
+        if self._host_limit_bytes is None:  # the plan was given
+            self._host_limit_bytes = self._host_limit_below(model)
+        order = () if self.trace is None else tuple(b.path for b in find_blocks(self.trace, steady_step(self.trace)))
+        applied = AppliedPlan(
+            model,
+            self.plan,
+            block_order=order,
+            disk=self.settings.disk,
+            disk_capacity_bytes=self.settings.disk_capacity_bytes,
+            allocator=self.allocator,
+            micro=self.micro,
+            is_cooperative=self.is_cooperative,
+            is_running=is_running,
+            set_by_loop=self._set_by_loop,
+            optimizers=optimizers,
+            keeper=self.keeper,
+            parameters=self.parameters,
+            host_limit_bytes=self._host_limit_bytes,
+        )
+        if not any(isinstance(action, AllocatorReuse) for action in self.plan.actions):
+            self.allocator.undo()
+        applied.apply()
+        self._measured.first_step_bytes_to_tier += self._count_state_bytes()
+        self.applied = applied
+        self._measured.note_peak()
+        self.allocator.trim()
+        if self._host_limit_bytes is not None:
+            # What the plan has taken off the device since the last step is torch's still, and counts as held.
+            torch.cuda.empty_cache()
+        self._measured.begin_plan(None if self.trace is None else self.trace.base_bytes)
+        forecast = self.plan.forecast
+        _log.info("plan applied: %d actions, %s", len(self.plan.actions), format_bytes(forecast.peak.process_bytes))
+
+    def replace(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], excess_bytes: int) -> bool:
+        """Charges what was measured beyond the forecast to the process, plans with that, and applies the plan.
+
+        Returns:
+            Whether that may be done once more.
+        """
+        assert self.trace is not None
+        found = planned_again(self.trace, self._present_settings(model, optimizers), excess_bytes)
+        if found is None:
+            return False
+        self._measured.num_replans += 1
+        self._change_to(*found, model, optimizers, is_running=True)
+        return self._measured.num_replans < MAX_REPLANS
+
+    def replace_after(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], found: Exhaustion) -> bool:
+        """Plans from a failure to get memory, and applies the plan.
+
+        Returns:
+            False if no plan needs less than the present one.
+        """
+        assert self.trace is not None
+        assert self.plan is not None
+        self.allocator.trim()
+        made = planned_after(self.trace, self._present_settings(model, optimizers), self.plan, found)
+        if made is None:
+            return False
+        trace, settings, plan = made
+        self.settings = msgspec.structs.replace(self.settings, budget_bytes=settings.budget_bytes)
+        self._change_to(trace, plan, model, optimizers, is_running=False)
+        return True
+
+    def _change_to(
+        self,
+        trace: Trace,
+        plan: Plan,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        is_running: bool,
+    ) -> None:
+        self.take_back(keeps_state=True)
+        self.trace, self.plan = trace, plan
+        self._measured.forget_steps()
+        self.apply(model, optimizers, is_running=is_running)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says that an optimizer steps the model, before its first step; what waited for that is applied.
+
+        Raises:
+            MemwallError: the plan cannot be applied to it.
+        """
+        if self.keeper.is_away:
+            raise ApplyError(
+                f"{type(optimizer).__name__} begins to step the model while another optimizer's state is on disk, and "
+                "of several it stays in memory; have every optimizer step in the first step, hand all of them to "
+                "memwall.fit(model, [first, second], budget=...), or give a larger budget"
+            )
+        if self.applied is not None:
+            self.applied.add_optimizer(optimizer)
+
+    def forget_plan(self) -> None:
+        """The step that follows is recorded again, and planned from."""
+        self.take_back()
+        self.trace = self.plan = None
+        self.settings = msgspec.structs.replace(self.settings, autocast=None)  # the plan's own has been taken back
+        self._measured.forget_steps()
+
+    def take_back(self, *, keeps_state: bool = False) -> None:
+        """The model is as before.
+
+        Args:
+            keeps_state: leave the optimizer's state and the parameters where they are, for the plan that follows.
+        """
+        self._count_state_bytes()
+        if self.applied is not None:
+            out_bytes, in_bytes = self.applied.moved_bytes
+            self._measured.bytes_to_tier += out_bytes
+            self._measured.bytes_from_tier += in_bytes
+            applied, self.applied = self.applied, None
+            applied.undo(keeps_state=keeps_state)
+        if not keeps_state:
+            self.parameters.bring_back()
+            self.keeper.bring_back()
+
+    def end_showing(self) -> None:
+        """What was shown of parameters on disk, to save them, is no part of the step that follows."""
+        shown_bytes = self.parameters.end_showing()
+        if shown_bytes:
+            self._measured.note_peak(shown_bytes)
+            self._measured.meter.reset_peak()
+
+    def end(self) -> None:
+        """The process is as before, too."""
+        self._end_autocast()
+        self._kernels.end()
+        self.parameters.end_building()
+        self.allocator.undo()
+
+    def _end_autocast(self) -> None:
+        if self._undo_autocast is not None:
+            self._undo_autocast()
+            self._undo_autocast = None
+
+    def _count_state_bytes(self) -> int:
+        """Counts what of state and parameters was moved since the last time; returns the bytes written."""
+        moved = (self.keeper.moved_bytes(), self.parameters.moved_bytes())
+        out_bytes, in_bytes = (sum(counts) for counts in zip(*moved, strict=True))
+        self._measured.bytes_to_tier += out_bytes
+        self._measured.bytes_from_tier += in_bytes
+        return out_bytes
+
+    def _host_limit_below(self, model: nn.Module) -> int | None:
+        """What may be taken of host memory, for a model on CUDA; None for others."""
+        if all(parameter.device.type != "cuda" for parameter in model.parameters()):
+            return None
+        can_pin_bytes = pinnable_bytes()
+        return can_pin_bytes if self._host_capacity_bytes is None else min(can_pin_bytes, self._host_capacity_bytes)
+
+    def _present_settings(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Settings:
+        """What the user asked for, and what of it this loop, its model and its optimizers allow."""
+        settings = self.settings
+        if "cpu-optimizer-step" in settings.allow and why_not_on_cpu(optimizers) is not None:
+            allow = tuple(name for name in settings.allow if name != "cpu-optimizer-step")
+            settings = msgspec.structs.replace(settings, allow=allow)
+        if self._host_limit_bytes is not None:  # what the user said of the disk is not said of host memory
+            settings = msgspec.structs.replace(settings, disk_capacity_bytes=self._host_limit_bytes)
+        return msgspec.structs.replace(
+            settings,
+            allow_accumulation=self.is_cooperative,
+            can_move_state=can_place(optimizers),
+            is_built_on_disk=self.parameters.is_watching and self.parameters.away_bytes > 0,
+            parameters_stay=why_not_streamed(model, optimizers) or "",
+        )

@@ -1,0 +1,80 @@
+"""What a run that ran out of memory leaves beside its last committed step: for how much to plan when it goes on."""
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from memwall.errors import OutOfMemoryError, StoreError, UsageError
+from memwall.session.redo import MAX_RECOVERIES
+from memwall.units import format_bytes
+
+__all__ = ["NextBudget", "note_failure", "read_next_budget"]
+
+_NAME = "out-of-memory.json"
+
+
+class NextBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a run under one budget."""
+
+    budget_bytes: int
+    """What was asked for."""
+    within_bytes: int
+    """What the next process is to plan for."""
+    num_failures: int
+
+
+def read_next_budget(directory: str | Path, budget_bytes: int | None) -> NextBudget | None:
+    """What the last process left, if it had the same budget.
+
+    Raises:
+        UsageError: the run has failed too often to go on by itself.
+        StoreError: the file is damaged.
+    """
+    path = Path(directory) / _NAME
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=NextBudget)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); remove it to go on with the budget as it is") from error
+    if found.budget_bytes != budget_bytes:
+        return None
+    if found.num_failures > MAX_RECOVERIES:
+        raise UsageError(
+            f"--resume {directory}: the run has run out of memory {found.num_failures} times under a budget of "
+            f"{format_bytes(found.budget_bytes)}, the last time with a plan for {format_bytes(found.within_bytes)} or "
+            "more; resume with another --budget, or with a smaller batch"
+        )
+    return found
+
+
+def note_failure(directory: str | Path, budget_bytes: int, failure: OutOfMemoryError) -> OutOfMemoryError:
+    """Leaves what follows from a failure in a training step; the same error, which says how to go on.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    if not failure.next_budget_bytes:
+        return failure
+    try:
+        before = read_next_budget(directory, budget_bytes)
+    except UsageError:
+        return failure
+    number = 1 + (0 if before is None else before.num_failures)
+    left = NextBudget(budget_bytes=budget_bytes, within_bytes=failure.next_budget_bytes, num_failures=number)
+    path = Path(directory) / _NAME
+    partial = path.with_suffix(".part")
+    try:
+        partial.write_bytes(msgspec.json.encode(left))
+        partial.replace(path)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from failure
+    return OutOfMemoryError(
+        f"{failure}; or go on from the last committed step: the same command with --resume plans for that, attempt "
+        f"{number} of {MAX_RECOVERIES}",
+        phase=failure.phase,
+        asked_bytes=failure.asked_bytes,
+        held_bytes=failure.held_bytes,
+        next_budget_bytes=failure.next_budget_bytes,
+    )

@@ -1,0 +1,171 @@
+"""The first step of a run, recorded under the safest plan there is.
+
+Every large saved tensor leaves the device, free memory goes back to the system before the budget is passed, and the
+optimizer's state goes to disk bucket by bucket, as it is made, where the budget has no room for all of it. Where it has
+none for gradients beside parameters, both are on disk already when the step begins.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.offload.parking import Parked
+from memwall.apply.optimizer_state.keeper import StateKeeper
+from memwall.apply.streaming.keeper import ParameterKeeper, is_streamed
+from memwall.errors import MemwallError
+from memwall.machine.meter import meter_of
+from memwall.planning.block_actions import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.planning.parameters import as_streamed
+from memwall.planning.placement import MIN_STATE_BYTES
+from memwall.planning.settings import Settings
+from memwall.predict.process import calibrated
+from memwall.session.measurements import standing_bytes
+from memwall.trace.optimizers import joint_name
+from memwall.trace.record import TraceBuilder
+from memwall.trace.records import Trace
+
+__all__ = ["RecordedStep"]
+
+
+class RecordedStep:
+    """Records from its construction, within the model's first forward, until `finish` or `stop`.
+
+    Args:
+        host_limit_bytes: of a model on CUDA, the most host memory to use, now and by plans.
+
+    Raises:
+        StoreError: the disk cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        settings: Settings,
+        allocator: AllocatorHandler,
+        keeper: StateKeeper,
+        parameters: ParameterKeeper,
+        host_limit_bytes: int | None = None,
+    ) -> None:
+        self._model, self._settings, self._allocator = model, settings, allocator
+        self._keeper, self._parameters = keeper, parameters
+        self._peak_before_optimizer_bytes = 0
+        self.moved_bytes = 0
+        """Saved tensors that left the device; known once the recording has ended."""
+        self._builder: TraceBuilder | None = None
+        self._parked: Parked | None = Parked(
+            [model],
+            disk=settings.disk,
+            capacity_bytes=settings.disk_capacity_bytes,
+            window_bytes=WINDOW_BYTES,
+            min_bytes=MIN_MOVED_BYTES,
+            host_limit_bytes=host_limit_bytes,
+            steps_on_cpu="cpu-optimizer-step" in settings.allow,
+        )
+        try:
+            self._start(optimizers)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        assert self._parked is not None
+        self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
+        self._builder = TraceBuilder([self._model], self._parked.engine)
+        # To look at parameters does not bring them in.
+        with self._keeper.shown(), torch._C.DisableTorchFunctionSubclass():
+            self._builder.start_step(optimizers, running_root=self._model)
+        self._parameters.follow(self._builder.stands_for)
+        if any(optimizer.state for optimizer in optimizers):
+            # The step needs room for gradients and for moving tensors, beside the state that is there.
+            gradients = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
+            self._spill(optimizers, coming_bytes=gradients + WINDOW_BYTES)
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """A transfer of saved tensors that failed inside autograd, where no hook sees the error pass."""
+        return self._parked.engine.failure if self._parked is not None else None
+
+    def before_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """To be called before the step of each of the model's optimizers, with those that are known by then."""
+        if not self._peak_before_optimizer_bytes:
+            self._peak_before_optimizer_bytes = meter_of(self._model).peak_bytes()
+        self._spill(optimizers)
+        if self._parameters.away_bytes and not self._keeper.is_away:
+            # Nothing else steps a few of them at a time.
+            reason = f"the state of {joint_name(optimizers)} stays in memory"
+            self._parameters.bring_back_within(self._settings.budget_bytes, reason)
+
+    def finish(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Trace, int]:
+        """Ends the recording.
+
+        Returns:
+            The trace, and the step's peak in bytes of the process.
+
+        Raises:
+            TraceError: it was no whole step.
+        """
+        assert self._parked is not None
+        assert self._builder is not None
+        builder, machine = self._builder, self._parked.machine
+        with self._keeper.shown():
+            step = builder.finish_step(optimizers)
+        window_bytes, min_bytes = self._parked.engine.staging_bytes, self._parked.min_bytes
+        self.stop()
+        self._allocator.trim()
+        trace = builder.trace(optimizers, machine=machine, autocast=self._settings.autocast or "none")
+        with torch._C.DisableTorchFunctionSubclass():
+            present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
+        modules, is_streamed = trace.modules, self._parameters.away_bytes > 0
+        trace = calibrated(
+            trace,
+            base_bytes=meter_of(self._model).base_bytes(present_bytes),
+            window_bytes=window_bytes,
+            min_bytes=min_bytes,
+            away_min_bytes=MIN_STATE_BYTES if self._keeper.is_away else None,
+            peak_before_optimizer_bytes=self._peak_before_optimizer_bytes,
+            as_run=(lambda plain: as_streamed(plain, modules)) if is_streamed else (lambda plain: plain),
+        )
+        return trace, step.process_peak_bytes
+
+    def stop(self) -> None:
+        """Takes the recording away. Safe to call twice."""
+        self._parameters.follow(None)
+        if self._builder is not None:
+            self._builder.cancel_step()
+            self._builder = None
+        if self._parked is not None:
+            self.moved_bytes = self._parked.close()
+            self._parked = None
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return all(parameter.device.type == "cpu" for parameter in self._model.parameters())
+
+    def _steps_alone(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether there is one optimizer, which leaves no gradient to another that has not shown itself yet."""
+        if len(optimizers) != 1:
+            return False
+        own = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
+        return all(id(p) in own for p in self._model.parameters() if _may_be_stepped(p))
+
+    def _spill(self, optimizers: Sequence[torch.optim.Optimizer], coming_bytes: int = 0) -> None:
+        if not self._is_on_cpu or not self._steps_alone(optimizers):
+            return
+        used_bytes = self._parked.engine.bytes_written if self._parked is not None else 0
+        self._keeper.spill_recorded(
+            optimizers[0],
+            self._allocator,
+            budget_bytes=self._settings.budget_bytes,
+            coming_bytes=coming_bytes,
+            used_bytes=used_bytes,
+            must=self._parameters.away_bytes > 0,
+        )
+
+
+def _may_be_stepped(parameter: nn.Parameter) -> bool:
+    """Whether an optimizer has something to do with it, in this step or, on disk, in a later one."""
+    return parameter.grad is not None or (is_streamed(parameter) and parameter.requires_grad)

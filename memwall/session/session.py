@@ -1,0 +1,394 @@
+"""A training run under a budget: records the first step, plans, applies the plan before the second, measures on.
+
+    waiting --first forward--> recording --first forward after an optimizer step--> running
+
+The first step runs under the safest plan there is (`recorded_step`). It is a full step; nothing is thrown away.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Self, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.microbatch import shifts_labels
+from memwall.apply.offload.parking import close_unneeded
+from memwall.apply.optimizer_state.low_bit_form import load_torchao
+from memwall.errors import ApplyError, MemwallError, OutOfMemoryError, PlanError, UsageError
+from memwall.machine.meter import meter_of
+from memwall.planning.actions import Accumulate
+from memwall.planning.legality import require_step_beside_device
+from memwall.planning.planfile import Plan
+from memwall.planning.search import Settings
+from memwall.session.live_plan import LivePlan
+from memwall.session.measurements import Measurements
+from memwall.session.redo import Redo
+from memwall.session.replanning import check_plan_is_for, excess_bytes
+from memwall.session.step_borders import StepBorders
+from memwall.session.vector_functions import settle_first_calls
+from memwall.trace.optimizers import Optimizers, optimizers_of
+from memwall.trace.records import Trace
+
+__all__ = ["Session"]
+
+_T = TypeVar("_T")
+
+
+class Session:
+    """See `memwall.fit`. One model and what steps it; a context manager that takes everything back when it ends."""
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        plan: Plan | None = None,
+        disk: str | None = None,
+        disk_capacity_bytes: int | None = None,
+        disk_bytes_per_day: int | None = None,
+        allow: Sequence[str] = (),
+        set_by_loop: tuple[type, ...] = (),
+        within_bytes: int | None = None,
+        host_capacity_bytes: int | None = None,
+    ) -> None:
+        """See `memwall.fit`.
+
+        Args:
+            within_bytes: less than the budget, where it turned out that not all of it is there.
+            host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
+            set_by_loop: records of actions that the training loop itself carries out, by arguments of its own; of a
+                given plan they are not applied a second time.
+        """
+        if (budget_bytes is None) == (plan is None):
+            raise UsageError("give either a budget or a plan, not both and not neither")
+        if plan is not None and plan.forecast.device.startswith("cuda") and not torch.cuda.is_available():
+            raise PlanError(
+                f"the plan is for device {plan.forecast.device}, and torch finds no CUDA device here; run it on a "
+                "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
+            )
+        if not torch.cuda.is_available():
+            require_step_beside_device(allow, "cpu")
+        is_low_bit = "low-bit-optimizer" in allow
+        if is_low_bit:
+            load_torchao()  # before a step is recorded, so that what it takes is known
+        settings = Settings(
+            budget_bytes=budget_bytes if budget_bytes is not None else (plan.forecast.budget_bytes or 0) if plan else 0,
+            disk=disk,
+            disk_capacity_bytes=disk_capacity_bytes,
+            disk_bytes_per_day=disk_bytes_per_day,
+            allow=tuple(allow),
+            is_torchao_loaded=is_low_bit,
+        )
+        self.state: Literal["waiting", "recording", "running", "closed"] = "waiting"
+        self.measured = Measurements()
+        self.on_plan: Callable[[Session], None] | None = None
+        """Called when a plan stands, before it is applied: the place to show it, or to object."""
+        self.failure: MemwallError | None = None
+        """What ended the run; raised again at each further forward, should the loop have caught it."""
+        self._live = LivePlan(
+            settings,
+            plan,
+            measured=self.measured,
+            on_plan=self._show_plan,
+            set_by_loop=set_by_loop,
+            host_capacity_bytes=host_capacity_bytes,
+        )
+        if within_bytes is not None:
+            self._live.settings = msgspec.structs.replace(settings, budget_bytes=within_bytes)
+        self._borders = StepBorders(self)
+        self._redo = Redo(self._live, self._borders, self.measured)
+        self._allocator, self._keeper, self._micro = self._live.allocator, self._live.keeper, self._live.micro
+        self._step_begin = 0.0
+        self._excess_bytes = 0
+        """By how much the last step under the plan exceeded what the plan promised, the budget being near."""
+        self._can_plan_again = True
+        self._num_planned_for = 0
+        """Optimizers that had stepped when the plan was made."""
+        self._has_room = True
+        """Whether free memory was returned since the last step ended."""
+        settle_first_calls()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that was given, or the one that stands; None until the first step has ended."""
+        return self._live.plan
+
+    @property
+    def trace(self) -> Trace | None:
+        """The recorded first step."""
+        return self._live.trace
+
+    @property
+    def budget_bytes(self) -> int:
+        """What was asked for, by a budget or by the plan that was given; 0 by a plan for none."""
+        return self._live.budget_bytes
+
+    # -- life cycle ------------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module, optimizers: Optimizers) -> None:
+        """Says which model this session trains, and what steps it. Optimizers may follow at their first steps."""
+        if self._borders.model is not None:
+            raise ApplyError("this session already trains a model; use one session for each")
+        if self.plan is not None:
+            check_plan_is_for(self.plan, model)
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        require_step_beside_device(self._live.settings.allow, device)
+        self._borders.attach(model, optimizers_of(optimizers))
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says that an optimizer steps the model, once it shows itself: before its first step.
+
+        Raises:
+            ApplyError: another one's state is on disk, where there can be one optimizer's alone.
+        """
+        if optimizer not in self._borders.optimizers:
+            self._borders.add_optimizer(optimizer)
+            self._live.add_optimizer(optimizer)
+
+    def watch_building(self) -> None:
+        """From now on parameters go to disk as modules get them, where the budget has no room for them."""
+        self._live.watch_building()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: Any) -> None:
+        explained = None if error is None else self.explained(error)
+        self.close(completed=error is None)
+        if explained is not None:
+            raise explained from error
+
+    def explained(self, error: BaseException) -> OutOfMemoryError | None:
+        """What a failure to get memory means for this run, and what to do; None of any other failure."""
+        return self._redo.explained(error)
+
+    def close(self, *, completed: bool = True, brings_back: bool = True) -> None:
+        """Ends the session: the model and the process are as before. A first step that was alone is still planned.
+
+        Args:
+            brings_back: optimizer state and parameters that are on disk come back into memory, which they may have no
+                room in; where the process ends next they can stay, and are fetched by whoever uses them all the same.
+        """
+        if self.state == "closed":
+            return
+        self._note_engine_failure()
+        try:
+            self._live.end_showing()
+            self.measured.note_peak()
+            if completed and self.failure is None:
+                self.end_step()
+        finally:
+            self._live.stop_recording()
+            try:
+                self._live.take_back(keeps_state=not brings_back)
+            finally:
+                self._borders.detach()
+                self._live.end()
+                self.state = "closed"
+                close_unneeded()
+
+    # -- micro-batches, for loops that cooperate --------------------------------------------------------------------
+
+    def step(self, batch: Any, *, count: Callable[[Any], int] | None = None) -> Iterator[Any]:
+        """Yields the micro-batches of a batch; their losses, through `backward`, weigh as the undivided batch would.
+
+        Example::
+
+            for micro in session.step(batch):
+                session.backward(loss_of(model, micro))
+            optimizer.step()
+
+        Args:
+            batch: a tensor, or a tuple, list or dict of tensors with the samples in the first dimension.
+            count: loss terms in a batch, where the loss is a mean over something else than samples: by default
+                labels other than -100 if the batch has any, else samples. Of labels [samples, positions] the first
+                position does not count, as for causal language models, unless transformers knows the model as another
+                kind.
+        """
+        self._live.is_cooperative = True
+        if self.state == "waiting" and self._borders.model is not None:
+            self._micro.shifts_labels = shifts_labels(self._borders.model)
+            # A given plan is applied in the first forward: too late for the batch that it is fed from.
+            given = self.plan.actions if self.plan is not None else ()
+            self._micro.micro_batch = next((a.micro_batch for a in given if isinstance(a, Accumulate)), None)
+        yield from self._micro.split(batch, count)
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()`, weighted by the present micro-batch's share of the batch."""
+        self._micro.backward(loss)
+
+    def compute_gradients(
+        self, batch: Any, loss_of: Callable[[Any], Tensor], *, count: Callable[[Any], int] | None = None
+    ) -> Tensor:
+        """Forward and backward of a batch, in micro-batches where the plan has them; the batch's loss.
+
+        Where memory runs out, the whole step is done again from the state it began with, under a plan that follows from
+        the failure: at most three times in a run.
+
+        Example::
+
+            for batch in loader:
+                loss = session.compute_gradients(batch, lambda part: loss_of(model, part))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Args:
+            batch: see `step`, as `count`.
+            loss_of: the mean loss of a part of the batch; it may be called several times.
+
+        Raises:
+            OutOfMemoryError: memory ran out, and the step cannot be done again.
+        """
+
+        def part() -> Tensor:
+            parts = self.step(batch, count=count)
+            return sum((self._micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
+
+        return self.redoable(part)
+
+    def redoable(self, part: Callable[[], _T]) -> _T:
+        """Runs a part of a training step, which may be run again: see `compute_gradients`.
+
+        Raises:
+            OutOfMemoryError: memory ran out, and the step cannot be done again.
+        """
+        try:
+            return self._redo.run(part)
+        except MemwallError as error:
+            self.failure = self.failure or error.without_frames()
+            raise
+
+    def first_forward(self) -> None:
+        """Begins the run from within the model's first forward, whose hooks were already collected."""
+        self._borders.enter_forward()
+
+    def end_step(self) -> None:
+        """Says that every optimizer has stepped and gradients are dropped: what runs next is no part of the step.
+
+        Without it the step ends at the next forward, be that of the next step or of an evaluation.
+
+        Raises:
+            InfeasibleError: the step was the recorded one, and nothing fits.
+        """
+        if self.state != "recording" or self._borders.in_step:
+            return
+        assert self._borders.model is not None
+        self._redo.before_plan()
+        self._num_planned_for = len(self._borders.stepped)
+        self._borders.goes_on = False
+        try:
+            is_made = self._live.make(
+                self._borders.model, self._borders.optimizers, is_running=self._borders.in_first_forward
+            )
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+        finally:
+            self._live.stop_recording()
+        self.state = "running" if is_made else "waiting"
+
+    # -- step borders ------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Raises again what ended the run."""
+        self._live.keeper.begin_forward()
+        self._note_engine_failure()
+        if self.failure is not None:
+            raise self.failure.without_frames()
+
+    def evaluation_begins(self) -> None:
+        """It must not be recorded as if every step had one, and finds free what the last step has freed."""
+        self.end_step()
+        self._make_room()
+
+    def saving_begins(self) -> None:
+        """It finds free what the last step has freed."""
+        self._live.end_showing()
+        self.measured.note_peak()
+        self._make_room()
+
+    def step_begins(self) -> None:
+        """The plan for this step is made and applied, if it is not the first one."""
+        close_unneeded()
+        try:
+            self._live.end_showing()
+            self.end_step()
+            if self.state == "running" and self._has_newcomer:
+                self._live.forget_plan()
+                self.state, self._excess_bytes = "waiting", 0
+            if self.state == "waiting":
+                self._begin_run()
+            if self._excess_bytes:
+                self._plan_again()
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+
+    def step_began(self) -> None:
+        """Measures from here on."""
+        if self.state == "running":
+            # What ran since the last step, an evaluation say, is the run's peak, but not the step's.
+            self.measured.note_peak()
+            self._can_plan_again &= self.measured.meter.reset_peak()
+        if self._live.applied is not None:
+            self._live.applied.begin_step()
+        self._step_begin = time.perf_counter()
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of a step that is recorded, the state that has no room goes to disk."""
+        if self._live.recorded is not None:
+            self._live.recorded.before_optimizer(self._borders.optimizers)
+
+    def optimizer_stepped(self, *, is_first: bool) -> None:
+        """A step has ended, or went on: what it needed is known, and what the plan's actions did in it."""
+        self._has_room = False
+        if is_first:
+            self._redo.end_step()
+            self.measured.num_steps += 1
+        peak_bytes = self.measured.meter.peak_bytes()
+        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, peak_bytes)
+        if self.state == "running":
+            if not is_first:
+                self.measured.step_seconds.pop()
+            self.measured.step_seconds.append(time.perf_counter() - self._step_begin)
+            self.measured.peak_bytes = max(self.measured.peak_bytes, peak_bytes)
+            if self.plan is not None and self.trace is not None and self._can_plan_again:
+                self._excess_bytes = excess_bytes(self.plan, peak_bytes)
+        if is_first and self._live.applied is not None:
+            self._live.applied.effects.check()
+
+    @property
+    def _has_newcomer(self) -> bool:
+        """Whether an optimizer has stepped for the first time since the plan was made: its state is in no forecast."""
+        return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
+
+    def _begin_run(self) -> None:
+        assert self._borders.model is not None
+        self.measured.meter = meter_of(self._borders.model)
+        self.measured.note_peak()
+        if self._live.is_given:
+            self._live.apply(self._borders.model, self._borders.optimizers, is_running=True)
+            self.state = "running"
+            return
+        self._live.record(self._borders.model, self._borders.optimizers)
+        self._borders.watch_optimizers()
+        self.state = "recording"
+
+    def _plan_again(self) -> None:
+        """Between two steps: the last one used more than foreseen."""
+        assert self._borders.model is not None
+        excess, self._excess_bytes = self._excess_bytes, 0
+        self._can_plan_again = self._live.replace(self._borders.model, self._borders.optimizers, excess)
+
+    def _make_room(self) -> None:
+        if self._live.applied is not None:
+            self._live.allocator.make_room(is_first=not self._has_room)
+            self._has_room = True
+
+    def _show_plan(self) -> None:
+        if self.on_plan is not None:
+            self.on_plan(self)
+
+    def _note_engine_failure(self) -> None:
+        self.failure = self.failure or self._live.failure

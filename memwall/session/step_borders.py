@@ -1,0 +1,139 @@
+"""Where training steps begin and end in a loop that says nothing of them: hooks on its model and its optimizers.
+
+A step begins at the first forward after another step, and is over when an optimizer has stepped. Where several step one
+model, what steps after the first of them, before the next forward, belongs to the same step.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memwall.apply.exhaustion import Phase
+from memwall.trace.attached import attach_hook
+
+__all__ = ["StepBorders", "StepListener"]
+
+
+class StepListener(Protocol):
+    """Who is told; every call comes from within a hook."""
+
+    def before_forward(self) -> None:
+        """Any forward of the model begins, but for those that recompute."""
+
+    def evaluation_begins(self) -> None:
+        """A forward without gradients begins, between two steps."""
+
+    def saving_begins(self) -> None:
+        """A state dictionary of the model or an optimizer is about to be made, between two steps."""
+
+    def step_begins(self) -> None:
+        """The first forward of a training step begins; the step before, if there was one, is over."""
+
+    def step_began(self) -> None:
+        """What was to be done between the steps is done."""
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the model is about to step."""
+
+    def optimizer_stepped(self, *, is_first: bool) -> None:
+        """An optimizer has stepped: the first of a training step that was begun, which ends it, or a further one."""
+
+
+class StepBorders:
+    """Follows one model and its optimizers, which may show themselves later."""
+
+    def __init__(self, listener: StepListener) -> None:
+        self._listener = listener
+        self._handles: list[Any] = []
+        self.model: nn.Module | None = None
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self.stepped: list[torch.optim.Optimizer] = []
+        """Those that have stepped so far, in the order of their first steps."""
+        self.phase: Phase = "between steps"
+        """What runs now, or ran last: an evaluation, say, lasts until the next step or saving begins. Of a step whose
+        optimizers have not stepped it is "forward": a backward tells nobody that it begins."""
+        self.in_step = False
+        """Whether a step has begun in which no optimizer has stepped yet."""
+        self.goes_on = False
+        """Whether a further optimizer's step would belong to the step that one has ended."""
+        self._is_watching = False
+        self.in_first_forward = False
+        """Whether the model's forward is about to be called, from within the hook before it."""
+
+    def attach(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Begins to follow a model, and its optimizers as far as they are known."""
+        self.model = model
+        self._handles += (
+            attach_hook(model.register_forward_pre_hook, self._before_forward, with_kwargs=True, prepend=True),
+            attach_hook(model.register_state_dict_pre_hook, self._before_saving),
+        )
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begins to follow an optimizer."""
+        self.optimizers += (optimizer,)
+        self._handles += (
+            optimizer.register_step_pre_hook(self._enter_optimizer),
+            optimizer.register_step_post_hook(self._after_optimizer),
+            optimizer.register_state_dict_pre_hook(self._before_saving),
+        )
+
+    def watch_optimizers(self) -> None:
+        """From now on the listener is told before an optimizer steps, after every other hook of it."""
+        if not self._is_watching:
+            self._is_watching = True
+            self._handles.append(register_optimizer_step_pre_hook(self._before_optimizer))
+
+    def detach(self) -> None:
+        """Takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def enter_forward(self) -> None:
+        """What the hook before each forward does; to be called where that hook came too late for one."""
+        self._listener.before_forward()
+        self.goes_on = False
+        if not torch.is_grad_enabled():
+            if not self.in_step:
+                self.phase = "evaluation"
+                self._listener.evaluation_begins()
+            return
+        self.phase = "forward"
+        if self.in_step:
+            return  # a further micro-batch of the same step
+        self.in_first_forward = True
+        try:
+            self._listener.step_begins()
+        finally:
+            self.in_first_forward = False
+        self.in_step = True
+        self._listener.step_began()
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch._C._current_autograd_node() is None:
+            self.enter_forward()
+
+    def _before_saving(self, *_: Any) -> None:
+        if not self.in_step:
+            self.phase, self.goes_on = "saving", False
+            self._listener.saving_begins()
+
+    def _enter_optimizer(self, *_: Any) -> None:
+        if self.in_step or self.goes_on:
+            self.phase = "optimizer step"
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self.optimizers:
+            self._listener.optimizer_begins(optimizer)
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self.stepped:
+            self.stepped.append(optimizer)
+        if self.in_step or self.goes_on:
+            is_first, self.in_step, self.goes_on, self.phase = self.in_step, False, True, "between steps"
+            self._listener.optimizer_stepped(is_first=is_first)

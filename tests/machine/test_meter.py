@@ -1,0 +1,121 @@
+"""Which memory is measured: the process's own for a model on the CPU, the device's for one on CUDA.
+
+There is no CUDA here: its calls are stand-ins that say what a card would.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import memwall
+from memwall.machine.meter import CudaMeter, HostMeter, meter_of
+from memwall.trace.record import TraceBuilder
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class Card:
+    """A simulated card of 80 GiB: torch's segments, and 500 MiB of context beside them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reserved_bytes = self.peak_reserved_bytes = 3 * GIB
+        self.devices: list[object] = []
+        calls = {
+            "mem_get_info": lambda device: (80 * GIB - 500 * MIB - self.reserved_bytes, 80 * GIB),
+            "memory_reserved": lambda device: self.reserved_bytes,
+            "max_memory_reserved": lambda device: self.peak_reserved_bytes,
+            "reset_peak_memory_stats": self._reset,
+        }
+        for name, call in calls.items():
+            monkeypatch.setattr(torch.cuda, name, call)
+
+    def _reset(self, device: object) -> None:
+        self.devices.append(device)
+        self.peak_reserved_bytes = self.reserved_bytes
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    return Card(monkeypatch)
+
+
+def on(device: str) -> nn.Module:
+    """A model that says that it is there."""
+    model = nn.Module()
+    model.parameters = lambda recurse=True: iter([SimpleNamespace(device=torch.device(device))])  # type: ignore
+    return model
+
+
+def test_the_meter_is_that_of_the_models_device() -> None:
+    assert isinstance(meter_of(nn.Linear(2, 2)), HostMeter)
+    assert isinstance(meter_of(nn.Module()), HostMeter)
+    assert isinstance(meter_of(on("cuda:1")), CudaMeter)
+
+
+def test_a_card_shows_segments_and_what_lies_beside_them(card: Card) -> None:
+    meter = CudaMeter(torch.device("cuda", 1))
+    assert meter.now_bytes() == 3 * GIB + 500 * MIB
+    card.peak_reserved_bytes = 5 * GIB
+    assert meter.peak_bytes() == 5 * GIB + 500 * MIB
+    assert meter.reset_peak()
+    assert card.devices == [torch.device("cuda", 1)]
+    assert meter.peak_bytes() == 3 * GIB + 500 * MIB
+
+
+def test_the_base_of_a_run_on_a_card_is_its_context_whatever_tensors_there_are(card: Card) -> None:
+    meter = CudaMeter(torch.device("cuda"))
+    assert meter.base_bytes(0) == meter.base_bytes(2 * GIB) == 500 * MIB
+
+
+def test_the_base_of_a_run_on_a_cpu_is_what_the_process_holds_without_its_tensors() -> None:
+    meter = HostMeter()
+    assert meter.base_bytes(0) - meter.base_bytes(5 * MIB) == pytest.approx(5 * MIB, abs=MIB)
+
+
+class Fixed(HostMeter):
+    """Says what a test has it say."""
+
+    device = "cuda"
+
+    def now_bytes(self) -> int:
+        return 7 * GIB
+
+    def peak_bytes(self) -> int:
+        return 9 * GIB
+
+    def base_bytes(self, tensor_bytes: int) -> int:
+        return 500 * MIB
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    for _ in range(num_steps):
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_session_measures_where_its_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("session", "recorded_step"):
+        monkeypatch.setattr(f"memwall.apply.{module}.meter_of", lambda *_: Fixed())
+    monkeypatch.setattr("memwall.trace.record.meter_of", lambda *_: Fixed())
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memwall.fit(model, optimizer, budget="20GiB") as session:
+        train(model, optimizer, 3)
+    assert session.measured.first_step_peak_bytes == session.measured.peak_bytes == 9 * GIB
+    assert session.trace is not None
+    assert session.trace.base_bytes == 500 * MIB
+
+
+def test_the_base_of_a_recording_on_a_card_has_no_tensors_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memwall.trace.record.meter_of", lambda *_: Fixed())
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    builder = TraceBuilder([model])
+    builder.start_step(optimizer)
+    train(model, optimizer, 1)
+    builder.finish_step(optimizer)
+    assert builder.trace(optimizer).base_bytes == 500 * MIB

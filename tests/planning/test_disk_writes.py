@@ -1,0 +1,84 @@
+"""A limit on what a plan writes to the disk in a day: plans keep to it, or say what it would have to be."""
+
+from collections.abc import Callable
+
+import pytest
+from plans import on_machine
+
+from memwall.errors import InfeasibleError
+from memwall.planning.actions import Offload, OptimizerPlacement, ParameterPlacement
+from memwall.planning.search import plan
+from memwall.trace.records import Trace
+from memwall.units import parse_size
+
+pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
+DAY_SECONDS = 86_400
+
+
+@pytest.fixture(scope="module")
+def trace(a_trace: Callable[[str], Trace]) -> Trace:
+    return on_machine(a_trace("gpt"), disk_read_bytes_per_second=2e10, disk_write_bytes_per_second=2e10)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 1e-9])
+def test_a_plan_keeps_to_it_by_moving_less(
+    share: float, trace: Trace, smallest_bytes: Callable[..., int], plain_bytes: Callable[[Trace], int]
+) -> None:
+    """GIVEN a disk so fast that moving is cheaper than computing again."""
+    budget_bytes = int(0.2 * smallest_bytes(trace) + 0.8 * plain_bytes(trace))
+    free = plan(trace, budget=budget_bytes).forecast
+    assert free.link is not None
+    per_day = int(share * free.link.written_bytes_per_day(free.step_seconds or 1.0))
+    found = plan(trace, budget=budget_bytes, disk_writes=per_day).forecast
+    assert found.fits
+    assert found.moved_bytes_per_step / (found.step_seconds or 1.0) * DAY_SECONDS <= per_day
+    assert (found.step_seconds or 0.0) >= (free.step_seconds or 0.0)
+    if share == 1e-9:
+        assert not any(isinstance(a, Offload | OptimizerPlacement | ParameterPlacement) for a in found.actions)
+        assert found.link is None
+
+
+def test_where_nothing_fits_for_it_the_message_says_what_would_have_to_be_written(
+    trace: Trace, smallest_bytes: Callable[..., int]
+) -> None:
+    budget_bytes = smallest_bytes(trace)
+    free = plan(trace, budget=budget_bytes).forecast
+    assert free.fits
+    with pytest.raises(InfeasibleError, match=r"let .* be written to the disk in a day: --disk-writes SIZE") as error:
+        plan(trace, budget=budget_bytes, disk_writes="1MiB")
+    asked = next(line for line in error.value.relaxations if "--disk-writes" in line)
+    enough = parse_size(asked.removeprefix("let ").partition(" be written")[0].replace(" ", ""))
+    assert plan(trace, budget=budget_bytes, disk_writes=enough).forecast.fits
+    assert error.value.smallest_feasible_bytes > budget_bytes
+
+
+@pytest.mark.parametrize("speed", [2e10, 3e9, 3e8])
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_a_forecast_lies_between_the_bounds_that_it_states(
+    name: str,
+    speed: float,
+    a_trace: Callable[[str], Trace],
+    smallest_bytes: Callable[..., int],
+    plain_bytes: Callable[[Trace], int],
+) -> None:
+    trace = on_machine(
+        a_trace(name),
+        disk_read_bytes_per_second=speed,
+        disk_write_bytes_per_second=speed,
+        copy_seconds_per_byte=3e-10,
+        fault_seconds_per_byte=3e-10,
+    )
+    for share in (0.0, 0.3, 0.7):
+        budget_bytes = int((1 - share) * smallest_bytes(trace) + share * plain_bytes(trace))
+        forecast = plan(trace, budget=budget_bytes).forecast
+        link, seconds = forecast.link, forecast.step_seconds or 0.0
+        if link is None:
+            continue
+        assert link.written_bytes == forecast.moved_bytes_per_step
+        assert 0 < link.compute_seconds <= 1.001 * seconds
+        assert 0.999 * link.ideal_seconds <= seconds <= 1.001 * link.serial_seconds
+
+
+def test_without_a_limit_nothing_is_different(trace: Trace, smallest_bytes: Callable[..., int]) -> None:
+    budget_bytes = int(1.2 * smallest_bytes(trace))
+    assert plan(trace, budget=budget_bytes, disk_writes="1000000TiB") == plan(trace, budget=budget_bytes)

@@ -1,0 +1,117 @@
+"""A run on a CUDA device that plans for itself: what its measured link to host memory, and its CPU, are good for."""
+
+import msgspec
+import pytest
+import torch
+from plans import on_machine
+from torch import nn
+
+from memwall.errors import InfeasibleError
+from memwall.machine.hardware import Hardware
+from memwall.planning.actions import Action, Offload, OptimizerPlacement, ParameterPlacement
+from memwall.planning.planfile import Plan
+from memwall.planning.search import Settings, make_plan
+from memwall.predict.cuda.translate import recording_for, translated
+from memwall.trace.fake import record_fake
+from memwall.trace.records import Machine, Trace
+from memwall.trace.workload import Workload
+
+WIDTH, NUM_LAYERS = 1024, 12
+STATE_BYTES = 2 * 4 * NUM_LAYERS * WIDTH * WIDTH
+LINK = Machine(disk_write_bytes_per_second=2.4e10, disk_read_bytes_per_second=2.1e10, disk_free_bytes=64 << 30)
+"""As a session measures it; of no machine in particular."""
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def live(hardware: Hardware, num_rows: int) -> Trace:
+    """A step as a session on the device records it: with the process it is in, and the speeds of this machine."""
+    workload = Workload(
+        model=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS))),
+        batch=lambda: torch.ones(num_rows, WIDTH),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    )
+    recording = recording_for(hardware)
+    fake = record_fake(workload, target="cuda", workspaces=recording.workspaces, choices=recording.choices())
+    return msgspec.structs.replace(translated(fake, hardware), source="recorded", base_bytes=1 << 29, machine=LINK)
+
+
+@pytest.fixture(scope="module")
+def of_state(hardware: Hardware) -> Trace:
+    """State is most of what the device holds."""
+    return live(hardware, num_rows=8)
+
+
+@pytest.fixture(scope="module")
+def of_activations(hardware: Hardware) -> Trace:
+    """Saved tensors are most of what the device holds."""
+    return live(hardware, num_rows=16384)
+
+
+def smallest_bytes(trace: Trace) -> int:
+    with pytest.raises(InfeasibleError) as error:
+        make_plan(trace, Settings(budget_bytes=1))
+    return error.value.smallest_feasible_bytes
+
+
+def at_the_smallest(trace: Trace, *allow: str) -> Plan:
+    return make_plan(trace, Settings(budget_bytes=smallest_bytes(trace), allow=allow))
+
+
+def of_kind(plan: Plan, kind: type[Action]) -> list[Action]:
+    return [action for action in plan.actions if isinstance(action, kind)]
+
+
+def test_optimizer_state_moves_to_host_memory(of_state: Trace) -> None:
+    without = on_machine(of_state, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
+    assert smallest_bytes(of_state) < smallest_bytes(without) - STATE_BYTES // 2
+    plan = at_the_smallest(of_state)
+    (state,) = of_kind(plan, OptimizerPlacement)
+    assert isinstance(state, OptimizerPlacement)
+    assert (state.tier, state.stepped_on) == ("host", msgspec.UNSET)
+    assert not of_kind(plan, ParameterPlacement)
+    assert plan.forecast.phases["steady_step"].host_bytes == state.saved_bytes
+    assert any("are read from host memory and written in each step" in line for line in plan.forecast.binding)
+
+
+def test_saved_tensors_move_to_host_memory_and_wear_no_disk(of_activations: Trace) -> None:
+    without = on_machine(of_activations, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
+    assert smallest_bytes(of_activations) < smallest_bytes(without)
+    plan = at_the_smallest(of_activations)
+    assert of_kind(plan, Offload)
+    steady = plan.forecast.phases["steady_step"]
+    assert (steady.host_bytes or 0) > 0
+    assert steady.disk_bytes is None
+    assert any("go to host memory and come back in each step" in line for line in plan.forecast.binding)
+    assert not any("disk" in line for line in plan.forecast.binding)
+
+
+def test_a_plan_holds_no_more_of_host_memory_than_there_is_for_it(of_activations: Trace, of_state: Trace) -> None:
+    held_bytes = at_the_smallest(of_activations).forecast.phases["steady_step"].host_bytes
+    assert held_bytes is not None
+    less = at_the_smallest(on_machine(of_activations, disk_free_bytes=held_bytes // 2))
+    assert (less.forecast.phases["steady_step"].host_bytes or 0) <= held_bytes // 2
+    assert not of_kind(at_the_smallest(on_machine(of_state, disk_free_bytes=STATE_BYTES // 2)), OptimizerPlacement)
+
+
+def test_what_was_measured_of_the_link_decides_what_passes_it(of_activations: Trace) -> None:
+    budget_bytes = smallest_bytes(of_activations) + (512 << 20)
+
+    def moved_bytes(speed: float) -> int:
+        link = on_machine(of_activations, disk_write_bytes_per_second=speed, disk_read_bytes_per_second=speed)
+        return make_plan(link, Settings(budget_bytes=budget_bytes)).forecast.moved_bytes_per_step or 0
+
+    assert moved_bytes(1e12) > moved_bytes(1e8)
+
+
+def test_the_cpu_steps_where_that_is_allowed_and_it_was_measured_fast(of_state: Trace) -> None:
+    def stepped_on(trace: Trace, *allow: str) -> object:
+        (state,) = of_kind(at_the_smallest(trace, *allow), OptimizerPlacement)
+        assert isinstance(state, OptimizerPlacement)
+        return state.stepped_on
+
+    fast, slow = (on_machine(of_state, cpu_step_bytes_per_second=speed) for speed in (1e12, 1e9))
+    assert stepped_on(fast, "cpu-optimizer-step") == "cpu"
+    assert stepped_on(fast) is msgspec.UNSET
+    assert stepped_on(slow, "cpu-optimizer-step") is msgspec.UNSET

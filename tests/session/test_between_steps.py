@@ -1,0 +1,111 @@
+"""What runs between two steps under a plan keeps to the budget: it finds the free memory of the last step returned."""
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from plans import plan_of
+from torch import nn
+
+from memwall.machine.meter import process_bytes, reset_process_peak, return_free_memory
+from memwall.observe.measure import run_report
+from memwall.planning.actions import AllocatorReuse
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
+from memwall.session.session import Session
+
+pytestmark = pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
+
+MIB = 1 << 20
+ROOM_BYTES = 200 * MIB
+"""What a step may use beyond the weights. It uses 160 MiB of it, and frees them; what follows it takes 96 or more."""
+
+
+class Wide(nn.Module):
+    """32 MiB of weights, and a forward with gradients that needs 160 MiB for a moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32 << 18))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            torch.ones(160 << 18).sum()
+        return (self.weight[:8] * batch).sum()
+
+
+def evaluate(model: nn.Module) -> None:
+    """Collects 120 MiB that are no tensors, as metrics do."""
+    with torch.no_grad():
+        model(torch.ones(8))
+        bytearray(b"1") * (120 * MIB)
+
+
+def save(model: nn.Module) -> None:
+    """Writes the weights into memory, three times over, as a run does that keeps its best weights."""
+    file = io.BytesIO()
+    for _ in range(3):
+        torch.save(model.state_dict(), file)
+
+
+def save_optimizer(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Collects 120 MiB beside the optimizer's state."""
+    found = optimizer.state_dict()
+    assert found["param_groups"]
+    bytearray(b"1") * (120 * MIB)
+
+
+@pytest.fixture
+def peak_of() -> Callable[[Callable[[nn.Module, torch.optim.Optimizer], None]], tuple[int, int]]:
+    """Runs two steps under a limit, with something after each; returns the run's peak and its budget."""
+
+    def run(between: Callable[[nn.Module, torch.optim.Optimizer], None]) -> tuple[int, int]:
+        model = Wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return_free_memory()
+        reset_process_peak()
+        limit = process_bytes() + ROOM_BYTES
+        plan = plan_of(model, AllocatorReuse(policy="tensor-heap", limit_bytes=limit))
+        with Session(plan=plan) as session:
+            session.attach(model, optimizer)
+            for _ in range(2):
+                model(torch.ones(8)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                between(model, optimizer)
+        report = run_report(session)
+        assert report.measured.steps >= 2
+        assert report.measured.steady_peak_bytes > limit - 80 * MIB, (
+            "the step alone leaves too little room for the rest"
+        )
+        return report.measured.peak.process_bytes, limit
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "between",
+    [lambda model, _: evaluate(model), lambda model, _: save(model), save_optimizer],
+    ids=["evaluation", "saving", "saving the optimizer"],
+)
+def test_memory_that_a_step_has_freed_is_there_for_what_follows(between: Callable, peak_of: Callable) -> None:
+    """GIVEN a step near the budget WHEN something else follows THEN the process stays within the budget."""
+    peak_bytes, budget_bytes = peak_of(between)
+    assert peak_bytes <= budget_bytes + 4 * MIB
+
+
+def test_an_evaluation_inside_a_step_returns_nothing(monkeypatch: pytest.MonkeyPatch, peak_of: Callable) -> None:
+    """GIVEN a step that calls its model without gradients WHEN it goes on THEN its free memory is kept for it."""
+    calls = []
+    monkeypatch.setattr("memwall.apply.allocator.return_free_memory", lambda **_: calls.append(1))
+
+    def nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        calls.clear()
+        loss = model(torch.ones(8))
+        with torch.no_grad():
+            model(torch.ones(8))
+        loss.backward()
+        assert calls == []
+        optimizer.step()
+
+    peak_of(nothing)

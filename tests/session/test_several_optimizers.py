@@ -1,0 +1,273 @@
+"""Several optimizers step one model, as Muon its matrices and AdamW the rest: one step, one forecast, the same bits."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from optimizer_runs import KIB, Net, same
+from plans import plan_of
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import memwall
+from memwall.errors import ApplyError, UsageError
+from memwall.planning.actions import OptimizerPlacement, Recompute
+from memwall.planning.planfile import Plan
+from memwall.session.session import Session
+from memwall.session.step_borders import StepBorders
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MIB = 1 << 20
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def made(*, adamw_first: bool = False) -> tuple[Net, Optimizers]:
+    """A model and its two optimizers, in the order in which they step."""
+    torch.manual_seed(0)
+    model = Net()
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2)
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-2)
+    return model, (adamw, muon) if adamw_first else (muon, adamw)
+
+
+def train(model: nn.Module, optimizers: Optimizers, *, num_steps: int = 4, every: int = 1) -> None:
+    """Micro-batches, clipping over all, a schedule for each; the second optimizer steps in every so many steps."""
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in optimizers]
+    for step in range(num_steps):
+        for micro in range(2):
+            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(100 * step + micro))
+            (model(x, step).square().mean() / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        due = optimizers if step % every == every - 1 else optimizers[:1]
+        for optimizer in due:
+            optimizer.step()
+        for optimizer, schedule in zip(due, schedules, strict=False):
+            optimizer.zero_grad()
+            schedule.step()
+
+
+def everything(model: nn.Module, optimizers: Optimizers) -> object:
+    return [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
+
+
+def state_bytes(optimizers: Optimizers) -> int:
+    """Of matrices and vectors: step counters are made without an operation that a recorder sees."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return sum(v.nbytes for state in states for v in state.values() if v.dim() > 0)
+
+
+@contextmanager
+def shown_at_first_step(session: Session) -> Iterator[None]:
+    """As under `memwall run`: an optimizer is known from its first step on."""
+    handle = register_optimizer_step_pre_hook(lambda found, *_: session.add_optimizer(found))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# Bits.
+
+
+@pytest.mark.parametrize("every", [1, 2], ids=["both in each step", "one in every second"])
+@pytest.mark.parametrize("adamw_first", [False, True], ids=["muon adamw", "adamw muon"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
+def test_a_session_ends_with_the_bits_of_the_plain_run(is_known: bool, adamw_first: bool, every: int) -> None:
+    model, optimizers = made(adamw_first=adamw_first)
+    train(model, optimizers, every=every)
+    plain = everything(model, optimizers)
+    model, optimizers = made(adamw_first=adamw_first)
+    session = Session(budget_bytes=1 << 40)
+    session.attach(model, optimizers if is_known else None)
+    with session, shown_at_first_step(session):
+        train(model, optimizers, every=every)
+    assert same(everything(model, optimizers), plain)
+    assert session.measured.num_steps == 4
+
+
+def test_a_plan_that_recomputes_ends_with_the_bits_of_the_plain_run() -> None:
+    model, optimizers = made()
+    train(model, optimizers)
+    plain = everything(model, optimizers)
+    model, optimizers = made()
+    plan = plan_of(model, *(Recompute(block=f"middle.{number}") for number in range(3)))
+    with memwall.fit(model, optimizers, plan=plan):
+        train(model, optimizers)
+    assert same(everything(model, optimizers), plain)
+
+
+# Where a step begins and ends.
+
+
+class Heard:
+    """What a listener is told, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def note(*args: object, **kwargs: object) -> None:
+            self.calls.append(name if not kwargs else f"{name} {kwargs}")
+
+        return note
+
+
+FIRST, FURTHER = "optimizer_stepped {'is_first': True}", "optimizer_stepped {'is_first': False}"
+
+
+@pytest.fixture
+def followed() -> Iterator[tuple[Heard, StepBorders, nn.Module, Optimizers]]:
+    model = nn.Linear(4, 2)
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    heard = Heard()
+    borders = StepBorders(heard)  # type: ignore[arg-type]
+    borders.attach(model, optimizers)
+    yield heard, borders, model, optimizers
+    borders.detach()
+
+
+Followed = tuple[Heard, StepBorders, nn.Module, Optimizers]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_step_goes_on_until_the_forward_after_the_last_optimizer(followed: Followed, order: int) -> None:
+    heard, borders, model, optimizers = followed
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        for optimizer in optimizers[::order]:
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not borders.in_step
+    assert heard.calls == ["before_forward", "step_begins", "step_began", FIRST, FURTHER] * 2
+    assert borders.stepped == list(optimizers[::order])
+
+
+def test_what_steps_after_an_evaluation_belongs_to_no_step(followed: Followed) -> None:
+    heard, _, model, (first, second) = followed
+    second.step()  # nor does what steps before there is one
+    model(torch.ones(3, 4)).sum().backward()
+    first.step()
+    with torch.no_grad():
+        model(torch.ones(3, 4))
+    second.step()
+    assert heard.calls == ["before_forward", "step_begins", "step_began", FIRST, "before_forward", "evaluation_begins"]
+
+
+def test_memory_that_runs_out_in_the_second_optimizer_ran_out_in_an_optimizer_step(followed: Followed) -> None:
+    _, borders, model, (first, second) = followed
+    phases = []
+    second.register_step_pre_hook(lambda *_: phases.append(borders.phase))
+    model(torch.ones(3, 4)).sum().backward()
+    first.step()
+    second.step()
+    assert phases == ["optimizer step"]
+    assert borders.phase == "between steps"
+
+
+# What is foreseen and what is measured.
+
+
+class Hungry(torch.optim.SGD):
+    """Needs 64 MiB in each of its steps."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        torch.ones(16 * MIB).sum()
+        super().step()
+
+
+def test_what_the_second_optimizer_needs_is_in_the_forecast_and_in_the_measurement() -> None:
+    model, (muon, adamw) = made()
+    hungry = Hungry(adamw.param_groups[0]["params"], lr=1e-2)
+    with memwall.fit(model, [muon, hungry], budget=1 << 40) as session:
+        train(model, [muon, hungry])
+    assert session.plan is not None
+    forecast = session.plan.forecast
+    assert session.trace.optimizer == "Muon + Hungry"
+    assert session.measured.peak_bytes >= session.measured.base_bytes + 64 * MIB
+    assert forecast.peak.process_bytes >= session.trace.base_bytes + 64 * MIB
+    assert len(session.measured.step_seconds) == 3
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_state_of_both_stands_in_the_step_that_is_planned(is_known: bool, every: int) -> None:
+    """GIVEN an optimizer that first steps under a plan WHEN the next step begins THEN that is recorded anew."""
+    model, optimizers = made()
+    session = Session(budget_bytes=1 << 40)
+    session.attach(model, optimizers if is_known else None)
+    plans: list[Plan] = []
+    session.on_plan = lambda session: plans.append(session.plan)
+    with session, shown_at_first_step(session):
+        train(model, optimizers, every=every)
+    state = [s.nbytes for s in session.trace.steps[0].storages if s.category == "optimizer_state"]
+    assert sum(n for n in state if n > 4) == state_bytes(optimizers)
+    assert session.trace.optimizer == "Muon + AdamW"
+    assert len(plans) == every
+
+
+# State and parameters on disk: of one optimizer only.
+
+
+def test_a_plan_that_keeps_state_on_disk_is_refused_before_the_first_step() -> None:
+    model, optimizers = made()
+    plan = plan_of(model, OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB))
+    with (
+        pytest.raises(ApplyError, match=r"stepped by several \(Muon \+ AdamW\), whose state stays in memory"),
+        memwall.fit(model, optimizers, plan=plan),
+    ):
+        train(model, optimizers)
+    assert not any(optimizer.state for optimizer in optimizers)
+
+
+def test_an_optimizer_that_comes_to_one_whose_state_is_on_disk_is_refused() -> None:
+    model, _ = made()
+    plan = plan_of(model, OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB))
+    first, second = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    session = Session(plan=plan)
+    session.attach(model, None)
+    with (
+        pytest.raises(ApplyError, match="AdamW begins to step the model while another optimizer's state is on disk"),
+        session,
+        shown_at_first_step(session),
+    ):
+        train(model, (first, second))
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
+def test_a_first_step_without_room_keeps_state_in_memory_and_has_parameters_back(
+    is_known: bool, without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a first optimizer that leaves gradients to another WHEN there is no room THEN neither steps in parts."""
+    monkeypatch.setattr("memwall.apply.optimizer_state.keeper._lacks_room", lambda *_: True)
+    model, optimizers = made()
+    train(model, optimizers, num_steps=2)
+    plain = everything(model, optimizers)
+    model, optimizers = made()
+    session = Session(budget_bytes=1 << 40, disk=str(tmp_path))
+    session.attach(model, optimizers if is_known else None)
+    live, in_forward, at_end = session._live, [], []
+    model.last.register_forward_hook(lambda *_: in_forward.append(live.parameters.away_bytes > 0))
+    optimizers[1].register_step_post_hook(lambda *_: at_end.append(live.keeper.is_away or live.parameters.away_bytes))
+    with session, shown_at_first_step(session):
+        train(model, optimizers, num_steps=2)
+    assert same(everything(model, optimizers), plain)
+    assert in_forward[0] == (not is_known)
+    assert at_end == [0, 0]
+
+
+# What fit takes.
+
+
+def test_fit_takes_optimizers_of_this_model_only() -> None:
+    model, optimizers = made()
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="fit was given a SGD that trains no parameter of Net; give each model"):
+        memwall.fit(model, [*optimizers, other], budget="8GiB")
+    with pytest.raises(UsageError, match="fit was given no optimizer"):
+        memwall.fit(model, [], budget="8GiB")
+    schedule = torch.optim.lr_scheduler.LambdaLR(other, lambda _: 1.0)
+    with pytest.raises(UsageError, match=r"fit was given a LambdaLR; expected a torch\.optim\.Optimizer"):
+        memwall.fit(model, [schedule], budget="8GiB")  # type: ignore[list-item]
