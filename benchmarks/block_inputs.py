@@ -28,8 +28,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.offload.parking import open_engine
-from memwall.planning.actions import Action, Offload, Recompute
-from memwall.planning.block_actions import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.planning.action import Action
+from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.process import TENSOR_HEAP
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "block_inputs.json"

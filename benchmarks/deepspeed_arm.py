@@ -32,9 +32,11 @@ from torch.utils.checkpoint import checkpoint
 from workloads import GPT, WORKLOADS
 
 from memwall.integrations.deepspeed import require_deepspeed
-from memwall.planning.actions import Action, Autocast, OptimizerPlacement
+from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 
 __all__ = ["main"]
 

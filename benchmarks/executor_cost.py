@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.recompute import recomputed
-from memwall.planning.actions import Recompute
+from memwall.planning.techniques.recompute import Recompute
 from memwall.triton_kernels.recompute import publish, recompute_handles
 
 NUM_OPS, NUM_ROUNDS, NUM_BLOCKS = 40, 200, 4

@@ -52,7 +52,7 @@ def _memwall(
     from memwall.apply.streaming.model import streamed_init
     from memwall.apply.streaming.parameters import ParameterStreaming
     from memwall.apply.streaming.tier import ParameterTier
-    from memwall.planning.actions import Recompute
+    from memwall.planning.techniques.recompute import Recompute
     from memwall.store.scratch import ScratchFile
     from memwall.store.transfer import TransferPool
 

@@ -31,7 +31,7 @@ import memwall
 from memwall.apply.optimizer_state.low_bit import LowBitMoments
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
-from memwall.planning.actions import LowBitState
+from memwall.planning.techniques.low_bit_state import LowBitState
 from memwall.predict.low_bit_state import SLICE_ELEMENTS
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "low_bit_state.json"

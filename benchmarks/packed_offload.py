@@ -32,7 +32,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import memwall
 from memwall.apply.offload.packed import pack_seconds_per_element
 from memwall.machine.meter import process_peak_bytes, reset_process_peak
-from memwall.planning.actions import Offload
+from memwall.planning.techniques.offload import Offload
 from memwall.store import scratch
 from memwall.store.backend import SystemBackend
 

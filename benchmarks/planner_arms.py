@@ -16,9 +16,9 @@ from planner_models import PlannedStep
 from planner_simulator import MIN_MOVED_BYTES, Order, Outcome, Simulator
 from planner_tape import DEVICE
 
-from memwall.planning.block_actions import treatments_of_choice
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import Costs, Menu, build_instance, build_menus
+from memwall.planning.menu import build_instance, build_menus, treatments_of_choice
+from memwall.planning.menu_records import Costs, Menu
 from memwall.planning.solver.dynamic import solve_chain
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.greedy import solve_greedy

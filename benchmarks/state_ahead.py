@@ -28,8 +28,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import memwall
 from memwall.machine.meter import process_peak_bytes
-from memwall.planning.actions import OptimizerPlacement
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "state_ahead.json"
 ARMS = ("plain", "late", "ahead")

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.planning.actions import Offload, OptimizerPlacement
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.session.session import Session
 
 WIDTH = 64

@@ -8,8 +8,10 @@ from plans import plan_of
 from streamed_models import GPT, KIB, loss_of
 from torch import Tensor, nn
 
-from memwall.planning.actions import OptimizerPlacement, ParameterPlacement, Recompute
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
+from memwall.planning.techniques.recompute import Recompute
 
 __all__ = ["BLOCKS", "PARAMETERS", "STATE", "differing", "made", "plan_for", "train"]
 

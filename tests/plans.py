@@ -6,9 +6,11 @@ from pathlib import Path
 import msgspec
 from torch import nn
 
-from memwall.planning.actions import Action, OptimizerPlacement, ParameterPlacement
+from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
-from memwall.planning.actions import Action
+from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
 
 __all__ = ["MIB", "NUM_STEPS", "Recorded", "arguments", "with_actions"]
 

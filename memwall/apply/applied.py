@@ -23,20 +23,19 @@ from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.precision import LowerPrecision
 from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.errors import ApplyError, MemwallError
-from memwall.planning.actions import (
-    Accumulate,
-    Action,
-    AllocatorReuse,
-    Autocast,
-    FusedKernels,
-    LowBitState,
-    Offload,
-    OptimizerPlacement,
-    ParameterPlacement,
-    Rebuild,
-    Recompute,
-)
+from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.cpu_step import StepOnCpu
+from memwall.planning.techniques.kernels import FusedKernels
+from memwall.planning.techniques.low_bit_state import LowBitState
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
+from memwall.planning.techniques.rebuild import Rebuild
+from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.modules import root_names
 from memwall.trace.optimizers import joint_name
 
@@ -100,7 +99,9 @@ class AppliedPlan:
         try:
             if not any(isinstance(action, ParameterPlacement) for action in self.plan.actions):
                 self.parameters.bring_back()
-            if not any(isinstance(action, OptimizerPlacement | LowBitState) for action in self.plan.actions):
+            if not any(
+                isinstance(action, OptimizerPlacement | StepOnCpu | LowBitState) for action in self.plan.actions
+            ):
                 self.keeper.bring_back()
             done: set[Callable[..., Any]] = set()
             # The heap is given what all else leaves, as it is then.
@@ -143,7 +144,7 @@ class AppliedPlan:
             return
         self.optimizers += (optimizer,)
         for action in self.plan.actions:
-            if isinstance(action, OptimizerPlacement | LowBitState):
+            if isinstance(action, OptimizerPlacement | StepOnCpu | LowBitState):
                 self._place_state(action)
 
     def begin_step(self) -> None:
@@ -222,12 +223,17 @@ class AppliedPlan:
         if self.optimizers:
             self._place_state(action)
 
+    def _apply_cpu_step(self, action: Action) -> None:
+        assert isinstance(action, StepOnCpu)
+        if self.optimizers:
+            self._place_state(action)
+
     def _apply_low_bit_state(self, action: Action) -> None:
         assert isinstance(action, LowBitState)
         if self.optimizers:
             self._place_state(action)
 
-    def _place_state(self, action: OptimizerPlacement | LowBitState) -> None:
+    def _place_state(self, action: OptimizerPlacement | StepOnCpu | LowBitState) -> None:
         if len(self.optimizers) > 1:
             raise ApplyError(
                 f"the plan keeps the optimizer's state {_kept(action)}, and this model is "
@@ -237,6 +243,8 @@ class AppliedPlan:
         self._undo.append(self.keeper.bring_back)
         if isinstance(action, OptimizerPlacement):
             self.keeper.place(self.optimizers[0], action, host_limit_bytes=self.host_limit_bytes or 0)
+        elif isinstance(action, StepOnCpu):
+            self.keeper.step_on_cpu(self.optimizers[0], action, host_limit_bytes=self.host_limit_bytes or 0)
         else:
             self.keeper.close_moments(self.optimizers[0])
 
@@ -254,14 +262,16 @@ class AppliedPlan:
         """What saved tensors may use of a tier: without the part that the plan means for state and parameters."""
         if capacity_bytes is None:
             return None
-        placements = (a for a in self.plan.actions if isinstance(a, OptimizerPlacement | ParameterPlacement))
-        return capacity_bytes - sum(a.saved_bytes or 0 for a in placements if a.tier == tier)
+        placements = (
+            a for a in self.plan.actions if isinstance(a, OptimizerPlacement | StepOnCpu | ParameterPlacement)
+        )
+        return capacity_bytes - sum(a.saved_bytes or 0 for a in placements if getattr(a, "tier", "host") == tier)
 
 
-def _kept(action: OptimizerPlacement | LowBitState) -> str:
+def _kept(action: OptimizerPlacement | StepOnCpu | LowBitState) -> str:
     if isinstance(action, LowBitState):
         return "in 8 bits"
-    return "on disk" if action.tier == "disk" else "in host memory"
+    return "on disk" if getattr(action, "tier", "host") == "disk" else "in host memory"
 
 
 HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
@@ -273,6 +283,7 @@ HANDLERS: dict[type, Callable[[AppliedPlan, Action], None]] = {
     Autocast: AppliedPlan._apply_autocast,
     FusedKernels: AppliedPlan._apply_kernels,
     OptimizerPlacement: AppliedPlan._apply_optimizer_placement,
+    StepOnCpu: AppliedPlan._apply_cpu_step,
     LowBitState: AppliedPlan._apply_low_bit_state,
     ParameterPlacement: AppliedPlan._apply_parameter_placement,
 }

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from memwall.apply.block_counts import BlockCounts
 from memwall.apply.recompute import recomputed
 from memwall.errors import ApplyError
-from memwall.planning.actions import Action, LeavingForm, Offload, Rebuild, Recompute
+from memwall.planning.action import Action
+from memwall.planning.techniques.offload import LeavingForm, Offload
+from memwall.planning.techniques.rebuild import Rebuild
+from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.attached import wrap_forward
 from memwall.triton_kernels import recompute_handles
 

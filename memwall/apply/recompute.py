@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from memwall.errors import ApplyError
-from memwall.planning.actions import Recompute
+from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.modules import is_batch_norm
 
 __all__ = ["recomputed"]

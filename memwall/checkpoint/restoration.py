@@ -22,7 +22,7 @@ from memwall.checkpoint.training_state import (
     restore_state,
 )
 from memwall.errors import StoreError
-from memwall.planning.planfile import Plan
+from memwall.planning.planfile import Plan, decoded
 from memwall.store.buckets import BucketBuffer
 from memwall.store.journal import Generation, Journal
 
@@ -75,7 +75,7 @@ class Restoration:
     @property
     def plan(self) -> Plan | None:
         """The plan under which the step was made."""
-        return None if self.content.plan is None else msgspec.json.decode(self.content.plan, type=Plan)
+        return None if self.content.plan is None else decoded(msgspec.json.decode(self.content.plan), Plan)
 
     def find_model(self) -> nn.Module | None:
         """The only module of this process that has these parameters; None where there is none, or are several."""

@@ -20,12 +20,12 @@ from memwall.observe.measure import run_report as run_report_of
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan
 from memwall.planning.planned_step import planned_step
-from memwall.planning.search import steady_step
 from memwall.report.curves import curve_of
 from memwall.report.html import Page, save_page
 from memwall.report.run_grids import Outcome
 from memwall.report.text import comparison, plan_report, run_report
 from memwall.session.session import Session
+from memwall.trace.build import steady_step
 from memwall.trace.file import load_trace, save_trace
 from memwall.trace.tags import Tag
 from memwall.units import format_bytes, parse_size

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -16,7 +16,6 @@ from memwall.trace.lengths import BATCH_RULES, DATA_FORMATS, BatchRule
 from memwall.units import parse_size
 
 __all__ = [
-    "ALLOWABLE",
     "PASS_ARGUMENTS",
     "AllowOption",
     "AutocastOption",
@@ -48,10 +47,6 @@ __all__ = [
     "write_json",
 ]
 
-Allowable = Literal["precision", "kernels", "low-bit-offload", "low-bit-optimizer", "cpu-optimizer-step"]
-ALLOWABLE: tuple[Allowable, ...] = (
-    *("precision", "kernels", "low-bit-offload", "low-bit-optimizer", "cpu-optimizer-step"),
-)
 _RULES_TEXT = ", ".join(BATCH_RULES)
 
 PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -73,7 +68,7 @@ DiskWritesOption = Annotated[
 ]
 AllowOption = Annotated[
     str | None,
-    typer.Option("--allow", metavar="KIND,...", help=f"Allow what is not bit-exact: {', '.join(ALLOWABLE)}."),
+    typer.Option("--allow", metavar="KIND,...", help="Allow what is not bit-exact; --allow help lists the kinds."),
 ]
 WorstBatchOption = Annotated[
     str | None,
@@ -214,17 +209,26 @@ def require_disk() -> None:
     check_directory(default_directory(), _LEAST_DISK_BYTES)
 
 
-def parse_allow(text: str | None) -> tuple[Allowable, ...]:
-    """The kinds of `--allow`, each once, in a fixed order.
+def parse_allow(text: str | None) -> tuple[str, ...]:
+    """Returns the kinds of `--allow`, each once, in a fixed order; `--allow help` lists them and ends the command.
 
     Raises:
         UsageError: a kind is unknown; the message lists those there are.
     """
     kinds = [kind.strip() for kind in (text or "").split(",") if kind.strip()]
+    if not kinds:
+        return ()
+    from memwall.planning.technique import allowable
+
+    known = allowable()
+    if "help" in kinds:
+        for kind, means in known.items():
+            typer.echo(f"{kind}: {means}")
+        raise typer.Exit
     for kind in kinds:
-        if kind not in ALLOWABLE:
-            raise UsageError(f"--allow: '{kind}' is not known; expected one or more of {', '.join(ALLOWABLE)}")
-    return tuple(kind for kind in ALLOWABLE if kind in kinds)
+        if kind not in known:
+            raise UsageError(f"--allow: '{kind}' is not known; expected one or more of {', '.join(known)}")
+    return tuple(kind for kind in known if kind in kinds)
 
 
 def parse_worst_batch(rule: str | None, data: Path | None) -> BatchRule | None:

@@ -143,18 +143,6 @@ def plan(
             f"--allow kernels: {source} is a trace, and what kernels do to a step is seen by recording it with them; "
             "plan from the package.module:factory or the config.json, or give --allow kernels to `memwall run`"
         )
-    from memwall.planning.legality import can_pack, can_step_on_cpu
-    from memwall.planning.low_bit import why_no_low_bits
-
-    judges = (
-        ("low-bit-offload", can_pack),
-        ("low-bit-optimizer", why_no_low_bits),
-        ("cpu-optimizer-step", can_step_on_cpu),
-    )
-    for kind, judge in judges:
-        reason = judge(trace, allowed) if kind in allowed else None
-        if reason is not None:
-            raise UsageError(f"--allow {kind}: {reason}")
     from msgspec.structs import replace
     from rich.console import Group
     from rich.text import Text

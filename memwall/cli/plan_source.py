@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from memwall.cli.options import DiskTier
     from memwall.machine.hardware import Hardware
-    from memwall.planning.actions import FusedKernels
+    from memwall.planning.action import Action
     from memwall.planning.planfile import Plan
     from memwall.trace.evaluation import RecordedRun
     from memwall.trace.records import Trace
@@ -25,12 +25,12 @@ class Ways(NamedTuple):
     """How else the step can be recorded, and what was recorded besides; None where it cannot, or was not."""
 
     under_autocast: "Callable[[], Trace] | None" = None
-    with_kernels: "Callable[[str | None], tuple[Trace, FusedKernels | None]] | None" = None
+    with_kernels: "Callable[[str | None], tuple[Trace, Action | None]] | None" = None
     evaluated: "Callable[[Plan], Plan] | None" = None
     """Counts the evaluation that follows the steps of a plan."""
 
 
-def here_with_kernels(source: str, tier: "DiskTier | None", lower: str | None) -> "tuple[Trace, FusedKernels | None]":
+def here_with_kernels(source: str, tier: "DiskTier | None", lower: str | None) -> "tuple[Trace, Action | None]":
     """The step of a factory with fused kernels, recorded here and now."""
     from memwall.integrations.fused_kernels import recorded_with_kernels
     from memwall.trace.record import record
@@ -56,16 +56,17 @@ def device_trace(
     from msgspec.structs import replace
 
     from memwall.integrations.spec_trace import device_run_of_spec
-    from memwall.planning.actions import Autocast, FusedKernels
     from memwall.planning.device_phases import with_evaluation
+    from memwall.planning.technique import technique_of
+    from memwall.planning.techniques.kernels import FUSED
     from memwall.predict.cuda.translate import translated
     from memwall.predict.device import DeviceModel
 
     if not is_spec(source):
         return translated(load_source(source), hardware, host_bytes=host_bytes), Ways()
     lower = "bfloat16" if "bfloat16" in hardware.flops else "float16"
-    runs: dict[tuple[str | None, bool], RecordedRun] = {}
-    """By precision, and whether fused kernels ran."""
+    runs: dict[frozenset[str], RecordedRun] = {}
+    """By the forms in which the step was recorded: precision, fused kernels."""
 
     def record(*, autocast: str | None, changed: "Callable[[Workload], Workload] | None" = None) -> "Trace":
         run = device_run_of_spec(
@@ -77,18 +78,18 @@ def device_trace(
             changed=changed,
             **model,
         )
-        runs[autocast, changed is not None] = run
+        runs[frozenset(form for form in (autocast, FUSED if changed is not None else None) if form)] = run
         return run.training
 
     def evaluated(plan: "Plan") -> "Plan":
-        precision = next((action.dtype for action in plan.actions if isinstance(action, Autocast)), autocast)
-        run = runs[precision, any(isinstance(action, FusedKernels) for action in plan.actions)]
+        forms = {technique_of(action).recorded_form(action) for action in plan.actions} | {autocast or ""}
+        run = runs[frozenset(form for form in forms if form)]
         if run.evaluation is None:
             not_modelled = (*plan.forecast.not_modelled, f"evaluation: {run.failure}")
             return replace(plan, forecast=replace(plan.forecast, not_modelled=not_modelled))
         return with_evaluation(plan, run.training, DeviceModel(run.training, hardware), run.evaluation.steps[0])
 
-    def with_kernels(lower: str | None) -> "tuple[Trace, FusedKernels | None]":
+    def with_kernels(lower: str | None) -> "tuple[Trace, Action | None]":
         from memwall.integrations.fused_kernels import recorded_with_kernels, without_values
 
         precision = autocast if lower is None else lower
@@ -146,7 +147,7 @@ def with_cpu_step(trace: "Trace", ways: Ways) -> "tuple[Trace, Ways]":
     if kernels is not None:
         plain_kernels = kernels
 
-        def with_kernels(dtype: str | None) -> "tuple[Trace, FusedKernels | None]":
+        def with_kernels(dtype: str | None) -> "tuple[Trace, Action | None]":
             found, action = plain_kernels(dtype)
             return known(found), action
 

@@ -93,8 +93,8 @@ def run(
     from memwall.integrations.launcher import run_script
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
-    from memwall.planning.actions import AllocatorReuse, Offload, OptimizerPlacement, ParameterPlacement
     from memwall.planning.planfile import Plan
+    from memwall.planning.technique import technique_of
     from memwall.report.checkpoint_lines import commits_line, recovery_line
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
@@ -120,10 +120,9 @@ def run(
         if given is None and checkpoint is not None and following is None:
             given = checkpoint.plan_for(budget_bytes)
         for action in given.actions if given is not None else ():
-            if isinstance(action, AllocatorReuse) and action.cuda_setting:
-                require_cuda_setting(action.cuda_setting)
-        uses_disk = (Offload, OptimizerPlacement, ParameterPlacement)
-        needs_disk = given is None or any(isinstance(action, uses_disk) for action in given.actions)
+            if setting := technique_of(action).required_cuda_setting(action):
+                require_cuda_setting(setting)
+        needs_disk = given is None or any(technique_of(action).uses_tier for action in given.actions)
         if needs_disk and disk_tier is None and not torch.cuda.is_available():
             # Found out before the script builds its model; on CUDA bytes leave for host memory instead.
             require_disk()

@@ -19,9 +19,11 @@ from memwall.apply.offload.parking import open_engine
 from memwall.errors import IntegrationError
 from memwall.integrations.deepspeed_resume import check_resumable, restore_swapped
 from memwall.integrations.preflight import check_config
-from memwall.planning.actions import AllocatorReuse, Offload, Recompute
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.attached import attach_hook
 from memwall.trace.modules import root_names
 

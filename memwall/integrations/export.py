@@ -7,13 +7,10 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.integrations.accelerate import precision_name
-from memwall.planning.actions import Accumulate, Action, AllocatorReuse, Autocast
+from memwall.planning.action import Action
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.planning.planfile import Plan
-from memwall.predict.cuda_allocator.advice import VARIABLES
-from memwall.predict.malloc.policies import policy_named
-from memwall.predict.process import TENSOR_HEAP
+from memwall.planning.technique import technique_of
 
 __all__ = ["TARGETS", "Exported", "Target", "exported"]
 
@@ -70,16 +67,13 @@ def _trainer(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exp
     """Arguments as `HfArgumentParser.parse_json_file` reads them."""
     arguments: dict[str, Any] = {"use_cpu": True} if plan.forecast.device == "cpu" else {}
     for action in plan.actions:
-        if isinstance(action, Autocast):
-            arguments[precision_name(action)] = True
-        elif isinstance(action, Accumulate):
-            arguments["per_device_train_batch_size"] = action.micro_batch
-            arguments["gradient_accumulation_steps"] = action.num_micro_batches
+        found = technique_of(action).training_arguments(action)
+        arguments |= {name: value for name, value in found.items() if value is not False}
     if world_size > 1:
         config = deepspeed_config(plan, world_size=world_size, disk=disk, for_hugging_face=True)
         files = {str(output): _json(arguments | {"deepspeed": config})}
         return Exported(files=files, kept=not_expressed(plan), remarks=remarks(plan, config))
-    return Exported(files={str(output): _json(arguments)}, kept=_besides(plan, Accumulate, Autocast), remarks=())
+    return Exported(files={str(output): _json(arguments)}, kept=_not_set_by_loop(plan), remarks=())
 
 
 def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:
@@ -93,8 +87,9 @@ def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> 
         "machine_rank": 0,
         "use_cpu": is_cpu,
     }
-    precision = next((precision_name(a) for a in plan.actions if isinstance(a, Autocast)), "no")
-    accumulation = next((a.num_micro_batches for a in plan.actions if isinstance(a, Accumulate)), 1)
+    kwargs = plan.accelerate_kwargs()
+    precision = kwargs.get("mixed_precision", "no")
+    accumulation = kwargs.get("gradient_accumulation_steps", 1)
     said = []
     if accumulation > 1 or (precision != "no" and world_size > 1):
         said.append(
@@ -103,7 +98,7 @@ def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> 
         )
     if world_size == 1:
         files = {str(output): _json(launch | {"mixed_precision": precision})}
-        return Exported(files=files, kept=_besides(plan, Accumulate, Autocast), remarks=tuple(said))
+        return Exported(files=files, kept=_not_set_by_loop(plan), remarks=tuple(said))
     config = deepspeed_config(plan, world_size=world_size, disk=disk, for_hugging_face=True)
     beside = output.with_name(f"{output.stem}.deepspeed.json").absolute()
     # Of the keys that go with stages and offload Accelerate refuses each beside a file that may hold them too.
@@ -119,34 +114,23 @@ def _env(plan: Plan, output: Path) -> Exported:
     """Lines NAME=value: for `docker run --env-file`, systemd, or `set -a; . FILE`."""
     values: dict[str, str] = {}
     kept: list[Action] = []
+    said: list[str] = []
     for action in plan.actions:
-        if isinstance(action, Autocast):
-            values["ACCELERATE_MIXED_PRECISION"] = precision_name(action)
-        elif isinstance(action, Accumulate):
-            values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(action.num_micro_batches)
-        elif isinstance(action, AllocatorReuse) and action.cuda_setting:
-            values |= dict.fromkeys(VARIABLES, action.cuda_setting)
-        elif isinstance(action, AllocatorReuse) and action.policy != TENSOR_HEAP:
-            policy = policy_named(action.policy)
-            thresholds = {
-                "MALLOC_MMAP_THRESHOLD_": policy.mmap_threshold_bytes,
-                "MALLOC_TRIM_THRESHOLD_": policy.trim_threshold_bytes,
-            }
-            values |= {name: str(value) for name, value in thresholds.items() if value is not None}
-        else:
+        technique = technique_of(action)
+        found = technique.environment(action)
+        if found is None:
             kept.append(action)
-    said = []
-    if any(isinstance(a, Accumulate) for a in plan.actions):
-        micro_batch = next(a.micro_batch for a in plan.actions if isinstance(a, Accumulate))
-        said.append(f"no variable sets the batch size: the script's data loader needs batch_size={micro_batch}")
+        values |= found or {}
+        remark = technique.environment_remark(action)
+        said += [remark] if remark else []
     if any(name.startswith("ACCELERATE_") for name in values):
         said.append("variables named ACCELERATE_ are read by Accelerate only; another loop does not see them")
     text = "".join(f"{name}={value}\n" for name, value in sorted(values.items()))
     return Exported(files={str(output): text.encode()}, kept=tuple(kept), remarks=tuple(said))
 
 
-def _besides(plan: Plan, *done: type[Action]) -> tuple[Action, ...]:
-    return tuple(action for action in plan.actions if not isinstance(action, done))
+def _not_set_by_loop(plan: Plan) -> tuple[Action, ...]:
+    return tuple(action for action in plan.actions if not technique_of(action).is_set_by_loop)
 
 
 def _json(value: object) -> bytes:

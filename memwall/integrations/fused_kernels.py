@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memwall.apply.kernels.head import HEAD_KERNEL, chunk_rows_of
 from memwall.apply.kernels.match import Candidate, candidates, disagreement
 from memwall.apply.kernels.patched import PatchedKernels, objection, patch_kernels
-from memwall.planning.actions import FusedKernels
-from memwall.planning.fused import kernels_in
+from memwall.planning.techniques.kernels import FusedKernels, kernels_in
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

@@ -14,16 +14,17 @@ from torch import nn
 
 from memwall.apply.cuda_setting import require_cuda_setting
 from memwall.errors import InfeasibleError, IntegrationError
-from memwall.integrations.accelerate import open_session, precision_name, torch_optimizer
+from memwall.integrations.accelerate import open_session, torch_optimizer
 from memwall.integrations.data_lengths import LengthWatch, longest_sample
 from memwall.integrations.preflight import check_arguments
 from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
 from memwall.observe.history import MemoryHistory
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
-from memwall.planning.actions import Accumulate, AllocatorReuse, Autocast
-from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.planfile import Plan, parts_of
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.planning.technique import technique_of
 from memwall.session.session import Session
 from memwall.units import format_bytes
 
@@ -79,8 +80,8 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         if self._history is not None:
             # The recording starts CUDA, which takes its settings then.
             for action in plan.actions if plan is not None else ():
-                if isinstance(action, AllocatorReuse) and action.cuda_setting:
-                    require_cuda_setting(action.cuda_setting)
+                if setting := technique_of(action).required_cuda_setting(action):
+                    require_cuda_setting(setting)
             self._history.begin()
         self.session: Session | None = None
         """The session of the present or last `train()`; None before the Trainer is built."""
@@ -221,12 +222,12 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             plan = make_plan(trace, settings)
         except InfeasibleError:
             return error
-        split = next((action for action in plan.actions if isinstance(action, Accumulate)), None)
-        if split is None:
+        micro_batch, num_micro_batches = parts_of(plan)
+        if (micro_batch, num_micro_batches) == (plan.micro_batch, plan.num_micro_batches):
             return error
         help_line = (
-            f"set TrainingArguments(per_device_train_batch_size={split.micro_batch}, "
-            f"gradient_accumulation_steps={split.num_micro_batches}): the same global batch, and it fits"
+            f"set TrainingArguments(per_device_train_batch_size={micro_batch}, "
+            f"gradient_accumulation_steps={num_micro_batches}): the same global batch, and it fits"
         )
         return InfeasibleError(
             f"{error}\n  - {help_line}",
@@ -260,15 +261,12 @@ def _check_plan(plan: Plan, args: Any) -> None:
     """Refuses arguments that are not the plan's: when a callback hears of them it is too late to change them."""
     expected: dict[str, Any] = {}
     for action in plan.actions:
-        if isinstance(action, Accumulate):
-            expected["per_device_train_batch_size"] = action.micro_batch
-            expected["gradient_accumulation_steps"] = action.num_micro_batches
-        elif isinstance(action, Autocast):
-            expected[precision_name(action)] = True
-    found = {name: getattr(args, name) for name in expected}
-    if found != expected:
+        found = technique_of(action).training_arguments(action)
+        expected |= {name: value for name, value in found.items() if value is not False}
+    given = {name: getattr(args, name) for name in expected}
+    if given != expected:
         raise IntegrationError(
-            f"the plan needs TrainingArguments({_arguments(expected)}), found {_arguments(found)}; "
+            f"the plan needs TrainingArguments({_arguments(expected)}), found {_arguments(given)}; "
             "args = plan.training_arguments(args) sets them"
         )
     if args.per_device_train_batch_size > plan.micro_batch > 0:

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.planning.forecast import Forecast, PeakBytes
+from memwall.planning.planfile import decoded
 from memwall.trace.tags import Tag
 
 __all__ = ["Measured", "RunReport"]
@@ -94,6 +95,6 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if version.isdigit() and int(version) > _NEWEST:
             raise UsageError(f"{path} has version {version}, this memwall reads up to {_NEWEST}; upgrade torch-memwall")
         try:
-            return msgspec.json.decode(content, type=cls)
+            return decoded(found, cls)
         except msgspec.ValidationError as error:
             raise UsageError(f"{path} is not a valid run report: {error}") from error

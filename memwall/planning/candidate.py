@@ -5,11 +5,11 @@ import hashlib
 import msgspec
 from msgspec import Struct
 
-from memwall.planning.actions import Action
-from memwall.planning.block_actions import MIN_MOVED_BYTES
+from memwall.planning.action import Action
 from memwall.planning.explain import disk_wear
 from memwall.planning.forecast import Forecast, Lever, PeakBytes
-from memwall.planning.locations import Place
+from memwall.planning.location import Location
+from memwall.planning.menu_records import MIN_MOVED_BYTES
 from memwall.planning.planfile import Plan
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.link_time import LinkTime
@@ -33,7 +33,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
     """Of the step under them, as if nothing moved."""
     moved_bytes: int
     """Saved tensors, in one optimizer step."""
-    place: Place
+    location: Location
     """Where the optimizer's state and the parameters are."""
     num_parts: int
     """Micro-batches that the recorded one is split into."""
@@ -62,7 +62,7 @@ def plan_of(
         smallest_budget_bytes: for which any plan exists.
     """
     steady_seconds = step_seconds(steady)
-    held_bytes = found.moved_bytes // found.num_parts + found.place.held_bytes
+    held_bytes = found.moved_bytes // found.num_parts + found.location.held_bytes
     peak = PeakBytes(
         allocated_bytes=found.live_bytes,
         reserved_bytes=process.reserved_bytes(found.process_bytes),
@@ -70,7 +70,7 @@ def plan_of(
         host_bytes=held_bytes if process.next_tier == "host" else None,
         disk_bytes=held_bytes if process.next_tier == "disk" else None,
     )
-    moved_bytes = found.moved_bytes + found.place.written_bytes
+    moved_bytes = found.moved_bytes + found.location.written_bytes
     link = _link_time(found, trace, process, steady) if moved_bytes else None
     phases = {"steady_step": peak}
     if found.built_bytes:
@@ -131,8 +131,8 @@ def _link_time(found: Candidate, trace: Trace, process: Process, steady: Step) -
         return None
     link = LinkTime(
         tier=process.next_tier,
-        written_bytes=found.moved_bytes + found.place.written_bytes,
-        read_bytes=found.moved_bytes + found.place.read_bytes,
+        written_bytes=found.moved_bytes + found.location.written_bytes,
+        read_bytes=found.moved_bytes + found.location.read_bytes,
         batched_bytes=found.moved_bytes,
         write_bytes_per_second=machine.disk_write_bytes_per_second,
         read_bytes_per_second=machine.disk_read_bytes_per_second,

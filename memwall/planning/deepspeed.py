@@ -13,8 +13,9 @@ from msgspec import Struct
 
 from memwall.errors import IntegrationError
 from memwall.machine.disk_location import check_directory, default_directory
-from memwall.planning.actions import Accumulate, Action, Autocast, LowBitState, OptimizerPlacement
-from memwall.planning.planfile import Plan
+from memwall.planning.action import Action
+from memwall.planning.planfile import Plan, parts_of
+from memwall.planning.technique import DeepSpeedPart, technique_of
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class _Sizes(Struct, frozen=True, kw_only=True):
 
 def not_expressed(plan: Plan) -> tuple[Action, ...]:
     """The plan's actions that DeepSpeed has nothing for: memwall must still apply them, DeepSpeed or not."""
-    return tuple(a for a in plan.actions if not isinstance(a, Accumulate | Autocast | OptimizerPlacement))
+    return tuple(action for action in plan.actions if technique_of(action).deepspeed(action) is None)
 
 
 def deepspeed_config(
@@ -114,14 +115,10 @@ def deepspeed_config(
     ranks = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 1:
         raise IntegrationError(f"world_size is {ranks}; expected the number of ranks that train, 1 or more")
-    if any(isinstance(action, LowBitState) for action in plan.actions):
-        raise IntegrationError(
-            "the plan keeps the optimizer's moments in 8 bits, which DeepSpeed's optimizers do not; make a plan "
-            "without --allow low-bit-optimizer"
-        )
-    placement = next((a for a in plan.actions if isinstance(a, OptimizerPlacement)), None)
-    state: Place = "none" if placement is None else "nvme" if placement.tier == "disk" else "cpu"
-    dtype = next((a.dtype for a in plan.actions if isinstance(a, Autocast)), None)
+    parts = _parts(plan)
+    placement = next((part for part in parts if part.state_tier is not None), None)
+    state: Place = "none" if placement is None else "nvme" if placement.state_tier == "disk" else "cpu"
+    dtype = next((part.dtype for part in parts if part.dtype), None)
     chosen = _stage(stage, state, offload_parameters, ranks, is_lower=dtype is not None)
     is_untested = _check_optimizer(optimizer)
     sizes = None if model is None else _sizes(model, ranks, is_lower=dtype is not None)
@@ -159,15 +156,12 @@ def remarks(plan: Plan, config: dict[str, Any]) -> tuple[str, ...]:
     """Where DeepSpeed does its part otherwise than the plan says: to be shown with the configuration."""
     zero = config["zero_optimization"]
     found = []
-    for action in plan.actions:
-        if isinstance(action, Autocast):
+    for part in _parts(plan):
+        if part.remark:
+            found.append(part.remark)
+        if part.resident_bytes and zero.get("offload_optimizer"):
             found.append(
-                f"the plan runs forward under {action.dtype} autocast; DeepSpeed keeps {action.dtype} weights and "
-                "float32 master copies of them, which is other rounding and another number of bytes"
-            )
-        if isinstance(action, OptimizerPlacement) and action.resident_bytes and zero.get("offload_optimizer"):
-            found.append(
-                f"of the optimizer's state the plan keeps {format_bytes(action.resident_bytes)} in memory; DeepSpeed "
+                f"of the optimizer's state the plan keeps {format_bytes(part.resident_bytes)} in memory; DeepSpeed "
                 "moves all of it"
             )
     buffers_bytes = _parameter_buffer_bytes(zero, config)
@@ -251,8 +245,7 @@ def _folder(disk: str | None, sizes: _Sizes | None, state: Place, parameters: Pl
 def _batch(plan: Plan, ranks: int, for_hugging_face: bool) -> dict[str, Any]:
     if for_hugging_face:
         return dict.fromkeys(HUGGING_FACE_KEYS[:3], "auto")
-    split = next((a for a in plan.actions if isinstance(a, Accumulate)), None)
-    micro, parts = (plan.micro_batch, plan.num_micro_batches) if split is None else _parts(split)
+    micro, parts = parts_of(plan)
     if micro < 1 or parts < 1:
         raise IntegrationError(
             "the plan does not know its batch (the recorded inputs had no common first dimension), and DeepSpeed must "
@@ -262,8 +255,9 @@ def _batch(plan: Plan, ranks: int, for_hugging_face: bool) -> dict[str, Any]:
     return dict(zip(HUGGING_FACE_KEYS[:3], (micro * parts * ranks, micro, parts), strict=True))
 
 
-def _parts(split: Accumulate) -> tuple[int, int]:
-    return split.micro_batch, split.num_micro_batches
+def _parts(plan: Plan) -> list[DeepSpeedPart]:
+    found = (technique_of(action).deepspeed(action) for action in plan.actions)
+    return [part for part in found if part is not None]
 
 
 def _precision(dtype: str | None, for_hugging_face: bool) -> dict[str, Any]:
@@ -294,7 +288,7 @@ def _state_section(
 
 
 def _stage_3(
-    sizes: _Sizes | None, placement: OptimizerPlacement | None, parameters: Place, for_hugging_face: bool
+    sizes: _Sizes | None, placement: DeepSpeedPart | None, parameters: Place, for_hugging_face: bool
 ) -> dict[str, Any]:
     prefetch = _BUCKET_ELEMENTS if sizes is None else sizes.largest_elements
     live, reuse = _UNSPLIT_ELEMENTS, _UNSPLIT_ELEMENTS

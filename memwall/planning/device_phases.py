@@ -4,11 +4,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from memwall.planning.actions import Accumulate, AllocatorReuse, OptimizerPlacement
 from memwall.planning.forecast import PeakBytes
-from memwall.planning.planfile import Plan
+from memwall.planning.planfile import Plan, parts_of
 from memwall.planning.planned_step import planned_step
-from memwall.predict.cpu_step import gradient_bytes, staging_bytes
+from memwall.planning.technique import technique_of
 from memwall.predict.cuda_allocator.settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
 from memwall.predict.phases import PhasePeak, evaluation_bytes, phase_peaks, returned_bytes
@@ -115,7 +114,7 @@ def _simulated(
 ) -> dict[str, PhasePeak] | None:
     """Peaks of the phases under the plan and its allocator settings; None where memory is out."""
     step = planned_step(trace, plan)
-    setting = next((a.cuda_setting for a in plan.actions if isinstance(a, AllocatorReuse)), "")
+    setting = "".join(technique_of(action).required_cuda_setting(action) for action in plan.actions)
     settings = parse_settings(setting, process.profile)
     return phase_peaks(
         (as_first(step), step),
@@ -161,13 +160,11 @@ def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
     steps: a state dict is a copy of it, and so is what is read to be loaded. What a step on the CPU brings down passes
     through memory that stays.
     """
-    split = next((action for action in plan.actions if isinstance(action, Accumulate)), None)
-    num_parts = 1 if split is None else split.num_micro_batches // plan.num_micro_batches
+    num_parts = max(1, parts_of(plan)[1] // max(1, plan.num_micro_batches))
     state_bytes = _state_bytes(plan)
     steady, staged_bytes, passing_bytes = steady_step(trace), 0, state_bytes
     for action in plan.actions:
-        if isinstance(action, OptimizerPlacement) and action.stepped_on == "cpu":
-            staged_bytes, passing_bytes = staging_bytes(steady, action.bucket_bytes), 2 * gradient_bytes(steady)
+        staged_bytes, passing_bytes = technique_of(action).staged_bytes(steady, action) or (staged_bytes, passing_bytes)
     in_step = staged_bytes + (plan.forecast.moved_bytes_per_step - passing_bytes) // num_parts + state_bytes
     # What is read to be loaded is in the peak of a resumption already.
     return {
@@ -181,5 +178,4 @@ def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
 
 def _state_bytes(plan: Plan) -> int:
     """State of the optimizer that is in host memory between steps."""
-    placements = (action for action in plan.actions if isinstance(action, OptimizerPlacement))
-    return sum(action.saved_bytes or 0 for action in placements if action.tier == "host")
+    return sum(technique_of(action).host_state_bytes(action) for action in plan.actions)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from memwall.planning.actions import Action
+from memwall.planning.action import Action
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.link_time import LinkTime
 from memwall.trace.lengths import BatchChoice

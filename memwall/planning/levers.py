@@ -6,48 +6,36 @@ cost, and why the plan took one lever and left another.
 
 from collections.abc import Iterator, Sequence
 
-from memwall.planning.actions import Action
+from memwall.planning.action import Action
 from memwall.planning.forecast import Lever
-from memwall.planning.menu import Menu
+from memwall.planning.menu_records import Menu
 from memwall.planning.solver.instance import Choice
+from memwall.planning.technique import technique_of, techniques
 
 __all__ = ["levers_of"]
 
-_NAMES = {
-    "full": "recompute",
-    "select": "recompute, keep some",
-    "rebuild": "rebuild results of fused kernels",
-    "offload": "offload saved tensors",
-    "offload as int8": "offload saved tensors as int8, lossy",
-    "full+offload": "recompute, offload inputs",
-    "rebuild+offload": "rebuild results, offload the rest",
-    "rebuild+offload as int8": "rebuild results, offload the rest as int8, lossy",
-}
-_PLACED = {
-    "kernels": "fused kernels",
-    "optimizer-placement": "optimizer state to {tier}",
-    "low-bit-state": "optimizer state in 8 bits, lossy",
-    "parameter-placement": "parameters and gradients to {tier}",
-}
-
 
 def levers_of(menus: Sequence[Menu], choice: Choice, fixed: Sequence[Action]) -> tuple[Lever, ...]:
-    """The levers of a choice, the cheapest per byte first.
+    """Returns the levers of a choice, the cheapest per byte first.
 
     Args:
         fixed: the plan's other actions; of these, those that say what they free and cost.
     """
-    found = [lever for name in _NAMES if (lever := _block_lever(name, menus, choice)) is not None]
+    found = [
+        lever
+        for technique in techniques()
+        for name, text in technique.block_levers.items()
+        if (lever := _block_lever(name, text, menus, choice)) is not None
+    ]
     for action in fixed:
-        name = _PLACED.get(str(action.__struct_config__.tag))
-        if name is not None and action.saved_bytes and action.saved_bytes > 0 and action.cost_seconds is not None:
-            name = name.format(tier=getattr(action, "tier", ""))
-            found.append(Lever(name=name, freed_bytes=action.saved_bytes, cost_seconds=action.cost_seconds))
+        text = technique_of(action).lever(action)
+        if text and action.saved_bytes and action.saved_bytes > 0 and action.cost_seconds is not None:
+            found.append(Lever(name=text, freed_bytes=action.saved_bytes, cost_seconds=action.cost_seconds))
     return tuple(sorted(found, key=lambda lever: lever.seconds_per_gib))
 
 
-def _block_lever(name: str, menus: Sequence[Menu], choice: Choice) -> Lever | None:
-    """One way to treat blocks, in all that have it: the point that is used, or else the cheapest per byte."""
+def _block_lever(name: str, text: str, menus: Sequence[Menu], choice: Choice) -> Lever | None:
+    """Returns one way to treat blocks, in all that have it: the point that is used, or else the cheapest per byte."""
     num_blocks = num_used = freed_bytes = 0
     cost_seconds = 0.0
     for menu, chosen in zip(menus, choice.options, strict=True):
@@ -62,7 +50,7 @@ def _block_lever(name: str, menus: Sequence[Menu], choice: Choice) -> Lever | No
     if not num_blocks:
         return None
     return Lever(
-        name=_NAMES[name],
+        name=text,
         freed_bytes=freed_bytes,
         cost_seconds=cost_seconds,
         num_blocks=num_blocks,
@@ -71,7 +59,7 @@ def _block_lever(name: str, menus: Sequence[Menu], choice: Choice) -> Lever | No
 
 
 def _points(name: str, menu: Menu) -> Iterator[int]:
-    """A block's options of that name that free anything; selective recomputation has several."""
+    """Yields a block's options of that name that free anything; selective recomputation has several."""
     for number, option in enumerate(menu.options):
         if option.name.partition("-")[0] == name and menu.freed_bytes[number] > 0:
             yield number

@@ -10,62 +10,47 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from memwall.errors import PlanError
-from memwall.planning.actions import Accumulate, Action, AllocatorReuse, Autocast
-from memwall.planning.block_actions import (
-    MIN_MOVED_BYTES,
-    WINDOW_BYTES,
-    block_actions,
-    treatments_of_choice,
-    window_bytes_of,
-)
+from memwall.planning.action import Action
 from memwall.planning.blocks import find_blocks
 from memwall.planning.candidate import Candidate
 from memwall.planning.explain import binding_reasons
 from memwall.planning.forecast import Lever
-from memwall.planning.legality import can_accumulate, can_offload, can_reuse_allocator
 from memwall.planning.levers import levers_of
-from memwall.planning.locations import Place, place_step
-from memwall.planning.low_bit import LIBRARY_BYTES
-from memwall.planning.menu import Costs, Menu, build_instance, build_menus
-from memwall.planning.microbatch import candidate_micro_batches, with_micro_batch
-from memwall.planning.parameters import built_bytes, streamed_bytes
-from memwall.planning.placement import with_state_ahead
-from memwall.planning.read_ahead import is_worth_it, may_read_ahead, state_ahead
-from memwall.planning.search_inputs import Problem
+from memwall.planning.location import Location
+from memwall.planning.menu import block_actions, build_instance, build_menus, treatments_of_choice, window_bytes_of
+from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES, Costs, Menu
+from memwall.planning.planned_step import step_under
+from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.solve import smallest_feasible_bytes, solve
+from memwall.planning.technique import techniques
+from memwall.planning.tiers import can_offload
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.process import Resident
-from memwall.predict.state_on_disk import bytes_read_early, state_sizes
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step
 
-__all__ = ["PlacedSearch"]
+__all__ = ["LocatedSearch"]
 
 # What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
 _SECONDS_PER_OP = 8e-6
-# Of the room that backward leaves, what is tried for state: what it needs beside other tensors' gaps is not known.
-_AHEAD_SHARES = (1.0, 0.75, 0.5)
 
 
-class PlacedSearch:
-    """The candidates for one place.
+class LocatedSearch:
+    """Finds candidates with state and parameters in one location.
 
     Args:
-        problem: what they share with those for other places.
-        place: where state and parameters are between their uses.
+        inputs: what candidates share with those of other locations.
+        location: where state and parameters are between their uses.
         packs: whether saved tensors may leave with fewer digits.
     """
 
-    def __init__(self, problem: Problem, place: Place, *, packs: bool = False) -> None:
-        self._problem, self._place = problem, place
-        self._trace, self._settings = problem.trace, problem.settings
-        self._process, self._steady = problem.process, problem.steady
+    def __init__(self, inputs: SearchInputs, location: Location, *, packs: bool = False) -> None:
+        self._inputs, self._location = inputs, location
+        self._trace, self._settings = inputs.trace, inputs.settings
+        self._process, self._steady = inputs.process, inputs.steady
         self._packs = packs
-        is_new = place.low_bit is not None and not self._settings.is_torchao_loaded
-        self._library_bytes = LIBRARY_BYTES if is_new else 0
-        """What the actions load into the process, beside what it had when the step was recorded."""
 
     def best(self, limit_bytes: int) -> Candidate | None:
         """The cheapest candidate within so many process bytes.
@@ -73,8 +58,8 @@ class PlacedSearch:
         The user's own micro-batch comes first, so that equal costs leave it alone.
         """
         best: Candidate | None = None
-        limit_bytes -= self._library_bytes
-        if self._built_bytes > limit_bytes:
+        limit_bytes -= self._location.library_bytes
+        if self._location.built_bytes > limit_bytes:
             return None
         for model, num_parts in self._models():
             found = self._best_for(model, num_parts, limit_bytes, math.inf if best is None else best.extra_seconds)
@@ -94,33 +79,34 @@ class PlacedSearch:
 
     def _models(self) -> Iterator[tuple[StepModel, int]]:
         """The step of each micro-batch there is, and how many of them the recorded one is split into."""
-        steady = place_step(self._trace, self._steady, self._place)
-        whole = self._trace.micro_batch
-        can_split = can_accumulate(self._trace, is_cooperative=self._settings.allow_accumulation) is None
-        # Parameters on disk are read again for each part, which no cost here knows.
-        can_split &= self._place.parameters is None
-        for micro_batch in candidate_micro_batches(self._trace) if can_split else (whole,):
-            step = with_micro_batch(self._trace, steady, micro_batch)
-            blocks = find_blocks(self._trace, step)
-            yield StepModel(step, self._trace.names, blocks), whole // micro_batch if micro_batch else 1
+        steady = step_under(self._trace, self._steady, self._location.actions)
+        yield self._model(steady), 1
+        # What passes all through a step is read again for each part, which no cost here knows.
+        if not self._location.keeps_tier_busy:
+            is_cooperative = self._settings.allow_accumulation
+            for technique in techniques():
+                for step, num_parts in technique.parts(self._trace, steady, is_cooperative=is_cooperative):
+                    yield self._model(step), num_parts
+
+    def _model(self, step: Step) -> StepModel:
+        return StepModel(step, self._trace.names, find_blocks(self._trace, step))
 
     def _tiers(self) -> tuple[bool, ...]:
         """Whether to move saved tensors: without, and where there is a tier to move them to, with.
 
-        A disk that parameters pass through again and again has no time for them.
+        A disk that others pass through again and again has no time for them.
         """
-        is_free = can_offload(self._trace) is None and self._place.parameters is None
+        is_free = can_offload(self._trace) is None and not self._location.keeps_tier_busy
         return (False, True) if is_free else (False,)
 
     def _best_for(self, model: StepModel, num_parts: int, limit_bytes: int, at_most: float) -> Candidate | None:
         """The cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
         # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
-        if self._place.parameters is None:
+        if not self._location.keeps_tier_busy:
             plain = self._process.untreated(model.step)
-            budget_bytes = self._settings.budget_bytes - self._library_bytes
+            budget_bytes = self._settings.budget_bytes - self._location.library_bytes
             if self._process.fits_untouched(plain.process_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
-                untreated = self._found(model, num_parts, {}, plain, None, 0)
-                return self._with_state_ahead(untreated, model, {}, None, limit_bytes)
+                return self._found(model, num_parts, {}, plain, None, 0)
         best: Candidate | None = None
         for with_disk in self._tiers():
             found = self._solve_for(model, num_parts, with_disk, limit_bytes, at_most)
@@ -129,17 +115,9 @@ class PlacedSearch:
         return best
 
     def _fixed_actions(self, num_parts: int) -> list[Action]:
-        actions: list[Action] = list(self._place.actions)
-        if self._settings.autocast is not None:
-            actions.append(Autocast(dtype=self._settings.autocast))
-        if self._settings.kernels is not None:
-            actions.append(self._settings.kernels)
-        if num_parts > 1:
-            micro_batch = self._trace.micro_batch // num_parts
-            actions.append(
-                Accumulate(micro_batch=micro_batch, num_micro_batches=num_parts * self._trace.num_micro_batches)
-            )
-        return actions
+        standing = (technique.standing_action(self._settings) for technique in techniques())
+        splitting = (technique.parts_action(self._trace, num_parts) for technique in techniques() if num_parts > 1)
+        return [*self._location.actions, *(action for action in (*standing, *splitting) if action is not None)]
 
     def _solve_for(
         self, model: StepModel, num_parts: int, with_disk: bool, limit_bytes: int, at_most: float
@@ -151,11 +129,12 @@ class PlacedSearch:
         menus, instance = self._instance(model, num_parts, with_disk)
         room_bytes = limit_bytes - self._process.base_bytes - self._process.workspace_bytes
         best: Candidate | None = None
-        best_choice: Choice | None = None
         tried: set[tuple[int, ...]] = set()
         # What a choice costs besides its own seconds; of page faults it can save no more than there are.
-        least_seconds = self._split_seconds(model, num_parts) + self._place.seconds - self._problem.plain_fault_seconds
-        budgets = self._problem.live_budgets(room_bytes, lambda: smallest_feasible_bytes(instance))
+        least_seconds = (
+            self._split_seconds(model, num_parts) + self._location.seconds - self._inputs.plain_fault_seconds
+        )
+        budgets = self._inputs.live_budgets(room_bytes, lambda: smallest_feasible_bytes(instance))
         for live_bytes in budgets:
             choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
             if choice is None or (best is not None and choice.extra_seconds >= best.extra_seconds):
@@ -173,92 +152,20 @@ class PlacedSearch:
                 continue
             found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:
-                best, best_choice = found, choice
-        if best is None or best_choice is None:
-            return None
-        return self._with_state_ahead(
-            best, model, treatments_of_choice(menus, best_choice), (menus, best_choice), limit_bytes
-        )
-
-    def _with_state_ahead(
-        self,
-        found: Candidate,
-        model: StepModel,
-        treatments: dict[str, Treatment],
-        solved: tuple[Sequence[Menu], Choice] | None,
-        limit_bytes: int,
-    ) -> Candidate:
-        """The candidate with state read during backward, where its peak has room for that and the step is shorter."""
-        state = self._place.state
-        if state is None or not may_read_ahead(self._trace, state, found):
-            return found
-        step = model.treated(treatments) if treatments else model.step
-        sizes = state_sizes(self._steady, state.min_bytes)
-        for share in _AHEAD_SHARES:
-            ahead = state_ahead(step, sizes, self._trace.device, state, share=share)
-            read_bytes = bytes_read_early(
-                step,
-                sizes,
-                [(one.after_gradients, one.buffer_bytes) for one in ahead],
-                away_bytes=state.saved_bytes or 0,
-                bucket_bytes=state.bucket_bytes,
-                read_bytes_per_second=self._trace.machine.disk_read_bytes_per_second,
-            )
-            earlier = with_state_ahead(self._trace, self._steady, state, ahead, read_bytes)
-            if not ahead or not is_worth_it(step, state, earlier):
-                return found
-            place = self._place._replace(state=earlier)
-            if self._problem.writable_bytes(place) < 0:  # in a shorter step the same bytes are more in a day
-                return found
-            search = PlacedSearch(self._problem, place, packs=self._packs)
-            other = search._replayed(model, treatments, solved, limit_bytes)
-            if other is not None:
-                return other
-        return found
-
-    def _replayed(
-        self,
-        model: StepModel,
-        treatments: dict[str, Treatment],
-        solved: tuple[Sequence[Menu], Choice] | None,
-        limit_bytes: int,
-    ) -> Candidate | None:
-        """What was chosen for another place that the blocks are treated alike in, if it fits in this one."""
-        model = StepModel(place_step(self._trace, self._steady, self._place), self._trace.names, model.blocks)
-        if solved is None:
-            plain = self._process.untreated(model.step)
-            budget_bytes = self._settings.budget_bytes - self._library_bytes
-            fits = self._process.fits_untouched(plain.process_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes)
-            return self._found(model, 1, {}, plain, None, 0) if fits else None
-        window_bytes = window_bytes_of(*solved)
-        resident = self._resident(model.treated(treatments), limit_bytes - window_bytes)
-        fits = resident.process_bytes + window_bytes <= limit_bytes
-        return self._found(model, 1, treatments, resident, solved, window_bytes) if fits else None
+                best = found
+        return best
 
     @staticmethod
     def _split_seconds(model: StepModel, num_parts: int) -> float:
         return (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
 
     def _resident(self, step: Step, limit_bytes: int) -> Resident:
-        if can_reuse_allocator(self._trace) is not None:
+        if self._trace.device not in ("cpu", "cuda"):  # nothing is known about another device's allocator
             return self._process.bare(step)
         resident = self._process.treated(step, limit_bytes)
-        parameters = self._place.parameters
-        if parameters is None:
-            return resident
         # What passes through lies outside the heap.
-        paged_bytes = streamed_bytes(self._trace, self._steady, parameters)
-        return msgspec.structs.replace(resident, outside_bytes=resident.outside_bytes + paged_bytes)
-
-    @property
-    def _built_bytes(self) -> int:
-        """What the process holds before parameters leave it; 0 where they stay."""
-        parameters = self._place.parameters
-        return (
-            0
-            if parameters is None
-            else built_bytes(self._trace, parameters, is_built_there=self._settings.is_built_on_disk)
-        )
+        outside_bytes = resident.outside_bytes + self._location.paged_bytes
+        return msgspec.structs.replace(resident, outside_bytes=outside_bytes)
 
     def _instance(self, model: StepModel, num_parts: int, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
         machine = self._trace.machine
@@ -279,8 +186,8 @@ class PlacedSearch:
                 read_bytes_per_second=machine.disk_read_bytes_per_second / num_parts,
                 window_bytes=WINDOW_BYTES,
                 capacity_bytes=min(
-                    self._problem.capacity_bytes - self._place.held_bytes,
-                    max(0, self._problem.writable_bytes(self._place)) // num_parts,
+                    self._inputs.capacity_bytes - self._location.held_bytes,
+                    max(0, self._inputs.writable_bytes(self._location)) // num_parts,
                 ),
             )
         return menus, build_instance(model, menus, budget_bytes=0, device=self._trace.device, link=link)
@@ -306,36 +213,23 @@ class PlacedSearch:
             extra_seconds += choice.extra_seconds
             bound = choice.lower_bound_seconds + split_seconds
             moved_bytes = num_parts * sum(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
-        process_bytes = resident.process_bytes + window_bytes + self._library_bytes
-        fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self._problem.plain_fault_seconds
-        if not resident.is_default:
-            actions.append(
-                AllocatorReuse(
-                    policy=resident.policy,
-                    # What else grows in the process is made up for by free pages of the heap.
-                    limit_bytes=0
-                    if resident.cuda_setting
-                    else min(
-                        process_bytes + self._process.margin_bytes(process_bytes) // 2,
-                        self._settings.budget_bytes,
-                    ),
-                    outside_bytes=resident.outside_bytes + window_bytes,
-                    cuda_setting=resident.cuda_setting,
-                    saved_bytes=resident.saved_bytes or None,
-                    cost_seconds=fault_seconds,
-                )
-            )
+        process_bytes = resident.process_bytes + window_bytes + self._location.library_bytes
+        fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self._inputs.plain_fault_seconds
+        settled = (
+            technique.settled_action(self._inputs, resident, process_bytes, window_bytes) for technique in techniques()
+        )
+        actions.extend(action for action in settled if action is not None)
         return Candidate(
             actions=tuple(actions),
             process_bytes=process_bytes,
-            built_bytes=self._built_bytes,
+            built_bytes=self._location.built_bytes,
             live_bytes=live_peak_bytes(step, self._trace.device),
-            extra_seconds=extra_seconds + fault_seconds + self._place.seconds,
+            extra_seconds=extra_seconds + fault_seconds + self._location.seconds,
             compute_seconds=max(0.0, step_seconds(step) + split_seconds + fault_seconds),
             moved_bytes=moved_bytes,
-            place=self._place,
+            location=self._location,
             num_parts=num_parts,
-            lower_bound_seconds=bound + self._place.seconds,
+            lower_bound_seconds=bound + self._location.seconds,
             levers=levers,
             binding=binding_reasons(self._trace, step, moved_bytes, actions),
         )
@@ -347,5 +241,7 @@ class PlacedSearch:
             raise PlanError("the solver found no plan at the smallest budget it gave; please report the trace")
         treatments = treatments_of_choice(menus, choice)
         step = model.treated(treatments)
-        process_bytes = self._resident(step, 0).process_bytes + window_bytes_of(menus, choice) + self._library_bytes
-        return self._process.budget_for(max(process_bytes, self._built_bytes))
+        process_bytes = (
+            self._resident(step, 0).process_bytes + window_bytes_of(menus, choice) + self._location.library_bytes
+        )
+        return self._process.budget_for(max(process_bytes, self._location.built_bytes))

@@ -1,107 +1,46 @@
-"""The menu of each block, and the memory rows: from a step to the instance the solvers work on."""
+"""The menu of each block and the memory rows: from a step to the instance that solvers work on, and back to actions."""
 
 import math
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
-import msgspec
 import numpy as np
-import torch
-from msgspec import Struct
 from numpy.typing import NDArray
 
-from memwall.planning.legality import can_rebuild, can_recompute
-from memwall.planning.solver.instance import Block, Instance, Link, Option, Row
+from memwall.planning.action import Action
+from memwall.planning.menu_records import WINDOW_BYTES, Costs, Menu
+from memwall.planning.solver.instance import Block, Choice, Instance, Link, Option, Row
+from memwall.planning.technique import techniques
 from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.curve import live_curve
 from memwall.predict.lives import LAST, Life
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Trace
 
-__all__ = ["Costs", "Menu", "build_instance", "build_menus"]
+__all__ = ["block_actions", "build_instance", "build_menus", "treatments_of_choice", "window_bytes_of"]
 
 Int64s = NDArray[np.int64]
 
-# What the executor itself costs, measured on two cores with torch 2.13 (benchmarks/executor_cost.py, 2026-11-20, the
-# last two 2026-11-22).
-_CHECKPOINT_SECONDS = 650e-6  # one torch checkpoint of a block: frame, RNG state, hooks
-_SELECT_SECONDS_PER_OP = 40e-6  # one operation under selective checkpointing, forward and recomputation together
-_HANDLE_SECONDS = 4e-6  # one saved tensor that passes through the hooks of recompute handles, there and back
-_REBUILD_SECONDS = 47e-6  # one result that becomes a recipe and is rebuilt, besides the operation itself
 # What the host is busy with for one operation of a device that works behind it: assumed, not measured, and rather too
 # much. The larger it is, the sooner a block counts as one whose device waits for Python.
 _LAUNCH_SECONDS = 10e-6
-# Selective points of a block: each makes the program slower to solve.
-_MOST_POINTS = 6
-
-
-class Costs(Struct, frozen=True, kw_only=True):
-    """What moving bytes costs the computing thread, besides waiting for the link."""
-
-    copy_seconds_per_byte: float
-    """Out and back together: a copy into staging, or what transfers beside it cost, and page faults of what returns."""
-    min_bytes: int
-    """Tensors below this are not moved."""
-    can_offload: bool
-    pack_seconds_per_element: float | None = None
-    """Of floating-point numbers that leave in a byte each, out and back together; None where they may not."""
-    runs_ahead: bool = False
-    """Whether operations run on a device behind the host, whose own work is hidden as long as the device is busy."""
-    num_passes: int = 1
-    """Times a step runs the recorded calls: micro-batches that each recompute and move anew. The seconds of operations
-    are those of all passes together."""
-
-
-class Menu(Struct, frozen=True, kw_only=True):
-    """A block's options as the solver sees them, and as the executor applies them; same order."""
-
-    block: BlockCalls
-    options: tuple[Option, ...]
-    treatments: tuple[Treatment | None, ...]
-    op_names: tuple[str, ...]
-    """Operations of one call, in the numbering that selective checkpointing uses."""
-    freed_bytes: tuple[int, ...]
-    """What each option takes off the device between the block's forward and its backward."""
 
 
 def build_menus(trace: Trace, model: StepModel, costs: Costs) -> tuple[Menu, ...]:
-    """Per block: keep, full recompute, up to six selective points, results of fused kernels rebuilt, and with a tier
-    below the moved variants; where numbers may leave packed, these too if they then move fewer bytes."""
-    return tuple(
-        _menu(model, block, costs, is_repeatable=can_recompute(trace, model, block) is None) for block in model.blocks
-    )
+    """Returns the menu of each block: keeping everything, and what techniques offer for it."""
+    return tuple(_menu(trace, model, block, costs) for block in model.blocks)
 
 
-def _menu(model: StepModel, block: BlockCalls, costs: Costs, *, is_repeatable: bool) -> Menu:
+def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs) -> Menu:
     options = [Option(name="keep", extra_seconds=0.0, moved_bytes=0)]
     treatments: list[Treatment | None] = [None]
-
-    def offer(name: str, treatment: Treatment, below_bytes: float = math.inf) -> int:
-        seconds, moved_bytes = _price(model, block, treatment, costs)
-        if not treatment.offload or 0 < moved_bytes < below_bytes:
-            options.append(Option(name=name, extra_seconds=seconds, moved_bytes=moved_bytes))
-            treatments.append(treatment)
-        return moved_bytes
-
-    if is_repeatable:
-        offer("full", Treatment(recompute=True, min_bytes=costs.min_bytes))
-        for number, kept in enumerate(_selective_points(model, block), start=1):
-            offer(f"select-{number}", Treatment(recompute=True, kept_ops=kept, min_bytes=costs.min_bytes))
-    is_rebuildable = can_rebuild(model, block) is None
-    if is_rebuildable:
-        offer("rebuild", Treatment(rebuild=True, min_bytes=costs.min_bytes))
-    if costs.can_offload:
-        moving = [("offload", Treatment(offload=True, min_bytes=costs.min_bytes))]
-        if is_rebuildable:
-            moving.append(("rebuild+offload", Treatment(rebuild=True, offload=True, min_bytes=costs.min_bytes)))
-        if is_repeatable:
-            moving.append(("full+offload", Treatment(recompute=True, offload=True, min_bytes=costs.min_bytes)))
-        for name, treatment in moving:
-            moved_bytes = offer(name, treatment)
-            # Run again from inputs that lost digits, a block may take another path, as routing to experts does.
-            if costs.pack_seconds_per_element is not None and not treatment.recompute:
-                offer(f"{name} as int8", msgspec.structs.replace(treatment, is_packed=True), moved_bytes)
+    moved: dict[str, int] = {}
+    for technique in techniques():
+        for name, treatment, than in technique.block_options(trace, model, block, costs, tuple(moved)):
+            seconds, moved[name] = _price(model, block, treatment, costs)
+            most_bytes = moved.get(than, math.inf)
+            if not treatment.offload or 0 < moved[name] < most_bytes:
+                options.append(Option(name=name, extra_seconds=seconds, moved_bytes=moved[name]))
+                treatments.append(treatment)
     number = model.blocks.index(block)
     op_names = tuple(model.names[model.step.ops[op].name] for op in model.counted_ops(block.calls[0]))
     freed = tuple(0 if t is None else _freed_bytes(model, number, t) for t in treatments)
@@ -125,13 +64,7 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
         repeated = model.repeated_ops(call, saved, treatment)
         again = [op for _, ops in repeated for op in ops]
         seconds += sum(step.ops[op].seconds for op in again)
-        python_seconds = 0.0
-        if treatment.recompute:
-            python_seconds += _CHECKPOINT_SECONDS
-            if treatment.kept_ops:
-                python_seconds += _SELECT_SECONDS_PER_OP * len(model.counted_ops(call))
-        if treatment.rebuild:
-            python_seconds += _HANDLE_SECONDS * len(saved) + _REBUILD_SECONDS * len(again)
+        python_seconds = sum(one.host_seconds(model, call, saved, treatment, len(again)) for one in techniques())
         python_seconds *= costs.num_passes
         if costs.runs_ahead:
             own = [*range(call.start, call.end), *range(call.backward_start, call.backward_end), *again]
@@ -149,60 +82,6 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
 def _not_hidden(python_seconds: float, device_seconds: float, launch_seconds: float) -> float:
     """What is left of the host's further work where it launches a block's operations while the device runs them."""
     return max(0.0, launch_seconds + python_seconds - device_seconds) - max(0.0, launch_seconds - device_seconds)
-
-
-def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ...]]:
-    """Sets of operations whose results are worth keeping: the front of seconds saved per byte kept.
-
-    Candidates make new storages that nobody writes to later; views and in-place operations always run again. A random
-    operation that is kept draws nothing when the others run again, so none may come after it.
-    """
-    step, call, saved = model.step, block.calls[0], block.saved[0]
-    again = set(model.recomputed_ops(call, saved, Treatment(recompute=True)))
-    last_random = max((op for op in again if _is_random(model.names[step.ops[op].name])), default=-1)
-    candidates: list[tuple[float, int, int, float]] = []
-    total_seconds = 0.0
-    for number, op in enumerate(model.counted_ops(call)):
-        if op not in again:
-            continue
-        record = step.ops[op]
-        total_seconds += record.seconds
-        fresh = [i for i in record.outputs if step.storages[i].birth == op]
-        if not fresh or len(fresh) != len(record.outputs) or record.writes:
-            continue
-        if any(model.is_written(i, op + 1, call.backward_start) for i in fresh):
-            continue
-        if op < last_random and _is_random(model.names[record.name]):
-            continue
-        num_bytes = sum(step.storages[i].nbytes for i in fresh)
-        if num_bytes > 0 and record.seconds > 0:
-            candidates.append((-record.seconds / num_bytes, number, num_bytes, record.seconds))
-    candidates.sort()
-    kept_in_full = sum(step.storages[i].nbytes for i in {step.saved[s].storage for s in saved})
-    points: list[tuple[int, ...]] = []
-    chosen: list[int] = []
-    num_bytes, seconds, next_seconds, next_bytes = 0, 0.0, 0.15 * total_seconds, 0.17 * kept_in_full
-    for _, number, size, gain in candidates:
-        num_bytes += size
-        seconds += gain
-        chosen.append(number)
-        if num_bytes >= kept_in_full:
-            break
-        # By seconds and by bytes: where one operation takes most of the time, the bytes still come in parts.
-        if (seconds >= next_seconds or num_bytes >= next_bytes) and len(points) < _MOST_POINTS:
-            points.append(tuple(sorted(chosen)))
-            next_seconds, next_bytes = seconds + 0.17 * total_seconds, num_bytes + 0.17 * kept_in_full
-    return points
-
-
-@cache
-def _is_random(name: str) -> bool:
-    """Whether an operator draws random numbers; one that is unknown here may."""
-    operator: Any = torch.ops
-    for part in name.split("."):
-        operator = getattr(operator, part, None)
-    tags = getattr(operator, "tags", None)
-    return tags is None or torch.Tag.nondeterministic_seeded in tags
 
 
 def build_instance(
@@ -337,3 +216,31 @@ def _repeated_peak(gone: Sequence[Life], come: Sequence[Life], at: int, num_ops:
             change[begin] += sign * life.nbytes
             change[end] -= sign * life.nbytes
     return int(np.cumsum(change[:-1]).max())
+
+
+def window_bytes_of(menus: Sequence[Menu], choice: Choice) -> int:
+    """Returns the memory that a choice needs for bytes on their way out: none if it moves nothing."""
+    moves = any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
+    return WINDOW_BYTES if moves else 0
+
+
+def treatments_of_choice(menus: Sequence[Menu], choice: Choice) -> dict[str, Treatment]:
+    """Returns block path -> treatment; blocks that keep everything are left out."""
+    found: dict[str, Treatment] = {}
+    for menu, option in zip(menus, choice.options, strict=True):
+        treatment = menu.treatments[option]
+        if treatment is not None:
+            found[menu.block.path] = treatment
+    return found
+
+
+def block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[Action]:
+    """Returns the actions that carry out a choice: in block order, what runs again first, then what leaves."""
+    staying: list[Action] = []
+    leaving: list[Action] = []
+    for menu, number in zip(menus, choice.options, strict=True):
+        for technique in techniques():
+            action = technique.block_action(menu, number, device)
+            if action is not None:
+                (leaving if technique.uses_tier else staying).append(action)
+    return staying + leaving

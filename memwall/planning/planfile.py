@@ -3,16 +3,17 @@
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
 
 from memwall.errors import PlanError
-from memwall.planning.actions import Accumulate, Action, Autocast
+from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast
+from memwall.planning.technique import technique_of, techniques
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "decoded", "parts_of"]
 
 _NEWEST = 1
 
@@ -97,7 +98,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"{path} is a plan of version {version}, this memwall reads up to {_NEWEST}; upgrade torch-memwall"
             )
         try:
-            return msgspec.json.decode(content, type=cls)
+            return decoded(found, cls)
         except msgspec.ValidationError as error:
             raise PlanError(f"{path} is not a valid plan: {error}") from error
 
@@ -105,10 +106,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Arguments for `Accelerator(**plan.accelerate_kwargs())`: precision and accumulation, if planned."""
         kwargs: dict[str, Any] = {}
         for action in self.actions:
-            if isinstance(action, Autocast):
-                kwargs["mixed_precision"] = "bf16" if action.dtype == "bfloat16" else "fp16"
-            elif isinstance(action, Accumulate):
-                kwargs["gradient_accumulation_steps"] = action.num_micro_batches
+            kwargs |= technique_of(action).accelerate_kwargs(action)
         return kwargs
 
     def training_arguments(self, args: Any) -> Any:
@@ -118,12 +116,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         changes: dict[str, Any] = {}
         for action in self.actions:
-            if isinstance(action, Autocast):
-                changes["bf16"] = action.dtype == "bfloat16"
-                changes["fp16"] = action.dtype == "float16"
-            elif isinstance(action, Accumulate):
-                changes["per_device_train_batch_size"] = action.micro_batch
-                changes["gradient_accumulation_steps"] = action.num_micro_batches
+            changes |= technique_of(action).training_arguments(action)
         return dataclasses.replace(args, **changes)
 
     def deepspeed_config(self, **settings: Any) -> dict[str, Any]:
@@ -134,3 +127,47 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         from memwall.planning.deepspeed import deepspeed_config
 
         return deepspeed_config(self, **settings)
+
+
+R = TypeVar("R", bound=Struct)
+
+
+def decoded(found: dict[str, Any], kind: type[R]) -> R:
+    """Returns a record that has a forecast, from the values of its file; each action gets its technique's record.
+
+    Raises:
+        msgspec.ValidationError: a field is unknown or of another type, or no technique has an action's kind; the
+            message ends with the path inside the file.
+    """
+    forecast = found.get("forecast")
+    actions = forecast.get("actions", ()) if isinstance(forecast, dict) else ()
+    if not isinstance(forecast, dict) or not isinstance(actions, list | tuple):
+        return msgspec.convert(found, kind)
+    records = tuple(_action(value, f"$.forecast.actions[{number}]") for number, value in enumerate(actions))
+    record: Any = msgspec.convert(found | {"forecast": forecast | {"actions": ()}}, kind)
+    return cast(R, msgspec.structs.replace(record, forecast=msgspec.structs.replace(record.forecast, actions=records)))
+
+
+def _action(value: Any, path: str) -> Action:
+    if not isinstance(value, dict):
+        raise msgspec.ValidationError(f"Expected `object`, got `{type(value).__name__}` - at `{path}`")
+    if "kind" not in value:
+        raise msgspec.ValidationError(f"Object missing required field `kind` - at `{path}`")
+    known = {technique.tag: technique for technique in techniques()}
+    technique = known.get(value["kind"]) if isinstance(value["kind"], str) else None
+    if technique is None:
+        raise msgspec.ValidationError(f"Invalid value {value['kind']!r} - at `{path}.kind`")
+    try:
+        return msgspec.convert(value, technique.record)
+    except msgspec.ValidationError as error:
+        text, at, inner = str(error).partition(" - at `$")
+        raise msgspec.ValidationError(f"{text} - at `{path}{inner if at else '`'}") from error
+
+
+def parts_of(plan: Plan) -> tuple[int, int]:
+    """Returns micro-batch and number of micro-batches of a step under a plan."""
+    for action in plan.actions:
+        parts = technique_of(action).batch_parts(action)
+        if parts is not None:
+            return parts
+    return plan.micro_batch, plan.num_micro_batches

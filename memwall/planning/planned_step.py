@@ -1,51 +1,32 @@
 """The step that a plan makes of a trace: what runs, recomputed operations and second lives included."""
 
-from memwall.planning.actions import (
-    Accumulate,
-    LowBitState,
-    Offload,
-    OptimizerPlacement,
-    ParameterPlacement,
-    Rebuild,
-    Recompute,
-)
+from collections.abc import Sequence
+
+from memwall.planning.action import Action
 from memwall.planning.blocks import find_blocks
-from memwall.planning.locations import Place, place_step
-from memwall.planning.microbatch import with_micro_batch
 from memwall.planning.planfile import Plan
+from memwall.planning.technique import technique_of
 from memwall.predict.call_rules import Treatment
 from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
 
-__all__ = ["planned_step"]
-
-
-def _treatments_of(plan: Plan) -> dict[str, Treatment]:
-    """Block path -> treatment, from a plan's actions."""
-    recompute = {a.block: a for a in plan.actions if isinstance(a, Recompute)}
-    rebuild = {a.block: a for a in plan.actions if isinstance(a, Rebuild)}
-    offload = {a.block: a for a in plan.actions if isinstance(a, Offload)}
-    return {
-        block: Treatment(
-            recompute=block in recompute,
-            kept_ops=recompute[block].kept_ops if block in recompute else (),
-            rebuild=block in rebuild,
-            offload=block in offload,
-            is_packed=block in offload and offload[block].form != "exact",
-            **({"min_bytes": offload[block].min_bytes} if block in offload else {}),
-        )
-        for block in {**recompute, **rebuild, **offload}
-    }
+__all__ = ["planned_step", "step_under"]
 
 
 def planned_step(trace: Trace, plan: Plan) -> Step:
-    """The steady step of a trace under a plan made from it."""
-    state = next((action for action in plan.actions if isinstance(action, OptimizerPlacement)), None)
-    parameters = next((action for action in plan.actions if isinstance(action, ParameterPlacement)), None)
-    low_bit = next((action for action in plan.actions if isinstance(action, LowBitState)), None)
-    step = place_step(trace, steady_step(trace), Place(state, parameters, low_bit))
+    """Returns the steady step of a trace under a plan made from it."""
+    step = step_under(trace, steady_step(trace), plan.actions)
+    treatments: dict[str, Treatment] = {}
     for action in plan.actions:
-        if isinstance(action, Accumulate):
-            step = with_micro_batch(trace, step, action.micro_batch)
-    return StepModel(step, trace.names, find_blocks(trace, step)).treated(_treatments_of(plan))
+        block = getattr(action, "block", None)
+        if block is not None:
+            treatments[block] = technique_of(action).treatment(action, treatments.get(block, Treatment()))
+    return StepModel(step, trace.names, find_blocks(trace, step)).treated(treatments)
+
+
+def step_under(trace: Trace, step: Step, actions: Sequence[Action]) -> Step:
+    """Returns a step under actions, as far as they do not treat single blocks."""
+    for action in sorted(actions, key=lambda action: technique_of(action).step_rank):
+        step = technique_of(action).step(trace, step, action)
+    return step

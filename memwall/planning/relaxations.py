@@ -11,11 +11,13 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
-from memwall.planning.actions import FusedKernels
-from memwall.planning.fused import could_have_kernels
-from memwall.planning.legality import can_accumulate, can_autocast, can_offload, can_use_kernels
+from memwall.planning.action import Action
 from memwall.planning.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.planning.settings import Settings
+from memwall.planning.techniques.accumulate import can_accumulate
+from memwall.planning.techniques.autocast import can_autocast
+from memwall.planning.techniques.kernels import can_use_kernels, could_have_kernels
+from memwall.planning.tiers import can_offload
 from memwall.predict.cuda_allocator.settings import AllocatorSettings
 from memwall.predict.fused_optimizer import can_fuse, with_fused_optimizer
 from memwall.trace.build import steady_step
@@ -140,7 +142,7 @@ def plan_relaxations(
     lower = _once(settings.under_autocast)
 
     @cache
-    def fused(precision: str | None) -> tuple[Trace, FusedKernels | None]:
+    def fused(precision: str | None) -> tuple[Trace, Action | None]:
         assert settings.with_kernels is not None, "asked for only where it is there"
         return settings.with_kernels(precision)
 

@@ -6,44 +6,39 @@ For each of them `planning.located_search` finds the cheapest candidate whose fo
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
 from memwall.errors import InfeasibleError, UsageError
 from memwall.machine.hardware import Hardware
-from memwall.planning.actions import FusedKernels
-from memwall.planning.block_actions import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.planning.action import Action
 from memwall.planning.candidate import Candidate, plan_of
 from memwall.planning.device_phases import with_device_phases
-from memwall.planning.explain import infeasible_message, relaxations, slower_on_cpu
-from memwall.planning.fused import kernels_compared
-from memwall.planning.legality import can_autocast, can_pack, can_step_on_cpu, can_use_kernels
-from memwall.planning.located_search import PlacedSearch
-from memwall.planning.locations import IN_MEMORY, Place, parameters_away, state_away, stepped_on_cpu
-from memwall.planning.low_bit import low_bit_state, why_no_low_bits
-from memwall.planning.placement import with_more_resident
+from memwall.planning.explain import infeasible_message, relaxations
+from memwall.planning.located_search import LocatedSearch
+from memwall.planning.location import IN_MEMORY, Location
 from memwall.planning.planfile import Plan
 from memwall.planning.relaxations import plan_relaxations
-from memwall.planning.search_inputs import Problem
+from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.settings import Settings
+from memwall.planning.technique import Technique, techniques
 from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
 from memwall.units import format_bytes, parse_size
 
-__all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Settings", "make_plan", "plan", "steady_step"]
+__all__ = ["make_plan", "plan"]
 
 # Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk a fifth
 # off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
 _CLEARLY_SHORTER = 1.3
-# What is asked for is said with three digits.
+# Rounds a suggested limit up, whose three digits are shown.
 _ROUNDED_UP = 1.005
-# What loses digits is taken where the whole step is so much shorter, or nothing else fits.
+# A lossy technique is chosen only if the step gets 5 % shorter, or nothing else fits.
 _WORTH_DIGITS = 1.05
-# Of the room that a candidate's tensors leave, what is tried for state.
+# Shares of the room that a candidate's tensors leave, which are tried for state.
 _ROOM_SHARES = (1.0, 0.7, 0.4)
-_KERNELS_READ_THEM = "fused kernels read them outside their modules' own calls"
 
 
 def plan(
@@ -57,9 +52,9 @@ def plan(
     global_batch: int | None = None,
     hardware: Hardware | None = None,
     under_autocast: Callable[[], Trace] | None = None,
-    with_kernels: Callable[[str | None], tuple[Trace, FusedKernels | None]] | None = None,
+    with_kernels: Callable[[str | None], tuple[Trace, Action | None]] | None = None,
 ) -> Plan:
-    """The cheapest plan under which the traced run fits `budget`.
+    """Returns the cheapest plan under which the traced run fits `budget`.
 
     Where none leaves room for the forecast's error, one that fits without it: its `forecast.fits` is False.
 
@@ -69,9 +64,7 @@ def plan(
         disk_capacity_bytes: the most to take of it; by default all that is free.
         disk_writes: the most to write to it in a day of training, in bytes or as a size such as "2TiB": writes wear a
             disk. By default there is no limit.
-        allow: relaxations: "kernels" round at other points; "precision", "low-bit-offload",
-            "low-bit-optimizer" and "cpu-optimizer-step" change numerics. The last needs a trace for a CUDA device
-            with the speed of the CPU: a session's, or that of `memwall plan SPEC --device NAME --host SIZE`.
+        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --help` explains.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.cuda.translate), where it is not here.
@@ -80,12 +73,13 @@ def plan(
 
     Raises:
         InfeasibleError: nothing fits; says how much would, and what to allow.
-        UsageError: the budget is no size, the global batch is not the trace's, or a step on the CPU is allowed and
-            cannot be.
+        UsageError: the budget is no size, the global batch is not the trace's, or something is allowed that
+            cannot be done.
     """
-    reason = can_step_on_cpu(trace, tuple(allow)) if "cpu-optimizer-step" in allow else None
-    if reason is not None:
-        raise UsageError(f"cpu-optimizer-step: {reason}")
+    for technique in techniques():
+        reason = technique.why_not(trace, tuple(allow)) if technique.allow in allow else None
+        if reason is not None:
+            raise UsageError(f"--allow {technique.allow}: {reason}")
     recorded = trace.micro_batch * trace.num_micro_batches
     if global_batch is not None and global_batch != recorded:
         raise UsageError(
@@ -112,7 +106,7 @@ def plan(
 
 
 def make_plan(trace: Trace, settings: Settings) -> Plan:
-    """See `plan`.
+    """Returns the cheapest plan; see `plan`.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -122,102 +116,101 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
         found = _best_of(search, has_margin=has_margin)
         if found is not None:
             return found
-        if settings.under_autocast is not None and can_autocast(trace, settings.allow) is None:
-            lower = settings.under_autocast()
-            dtype = None if lower.autocast == "none" else lower.autocast
-            return make_plan(lower, msgspec.structs.replace(settings, autocast=dtype, under_autocast=None))
-    searches = [search] if search.fused is None else [search, search.fused]
-    raise min(searches, key=_Search.smallest_bytes).infeasible()
+        for technique in techniques():
+            recording = technique.recording_where_nothing_fits(trace, settings)
+            if recording is not None:
+                return make_plan(recording.trace, recording.settings)
+    raise min((search, *search.others), key=_Search.smallest_bytes).infeasible()
 
 
 def _best_of(plain: "_Search", *, has_margin: bool) -> Plan | None:
-    """The plan of the shortest step. One with fused kernels is looked for only where the others cost time."""
+    """Returns the plan of the shortest step; another recording is looked at only where the plans of this cost time."""
     plain.has_margin = has_margin
     found = plain.best()
     if found is not None and not any((action.cost_seconds or 0.0) > 0.0 for action in found.actions):
         return plain.as_plan(found)
-    fused = plain.fused
-    if fused is not None:
-        fused.has_margin = has_margin
-        other = fused.best()
-        if other is not None and (found is None or fused.seconds_of(other) < plain.seconds_of(found)):
-            return fused.as_plan(other)
-    return None if found is None else plain.as_plan(found)
+    best = plain
+    for search in plain.others:
+        search.has_margin = has_margin
+        other = search.best()
+        if other is not None and (found is None or search.seconds_of(other) < best.seconds_of(found)):
+            found, best = other, search
+    return None if found is None else best.as_plan(found)
 
 
 class _Search:
-    def __init__(self, trace: Trace, settings: Settings) -> None:
-        self.trace, self.settings = trace, settings
-        self._problem = problem = Problem(trace, settings)
-        self.steady, self._process = problem.steady, problem.process
-        self.unfused: _Search | None = None
-        """Where this one is for a step with fused kernels, the one without."""
+    """Looks for the cheapest candidate for one recording of a step.
+
+    Args:
+        plain: the search for the recording that this one is compared with, if there is one.
+    """
+
+    def __init__(self, trace: Trace, settings: Settings, plain: "_Search | None" = None) -> None:
+        self.trace, self.settings, self._plain = trace, settings, plain
+        self._inputs = inputs = SearchInputs(trace, settings)
+        self.steady, self._process = inputs.steady, inputs.process
         self.has_margin = True
         """Whether a plan must leave room for the forecast's error."""
-        self._places: tuple[Place, ...] = ()
-        """Ways to have the optimizer's state on the next tier, the one that frees most first."""
-        self._barred: list[Place] = []
-        """Ways that would write more to the disk in a day than is allowed, the leanest one last."""
-        legal: tuple[Place, ...] = ()
-        if settings.can_move_state:
-            legal = state_away(trace, self.steady, capacity_bytes=problem.capacity_bytes)
-            self._places = self._within_writes(legal)
-        self._last_resorts: tuple[Place, ...] = ()
-        """The leanest of these with gradients on disk as well, and ever more parameters."""
-        self._parameters_stay = settings.parameters_stay or ("" if settings.kernels is None else _KERNELS_READ_THEM)
-        """Why there is no such way; "" where there is, or where nothing is on disk anyway."""
-        if problem.has_disk and not self._parameters_stay:
-            found = parameters_away(trace, self.steady, legal, capacity_bytes=problem.capacity_bytes)
-            if isinstance(found, str):
-                self._parameters_stay = found
-            else:
-                self._last_resorts = self._within_writes(found)
-        self._low_bit: tuple[Place, ...] = ()
-        """State in memory, in 8 bits; () where that is not legal."""
-        if settings.can_move_state and why_no_low_bits(trace, settings.allow) is None:
-            self._low_bit = (Place(low_bit=low_bit_state(trace, self.steady)),)
-        self._on_cpu: tuple[Place, ...] = ()
-        """State in host memory and the step beside it; () where that is not legal."""
-        if settings.can_move_state:
-            self._on_cpu = stepped_on_cpu(
-                trace, self.steady, capacity_bytes=problem.capacity_bytes, allow=settings.allow
-            )
-        self._can_pack = can_pack(trace, settings.allow) is None
+        self._barred: list[Location] = []
+        """Locations that would write more to the disk in a day than is allowed, the leanest one last."""
         self._smallest_bytes: int | None = None
+        ordinary = self._ordinary_locations()
+        self._ordinary = self._within_writes(() if isinstance(ordinary, str) else ordinary)
+        """Ways to have state on the next tier, the one that frees most first."""
+        self._lossy: list[tuple[Technique[Any], Location]] = []
+        """Ways that lose digits, each with the technique that offers it."""
+        self._leanest = IN_MEMORY
+        self._last_resorts: tuple[Location, ...] = ()
+        """Parts that are added to the leanest ordinary way where nothing else fits, ever more of them."""
+        self._stays: list[str] = []
+        """Why there is no last resort."""
+        for technique in techniques():
+            offered = technique.locations(inputs, ordinary)
+            if technique.choice == "worth-digits" and isinstance(offered, tuple):
+                self._lossy += [(technique, location) for location in offered]
+            if technique.choice == "last-resort":
+                if isinstance(offered, str):
+                    self._stays += [offered] if offered else []
+                elif isinstance(ordinary, tuple) and ordinary:
+                    added = tuple(location.plus(ordinary[0]) for location in offered)
+                    kept = self._within_writes(added)
+                    self._last_resorts += tuple(o for o, both in zip(offered, added, strict=True) if both in kept)
+                    self._leanest = ordinary[0]
+        self._can_pack = any(
+            technique.block_levers
+            and technique.allow in settings.allow
+            and not technique.why_not(trace, settings.allow)
+            for technique in techniques()
+        )
+
+    def _ordinary_locations(self) -> tuple[Location, ...] | str:
+        """Returns the locations that lose nothing, the one that frees most first; or why there are none."""
+        found: tuple[Location, ...] = ()
+        reason = ""
+        for technique in techniques():
+            offered = technique.locations(self._inputs, ()) if technique.choice == "clearly-shorter" else ()
+            if isinstance(offered, str):
+                reason = reason or offered
+            else:
+                found += offered
+        return found or reason
 
     @cached_property
-    def fused(self) -> "_Search | None":
-        """The search for the same step with fused kernels, where they are allowed and change anything."""
-        settings = self.settings
-        if settings.with_kernels is None:
-            return None
-        if can_use_kernels(self.trace.device, settings.allow, is_here=settings.hardware is None) is not None:
-            return None
-        trace, found = settings.with_kernels(settings.autocast)
-        if found is None:
-            return None
-        kernels = kernels_compared(found, self.trace, trace)
-        lower, with_kernels = settings.under_autocast, settings.with_kernels
-        fused = _Search(
-            trace,
-            msgspec.structs.replace(
-                settings,
-                kernels=kernels,
-                with_kernels=None,
-                under_autocast=None if lower is None else lambda: with_kernels(lower().autocast)[0],
-            ),
-        )
-        fused.unfused = self
-        return fused
+    def others(self) -> "tuple[_Search, ...]":
+        """Searches for other recordings of the same step that the user allowed, as with fused kernels."""
+        if self._plain is not None:
+            return ()
+        found = (technique.recording_where_it_costs(self.trace, self.settings) for technique in techniques())
+        return tuple(_Search(one.trace, one.settings, plain=self) for one in found if one is not None)
 
     def best(self) -> Candidate | None:
-        """The cheapest candidate that fits; one that loses digits only where that is worth it."""
+        """Returns the cheapest candidate that fits; one that loses digits only where that is worth it."""
         exact = self._best(packs=False)
         if exact is not None and not exact.actions:
             return exact
         packed = self._best(packs=True) if self._can_pack else None
-        placed = (self._best_at(place, packs=self._can_pack) for place in (*self._low_bit, *self._on_cpu))
-        lossy = min((one for one in (packed, *placed) if one is not None), key=self.seconds_of, default=None)
+        located = (self._best_at(location, packs=self._can_pack) for _, location in self._lossy)
+        lossy = min((one for one in (packed, *located) if one is not None), key=self.seconds_of, default=None)
         if exact is None or lossy is None:
             return exact or lossy
         is_worth_it = self.seconds_of(exact) >= _WORTH_DIGITS * self.seconds_of(lossy)
@@ -225,32 +218,33 @@ class _Search:
 
     def _best(self, *, packs: bool) -> Candidate | None:
         best = in_memory = self._best_at(IN_MEMORY, packs=packs)
-        for place in self._places:
+        for location in self._ordinary:
             at_most = math.inf if best is None else best.extra_seconds
             if in_memory is not None:
                 plain_seconds = step_seconds(self.steady)
                 at_most = min(at_most, (plain_seconds + in_memory.extra_seconds) / _CLEARLY_SHORTER - plain_seconds)
-            if place.seconds < at_most:
-                found = self._best_at(place, packs=packs)
+            if location.seconds < at_most:
+                found = self._best_at(location, packs=packs)
                 if found is not None and found.extra_seconds < at_most:
                     best = found
         if best is not None:
             return self._filled(best, packs=packs)
-        for place in self._last_resorts:
-            if best is None or place.seconds < best.extra_seconds:
-                found = self._best_at(place, packs=packs)
+        chosen: Location | None = None
+        for part in self._last_resorts:
+            location = part.plus(self._leanest)
+            if best is None or location.seconds < best.extra_seconds:
+                found = self._best_at(location, packs=packs)
                 if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
-                    best = found
-        if best is None:
-            return None
-        for place in self._places[1:]:
-            best = self._shorter(best, place._replace(parameters=best.place.parameters), packs=packs)
+                    best, chosen = found, part
+        if best is None or chosen is None:
+            return best
+        for location in self._ordinary[1:]:
+            best = self._shorter(best, chosen.plus(location), packs=packs)
         return self._filled(best, packs=packs)
 
     def _filled(self, found: Candidate, *, packs: bool) -> Candidate:
-        """With more state in memory, as much as the candidate's tensors leave room for, where that is shorter."""
-        place = found.place
-        if place.state is None or not self.has_margin:  # what the margin would be is no room
+        """Returns the candidate with more state in memory, as far as its tensors leave room, where that is shorter."""
+        if not self.has_margin or not found.location.actions:  # the margin is no room
             return found
         # Free pages that the heap keeps are room, too; what tensors need beside each other's gaps is not known.
         tensors_bytes = min(
@@ -258,34 +252,34 @@ class _Search:
         )
         room_bytes = self._limit_bytes - tensors_bytes
         for share in _ROOM_SHARES:
-            state = with_more_resident(self.trace, self.steady, place.state, int(share * room_bytes))
-            if state is not None:
-                filled = self._shorter(found, place._replace(state=state), packs=packs)
+            for technique in techniques():
+                fuller = technique.fuller(self._inputs, found.location, int(share * room_bytes))
+                filled = found if fuller is None else self._shorter(found, fuller, packs=packs)
                 if filled is not found:
                     return filled
         return found
 
-    def _shorter(self, found: Candidate, place: Place, *, packs: bool) -> Candidate:
-        """The candidate, or that of another place if its step is shorter."""
+    def _shorter(self, found: Candidate, location: Location, *, packs: bool) -> Candidate:
+        """Returns the candidate, or that of another location if its step is shorter."""
         # Of page faults a plan can save no more than there are.
-        at_least = place.seconds - self._problem.plain_fault_seconds
-        other = self._best_at(place, packs=packs) if at_least < found.extra_seconds else None
+        at_least = location.seconds - self._inputs.plain_fault_seconds
+        other = self._best_at(location, packs=packs) if at_least < found.extra_seconds else None
         return other if other is not None and other.extra_seconds < found.extra_seconds else found
 
-    def _within_writes(self, places: tuple[Place, ...]) -> tuple[Place, ...]:
-        """Those that the limit on a day's writes allows."""
-        allowed = tuple(place for place in places if self._problem.writable_bytes(place) >= 0)
-        self._barred.extend(place for place in places if place not in allowed)
+    def _within_writes(self, locations: tuple[Location, ...]) -> tuple[Location, ...]:
+        """Returns those that the limit on a day's writes allows."""
+        allowed = tuple(one for one in locations if self._inputs.writable_bytes(one) >= 0)
+        self._barred.extend(one for one in locations if one not in allowed)
         return allowed
 
-    def _best_at(self, place: Place, *, packs: bool) -> Candidate | None:
-        if self._problem.writable_bytes(place) < 0:
+    def _best_at(self, location: Location, *, packs: bool) -> Candidate | None:
+        if self._inputs.writable_bytes(location) < 0:
             return None
-        return PlacedSearch(self._problem, place, packs=packs).best(self._limit_bytes)
+        return LocatedSearch(self._inputs, location, packs=packs).best(self._limit_bytes)
 
     @property
     def _limit_bytes(self) -> int:
-        return self._problem.limit_bytes(has_margin=self.has_margin)
+        return self._inputs.limit_bytes(has_margin=self.has_margin)
 
     def seconds_of(self, found: Candidate) -> float:
         """Of a step under a candidate."""
@@ -297,7 +291,7 @@ class _Search:
             found,
             self.trace,
             self.steady,
-            self.steady if self.unfused is None else self.unfused.steady,
+            self.steady if self._plain is None else self._plain.steady,
             self._process,
             budget_bytes=self.settings.budget_bytes,
             fits=self.has_margin,
@@ -305,9 +299,8 @@ class _Search:
         )
         if isinstance(self._process, DeviceModel):
             made = with_device_phases(made, self.trace, self._process)
-        for place in self._on_cpu:
-            assert place.state is not None
-            reasons = slower_on_cpu(self.trace, made.actions, place.state)
+        for technique, location in self._lossy:
+            reasons = tuple(technique.against(self.trace, made.actions, location))
             forecast = msgspec.structs.replace(made.forecast, binding=(*made.forecast.binding, *reasons))
             made = msgspec.structs.replace(made, forecast=forecast)
         if self.has_margin or self.settings.hardware is None:
@@ -318,9 +311,11 @@ class _Search:
     def smallest_bytes(self) -> int:
         """The smallest budget for which a plan exists, margin included, with every tier that is there."""
         if self._smallest_bytes is None:
-            leanest = (next(iter(self._places), IN_MEMORY), *self._low_bit, *self._on_cpu, *self._last_resorts[-1:])
+            last = [part.plus(self._leanest) for part in self._last_resorts[-1:]]
+            lossy = [location for _, location in self._lossy]
+            leanest = (next(iter(self._ordinary), IN_MEMORY), *lossy, *last)
             self._smallest_bytes = min(
-                PlacedSearch(self._problem, place, packs=self._can_pack).smallest_bytes() for place in leanest
+                LocatedSearch(self._inputs, location, packs=self._can_pack).smallest_bytes() for location in leanest
             )
         return self._smallest_bytes
 
@@ -329,7 +324,7 @@ class _Search:
         helps, smallest = self._relaxations(), self.smallest_bytes()
         return InfeasibleError(
             infeasible_message(
-                self.trace, self.settings.budget_bytes, smallest, helps, parameters_stay=self._parameters_stay
+                self.trace, self.settings.budget_bytes, smallest, helps, parameters_stay=next(iter(self._stays), "")
             ),
             budget_bytes=self.settings.budget_bytes,
             smallest_feasible_bytes=smallest,
@@ -341,7 +336,7 @@ class _Search:
         if self.settings.hardware is None:
             helps = relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
             if self._barred:
-                per_day = max(self._problem.written_bytes_per_day(place) for place in self._barred)
+                per_day = max(self._inputs.written_bytes_per_day(one) for one in self._barred)
                 enough = format_bytes(per_day * _ROUNDED_UP)
                 helps = (f"let {enough} be written to the disk in a day: --disk-writes SIZE", *helps)
             return helps

@@ -1,12 +1,12 @@
-"""What all candidates for a step share: the recorded step, what the process makes of it, and the disk."""
+"""The inputs that all candidates of a search share: the recorded step, the process model, and the disk."""
 
 import sys
 
 from memwall.planning.blocks import find_blocks
-from memwall.planning.legality import can_offload
 from memwall.planning.live_budgets import LiveBudgets, Shares, Tightening
-from memwall.planning.locations import Place
+from memwall.planning.location import Location
 from memwall.planning.settings import Settings
+from memwall.planning.tiers import can_offload
 from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
 from memwall.predict.process import Process, ProcessModel
@@ -14,13 +14,13 @@ from memwall.predict.timing import first_touch_seconds, smoothed
 from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
 
-__all__ = ["Problem"]
+__all__ = ["SearchInputs"]
 
 _SECONDS_PER_DAY = 86_400
 
 
-class Problem:
-    """A trace and what is asked of it.
+class SearchInputs:
+    """Holds a trace and what is asked of it.
 
     Attributes:
         process: replays a step on this machine, or on the device that the trace was translated to.
@@ -46,30 +46,30 @@ class Problem:
 
     @property
     def has_disk(self) -> bool:
-        """Whether there is a disk below the memory that the step runs in."""
+        """Tells whether there is a disk below the memory that the step runs in."""
         return self.trace.device == "cpu" and can_offload(self.trace) is None
 
     @property
     def capacity_bytes(self) -> int:
-        """What may be taken of it."""
+        """Returns the bytes of the next tier that a plan may take."""
         return self.settings.disk_capacity_bytes or self.trace.machine.disk_free_bytes
 
-    def writable_bytes(self, place: Place) -> int:
-        """What a step may write to the disk besides what it writes for a place; negative where that is too much."""
+    def writable_bytes(self, location: Location) -> int:
+        """Returns the bytes that a step may write to the disk beside a location's; negative if these are too many."""
         per_day = self.settings.disk_bytes_per_day
         if per_day is None or self.process.next_tier != "disk":
             return sys.maxsize
-        return int(per_day / _SECONDS_PER_DAY * self._least_seconds(place)) - place.written_bytes
+        return int(per_day / _SECONDS_PER_DAY * self._least_seconds(location)) - location.written_bytes
 
-    def written_bytes_per_day(self, place: Place) -> float:
-        """What steps write in a day for a place alone."""
-        return place.written_bytes / self._least_seconds(place) * _SECONDS_PER_DAY
+    def written_bytes_per_day(self, location: Location) -> float:
+        """Returns the bytes that steps write in a day for a location alone."""
+        return location.written_bytes / self._least_seconds(location) * _SECONDS_PER_DAY
 
-    def _least_seconds(self, place: Place) -> float:
-        """Of a step with state and parameters there: what no candidate can save."""
-        return max(1e-9, step_seconds(self.steady) - self.plain_fault_seconds + place.seconds)
+    def _least_seconds(self, location: Location) -> float:
+        """Returns the seconds of a step with state and parameters there that no candidate can save."""
+        return max(1e-9, step_seconds(self.steady) - self.plain_fault_seconds + location.seconds)
 
     def limit_bytes(self, *, has_margin: bool) -> int:
-        """Process bytes up to which a plan may go: the budget, without the forecast's error if there is to be room."""
+        """Returns the process bytes that a plan may use: the budget, less the forecast's error if that is to fit."""
         budget_bytes = self.settings.budget_bytes
         return budget_bytes - (self.process.margin_bytes(budget_bytes) if has_margin else 0)

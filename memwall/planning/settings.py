@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec import Struct
 
 from memwall.machine.hardware import Hardware
-from memwall.planning.actions import FusedKernels
+from memwall.planning.action import Action
 from memwall.trace.records import Trace
 
 __all__ = ["Settings"]
@@ -36,9 +36,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     """The device to plan for where it is not here; the trace is translated to it."""
     autocast: Literal["bfloat16", "float16"] | None = None
     """The precision memwall ran the recorded step in, having been allowed to."""
-    kernels: FusedKernels | None = None
+    kernels: Action | None = None
     """What the recorded step ran in place of modules' own forwards, memwall having been allowed to."""
-    with_kernels: Callable[[str | None], tuple[Trace, FusedKernels | None]] | None = None
+    with_kernels: Callable[[str | None], tuple[Trace, Action | None]] | None = None
     """Records the same step with fused kernels, in the precision named: the trace, and what there is of them, None for
     nothing. None where that is not possible from here."""
     under_autocast: Callable[[], Trace] | None = None

@@ -1,8 +1,9 @@
 """What a treatment makes of one call of a block: what runs again in backward, what is rebuilt, what moves."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from memwall.predict.packing import PACKED_ITEMSIZES, num_packed_bytes
@@ -31,6 +32,10 @@ class Treatment(Struct, frozen=True, kw_only=True):
     """With offload, without recompute: floating-point numbers do so in a byte each."""
     min_bytes: int = 1 << 20
     """Tensors below this stay where they are."""
+
+    def but(self, **changes: Any) -> "Treatment":
+        """Returns this treatment with some fields changed."""
+        return msgspec.structs.replace(self, **changes)
 
 
 class BlockCalls(Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.trace.records import Step, Storage
 
 __all__ = [
+    "CPU_SECONDS_PER_BYTE",
     "NUM_BUFFERS",
     "before_optimizer",
     "begun_early",
@@ -27,6 +28,9 @@ __all__ = [
     "with_state_on_disk",
 ]
 
+CPU_SECONDS_PER_BYTE = 0.25e-9
+"""A worker's checksum, system call and hand-over for each byte read or written, beside the computation on the same
+cores: 0.17 s for 671 MB (two cores, torch 2.13, 2026-11-21)."""
 NUM_BUFFERS = 3
 """One that is stepped, one being written, one being read: with two, a read waits for the write before it."""
 # Two moments, where the recorded sizes do not tell whose tensor is whose.

@@ -1,37 +1,24 @@
 """A plan as tables: its figures, its actions with equal blocks drawn together, its phases."""
 
 import math
-import re
 from collections.abc import Sequence
-from typing import Literal, assert_never
+from typing import Literal
 
-from memwall.planning.actions import (
-    Accumulate,
-    Action,
-    AllocatorReuse,
-    Autocast,
-    FusedKernels,
-    LowBitState,
-    Offload,
-    OptimizerPlacement,
-    ParameterPlacement,
-    Rebuild,
-    Recompute,
-)
+from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, Lever, PeakBytes
 from memwall.planning.planfile import Plan
+from memwall.planning.technique import technique_of
 from memwall.predict.link_time import LinkTime
 from memwall.report.estimate_grids import allocator_facts
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["Fit", "action_grid", "block_ranges", "fit_of", "forecast_phase_grid", "lever_grid", "plan_facts"]
+__all__ = ["Fit", "action_grid", "fit_of", "forecast_phase_grid", "lever_grid", "plan_facts"]
 
 Fit = Literal["fits", "inside-margin", "does-not-fit", "no-budget"]
 
 # In the order in which they happen; a run is resumed after it was saved.
 _PHASES = ("build", "first_step", "steady_step", "accumulation", "eval", "save", "resume")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def fit_of(forecast: Forecast) -> Fit:
@@ -99,7 +86,7 @@ def action_grid(actions: Sequence[Action]) -> Grid:
     """The actions in the order they are applied, equal treatments of blocks drawn together."""
     groups: dict[tuple[object, ...], list[Action]] = {}
     for action in actions:
-        groups.setdefault(_treatment(action), []).append(action)
+        groups.setdefault((type(action), *technique_of(action).row_key(action)), []).append(action)
     rows = [_group_row(same) for same in groups.values()]
     return Grid(
         title="Actions",
@@ -157,124 +144,15 @@ def forecast_phase_grid(forecast: Forecast) -> Grid:
     return Grid(title="Predicted peaks", columns=columns, rows=tuple(rows), text_columns=(0, len(known) + 1))
 
 
-def block_ranges(blocks: Sequence[str]) -> str:
-    """Paths of blocks with runs of numbers drawn together.
-
-    >>> block_ranges(["h.0", "h.1", "h.2", "h.7", "head"])
-    'h.0-2, h.7, head'
-    """
-    runs: list[tuple[str, str, int, int]] = []
-    for block in blocks:
-        numbers = list(_NUMBER.finditer(block))
-        if not numbers:
-            runs.append((block, "", -1, -1))
-            continue
-        before, after, number = block[: numbers[-1].start()], block[numbers[-1].end() :], int(numbers[-1].group())
-        if runs and runs[-1][:2] == (before, after) and runs[-1][3] == number - 1:
-            runs[-1] = (before, after, runs[-1][2], number)
-        else:
-            runs.append((before, after, number, number))
-    return ", ".join(_run_text(*run) for run in runs)
-
-
-def _run_text(before: str, after: str, first: int, last: int) -> str:
-    if first < 0:
-        return before or "whole model"
-    return f"{before}{first}{after}" if first == last else f"{before}{first}-{last}{after}"
-
-
-def _treatment(action: Action) -> tuple[object, ...]:
-    """What two actions must share to be drawn as one row."""
-    if isinstance(action, Recompute):
-        return ("recompute", action.kept_ops, action.num_ops, action.exactness)
-    if isinstance(action, Rebuild):
-        return ("rebuild", action.exactness)
-    if isinstance(action, Offload):
-        return ("offload", action.scope, action.tier, action.form, action.exactness)
-    return (type(action), id(action))
-
-
-def _what(action: Action) -> str:
-    match action:
-        case Recompute(kept_ops=()):
-            return "recompute"
-        case Recompute():
-            return f"recompute, keep {len(action.kept_ops)} of {action.num_ops} ops"
-        case Rebuild():
-            return "rebuild results of fused kernels"
-        case Offload():
-            thing = "saved tensors" if action.scope == "saved" else "block inputs"
-            form = "" if action.form == "exact" else f" as {action.form}, lossy"
-            return f"offload {thing} to {action.tier}{form}"
-        case Accumulate():
-            return f"split the batch: {action.num_micro_batches} x {action.micro_batch}"
-        case Autocast():
-            return f"autocast to {action.dtype}"
-        case FusedKernels(chunk_rows=0):
-            return "fused kernels"
-        case FusedKernels():
-            return f"fused kernels, logits {action.chunk_rows:,} rows at a time"
-        case AllocatorReuse(cuda_setting=setting) if setting:
-            return "allocator settings"
-        case AllocatorReuse():
-            return f"allocator policy {action.policy}"
-        case OptimizerPlacement(stepped_on="cpu", engine="deepspeed"):
-            return "optimizer state to host, stepped on the CPU by DeepSpeed's kernel"
-        case OptimizerPlacement(stepped_on="cpu"):
-            return "optimizer state to host, stepped on the CPU"
-        case OptimizerPlacement():
-            return f"optimizer state to {action.tier}"
-        case LowBitState():
-            return f"optimizer state in {action.bits} bits, lossy"
-        case ParameterPlacement():
-            return f"parameters and gradients to {action.tier}"
-        case _:
-            assert_never(action)
-
-
-def _where(actions: Sequence[Action]) -> str:
-    blocks = [action.block for action in actions if isinstance(action, Recompute | Rebuild | Offload)]
-    if blocks:
-        return block_ranges(sorted(blocks, key=_natural))
-    match actions[0]:
-        case Accumulate():
-            return "every step"
-        case Autocast():
-            return "forward"
-        case FusedKernels(modules=modules, chunk_rows=chunk_rows):
-            places = [f"{len(modules)} modules"] if modules else []
-            return ", ".join((*places, "loss") if chunk_rows else places)
-        case AllocatorReuse(cuda_setting=setting) if setting:
-            return f"process, before CUDA starts: {setting}"
-        case AllocatorReuse(limit_bytes=limit_bytes):
-            return "process" + (f"; free pages returned above {format_bytes(limit_bytes)}" if limit_bytes else "")
-        case OptimizerPlacement(resident_bytes=resident_bytes, steps_ahead=ahead):
-            early = max((one.buffer_bytes for one in ahead), default=0)
-            stays = f"; {format_bytes(resident_bytes)} stay" if resident_bytes else ""
-            return f"between steps{stays}" + (f"; up to {format_bytes(early)} read in backward" if early else "")
-        case LowBitState():
-            return "between steps"
-        case ParameterPlacement(staying=staying):
-            return "between uses" + (
-                f"; parameters stay in {block_ranges(sorted(staying, key=_natural))}" if staying else ""
-            )
-        case _:
-            return DASH
-
-
 def _group_row(actions: Sequence[Action]) -> tuple[str, ...]:
-    """One row for actions that differ in their block only."""
+    """Returns one row for actions that differ in their block only."""
+    technique = technique_of(actions[0])
     saved = [action.saved_bytes for action in actions if action.saved_bytes is not None]
     costs = [action.cost_seconds for action in actions if action.cost_seconds is not None]
     return (
-        _what(actions[0]),
-        _where(actions),
+        technique.what(actions[0]),
+        technique.where(actions) or DASH,
         bytes_or_dash(sum(saved) if saved else None),
         seconds_or_dash(sum(costs) if costs else None),
         actions[0].exactness,
     )
-
-
-def _natural(path: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts h.2 before h.10."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.split("."))

@@ -17,16 +17,16 @@ from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.machine.limits import pinnable_bytes
-from memwall.planning.actions import AllocatorReuse, ParameterPlacement
 from memwall.planning.blocks import find_blocks
-from memwall.planning.legality import can_autocast, can_pack, can_step_on_cpu
-from memwall.planning.low_bit import why_no_low_bits
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, steady_step
+from memwall.planning.settings import Settings
+from memwall.planning.technique import technique_of, techniques
+from memwall.planning.techniques.autocast import can_autocast
 from memwall.session.measurements import Measurements
 from memwall.session.recorded_kernels import RecordedKernels
 from memwall.session.recorded_step import RecordedStep
 from memwall.session.replanning import MAX_REPLANS, planned, planned_after, planned_again
+from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
@@ -88,7 +88,7 @@ class LivePlan:
         """Has parameters go to disk as they are made, where there is no room for them."""
         is_possible = not torch.cuda.is_available()
         if self.plan is not None:
-            is_possible &= any(isinstance(action, ParameterPlacement) for action in self.plan.actions)
+            is_possible &= any(technique_of(action).choice == "last-resort" for action in self.plan.actions)
         if is_possible and self.settings.budget_bytes:
             self.parameters.watch_building(self.settings.budget_bytes, self.allocator)
 
@@ -144,16 +144,12 @@ class LivePlan:
         self._measured.note_first_step(peak_bytes)
         self.settings = msgspec.structs.replace(self.settings, kernels=self._kernels.found_in(self.trace))
         allow = self.settings.allow
-        reason = can_pack(self.trace, allow) if "low-bit-offload" in allow else None
-        if reason is not None:
-            _log.warning("no saved tensor leaves in int8: %s", reason)
-        reason = why_no_low_bits(self.trace, allow) if "low-bit-optimizer" in allow else None
-        if reason is not None:
-            _log.warning("no optimizer state is kept in 8 bits: %s", reason)
-        if "cpu-optimizer-step" in allow:
-            reason = can_step_on_cpu(self.trace, allow) or why_not_on_cpu(optimizers)
+        for technique in techniques():
+            reason = technique.why_not(self.trace, allow) if technique.allow in allow else None
+            if technique.allow == "cpu-optimizer-step" and technique.allow in allow:
+                reason = reason or why_not_on_cpu(optimizers)
             if reason is not None:
-                _log.warning("the CPU steps no optimizer: %s", reason)
+                _log.warning("--allow %s has no effect: %s", technique.allow, reason)
         try:
             self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizers), self.allocator)
         except InfeasibleError:
@@ -200,7 +196,7 @@ class LivePlan:
             parameters=self.parameters,
             host_limit_bytes=self._host_limit_bytes,
         )
-        if not any(isinstance(action, AllocatorReuse) for action in self.plan.actions):
+        if not any(action.__struct_config__.tag == "allocator" for action in self.plan.actions):
             self.allocator.undo()
         applied.apply()
         self._measured.first_step_bytes_to_tier += self._count_state_bytes()

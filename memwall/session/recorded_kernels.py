@@ -10,9 +10,7 @@ from torch import nn
 
 from memwall.apply.kernels.head import chunk_rows_of
 from memwall.apply.kernels.patched import PatchedKernels, patch_kernels
-from memwall.planning.actions import FusedKernels
-from memwall.planning.fused import kernels_in
-from memwall.planning.legality import can_use_kernels
+from memwall.planning.techniques.kernels import FusedKernels, can_use_kernels, kernels_in
 from memwall.trace.records import Trace
 
 __all__ = ["RecordedKernels"]

@@ -16,10 +16,10 @@ from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.streaming.keeper import ParameterKeeper, is_streamed
 from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of
-from memwall.planning.block_actions import MIN_MOVED_BYTES, WINDOW_BYTES
-from memwall.planning.parameters import as_streamed
-from memwall.planning.placement import MIN_STATE_BYTES
+from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.planning.settings import Settings
+from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES
+from memwall.planning.techniques.parameters import as_streamed
 from memwall.predict.process import calibrated
 from memwall.session.measurements import standing_bytes
 from memwall.trace.optimizers import joint_name

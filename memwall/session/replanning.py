@@ -11,7 +11,8 @@ from memwall.errors import InfeasibleError, PlanError
 from memwall.machine.limits import cgroup_limit, memory_limit_bytes
 from memwall.machine.meter import process_bytes
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
 from memwall.predict.process import ProcessModel
 from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace

@@ -18,10 +18,10 @@ from memwall.apply.offload.parking import close_unneeded
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError, PlanError, UsageError
 from memwall.machine.meter import meter_of
-from memwall.planning.actions import Accumulate
-from memwall.planning.legality import require_step_beside_device
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings
+from memwall.planning.settings import Settings
+from memwall.planning.technique import technique_of
+from memwall.planning.techniques.cpu_step import require_step_beside_device
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.redo import Redo
@@ -211,7 +211,7 @@ class Session:
             self._micro.shifts_labels = shifts_labels(self._borders.model)
             # A given plan is applied in the first forward: too late for the batch that it is fed from.
             given = self.plan.actions if self.plan is not None else ()
-            self._micro.micro_batch = next((a.micro_batch for a in given if isinstance(a, Accumulate)), None)
+            self._micro.micro_batch = next((parts[0] for a in given if (parts := technique_of(a).batch_parts(a))), None)
         yield from self._micro.split(batch, count)
 
     def backward(self, loss: Tensor) -> None:

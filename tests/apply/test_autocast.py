@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.errors import InfeasibleError
-from memwall.planning.actions import Autocast
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.autocast import Autocast
 from memwall.session.fit import fit
 from memwall.session.session import Session
 from memwall.trace.records import Trace

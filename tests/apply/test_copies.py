@@ -14,7 +14,10 @@ from plans import plan_of
 from torch import nn
 
 import memwall
-from memwall.planning.actions import Action, Autocast, ParameterPlacement, Recompute
+from memwall.planning.action import Action
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.parameters import ParameterPlacement
+from memwall.planning.techniques.recompute import Recompute
 
 STREAMED = ParameterPlacement(
     tier="disk", blocks=("0", "1", "2"), window_bytes=1 << 16, min_bytes=1024, written_bytes=0, saved_bytes=1

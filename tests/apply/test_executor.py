@@ -7,7 +7,7 @@ from torch import nn
 
 from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.errors import ApplyError
-from memwall.planning.actions import Recompute
+from memwall.planning.techniques.recompute import Recompute
 
 
 def test_undo_restores_a_class_forward_and_one_of_the_modules_own() -> None:

@@ -17,8 +17,8 @@ from memwall.apply.kernels.head import chunk_rows_of
 from memwall.apply.kernels.patched import apply_kernels
 from memwall.errors import ApplyError, InfeasibleError
 from memwall.integrations.fused_kernels import recorded_with_kernels
-from memwall.planning.actions import FusedKernels
 from memwall.planning.search import plan
+from memwall.planning.techniques.kernels import FusedKernels
 from memwall.predict.curve import live_peak_bytes
 from memwall.session.fit import fit
 from memwall.session.session import Session

@@ -26,8 +26,10 @@ from memwall.errors import StoreError
 from memwall.machine import limits
 from memwall.machine.limits import memory_limit_bytes
 from memwall.machine.link_speed import LinkSpeed
-from memwall.planning.actions import Action, Offload, OptimizerPlacement
+from memwall.planning.action import Action
 from memwall.planning.settings import Settings
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.session import live_plan, recorded_step
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements

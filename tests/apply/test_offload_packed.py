@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memwall.apply.offload.engine import ActivationOffload, SavedTensorModifiedError
 from memwall.apply.offload.packed import check_can_pack
 from memwall.errors import ApplyError
-from memwall.planning.actions import LeavingForm, Offload
+from memwall.planning.techniques.offload import LeavingForm, Offload
 from memwall.predict.packing import num_packed_bytes, scratch_bytes
 from memwall.session.session import Session
 from memwall.triton_kernels import pack

@@ -13,9 +13,12 @@ from torch.autograd.graph import save_on_cpu
 
 from memwall.apply.kernels.patched import patch_kernels
 from memwall.errors import NoEffectError
-from memwall.planning.actions import Action, FusedKernels, Rebuild, Recompute
+from memwall.planning.action import Action
 from memwall.planning.blocks import find_blocks
 from memwall.planning.search import plan
+from memwall.planning.techniques.kernels import FusedKernels
+from memwall.planning.techniques.rebuild import Rebuild
+from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.treatment import StepModel
 from memwall.session.session import Session
 from memwall.trace.record import record

@@ -9,16 +9,14 @@ import pytest
 from plans import a_plan
 
 from memwall.cli.app import main
-from memwall.planning.actions import (
-    Accumulate,
-    Action,
-    AllocatorReuse,
-    Autocast,
-    Offload,
-    OptimizerPlacement,
-    Recompute,
-)
+from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.recompute import Recompute
 
 ACTIONS: tuple[Action, ...] = (
     OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32 << 20, min_bytes=1 << 20),

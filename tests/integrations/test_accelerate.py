@@ -10,9 +10,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from memwall.errors import IntegrationError
-from memwall.planning.actions import Accumulate, Action, Autocast, Recompute
+from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.recompute import Recompute
 
 pytestmark = pytest.mark.requires("transformers", "accelerate")
 

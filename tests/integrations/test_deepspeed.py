@@ -11,7 +11,8 @@ from torch import nn
 
 from memwall.errors import ApplyError, IntegrationError
 from memwall.integrations.deepspeed import apply_rest, check_resume, load_checkpoint, require_deepspeed
-from memwall.planning.actions import Offload, Recompute
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.recompute import Recompute
 
 ON_NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
 PARAMETERS_ON_NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}

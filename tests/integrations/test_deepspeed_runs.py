@@ -17,8 +17,13 @@ import pytest
 import torch
 from plans import a_plan
 
-from memwall.planning.actions import Accumulate, Action, Autocast, Offload, OptimizerPlacement, Recompute
+from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.recompute import Recompute
 
 pytestmark = [pytest.mark.requires("deepspeed"), pytest.mark.deepspeed, pytest.mark.timeout(900)]
 

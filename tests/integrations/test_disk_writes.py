@@ -10,7 +10,8 @@ import torch
 import memwall
 from memwall.cli.app import main
 from memwall.errors import UsageError
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
 
 DAY_BYTES = 2 << 40
 PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")

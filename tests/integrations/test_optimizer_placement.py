@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from memwall.apply.optimizer_state import keeper as state_keeper
 from memwall.integrations.launcher import run_script
-from memwall.planning.actions import OptimizerPlacement, ParameterPlacement
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.session.session import Session
 
 KIB = 1 << 10

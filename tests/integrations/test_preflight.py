@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memwall.errors import IntegrationError
 from memwall.integrations.deepspeed import apply_rest
 from memwall.integrations.preflight import check_arguments, check_config, check_model
-from memwall.planning.actions import Recompute
+from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session
 
 pytestmark = pytest.mark.requires("transformers", "accelerate")

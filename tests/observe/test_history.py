@@ -21,9 +21,9 @@ from memwall.cli.app import main
 from memwall.errors import UsageError
 from memwall.observe.history import MemoryHistory
 from memwall.observe.history_marks import Marks, load_marks_beside
-from memwall.planning.actions import AllocatorReuse
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.allocator import AllocatorReuse
 
 LINE = frame("/home/me/train.py", 3, "step")
 NO_DEVICE = (

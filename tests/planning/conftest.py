@@ -18,8 +18,8 @@ from zoo import MODELS, Case, trained_parameters
 
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import Hardware, hardware_named
-from memwall.planning import search
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
 from memwall.planning.solver.dynamic import Chain, ChainBlock, ChainOption
 from memwall.planning.solver.evaluate import Evaluation, evaluate
 from memwall.planning.solver.instance import Block, Instance, Link, Option, Row
@@ -286,12 +286,11 @@ def smallest_bytes() -> Callable[..., int]:
 
 @pytest.fixture
 def smallest_where(monkeypatch: pytest.MonkeyPatch, smallest_bytes: Callable[..., int]) -> Callable[..., int]:
-    """(trace, **replaced) -> the smallest feasible budget where the search has these functions in place of its own."""
+    """(trace, technique, answer) -> the smallest feasible budget where a technique answers so when asked where to."""
 
-    def smallest(trace: Trace, **replaced: Callable[..., Any]) -> int:
+    def smallest(trace: Trace, technique: Any, answer: tuple[()] | str) -> int:
         with monkeypatch.context() as patch:
-            for name, function in replaced.items():
-                patch.setattr(search, name, function)
+            patch.setattr(technique, "locations", lambda *_: answer)
             return smallest_bytes(trace)
 
     return smallest

@@ -5,17 +5,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from located import state_placements, step_on_cpu
 from plans import on_machine
 from torch import nn
 
 import memwall
 from memwall.errors import UsageError
 from memwall.machine.hardware import Hardware
-from memwall.planning.actions import Action, Offload, OptimizerPlacement
-from memwall.planning.legality import can_step_on_cpu
-from memwall.planning.placement import MIN_STATE_BYTES, cpu_step, optimizer_placements, placed
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.planned_step import step_under
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.cpu_step import StepOnCpu, can_step_on_cpu
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
 from memwall.predict.cpu_step import NUM_STAGES, gradient_bytes, pipelined_seconds, staging_bytes
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.curve import live_curve
@@ -85,25 +88,29 @@ def test_a_third_moment_is_stepped_by_torchs_kernel_which_alone_has_amsgrad(hard
     found = traced(hardware, lambda parameters: torch.optim.AdamW(parameters, amsgrad=True))
     machine = on_machine(found, cpu_step_bytes_per_second=SLOW, deepspeed_step_bytes_per_second=FAST)
     alone = on_machine(found, cpu_step_bytes_per_second=SLOW)
-    assert cpu_step(machine, steady_step(machine), capacity_bytes=HOST_BYTES, allow=ALLOWED) == cpu_step(
+    assert step_on_cpu(machine, steady_step(machine), capacity_bytes=HOST_BYTES, allow=ALLOWED) == step_on_cpu(
         alone, steady_step(alone), capacity_bytes=HOST_BYTES, allow=ALLOWED
     )
 
 
-def placement_of(plan: Plan) -> OptimizerPlacement:
-    (found,) = (action for action in plan.actions if isinstance(action, OptimizerPlacement))
+def placement_of(plan: Plan) -> StepOnCpu:
+    (found,) = (action for action in plan.actions if isinstance(action, StepOnCpu))
     return found
 
 
+def is_stepped_on_device(plan: Plan) -> bool:
+    return any(isinstance(action, OptimizerPlacement) for action in plan.actions)
+
+
 def test_it_is_chosen_where_it_is_faster_and_allowed(trace: Trace, hardware: Hardware) -> None:
-    assert placement_of(tight(trace, hardware)).stepped_on is msgspec.UNSET
+    assert is_stepped_on_device(tight(trace, hardware))
     slow = on_machine(trace, cpu_step_bytes_per_second=SLOW)
     unchanged = tight(slow, hardware, *ALLOWED)
-    assert placement_of(unchanged).stepped_on is msgspec.UNSET
+    assert is_stepped_on_device(unchanged)
     assert any("/s as measured here, would make a step 0.7" in line for line in unchanged.forecast.binding)
     plan = tight(trace, hardware, *ALLOWED)
     action = placement_of(plan)
-    assert (action.stepped_on, action.exactness) == ("cpu", "changes-numerics")
+    assert action.exactness == "changes-numerics"
     assert plan.forecast.fits
     assert any(
         "in host memory, where the CPU steps it with torch's fused kernel at" in line for line in plan.forecast.binding
@@ -118,7 +125,7 @@ def test_it_costs_the_link_three_passes_of_the_parameters_or_the_cpu_seven_which
 
     def seconds(speed: float) -> float:
         machine = on_machine(trace, cpu_step_bytes_per_second=speed)
-        found = cpu_step(machine, step, capacity_bytes=HOST_BYTES, allow=ALLOWED)
+        found = step_on_cpu(machine, step, capacity_bytes=HOST_BYTES, allow=ALLOWED)
         assert found is not None
         assert found.cost_seconds is not None
         return found.cost_seconds + computing
@@ -127,22 +134,24 @@ def test_it_costs_the_link_three_passes_of_the_parameters_or_the_cpu_seven_which
     edge_seconds = 3 * (16 << 20) / link
     # The first bucket's way down and the last one's way up, at most.
     assert 7 * parameter_bytes / SLOW < seconds(SLOW) < 7 * parameter_bytes / SLOW + edge_seconds
-    through_device = optimizer_placements(trace, step, capacity_bytes=HOST_BYTES)[-1]
-    whole = max(p.cost_seconds or 0.0 for p in optimizer_placements(trace, step, capacity_bytes=HOST_BYTES))
+    through_device = state_placements(trace, step, capacity_bytes=HOST_BYTES)[-1]
+    whole = max(p.cost_seconds or 0.0 for p in state_placements(trace, step, capacity_bytes=HOST_BYTES))
     assert through_device.cost_seconds is not None
     assert seconds(FAST) - computing < whole
 
 
 def test_state_leaves_the_device_and_nothing_comes_in_its_place(trace: Trace) -> None:
     step = steady_step(trace)
-    action = cpu_step(trace, step, capacity_bytes=HOST_BYTES, allow=ALLOWED)
+    action = step_on_cpu(trace, step, capacity_bytes=HOST_BYTES, allow=ALLOWED)
     assert action is not None
     state_bytes = movable_state_bytes(step, MIN_STATE_BYTES)
     assert state_bytes == 2 * NUM_LAYERS * MATRIX_BYTES
     # Biases' as well, which would be too small to pass through the device.
     state_bytes += 2 * NUM_LAYERS * 4 * WIDTH
     assert action.saved_bytes == state_bytes
-    before, after = (live_curve(s.storages, len(s.ops), device="cuda") for s in (step, placed(step, action)))
+    before, after = (
+        live_curve(s.storages, len(s.ops), device="cuda") for s in (step, step_under(trace, step, (action,)))
+    )
     assert {was - is_now for was, is_now in zip(before, after, strict=True)} == {state_bytes}
 
 
@@ -160,8 +169,8 @@ def test_the_host_holds_the_state_and_what_passes_through(trace: Trace, hardware
     assert more["save"] == 2 * (action.saved_bytes or 0) + staged_bytes
     step = steady_step(trace)
     room_bytes = (action.saved_bytes or 0) + staged_bytes
-    assert cpu_step(trace, step, capacity_bytes=room_bytes, allow=ALLOWED) is not None
-    assert cpu_step(trace, step, capacity_bytes=room_bytes - 1, allow=ALLOWED) is None
+    assert step_on_cpu(trace, step, capacity_bytes=room_bytes, allow=ALLOWED) is not None
+    assert step_on_cpu(trace, step, capacity_bytes=room_bytes - 1, allow=ALLOWED) is None
 
 
 def test_saved_tensors_get_what_the_host_has_left_beside_state_and_what_passes_through(hardware: Hardware) -> None:
@@ -178,7 +187,7 @@ def test_saved_tensors_get_what_the_host_has_left_beside_state_and_what_passes_t
     least_bytes = ample.smallest_feasible_budget_bytes
     assert least_bytes is not None
     plans = [plan(host_bytes, least_bytes + more_bytes) for more_bytes in (0, 128 << 20)]
-    assert placement_of(plans[-1]).stepped_on == "cpu"
+    assert placement_of(plans[-1])
     assert any(isinstance(action, Offload) for action in plans[-1].actions)
     for one in plans:
         always_bytes = ample.phases["steady_step"].host_bytes or 0
@@ -187,7 +196,7 @@ def test_saved_tensors_get_what_the_host_has_left_beside_state_and_what_passes_t
 
 def test_what_moves_in_a_step_are_gradients_and_parameters_and_no_state(trace: Trace, hardware: Hardware) -> None:
     plan = tight(trace, hardware, *ALLOWED)
-    assert placement_of(plan).stepped_on == "cpu"
+    assert placement_of(plan)
     assert plan.forecast.moved_bytes_per_step == 2 * gradient_bytes(steady_step(trace))
 
 
@@ -234,36 +243,13 @@ def test_a_run_on_a_cpu_is_not_allowed_it(has_cuda: bool, monkeypatch: pytest.Mo
         memwall.fit(model, torch.optim.Adam(model.parameters()), budget="1GiB", allow=ALLOWED)
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"exactness": "bit-exact"}, "a step on the cpu is changes-numerics, not bit-exact"),
-        ({"tier": "disk"}, "the CPU steps state that is in host memory, and all of it"),
-        ({"resident_bytes": 1}, "the CPU steps state that is in host memory, and all of it"),
-    ],
-)
-def test_a_plan_file_that_contradicts_itself_is_refused(changes: dict[str, Any], found: str) -> None:
-    action = OptimizerPlacement(
-        tier="host",
-        resident_bytes=0,
-        bucket_bytes=2,
-        min_bytes=1,
-        stepped_on="cpu",
-        exactness="changes-numerics",
-    )
-    fields = msgspec.to_builtins(action)
-    assert msgspec.convert(fields, Action) == action
-    with pytest.raises(msgspec.ValidationError, match=found):
-        msgspec.convert(fields | changes, Action)
-
-
 def test_a_plan_without_a_step_on_the_cpu_does_not_speak_of_it() -> None:
     fields = {"kind": "optimizer-placement", "tier": "host", "resident_bytes": 0, "bucket_bytes": 2, "min_bytes": 1}
-    action = msgspec.convert(fields, Action)
+    action = msgspec.convert(fields, OptimizerPlacement)
     assert msgspec.to_builtins(action) == fields | {
         "saved_bytes": None,
         "cost_seconds": None,
         "exactness": "bit-exact",
     }
     with pytest.raises(msgspec.ValidationError, match="a step on the device is bit-exact, not changes-numerics"):
-        msgspec.convert(fields | {"exactness": "changes-numerics"}, Action)
+        msgspec.convert(fields | {"exactness": "changes-numerics"}, OptimizerPlacement)

@@ -11,18 +11,16 @@ from plans import a_plan
 from torch import nn
 
 from memwall.errors import IntegrationError, StoreError
-from memwall.planning.actions import (
-    Accumulate,
-    Action,
-    AllocatorReuse,
-    Autocast,
-    LowBitState,
-    Offload,
-    OptimizerPlacement,
-    Recompute,
-)
+from memwall.planning.action import Action
 from memwall.planning.deepspeed import not_expressed, remarks
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.low_bit_state import LowBitState
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.recompute import Recompute
 
 ON_DISK = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32 << 20, min_bytes=1 << 20)
 RECOMPUTED = Recompute(block="0")

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from memwall.machine.hardware import Hardware
-from memwall.planning.actions import AllocatorReuse
-from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.planfile import Plan, decoded
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.device import DeviceModel
 from memwall.trace.build import steady_step
@@ -78,7 +79,7 @@ def test_the_smallest_feasible_budget_counts_on_the_settings(trace: Trace, hardw
 
 def test_the_plan_file_keeps_the_string(trace: Trace, hardware: Hardware) -> None:
     plan = planned(trace, hardware, budget_under_settings(trace, hardware))
-    again = msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
+    again = decoded(msgspec.json.decode(msgspec.json.encode(plan)), Plan)
     assert [action.cuda_setting for action in again.actions if isinstance(action, AllocatorReuse)] == [
         plan.forecast.allocator.settings if plan.forecast.allocator else ""
     ]

@@ -6,8 +6,10 @@ import pytest
 from plans import on_machine
 
 from memwall.errors import InfeasibleError
-from memwall.planning.actions import Offload, OptimizerPlacement, ParameterPlacement
 from memwall.planning.search import plan
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.trace.records import Trace
 from memwall.units import parse_size
 

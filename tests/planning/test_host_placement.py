@@ -3,15 +3,17 @@
 import msgspec
 import pytest
 import torch
+from located import state_placements
 from plans import on_machine
 from torch import nn
 
 from memwall.machine.hardware import Hardware
-from memwall.planning.actions import OptimizerPlacement
 from memwall.planning.device_phases import with_device_phases
-from memwall.planning.placement import MIN_STATE_BYTES, optimizer_placements, placed
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.planned_step import step_under
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.curve import live_curve, live_peak_bytes
 from memwall.predict.device import DeviceModel
@@ -69,9 +71,9 @@ def test_a_budget_that_nothing_else_meets_is_met_with_state_in_host_memory(tight
 
 def test_state_leaves_the_device_and_its_buffers_are_there_while_the_optimizer_runs(trace: Trace) -> None:
     step = steady_step(trace)
-    whole = optimizer_placements(trace, step, capacity_bytes=HOST_BYTES)[0]
+    whole = state_placements(trace, step, capacity_bytes=HOST_BYTES)[0]
     assert whole.saved_bytes == movable_state_bytes(step, MIN_STATE_BYTES) == STATE_BYTES
-    under = placed(step, whole)
+    under = step_under(trace, step, (whole,))
     buffers = buffer_sizes(state_sizes(step, MIN_STATE_BYTES), whole.bucket_bytes)
     assert len(buffers) == NUM_BUFFERS
     first = next(number for number, op in enumerate(step.ops) if op.phase == "optimizer")
@@ -126,7 +128,7 @@ def test_it_costs_the_links_time_both_ways_less_what_the_optimizer_computes_mean
 
     def seconds(speed: float) -> float:
         link = on_machine(trace, disk_read_bytes_per_second=speed, disk_write_bytes_per_second=speed)
-        return optimizer_placements(link, step, capacity_bytes=HOST_BYTES)[0].cost_seconds or 0.0
+        return state_placements(link, step, capacity_bytes=HOST_BYTES)[0].cost_seconds or 0.0
 
     assert seconds(1e9) == pytest.approx(2 * STATE_BYTES / 1e9 - computing_seconds)
     # No thread of the host works for it.
@@ -134,4 +136,4 @@ def test_it_costs_the_links_time_both_ways_less_what_the_optimizer_computes_mean
 
 
 def test_without_room_in_host_memory_it_is_not_offered(trace: Trace) -> None:
-    assert optimizer_placements(trace, steady_step(trace), capacity_bytes=STATE_BYTES - 1) == ()
+    assert state_placements(trace, steady_step(trace), capacity_bytes=STATE_BYTES - 1) == ()

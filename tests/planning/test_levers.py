@@ -3,11 +3,14 @@
 import pytest
 from msgspec.structs import replace
 
-from memwall.planning.actions import Accumulate, AllocatorReuse, FusedKernels, OptimizerPlacement
 from memwall.planning.forecast import Lever
 from memwall.planning.levers import levers_of
-from memwall.planning.menu import Menu
+from memwall.planning.menu_records import Menu
 from memwall.planning.solver.instance import Choice, Option
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.kernels import FusedKernels
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.predict.call_rules import BlockCalls, Treatment
 
 GIB = 1 << 30

@@ -8,9 +8,14 @@ from torch import nn
 
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import Hardware
-from memwall.planning.actions import Action, Offload, OptimizerPlacement, ParameterPlacement
+from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.cpu_step import StepOnCpu
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Machine, Trace
@@ -69,7 +74,7 @@ def test_optimizer_state_moves_to_host_memory(of_state: Trace) -> None:
     plan = at_the_smallest(of_state)
     (state,) = of_kind(plan, OptimizerPlacement)
     assert isinstance(state, OptimizerPlacement)
-    assert (state.tier, state.stepped_on) == ("host", msgspec.UNSET)
+    assert state.tier == "host"
     assert not of_kind(plan, ParameterPlacement)
     assert plan.forecast.phases["steady_step"].host_bytes == state.saved_bytes
     assert any("are read from host memory and written in each step" in line for line in plan.forecast.binding)
@@ -106,12 +111,11 @@ def test_what_was_measured_of_the_link_decides_what_passes_it(of_activations: Tr
 
 
 def test_the_cpu_steps_where_that_is_allowed_and_it_was_measured_fast(of_state: Trace) -> None:
-    def stepped_on(trace: Trace, *allow: str) -> object:
-        (state,) = of_kind(at_the_smallest(trace, *allow), OptimizerPlacement)
-        assert isinstance(state, OptimizerPlacement)
-        return state.stepped_on
+    def is_stepped_on_cpu(trace: Trace, *allow: str) -> bool:
+        found = at_the_smallest(trace, *allow)
+        return bool(of_kind(found, StepOnCpu)) and not of_kind(found, OptimizerPlacement)
 
     fast, slow = (on_machine(of_state, cpu_step_bytes_per_second=speed) for speed in (1e12, 1e9))
-    assert stepped_on(fast, "cpu-optimizer-step") == "cpu"
-    assert stepped_on(fast) is msgspec.UNSET
-    assert stepped_on(slow, "cpu-optimizer-step") is msgspec.UNSET
+    assert is_stepped_on_cpu(fast, "cpu-optimizer-step")
+    assert not is_stepped_on_cpu(fast)
+    assert not is_stepped_on_cpu(slow, "cpu-optimizer-step")

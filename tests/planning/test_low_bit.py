@@ -5,17 +5,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from located import low_bits
 from plans import on_machine
 
 from memwall.errors import InfeasibleError
-from memwall.planning import legality, low_bit
-from memwall.planning import located_search as placed_search
-from memwall.planning.actions import LowBitState
-from memwall.planning.legality import can_keep_low_bits
-from memwall.planning.low_bit import LIBRARY_BYTES, low_bit_state, why_no_low_bits
 from memwall.planning.planfile import Plan
 from memwall.planning.planned_step import planned_step
-from memwall.planning.search import Settings, make_plan, plan
+from memwall.planning.search import make_plan, plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques import low_bit_state
+from memwall.planning.techniques.low_bit_state import LIBRARY_BYTES, LowBitState, why_no_low_bits
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.low_bit_state import low_bit_bytes, low_bit_elements
 from memwall.trace.build import steady_step
@@ -27,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
 
 @pytest.fixture(autouse=True)
 def torchao_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legality, "find_spec", lambda _: object())
-    monkeypatch.setattr(placed_search, "LIBRARY_BYTES", 0)
+    monkeypatch.setattr(low_bit_state, "find_spec", lambda _: object())
+    monkeypatch.setattr(low_bit_state, "LIBRARY_BYTES", 0)
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def is_low(found: Plan) -> bool:
 
 
 def test_a_budget_that_nothing_else_meets_is_met_where_it_is_allowed(diskless: Trace, tmp_path: Path) -> None:
-    freed_bytes = low_bit_state(diskless, steady_step(diskless)).saved_bytes or 0
+    freed_bytes = low_bits(diskless, steady_step(diskless)).saved_bytes or 0
     least, without = least_budget(diskless, *ALLOWED), least_budget(diskless)
     assert without - least > 0.5 * freed_bytes > 0
     budget_bytes = (least + without) // 2
@@ -73,7 +72,7 @@ def test_a_budget_that_nothing_else_meets_is_met_where_it_is_allowed(diskless: T
 def test_digits_are_not_lost_where_there_is_room_or_a_fast_disk(
     a_trace: Callable[[str], Trace], diskless: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(low_bit, "_SECONDS_PER_ELEMENT", 1e-6)
+    monkeypatch.setattr(low_bit_state, "_SECONDS_PER_ELEMENT", 1e-6)
     fast = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e12, disk_write_bytes_per_second=1e12)
     for trace, budget_bytes in ((diskless, 1 << 40), (fast, least_budget(diskless) - 1)):
         allowed = plan(trace, budget=budget_bytes, allow=ALLOWED)
@@ -90,7 +89,7 @@ def test_they_are_where_the_disk_is_slow(a_trace: Callable[[str], Trace], diskle
 
 
 def test_what_importing_torchao_takes_is_foreseen_once(diskless: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed_search, "LIBRARY_BYTES", LIBRARY_BYTES)
+    monkeypatch.setattr(low_bit_state, "LIBRARY_BYTES", LIBRARY_BYTES)
     budget_bytes = least_budget(diskless, *ALLOWED)
     settings = Settings(budget_bytes=budget_bytes, allow=ALLOWED)
     new = make_plan(diskless, settings).forecast
@@ -101,10 +100,10 @@ def test_what_importing_torchao_takes_is_foreseen_once(diskless: Trace, monkeypa
 
 def test_what_it_frees_and_costs(diskless: Trace) -> None:
     step = steady_step(diskless)
-    action, elements = low_bit_state(diskless, step), low_bit_elements(step)
+    action, elements = low_bits(diskless, step), low_bit_elements(step)
     assert action.saved_bytes == sum(4 * number - low_bit_bytes(number) for number in elements)
     assert action.cost_seconds == pytest.approx(sum(elements) * 40e-9)
-    two = low_bit_state(msgspec.structs.replace(diskless, num_threads=2), step)
+    two = low_bits(msgspec.structs.replace(diskless, num_threads=2), step)
     assert two.cost_seconds == pytest.approx(sum(elements) * 20e-9)
 
 
@@ -125,7 +124,9 @@ def test_why_not(diskless: Trace, change: dict[str, str], words: str) -> None:
 
 
 def test_it_is_opt_in_and_needs_torchao_and_moments(diskless: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "allow it with --allow low-bit-optimizer" in (can_keep_low_bits(diskless, 4096, ("precision",)) or "")
-    assert "has no moment in float32 of 4,096 elements" in (can_keep_low_bits(diskless, 0, ALLOWED) or "")
-    monkeypatch.setattr(legality, "find_spec", lambda _: None)
-    assert "not installed: pip install torchao" in (can_keep_low_bits(diskless, 4096, ALLOWED) or "")
+    assert "allow it with --allow low-bit-optimizer" in (why_no_low_bits(diskless, ("precision",)) or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(low_bit_state, "low_bit_elements", lambda _: ())
+        assert "has no moment in float32 of 4,096 elements" in (why_no_low_bits(diskless, ALLOWED) or "")
+    monkeypatch.setattr(low_bit_state, "find_spec", lambda _: None)
+    assert "not installed: pip install torchao" in (why_no_low_bits(diskless, ALLOWED) or "")

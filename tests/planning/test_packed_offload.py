@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from zoo import Case
 
 from memwall.errors import InfeasibleError
-from memwall.planning.actions import Offload
 from memwall.planning.blocks import find_blocks
-from memwall.planning.legality import can_pack
-from memwall.planning.menu import Costs, build_menus
+from memwall.planning.menu import build_menus
+from memwall.planning.menu_records import Costs
 from memwall.planning.planfile import Plan
 from memwall.planning.planned_step import planned_step
 from memwall.planning.search import plan
+from memwall.planning.techniques.offload import Offload, can_pack
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.packing import num_packed_bytes

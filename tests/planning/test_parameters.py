@@ -4,18 +4,20 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from located import fuller, parameters_away, state_placements
 from plans import on_machine
 
 from memwall.errors import InfeasibleError
-from memwall.planning.actions import Offload, OptimizerPlacement, ParameterPlacement
 from memwall.planning.candidate import Candidate
-from memwall.planning.legality import can_move_parameters
-from memwall.planning.located_search import PlacedSearch
-from memwall.planning.locations import IN_MEMORY, Place, parameters_away, place_step, state_away
-from memwall.planning.parameters import built_bytes, parameter_window_bytes
-from memwall.planning.placement import MIN_STATE_BYTES, optimizer_placements, with_more_resident
-from memwall.planning.planned_step import planned_step
-from memwall.planning.search import Settings, make_plan, plan
+from memwall.planning.located_search import LocatedSearch
+from memwall.planning.location import IN_MEMORY, Location
+from memwall.planning.planned_step import planned_step, step_under
+from memwall.planning.search import make_plan, plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques import parameters
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement, can_move_parameters, parameter_window_bytes
 from memwall.predict import process
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
@@ -32,20 +34,24 @@ pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
 @pytest.fixture
 def smallest_without(smallest_where: Callable[..., int]) -> Callable[[Trace], int]:
     """The smallest feasible budget where parameters stay in memory."""
-    return lambda trace: smallest_where(trace, parameters_away=lambda *_, **__: "they stay in this test")
+    return lambda trace: smallest_where(trace, parameters.TECHNIQUE, "they stay in this test")
 
 
-def offered(trace: Trace, capacity_bytes: int = CAPACITY_BYTES) -> tuple[Place, ...] | str:
-    steady = steady_step(trace)
-    return parameters_away(
-        trace, steady, state_away(trace, steady, capacity_bytes=CAPACITY_BYTES), capacity_bytes=capacity_bytes
-    )
+def offered(trace: Trace, capacity_bytes: int = CAPACITY_BYTES) -> tuple[Location, ...] | str:
+    return parameters_away(trace, capacity_bytes=capacity_bytes)
 
 
 def all_placements(trace: Trace) -> list[ParameterPlacement]:
     found = offered(trace)
     assert not isinstance(found, str)
-    return [place.parameters for place in found if place.parameters is not None]
+    return [action for location in found for action in location.actions if isinstance(action, ParameterPlacement)]
+
+
+def built_bytes(trace: Trace) -> int:
+    """What the process holds before parameters leave it, which are built in memory."""
+    found = offered(trace)
+    assert not isinstance(found, str)
+    return found[-1].built_bytes
 
 
 def placed_parameters(trace: Trace) -> ParameterPlacement:
@@ -91,7 +97,7 @@ def test_it_frees_parameters_and_gradients_and_writes_both_once(a_trace: Callabl
     assert placement.window_bytes == parameter_window_bytes(parameters)
     twice = msgspec.structs.replace(trace, num_micro_batches=2)
     assert placed_parameters(twice).written_bytes == 3 * (placement.saved_bytes or 0) // 2
-    assert built_bytes(trace, placement, is_built_there=False) > trace.base_bytes + parameters
+    assert built_bytes(trace) > trace.base_bytes + parameters
 
 
 @pytest.mark.parametrize(("num_bytes", "window_bytes"), [(0, MIB), (320 * MIB, 10 * MIB), (1 << 40, 32 * MIB)])
@@ -143,7 +149,7 @@ def test_parameters_may_stay_where_their_gradients_leave_more_of_them_for_more_m
     # Of the first only gradients leave: half of what the last one frees.
     assert found[0].saved_bytes == (found[-1].saved_bytes or 0) // 2
     assert found[0].written_bytes == found[0].saved_bytes
-    peaks = [live_peak_bytes(place_step(trace, step, Place(parameters=each)), "cpu") for each in found]
+    peaks = [live_peak_bytes(step_under(trace, step, (each,)), "cpu") for each in found]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < live_peak_bytes(step, "cpu")
 
@@ -174,7 +180,7 @@ def test_a_budget_that_nothing_else_meets_is_met_with_parameters_on_disk(
     assert forecast.peak.process_bytes + forecast.margin_bytes <= budget_bytes
     assert forecast.smallest_feasible_budget_bytes == least
     assert forecast.phases["steady_step"].allocated_bytes == live_peak_bytes(planned_step(trace, found), "cpu")
-    assert forecast.phases["build"].process_bytes == built_bytes(trace, parameters, is_built_there=False)
+    assert forecast.phases["build"].process_bytes == built_bytes(trace)
     away_bytes = (parameters.saved_bytes or 0) + (state.saved_bytes or 0)
     assert forecast.phases["steady_step"].disk_bytes == away_bytes
     assert forecast.moved_bytes_per_step == parameters.written_bytes + (state.saved_bytes or 0)
@@ -224,12 +230,12 @@ def test_what_a_budget_leaves_beside_parameters_on_disk_is_used_for_state(
         if heap_unavailable_reason():
             pytest.skip(str(heap_unavailable_reason()))
     least = smallest_bytes(trace)
-    best = PlacedSearch.best
+    best = LocatedSearch.best
 
-    def with_parameters_away(search: PlacedSearch, limit_bytes: int) -> Candidate | None:
-        return None if search._place.parameters is None else best(search, limit_bytes)
+    def with_parameters_away(search: LocatedSearch, limit_bytes: int) -> Candidate | None:
+        return None if not search._location.keeps_tier_busy else best(search, limit_bytes)
 
-    monkeypatch.setattr(PlacedSearch, "best", with_parameters_away)
+    monkeypatch.setattr(LocatedSearch, "best", with_parameters_away)
     budgets = [least + room * MIB for room in (0, 120, 160, 200)]
     found = [plan(trace, budget=budget_bytes) for budget_bytes in budgets]
     states = [next(a for a in each.actions if isinstance(a, OptimizerPlacement)) for each in found]
@@ -253,10 +259,10 @@ def test_what_stays_of_the_state_is_that_of_whole_parameters_and_never_all_of_it
     whole = {0}
     for size in sizes:
         whole |= {size + some for some in whole}
-    leanest = optimizer_placements(trace, step, capacity_bytes=CAPACITY_BYTES)[0]
+    leanest = state_placements(trace, step, capacity_bytes=CAPACITY_BYTES)[0]
     resident: list[int] = []
     for room_bytes in (*range(0, sum(sizes), 3 * MIB), sum(sizes), 2 * sum(sizes)):
-        found = with_more_resident(trace, step, leanest, room_bytes)
+        found = fuller(trace, step, leanest, room_bytes)
         resident.append(0 if found is None else found.resident_bytes)
         assert resident[-1] <= room_bytes
         assert resident[-1] in whole
@@ -269,7 +275,7 @@ def test_no_budget_is_met_that_the_model_does_not_fit_into_when_it_is_built(
     a_trace: Callable[[str], Trace], smallest_bytes: Callable[..., int]
 ) -> None:
     trace = a_trace("gpt")
-    assert smallest_bytes(trace) >= built_bytes(trace, placed_parameters(trace), is_built_there=False)
+    assert smallest_bytes(trace) >= built_bytes(trace)
 
 
 def test_what_keeps_parameters_in_memory_is_in_the_message(
@@ -303,5 +309,5 @@ def test_parameters_go_only_where_state_goes_and_the_message_says_why_that_stays
 def test_in_memory_nothing_changes(a_trace: Callable[[str], Trace]) -> None:
     trace = a_trace("gpt")
     step = steady_step(trace)
-    assert place_step(trace, step, IN_MEMORY) is step
+    assert step_under(trace, step, IN_MEMORY.actions) is step
     assert (IN_MEMORY.actions, IN_MEMORY.seconds, IN_MEMORY.away_bytes, IN_MEMORY.written_bytes) == ((), 0, 0, 0)

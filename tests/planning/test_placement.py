@@ -4,21 +4,23 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from located import state_placements
 from plans import on_machine
 from torch import Tensor, nn
 from zoo import MODELS, Case
 
 from memwall.errors import InfeasibleError
 from memwall.planning import located_search as placed_search
-from memwall.planning import placement, search
+from memwall.planning import search
 from memwall.planning import search_inputs as problem
-from memwall.planning.actions import OptimizerPlacement
 from memwall.planning.explain import binding_reasons, disk_wear
 from memwall.planning.forecast import Forecast
-from memwall.planning.legality import can_move_optimizer_state
-from memwall.planning.placement import MIN_STATE_BYTES, bucket_choices, optimizer_placements, placed
-from memwall.planning.planned_step import planned_step
-from memwall.planning.search import Settings, make_plan, plan
+from memwall.planning.planned_step import planned_step, step_under
+from memwall.planning.search import make_plan, plan
+from memwall.planning.settings import Settings
+from memwall.planning.stepped_alone import can_move_optimizer_state
+from memwall.planning.techniques import optimizer_state
+from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.link_time import LinkTime
 from memwall.predict.state_on_disk import buffer_sizes, movable_state_bytes, state_sizes
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
 @pytest.fixture
 def smallest_without(smallest_where: Callable[..., int]) -> Callable[[Trace], int]:
     """The smallest feasible budget where optimizer state cannot move."""
-    return lambda trace: smallest_where(trace, state_away=lambda *_, **__: ())
+    return lambda trace: smallest_where(trace, optimizer_state.TECHNIQUE, ())
 
 
 def scaled(step: Step, factor: float) -> Step:
@@ -79,7 +81,7 @@ def test_it_is_legal_on_a_cpu_with_a_disk_for_optimizers_that_are_known(
     reason = can_move_optimizer_state(change(trace), MIB, CAPACITY_BYTES)
     assert reason is not None
     assert words in reason
-    assert optimizer_placements(change(trace), steady_step(trace), capacity_bytes=CAPACITY_BYTES) == ()
+    assert state_placements(change(trace), steady_step(trace), capacity_bytes=CAPACITY_BYTES) == ()
 
 
 def test_it_needs_state_and_room_for_it(a_trace: Callable[[str], Trace]) -> None:
@@ -96,7 +98,7 @@ def test_the_first_placement_frees_all_state_and_the_others_keep_more_for_fewer_
 ) -> None:
     trace = a_trace("gpt")
     step = steady_step(trace)
-    found = optimizer_placements(trace, step, capacity_bytes=CAPACITY_BYTES)
+    found = state_placements(trace, step, capacity_bytes=CAPACITY_BYTES)
     state_bytes = movable_state_bytes(step, MIN_STATE_BYTES)
     assert [f.resident_bytes for f in found][:2] == [0, state_bytes // 4]
     seconds = [f.cost_seconds or 0.0 for f in found]
@@ -110,7 +112,7 @@ def test_the_first_placement_frees_all_state_and_the_others_keep_more_for_fewer_
 def test_a_placement_costs_the_disks_time_less_what_the_optimizer_computes_meanwhile(
     a_trace: Callable[[str], Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "_MIN_BUCKET_BYTES", 16 * MIB)  # no parameter is larger: each overlaps others
+    monkeypatch.setattr(optimizer_state, "_MIN_BUCKET_BYTES", 16 * MIB)  # no parameter is larger: each overlaps others
     trace = a_trace("gpt")
     step = scaled(steady_step(trace), 0.5)
     assert max(state_sizes(step, MIN_STATE_BYTES)) <= 16 * MIB
@@ -119,7 +121,7 @@ def test_a_placement_costs_the_disks_time_less_what_the_optimizer_computes_meanw
     def whole(speed: float) -> OptimizerPlacement:
         """All state on a disk so fast."""
         drive = on_machine(trace, disk_read_bytes_per_second=speed, disk_write_bytes_per_second=speed)
-        return optimizer_placements(drive, step, capacity_bytes=CAPACITY_BYTES)[0]
+        return state_placements(drive, step, capacity_bytes=CAPACITY_BYTES)[0]
 
     slow, fast = whole(2e8), whole(1e15)
     state_bytes = slow.saved_bytes or 0
@@ -132,7 +134,7 @@ def test_state_of_parameters_larger_than_a_bucket_overlaps_nothing(a_trace: Call
     trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e9, disk_write_bytes_per_second=1e9)
     large = scaled(steady_step(trace), 40)
     sizes = state_sizes(large, MIN_STATE_BYTES)
-    tight, fast = optimizer_placements(trace, large, capacity_bytes=CAPACITY_BYTES)[:2]
+    tight, fast = state_placements(trace, large, capacity_bytes=CAPACITY_BYTES)[:2]
     assert tight.bucket_bytes < fast.bucket_bytes < max(sizes)
     assert sum(buffer_sizes(sizes, tight.bucket_bytes)) < sum(buffer_sizes(sizes, fast.bucket_bytes))
     assert (tight.cost_seconds or 0.0) > (fast.cost_seconds or 0.0)
@@ -158,7 +160,7 @@ def test_moving_state_is_paid_once_a_step_however_many_micro_batches_it_has(
     for number in (1, 2, 4):
         trace = on_machine(accumulated(number), disk_read_bytes_per_second=1e7, disk_write_bytes_per_second=1e7)
         assert trace.num_micro_batches == number
-        found = optimizer_placements(trace, steady_step(trace), capacity_bytes=CAPACITY_BYTES)
+        found = state_placements(trace, steady_step(trace), capacity_bytes=CAPACITY_BYTES)
         seconds_per_sample.append([(one.cost_seconds or 0.0) / number for one in found])
     once, twice, four_times = seconds_per_sample
     assert once
@@ -255,7 +257,7 @@ def test_a_plan_that_costs_less_without_it_stays_as_it_is(
     least = smallest_without(slow)
     budget_bytes = int(least + share * (plain_bytes(slow) - least))
     found = plan(slow, budget=budget_bytes).forecast
-    monkeypatch.setattr(search, "state_away", lambda *_, **__: ())
+    monkeypatch.setattr(optimizer_state.TECHNIQUE, "locations", lambda *_: ())
     without = plan(slow, budget=budget_bytes).forecast
     assert found.actions == without.actions
     assert found.step_seconds == without.step_seconds
@@ -310,8 +312,8 @@ def test_a_disk_too_small_for_the_state_leaves_the_budget_infeasible(
 def test_the_step_under_a_placement_is_the_one_the_search_replays(a_trace: Callable[[str], Trace]) -> None:
     trace = a_trace("gpt")
     step = steady_step(trace)
-    (whole, *_) = optimizer_placements(trace, step, capacity_bytes=CAPACITY_BYTES)
-    standing = sum(s.nbytes for s in placed(step, whole).storages if s.category == "optimizer_state")
+    (whole, *_) = state_placements(trace, step, capacity_bytes=CAPACITY_BYTES)
+    standing = sum(s.nbytes for s in step_under(trace, step, (whole,)).storages if s.category == "optimizer_state")
     assert standing == sum(
         s.nbytes for s in step.storages if s.category == "optimizer_state" and s.nbytes < MIN_STATE_BYTES
     )

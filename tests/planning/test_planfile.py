@@ -17,9 +17,14 @@ import torch
 from zoo import MODELS, trained_parameters
 
 from memwall.errors import PlanError
-from memwall.planning.actions import Accumulate, Action, AllocatorReuse, Autocast, Offload, Recompute
+from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.file import save_trace
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Machine

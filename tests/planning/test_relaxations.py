@@ -9,10 +9,10 @@ from torch import nn
 
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import hardware_named
-from memwall.planning.actions import Autocast
 from memwall.planning.estimate import estimate
 from memwall.planning.relaxations import Run, estimate_relaxations
 from memwall.planning.search import plan
+from memwall.planning.techniques.autocast import Autocast
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.settings import AllocatorSettings
 from memwall.predict.cuda_allocator.versions import profile_for

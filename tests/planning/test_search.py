@@ -13,13 +13,18 @@ import msgspec
 import pytest
 
 from memwall.errors import InfeasibleError, UsageError
-from memwall.planning.actions import Autocast, Offload, OptimizerPlacement, Recompute
 from memwall.planning.blocks import find_blocks
-from memwall.planning.located_search import PlacedSearch
-from memwall.planning.menu import Costs, build_menus
+from memwall.planning.located_search import LocatedSearch
+from memwall.planning.menu import build_menus
+from memwall.planning.menu_records import Costs
 from memwall.planning.planfile import Plan
 from memwall.planning.planned_step import planned_step
-from memwall.planning.search import Settings, make_plan, plan
+from memwall.planning.search import make_plan, plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.treatment import StepModel
@@ -225,7 +230,7 @@ def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
     """GIVEN that the batch may be split WHEN candidates are tried to their end THEN that finds the same, with more."""
     trace = a_trace(name)
     samples = trace.micro_batch * trace.num_micro_batches
-    replay, solve_for = PlacedSearch._resident, PlacedSearch._solve_for
+    replay, solve_for = LocatedSearch._resident, LocatedSearch._solve_for
     num_replays = 0
 
     def counted(search: Any, *args: Any) -> Any:
@@ -239,10 +244,10 @@ def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
         shares = budgets(trace, (0.1, 0.4, 0.7))
         return [plan(trace, budget=share, global_batch=samples).encode() for share in shares], num_replays
 
-    monkeypatch.setattr(PlacedSearch, "_resident", counted)
+    monkeypatch.setattr(LocatedSearch, "_resident", counted)
     plans, few = planned()
     monkeypatch.setattr(
-        PlacedSearch,
+        LocatedSearch,
         "_solve_for",
         lambda search, model, parts, disk, limit, at_most: solve_for(search, model, parts, disk, limit, math.inf),
     )

@@ -193,7 +193,7 @@ for share in (0.5, 0.15):
 
 def test_two_processes_choose_the_same_and_print_nothing() -> None:
     # P27: HiGHS inside scipy 1.17 wrote debug lines to file descriptor 1; the JSON of `memwall plan` goes there.
-    root = Path(solve_module.__file__).parents[2]
+    root = Path(solve_module.__file__).parents[3]
     runs = []
     for hash_seed in ("1", "2"):
         run = subprocess.run(

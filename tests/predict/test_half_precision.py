@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memwall.planning.legality import can_autocast
+from memwall.planning.techniques.autocast import can_autocast
 from memwall.predict.half_precision import computes_in_half
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace

@@ -22,12 +22,16 @@ from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.kernels.patched import patch_kernels
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.parking import parameter_guard
-from memwall.planning.actions import Action, Offload, Rebuild, Recompute
+from memwall.planning.action import Action
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import Costs, Menu, build_instance, build_menus
+from memwall.planning.menu import build_instance, build_menus
+from memwall.planning.menu_records import Costs, Menu
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Instance, Link
 from memwall.planning.solver.solve import smallest_feasible_bytes, solve
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.rebuild import Rebuild
+from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_curve
 from memwall.predict.treatment import StepModel

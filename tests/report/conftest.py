@@ -4,20 +4,18 @@ import msgspec
 import pytest
 
 from memwall.observe.run_report import Measured, RunReport
-from memwall.planning.actions import (
-    Accumulate,
-    Action,
-    AllocatorReuse,
-    Autocast,
-    FusedKernels,
-    Offload,
-    OptimizerPlacement,
-    ParameterPlacement,
-    Rebuild,
-    Recompute,
-)
+from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, Lever, PeakBytes
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.kernels import FusedKernels
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
+from memwall.planning.techniques.rebuild import Rebuild
+from memwall.planning.techniques.recompute import Recompute
 from memwall.report.run_grids import Outcome
 from memwall.trace.records import Category, Machine, Module, Op, Phase, Step, Storage, Trace
 

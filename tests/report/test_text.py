@@ -9,10 +9,14 @@ from golden_text import GOLDEN, drawn, golden
 from rich.console import Console
 
 from memwall.observe.run_report import RunReport
-from memwall.planning.actions import Action, LowBitState, kinds
+from memwall.planning.action import Action
 from memwall.planning.forecast import PeakBytes
+from memwall.planning.paths import block_ranges
 from memwall.planning.planfile import Plan
-from memwall.report.plan_grids import action_grid, block_ranges, fit_of
+from memwall.planning.technique import techniques
+from memwall.planning.techniques.cpu_step import StepOnCpu
+from memwall.planning.techniques.low_bit_state import LowBitState
+from memwall.report.plan_grids import action_grid, fit_of
 from memwall.report.run_grids import Outcome, loss_difference, run_grid
 from memwall.report.text import (
     comparison,
@@ -171,8 +175,8 @@ def test_a_plan_without_actions_says_that_none_is_needed() -> None:
 
 
 def test_every_kind_of_action_is_drawn(actions: tuple[Action, ...]) -> None:
-    every = (*actions, LowBitState())  # which no plan has beside state on disk
-    assert {type(action) for action in every} == set(kinds().values())
+    every = (*actions, LowBitState(), StepOnCpu(bucket_bytes=2, min_bytes=1))  # which no plan has beside state on disk
+    assert {type(action) for action in every} == {technique.record for technique in techniques()}
     for action in every:
         (row,) = action_grid((action,)).rows
         assert all(row), row

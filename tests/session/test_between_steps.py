@@ -10,7 +10,7 @@ from torch import nn
 
 from memwall.machine.meter import process_bytes, reset_process_peak, return_free_memory
 from memwall.observe.measure import run_report
-from memwall.planning.actions import AllocatorReuse
+from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.session import Session
 

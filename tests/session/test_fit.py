@@ -16,9 +16,14 @@ import memwall
 from memwall.apply.allocator import hooked_heap
 from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
 from memwall.machine.meter import process_bytes
-from memwall.planning.actions import Accumulate, Action, AllocatorReuse, Offload, Recompute
+from memwall.planning.action import Action
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import Costs, build_menus
+from memwall.planning.menu import build_menus
+from memwall.planning.menu_records import Costs
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.malloc.policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel

@@ -8,8 +8,9 @@ from torch import nn
 
 import memwall
 from memwall.machine.link_speed import link_speed
-from memwall.planning.actions import Offload, OptimizerPlacement
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MIB = 1 << 20

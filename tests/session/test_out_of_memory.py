@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import memwall
 from memwall.errors import OutOfMemoryError
-from memwall.planning.actions import Accumulate
+from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.redo import MAX_RECOVERIES
 from memwall.session.session import Session

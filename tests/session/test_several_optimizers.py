@@ -13,8 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
 from memwall.errors import ApplyError, UsageError
-from memwall.planning.actions import OptimizerPlacement, Recompute
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session
 from memwall.session.step_borders import StepBorders
 

@@ -10,7 +10,9 @@ from torch import nn
 
 from memwall.apply.block_counts import BlockCounts
 from memwall.apply.optimizer_state.gradient_hooks import OwnHook
-from memwall.planning.actions import Offload, Rebuild, Recompute
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.rebuild import Rebuild
+from memwall.planning.techniques.recompute import Recompute
 
 __all__ = ["OffloadEffect", "RebuildEffect", "RecomputeEffect", "Watched", "own_weight"]
 

@@ -1,7 +1,7 @@
 """Fused kernels: seen when modules are called through them, and when a loss is computed without its logits."""
 
 from memwall.apply.kernels.patched import PatchedKernels
-from memwall.planning.actions import FusedKernels
+from memwall.planning.techniques.kernels import FusedKernels
 
 __all__ = ["KernelsEffect"]
 

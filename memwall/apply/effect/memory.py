@@ -11,7 +11,10 @@ from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.cuda_setting import effective_setting
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.errors import NoEffectError
-from memwall.planning.actions import AllocatorReuse, LowBitState, OptimizerPlacement
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.cpu_step import StepOnCpu
+from memwall.planning.techniques.low_bit_state import LowBitState
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.predict.malloc.policies import policy_named
 from memwall.predict.malloc.tensor_heap import MIN_TENSOR_BYTES
 from memwall.predict.process import TENSOR_HEAP
@@ -64,16 +67,19 @@ class PlacementEffect:
 
     def __init__(
         self,
-        action: OptimizerPlacement,
+        action: OptimizerPlacement | StepOnCpu,
         model: nn.Module,
         keeper: StateKeeper,
         optimizer: Callable[[], torch.optim.Optimizer | None],
     ) -> None:
-        self.name = f"optimizer state on the {action.tier}"
-        self.expected = f"between steps no more than {format_bytes(action.resident_bytes)} of state are in memory"
-        if action.stepped_on == "cpu":
+        if isinstance(action, StepOnCpu):
+            self._tier, self._resident_bytes = "host", 0
             self.name = "the optimizer's step on the CPU"
             self.expected = "its state is in host memory, where the CPU steps it"
+        else:
+            self._tier, self._resident_bytes = action.tier, action.resident_bytes
+            self.name = f"optimizer state on the {action.tier}"
+            self.expected = f"between steps no more than {format_bytes(action.resident_bytes)} of state are in memory"
         self._action, self._keeper, self._optimizer = action, keeper, optimizer
         self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         self._num_foreign = 0
@@ -95,11 +101,11 @@ class PlacementEffect:
             for value in (state.values() if isinstance(state, dict) else ())
             if isinstance(value, torch.Tensor) and value.numel() * value.element_size() >= self._action.min_bytes
         )
-        if present_bytes <= self._action.resident_bytes:
+        if present_bytes <= self._resident_bytes:
             return ""
         return (
             f"{format_bytes(present_bytes)} of the {type(optimizer).__name__}'s state are in memory and nothing is on "
-            f"the {self._action.tier}: its tensors are of a kind that cannot be moved"
+            f"the {self._tier}: its tensors are of a kind that cannot be moved"
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

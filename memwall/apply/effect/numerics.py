@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from memwall.apply.microbatch import MicroBatches, tensors_in
-from memwall.planning.actions import Accumulate, Autocast
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.autocast import Autocast
 from memwall.trace.attached import attach_hook
 
 __all__ = ["AccumulationEffect", "AutocastEffect"]

@@ -1,7 +1,7 @@
 """The place of parameters and gradients between their uses: seen in what is away, or has left."""
 
 from memwall.apply.streaming.keeper import ParameterKeeper
-from memwall.planning.actions import ParameterPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.units import format_bytes
 
 __all__ = ["ParameterEffect"]

@@ -9,19 +9,18 @@ from memwall.apply.effect.kernels import KernelsEffect
 from memwall.apply.effect.memory import AllocatorEffect, LowBitEffect, PlacementEffect
 from memwall.apply.effect.numerics import AccumulationEffect, AutocastEffect
 from memwall.apply.effect.parameters import ParameterEffect
-from memwall.planning.actions import (
-    Accumulate,
-    Action,
-    AllocatorReuse,
-    Autocast,
-    FusedKernels,
-    LowBitState,
-    Offload,
-    OptimizerPlacement,
-    ParameterPlacement,
-    Rebuild,
-    Recompute,
-)
+from memwall.planning.action import Action
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.cpu_step import StepOnCpu
+from memwall.planning.techniques.kernels import FusedKernels
+from memwall.planning.techniques.low_bit_state import LowBitState
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
+from memwall.planning.techniques.rebuild import Rebuild
+from memwall.planning.techniques.recompute import Recompute
 
 if TYPE_CHECKING:
     from memwall.apply.applied import AppliedPlan
@@ -86,7 +85,7 @@ def _allocator(applied: "AppliedPlan", action: Action) -> Effect:
 
 
 def _placement(applied: "AppliedPlan", action: Action) -> Effect:
-    assert isinstance(action, OptimizerPlacement)
+    assert isinstance(action, OptimizerPlacement | StepOnCpu)
     return PlacementEffect(action, applied.model, applied.keeper, lambda: next(iter(applied.optimizers), None))
 
 
@@ -109,6 +108,7 @@ EFFECTS: dict[type, Callable[["AppliedPlan", Action], Effect | None]] = {
     FusedKernels: _kernels,
     AllocatorReuse: _allocator,
     OptimizerPlacement: _placement,
+    StepOnCpu: _placement,
     LowBitState: _low_bit,
     ParameterPlacement: _parameters,
 }

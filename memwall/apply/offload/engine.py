@@ -21,7 +21,7 @@ from memwall.apply.block_counts import BlockCounts
 from memwall.apply.offload.entry import Entry, EntryList, Kept, Saved, byte_range, described, guard_of, quiet
 from memwall.apply.offload.packed import PackedTier, can_leave_packed
 from memwall.errors import ApplyError, MemwallError
-from memwall.planning.actions import LeavingForm
+from memwall.planning.techniques.offload import LeavingForm
 from memwall.store.pinned_tier import PinnedTier
 from memwall.store.tier import ByteRange, DiskTier, Tier
 from memwall.store.transfer import TransferPool

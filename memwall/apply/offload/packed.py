@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memwall.errors import ApplyError
-from memwall.planning.actions import LeavingForm
+from memwall.planning.techniques.offload import LeavingForm
 from memwall.predict.packing import PACKED_ITEMSIZES, num_packed_bytes, units_offset_bytes
 from memwall.store.tier import ByteRange, Tier
 from memwall.triton_kernels.pack import BLOCK_ELEMENTS, Packed, pack, pack_into, unpack_into

@@ -8,7 +8,7 @@ from torch import Tensor
 from memwall.apply.optimizer_state.deepspeed_adam import load_operator
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, StoreError
-from memwall.planning.legality import STEPPED_ON_CPU
+from memwall.planning.stepped_alone import WITH_MOMENTS
 from memwall.predict.cpu_step import staged_bytes
 from memwall.store.buckets import is_dense
 from memwall.units import format_bytes
@@ -98,8 +98,8 @@ def check_room(optimizer: torch.optim.Optimizer, device: torch.device, *, bucket
 
 
 def _obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
-    if not isinstance(optimizer, tuple(getattr(torch.optim, name) for name in STEPPED_ON_CPU)):
-        return f"only {' and '.join(STEPPED_ON_CPU)} are stepped there"
+    if not isinstance(optimizer, tuple(getattr(torch.optim, name) for name in WITH_MOMENTS)):
+        return f"only {' and '.join(WITH_MOMENTS)} are stepped there"
     for group in optimizer.param_groups:
         if group.get("capturable"):
             return "a capturable one counts its steps on the device"

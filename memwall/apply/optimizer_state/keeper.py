@@ -27,8 +27,8 @@ from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.meter import process_bytes
-from memwall.planning.actions import OptimizerPlacement
-from memwall.planning.placement import MIN_STATE_BYTES, bucket_choices
+from memwall.planning.techniques.cpu_step import StepOnCpu
+from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.units import format_bytes
 
@@ -124,6 +124,33 @@ class StateKeeper:
             self._opened.close()
         self._low_bit = LowBitOptimizerState(moments)
 
+    def step_on_cpu(self, optimizer: torch.optim.Optimizer, action: StepOnCpu, *, host_limit_bytes: int) -> None:
+        """Puts the state into host memory, where the CPU steps it from now on.
+
+        Args:
+            host_limit_bytes: the most host memory to take.
+
+        Raises:
+            ApplyError: the optimizer cannot be stepped there, or its parameters are not on CUDA.
+            StoreError: the host has no room.
+        """
+        self._open_moments()
+        with_deepspeed = action.engine == "deepspeed"
+        if self._on_cpu.held is not None:
+            # All of it is there already, and the device may have no room for it to pass through.
+            self._on_cpu.held.step_with(deepspeed=with_deepspeed)
+            self._on_cpu.held.bucket_bytes = action.bucket_bytes
+            return
+        self._opened.close()
+        self._on_cpu.hold(
+            open_cpu_step(
+                optimizer,
+                bucket_bytes=action.bucket_bytes,
+                limit_bytes=host_limit_bytes,
+                with_deepspeed=with_deepspeed,
+            )
+        )
+
     def place(self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement, *, host_limit_bytes: int = 0) -> None:
         """Puts the state where a plan has it, from wherever it is.
 
@@ -135,30 +162,14 @@ class StateKeeper:
             StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
         """
         self._open_moments()
-        with_deepspeed = action.engine == "deepspeed"
-        if action.stepped_on == "cpu" and self._on_cpu.held is not None:
-            # All of it is there already, and the device may have no room for it to pass through.
-            self._on_cpu.held.step_with(deepspeed=with_deepspeed)
-            self._on_cpu.held.bucket_bytes = action.bucket_bytes
-            return
         self._on_cpu.close()
-        if action.stepped_on == "cpu":
-            self._opened.close()
-            self._on_cpu.hold(
-                open_cpu_step(
-                    optimizer,
-                    bucket_bytes=action.bucket_bytes,
-                    limit_bytes=host_limit_bytes,
-                    with_deepspeed=with_deepspeed,
-                )
-            )
-            return
         if self._state is not None and self._state.kept != _KEPT[action.tier]:
             self._opened.close()
         if self._state is not None:
             self._state.end_recording()
             self._state.settle(
-                resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes, ahead=action.steps_ahead
+                resident_bytes=action.resident_bytes,
+                bucket_bytes=action.bucket_bytes,
             )
             return
         if action.tier == "host":
@@ -169,7 +180,6 @@ class StateKeeper:
                     bucket_bytes=action.bucket_bytes,
                     min_bytes=action.min_bytes,
                     limit_bytes=host_limit_bytes,
-                    ahead=action.steps_ahead,
                 )
             )
             return
@@ -181,7 +191,6 @@ class StateKeeper:
                 resident_bytes=action.resident_bytes,
                 bucket_bytes=action.bucket_bytes,
                 min_bytes=action.min_bytes,
-                ahead=action.steps_ahead,
                 around_step=self._around_step,
             )
         )

@@ -24,9 +24,9 @@ from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
 from memwall.apply.optimizer_state.ring import in_order, step_through
 from memwall.apply.optimizer_state.shares import Share, Shares
 from memwall.apply.optimizer_state.spaces import StateSpace
+from memwall.apply.optimizer_state.state_ahead import StateAhead
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError
-from memwall.planning.actions import StateAhead
 from memwall.store.buckets import DiskBucket, padded_bytes
 from memwall.units import format_bytes
 

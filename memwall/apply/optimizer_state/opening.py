@@ -13,9 +13,9 @@ from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.spaces import DiskSpace
+from memwall.apply.optimizer_state.state_ahead import StateAhead
 from memwall.errors import ApplyError, StoreError
 from memwall.machine.disk_location import check_directory, default_directory
-from memwall.planning.actions import StateAhead
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.units import format_bytes

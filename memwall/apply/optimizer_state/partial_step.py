@@ -1,7 +1,7 @@
 """An optimizer's own step on some of its parameters: which optimizers allow it, and how it is done.
 
 It changes nothing where each parameter is updated from its own gradient, state and group alone. That is a property of
-the optimizer's class, so the classes are named (`planning.legality.STEPPED_ALONE`) and no others are taken: those
+the optimizer's class, so the classes are named (`planning.stepped_alone.STEPPED_ALONE`) and no others are taken: those
 of torch.optim, and Lion of lion-pytorch.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memwall.errors import ApplyError
-from memwall.planning.legality import STEPPED_ALONE
+from memwall.planning.stepped_alone import STEPPED_ALONE
 
 __all__ = [
     "Arguments",

@@ -15,8 +15,8 @@ from memwall.apply.exhaustion import is_exhaustion
 from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.optimizer_state.ring import in_order
 from memwall.apply.optimizer_state.shares import Share
+from memwall.apply.optimizer_state.state_ahead import StateAhead
 from memwall.errors import StoreError
-from memwall.planning.actions import StateAhead
 from memwall.predict.state_on_disk import begun_early
 from memwall.store.buckets import BucketBuffer, drop_reads
 

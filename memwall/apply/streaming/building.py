@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 from memwall.machine.meter import process_bytes, return_free_memory
-from memwall.planning.parameters import passing_bytes
+from memwall.planning.techniques.parameters import passing_bytes
 
 __all__ = ["Building", "leaves_no_room", "num_processes"]
 

@@ -15,14 +15,19 @@ from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.effect.watch import EFFECTS
 from memwall.errors import NoEffectError
-from memwall.planning.actions import Accumulate, AllocatorReuse, Autocast, FusedKernels, Recompute, kinds
+from memwall.planning.technique import techniques
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.kernels import FusedKernels
+from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.malloc.policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_library, heap_unavailable_reason
 from memwall.session.session import Session
 
 
 def test_every_kind_of_action_is_watched() -> None:
-    assert list(EFFECTS) == list(kinds().values())
+    assert set(EFFECTS) == {technique.record for technique in techniques()}
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,11 @@ from block_models import PLACED, WIDTH, Model, offload, train
 from plans import plan_of
 from torch import Tensor
 
-from memwall.planning.actions import Accumulate, Action, AllocatorReuse, Autocast, Recompute
+from memwall.planning.action import Action
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.malloc.policies import restored_policy, settings_of, unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.session import Session

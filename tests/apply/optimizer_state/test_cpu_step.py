@@ -19,21 +19,14 @@ from memwall.apply.optimizer_state import opening
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.errors import ApplyError, StoreError
-from memwall.planning.actions import OptimizerPlacement
+from memwall.planning.techniques.cpu_step import StepOnCpu
 
 KIB = 1 << 10
 CPU = torch.device("cpu")
 ORDERS = list(itertools.permutations(("compute", "inward", "outward")))
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
-ACTION = OptimizerPlacement(
-    tier="host",
-    resident_bytes=0,
-    bucket_bytes=20 * KIB,
-    min_bytes=KIB,
-    stepped_on="cpu",
-    exactness="changes-numerics",
-)
+ACTION = StepOnCpu(bucket_bytes=20 * KIB, min_bytes=KIB)
 MAKES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
     "adam": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
@@ -351,7 +344,7 @@ def test_a_plans_state_is_placed_and_brought_back_between_steps(
     keeper = StateKeeper(None, None)
     for step in range(4):
         if step == 1:
-            keeper.place(optimizer, ACTION, host_limit_bytes=1 << 30)
+            keeper.step_on_cpu(optimizer, ACTION, host_limit_bytes=1 << 30)
         if step == 3:
             assert keeper.is_away
             assert keeper.away_bytes > 0
@@ -371,11 +364,11 @@ def test_a_plan_that_takes_the_place_of_another_leaves_state_in_host_memory(
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     keeper = StateKeeper(None, None)
-    keeper.place(optimizer, ACTION, host_limit_bytes=1 << 30)
+    keeper.step_on_cpu(optimizer, ACTION, host_limit_bytes=1 << 30)
     train_step(model, optimizer, 0)
     before = {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()}
     pinned_bytes = sum(device.registered_bytes.values())
-    keeper.place(optimizer, msgspec.structs.replace(ACTION, bucket_bytes=1 << 20), host_limit_bytes=1 << 30)
+    keeper.step_on_cpu(optimizer, msgspec.structs.replace(ACTION, bucket_bytes=1 << 20), host_limit_bytes=1 << 30)
     train_step(model, optimizer, 1)
     assert {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()} == before
     assert sum(device.registered_bytes.values()) > pinned_bytes

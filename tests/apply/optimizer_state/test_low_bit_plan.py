@@ -15,7 +15,8 @@ import memwall
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.errors import ApplyError, NoEffectError
-from memwall.planning.actions import LowBitState, OptimizerPlacement
+from memwall.planning.techniques.low_bit_state import LowBitState
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.store.buckets import Bucket
 
@@ -116,8 +117,9 @@ import torch
 from torch import nn
 import memwall
 from memwall.errors import InfeasibleError
-from memwall.planning import search
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.techniques import optimizer_state
+from memwall.planning.settings import Settings
+from memwall.planning.search import make_plan
 
 budget_bytes, disk = int(sys.argv[1]), sys.argv[2]
 allow = ("low-bit-optimizer",)
@@ -125,7 +127,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(16)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-search.state_away = lambda *_, **__: ()  # as on a disk that is too slow for it
+optimizer_state.TECHNIQUE.locations = lambda *_: ()  # as on a disk that is too slow for it
 
 def train(num_steps, after_first=lambda: None):
     for step in range(num_steps):

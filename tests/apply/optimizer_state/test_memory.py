@@ -24,6 +24,8 @@ from torch import nn
 import memwall
 from memwall.errors import InfeasibleError
 from memwall.planning import search
+from memwall.planning.settings import Settings
+from memwall.planning.techniques import optimizer_state
 from memwall.planning.planfile import Plan
 
 mode, number, disk, width = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
@@ -54,7 +56,7 @@ def weights():
 
 def smallest(trace, budget_bytes):
     try:
-        search.make_plan(trace, search.Settings(budget_bytes=budget_bytes))
+        search.make_plan(trace, Settings(budget_bytes=budget_bytes))
     except InfeasibleError as error:
         return error.smallest_feasible_bytes
     raise SystemExit(f"{budget_bytes} bytes are feasible")
@@ -66,7 +68,7 @@ if mode == "probe":
         train(1, after_first=session.end_step)
     except InfeasibleError as error:
         out["with"] = error.smallest_feasible_bytes
-    search.state_away = lambda *_, **__: ()
+    optimizer_state.TECHNIQUE.locations = lambda *_: ()
     out["without"] = smallest(session.trace, 1 << 20)
     session.close()
     model, optimizer = make()

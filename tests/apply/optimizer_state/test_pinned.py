@@ -19,7 +19,7 @@ from memwall.apply.optimizer_state.pinned import PinnedBucket, PinnedSpace
 from memwall.apply.optimizer_state.ring import step_through
 from memwall.apply.optimizer_state.shares import Share
 from memwall.errors import ApplyError, StoreError
-from memwall.planning.actions import OptimizerPlacement
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.predict.state_on_disk import NUM_BUFFERS
 from memwall.store.buckets import BucketBuffer
 

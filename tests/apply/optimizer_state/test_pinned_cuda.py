@@ -10,7 +10,7 @@ from plans import a_plan
 from torch import Tensor, nn
 
 import memwall
-from memwall.planning.actions import OptimizerPlacement
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.trace.modules import fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -18,8 +18,8 @@ from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.errors import StoreError
-from memwall.planning.actions import OptimizerPlacement
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.store.buckets import Bucket
 
 KIB = 1 << 10

@@ -20,7 +20,8 @@ from memwall.apply.streaming.building import Building, leaves_no_room
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.errors import ApplyError
-from memwall.planning.actions import OptimizerPlacement, ParameterPlacement
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.session.session import Session
 from memwall.store.transfer import TransferPool
 

@@ -49,6 +49,8 @@ from memwall.session.session import Session
 from memwall.errors import InfeasibleError
 from memwall.integrations.launcher import run_script
 from memwall.planning import search
+from memwall.planning.settings import Settings
+from memwall.planning.techniques import parameters
 
 session = Session(budget_bytes=1 << 20, disk=sys.argv[2])
 found = {}
@@ -56,9 +58,9 @@ try:
     run_script(sys.argv[1], [], session)
 except InfeasibleError as error:
     found["with"] = error.smallest_feasible_bytes
-search.parameters_away = lambda *_, **__: "they stay here"
+parameters.TECHNIQUE.locations = lambda *_: "they stay here"
 try:
-    search.make_plan(session.trace, search.Settings(budget_bytes=1 << 20))
+    search.make_plan(session.trace, Settings(budget_bytes=1 << 20))
 except InfeasibleError as error:
     found["without"] = error.smallest_feasible_bytes
 print(json.dumps(found))

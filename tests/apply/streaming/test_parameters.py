@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.executor import BlockExecutor, resolve_blocks
-from memwall.planning.actions import Recompute
+from memwall.planning.techniques.recompute import Recompute
 from memwall.store.transfer import TransferPool
 
 pytestmark = pytest.mark.timeout(60)

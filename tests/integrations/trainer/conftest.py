@@ -6,9 +6,10 @@ import msgspec
 import pytest
 from trainer_runs import MIB, Recorded, arguments
 
-from memwall.planning.actions import Recompute
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.recompute import Recompute
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,8 +9,11 @@ import pytest
 from trainer_runs import MIB, arguments, with_actions
 
 from memwall.errors import InfeasibleError, IntegrationError, PlanError
-from memwall.planning.actions import Accumulate, Action, Autocast, Recompute
+from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.recompute import Recompute
 
 pytestmark = pytest.mark.requires("transformers", "accelerate")
 

@@ -12,9 +12,10 @@ from torch import nn
 from trainer_runs import MIB, NUM_STEPS, Recorded
 
 from memwall.errors import IntegrationError
-from memwall.planning.actions import Recompute
 from memwall.planning.planfile import Plan
-from memwall.planning.search import Settings, make_plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.recompute import Recompute
 
 pytestmark = pytest.mark.requires("transformers", "accelerate")
 

@@ -1,0 +1,20 @@
+"""What every action of a plan has: the base of the records in `planning.techniques`, one of them for each technique."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+__all__ = ["Action", "Exactness"]
+
+Exactness = Literal["bit-exact", "equivalent", "changes-numerics"]
+"""Whether training under an action gives the same bits, the same mathematics with other rounding, or other numbers."""
+
+
+class Action(Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
+    """One decision with its parameters; in a plan file its tag stands under "kind"."""
+
+    saved_bytes: int | None = None
+    """Bytes that it takes off the step's peak, or that it keeps on the next tier; None where that is not known."""
+    cost_seconds: float | None = None
+    """Seconds that it adds to a step; None where that is not known."""
+    exactness: Exactness = "bit-exact"

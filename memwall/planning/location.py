@@ -1,0 +1,68 @@
+"""Where state and parameters are between their uses, as the search compares it: actions, bytes and seconds."""
+
+import msgspec
+from msgspec import Struct
+
+from memwall.planning.action import Action
+
+__all__ = ["IN_MEMORY", "Location"]
+
+
+class Location(Struct, frozen=True, kw_only=True):
+    """Actions that say where bytes are which stand between steps; without actions all of them are in memory."""
+
+    actions: tuple[Action, ...] = ()
+    """In the order in which they are applied."""
+    away_bytes: int = 0
+    """Bytes whose place is on the next tier."""
+    staging_bytes: int = 0
+    """Bytes of that tier through which others pass."""
+    written_bytes: int = 0
+    """Bytes that a step writes to the tier."""
+    read_bytes: int = 0
+    """Bytes that a step reads back."""
+    library_bytes: int = 0
+    """Bytes that the process grows by for libraries that it would not load otherwise."""
+    built_bytes: int = 0
+    """Process bytes before parameters leave memory; 0 where they stay."""
+    paged_bytes: int = 0
+    """Bytes that pass through memory outside the tensor heap."""
+    keeps_tier_busy: bool = False
+    """Whether bytes pass all through forward and backward: then saved tensors stay and the batch stays whole."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that a step takes longer."""
+        return sum(action.cost_seconds or 0.0 for action in self.actions)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the next tier holds."""
+        return self.away_bytes + self.staging_bytes
+
+    def plus(self, other: "Location") -> "Location":
+        """Returns both together; this one's actions come first."""
+        return Location(
+            actions=self.actions + other.actions,
+            away_bytes=self.away_bytes + other.away_bytes,
+            staging_bytes=self.staging_bytes + other.staging_bytes,
+            written_bytes=self.written_bytes + other.written_bytes,
+            read_bytes=self.read_bytes + other.read_bytes,
+            library_bytes=self.library_bytes + other.library_bytes,
+            built_bytes=max(self.built_bytes, other.built_bytes),
+            paged_bytes=self.paged_bytes + other.paged_bytes,
+            keeps_tier_busy=self.keeps_tier_busy or other.keeps_tier_busy,
+        )
+
+    def exchanged(self, action: Action, old: "Location", new: "Location") -> "Location":
+        """Returns this location with one of its actions, which alone is `old`, in the form of `new`."""
+        return msgspec.structs.replace(
+            self,
+            actions=tuple(new.actions[0] if one is action else one for one in self.actions),
+            away_bytes=self.away_bytes - old.away_bytes + new.away_bytes,
+            written_bytes=self.written_bytes - old.written_bytes + new.written_bytes,
+            read_bytes=self.read_bytes - old.read_bytes + new.read_bytes,
+        )
+
+
+IN_MEMORY = Location()

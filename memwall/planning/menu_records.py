@@ -1,0 +1,42 @@
+"""What the menu of a block consists of, and what its prices are made from."""
+
+from msgspec import Struct
+
+from memwall.planning.solver.instance import Option
+from memwall.predict.call_rules import BlockCalls, Treatment
+
+__all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Costs", "Menu"]
+
+WINDOW_BYTES = 32 << 20
+"""Memory for bytes on their way out. Smaller makes the computing thread wait, larger costs memory."""
+MIN_MOVED_BYTES = 1 << 20
+"""Smaller saved tensors stay where they are."""
+
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """What moving bytes costs the computing thread, besides waiting for the link."""
+
+    copy_seconds_per_byte: float
+    """Out and back together: a copy into staging, or what transfers beside it cost, and page faults of what returns."""
+    min_bytes: int
+    """Tensors below this are not moved."""
+    can_offload: bool
+    pack_seconds_per_element: float | None = None
+    """Of floating-point numbers that leave in a byte each, out and back together; None where they may not."""
+    runs_ahead: bool = False
+    """Whether operations run on a device behind the host, whose own work is hidden as long as the device is busy."""
+    num_passes: int = 1
+    """Times a step runs the recorded calls: micro-batches that each recompute and move anew. The seconds of operations
+    are those of all passes together."""
+
+
+class Menu(Struct, frozen=True, kw_only=True):
+    """A block's options as the solver sees them, and as the executor applies them; same order."""
+
+    block: BlockCalls
+    options: tuple[Option, ...]
+    treatments: tuple[Treatment | None, ...]
+    op_names: tuple[str, ...]
+    """Operations of one call, in the numbering that selective checkpointing uses."""
+    freed_bytes: tuple[int, ...]
+    """What each option takes off the device between the block's forward and its backward."""

@@ -1,0 +1,50 @@
+"""Which optimizers can be stepped a few parameters at a time, and whether their state can leave memory."""
+
+from memwall.trace.optimizers import JOINT
+from memwall.trace.records import Trace
+from memwall.units import format_bytes
+
+__all__ = ["STEPPED_ALONE", "WITH_MOMENTS", "can_move_optimizer_state"]
+
+STEPPED_ALONE = frozenset(
+    (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+        *("Lion", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+)
+"""Optimizers that update each parameter from its own gradient, state and group alone: torch.optim's, and Lion, which
+torch has not, of lion-pytorch; `apply.optimizer_state.partial_step` looks at which class of that name it is.
+
+LBFGS mixes all of them. Others mix some, as by a norm over all gradients, or count their steps in a group; whoever adds
+a class here has read its step.
+"""
+
+WITH_MOMENTS = ("Adam", "AdamW")
+"""Optimizers whose state is two moments, which can be kept in fewer digits or stepped by a fused kernel on the CPU."""
+
+
+def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int) -> str | None:
+    """Returns None if the optimizer's state can be on the next tier between steps, else why not.
+
+    Args:
+        state_bytes: bytes of state that are in tensors large enough to move.
+        capacity_bytes: bytes that the tier may be used for.
+    """
+    machine = trace.machine
+    has_speed = bool(machine.disk_write_bytes_per_second and machine.disk_read_bytes_per_second)
+    if trace.device not in ("cpu", "cuda"):
+        return f"optimizer state moves from CPU and CUDA memory only; the trace is of device '{trace.device}'"
+    if trace.device == "cuda" and not has_speed:
+        return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
+    if trace.device == "cpu" and not (machine.disk and has_speed):
+        return "there is no disk to move optimizer state to; pass --disk DIR"
+    if JOINT in trace.optimizer:
+        return f"several optimizers step the model ({trace.optimizer}), and their state stays in memory"
+    if trace.optimizer not in STEPPED_ALONE:
+        return f"{trace.optimizer or 'the optimizer'} is not known to step each parameter alone"
+    if state_bytes == 0:
+        return f"{trace.optimizer} has no state that is large enough to move"
+    if state_bytes > capacity_bytes:
+        tier = "disk" if trace.device == "cpu" else "host memory"
+        return f"the state needs {format_bytes(state_bytes)} of {tier}, there are {format_bytes(capacity_bytes)}"
+    return None

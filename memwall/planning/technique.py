@@ -1,0 +1,310 @@
+"""What a technique is to the planner: a base class whose hooks do nothing, and the registry of its subclasses.
+
+A technique is a pair of files that are joined by the tag of its action's record: one in `planning.techniques` with the
+record, the legality, the variants with bytes and seconds and the words, and one in `apply.techniques` with the handler.
+Search, explanation, reports, options and export ask every technique in turn and name none.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+from memwall.planning.action import Action
+from memwall.planning.location import Location
+from memwall.planning.menu_records import Costs, Menu
+from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.settings import Settings
+from memwall.predict.call_rules import BlockCalls, Treatment
+from memwall.predict.process import Resident
+from memwall.predict.treatment import StepModel
+from memwall.trace.records import ModuleCall, Step, Trace
+
+__all__ = [
+    "DeepSpeedPart",
+    "Recording",
+    "Technique",
+    "allowable",
+    "register",
+    "technique_of",
+    "techniques",
+    "unregister",
+]
+
+A = TypeVar("A", bound=Action)
+
+Choice = Literal["clearly-shorter", "worth-digits", "last-resort"]
+"""When a location is taken though tensors in memory would fit: if the whole step is clearly shorter, if it is so much
+shorter that lost digits are worth it, or never: only where nothing else fits."""
+
+
+class Recording(NamedTuple):
+    """Another recording of the same step, and the settings under which to plan with it."""
+
+    trace: Trace
+    settings: Settings
+
+
+class DeepSpeedPart(NamedTuple):
+    """What DeepSpeed's own configuration does for an action."""
+
+    state_tier: Literal["disk", "host"] | None = None
+    bucket_bytes: int = 0
+    resident_bytes: int = 0
+    """State that the plan keeps in memory, all of which DeepSpeed moves."""
+    dtype: str = ""
+    remark: str = ""
+    """Where DeepSpeed does it otherwise than the plan says."""
+
+
+class Technique(Generic[A]):
+    """One way to need less memory; every hook has a default that offers nothing."""
+
+    record: ClassVar[type[Action]]
+    """The action's record; its tag is the technique's name in plan files."""
+    order: ClassVar[int]
+    """Place among the actions of a plan, in which they are applied and shown; unlike any other technique's."""
+    allow: ClassVar[str] = ""
+    """The word of --allow without which it is never chosen; "" where it needs none."""
+    allow_means: ClassVar[str] = ""
+    """What allowing it means, for people."""
+    is_set_by_loop: ClassVar[bool] = False
+    """Whether a training loop of Accelerate or the Trainer carries its action out by itself."""
+    uses_tier: ClassVar[bool] = False
+    """Whether its action keeps bytes on the next tier."""
+    choice: ClassVar[Choice] = "clearly-shorter"
+    """When one of its locations is chosen."""
+    advice_rank: ClassVar[int] = 0
+    """Place of its advice where nothing fits, the cheapest first."""
+    step_rank: ClassVar[int] = 0
+    """Place among the techniques that change the recorded step: state is moved before parameters are, and both before
+    the batch is split."""
+    block_levers: ClassVar[Mapping[str, str]] = {}
+    """Name of a block's option before the first "-" -> what people call that lever."""
+
+    @property
+    def tag(self) -> str:
+        """The technique's name in plan files and reports."""
+        return str(self.record.__struct_config__.tag)
+
+    # -- legality ----------------------------------------------------------------------------------------------------
+
+    def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
+        """Returns why the technique, having been allowed, cannot be used for a trace; None if it can."""
+        return None
+
+    def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
+        """Returns what a person can allow or give so that less memory is needed; None where that would not help.
+
+        Args:
+            can_split: whether the loop can be given smaller micro-batches already.
+        """
+        return None
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def block_options(
+        self, trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, offered: Sequence[str]
+    ) -> Iterator[tuple[str, Treatment, str]]:
+        """Yields ways to treat a block: name, treatment, and the option that it must move fewer bytes than, if any.
+
+        Args:
+            offered: names of what techniques before this one offer for the block.
+        """
+        yield from ()
+
+    def host_seconds(
+        self, model: StepModel, call: ModuleCall, saved: Sequence[int], treatment: Treatment, num_repeated_ops: int
+    ) -> float:
+        """Returns what its executor costs the host for one call of a block under a treatment, in seconds."""
+        return 0.0
+
+    def block_action(self, menu: Menu, number: int, device: str) -> A | None:
+        """Returns the action that carries out its part of a block's option, if it has one."""
+        return None
+
+    def treatment(self, action: A, other: Treatment) -> Treatment:
+        """Returns the treatment of the action's block, given what other actions make of that block."""
+        return other
+
+    # -- the step outside blocks -------------------------------------------------------------------------------------
+
+    def locations(self, inputs: SearchInputs, ordinary: tuple[Location, ...] | str) -> tuple[Location, ...] | str:
+        """Returns ways to have state or parameters elsewhere between their uses, the one that frees most first.
+
+        Args:
+            ordinary: locations of techniques whose choice is "clearly-shorter", or why there are none.
+
+        Returns:
+            Locations; of a last resort the part that is added to the leanest ordinary one. Or why there is none.
+        """
+        return ()
+
+    def fuller(self, inputs: SearchInputs, location: Location, room_bytes: int) -> Location | None:
+        """Returns the location with more of it in memory; None where that is too little to be worth a try."""
+        return None
+
+    def step(self, trace: Trace, step: Step, action: A) -> Step:
+        """Returns the step under the action."""
+        return step
+
+    def parts(self, trace: Trace, step: Step, *, is_cooperative: bool) -> Iterator[tuple[Step, int]]:
+        """Yields the step of smaller parts of the batch, and how many of them the recorded one becomes."""
+        yield from ()
+
+    def parts_action(self, trace: Trace, num_parts: int) -> A | None:
+        """Returns the action that splits the batch into so many parts."""
+        return None
+
+    def batch_parts(self, action: A) -> tuple[int, int] | None:
+        """Returns micro-batch and number of micro-batches of a step; None where the action leaves the batch alone."""
+        return None
+
+    def standing_action(self, settings: Settings) -> A | None:
+        """Returns the action that the recorded step ran under already."""
+        return None
+
+    def settled_action(
+        self, inputs: SearchInputs, resident: Resident, process_bytes: int, window_bytes: int
+    ) -> A | None:
+        """Returns the action that a replay of the step found to be needed."""
+        return None
+
+    # -- other recordings --------------------------------------------------------------------------------------------
+
+    def recording_where_it_costs(self, trace: Trace, settings: Settings) -> Recording | None:
+        """Returns another recording to compare with where every plan of this one costs time; None if there is none."""
+        return None
+
+    def recording_where_nothing_fits(self, trace: Trace, settings: Settings) -> Recording | None:
+        """Returns another recording to plan with where nothing fits; None if there is none."""
+        return None
+
+    def recorded_form(self, action: A) -> str:
+        """Returns what the step was recorded with for the action; "" where it was recorded as it is."""
+        return ""
+
+    # -- words -------------------------------------------------------------------------------------------------------
+
+    def what(self, action: A) -> str:
+        """Returns what the action does, in a few words."""
+        return self.tag
+
+    def where(self, actions: Sequence[A]) -> str:
+        """Returns where it acts: actions of one row of a table together; "" for nowhere in particular."""
+        return ""
+
+    def row_key(self, action: A) -> tuple[object, ...]:
+        """Returns what two actions must share to be drawn as one row."""
+        return (id(action),)
+
+    def lever(self, action: A) -> str:
+        """Returns what the action is called among the ways to need less memory; "" where it is none of them."""
+        return ""
+
+    def binding(self, trace: Trace, actions: Sequence[A]) -> Iterator[str]:
+        """Yields what the technique's actions of one plan cost or change, one sentence each."""
+        yield from ()
+
+    def against(self, trace: Trace, actions: Sequence[Action], rejected: Location) -> Iterator[str]:
+        """Yields why a plan with these actions was preferred to a location that this technique offered."""
+        yield from ()
+
+    # -- other programs ----------------------------------------------------------------------------------------------
+
+    def training_arguments(self, action: A) -> dict[str, Any]:
+        """Returns fields of transformers' TrainingArguments that carry out the action."""
+        return {}
+
+    def loader_batch(self, action: A) -> int:
+        """Returns the batch size that the script's data loader needs for the action; 0 for any."""
+        return 0
+
+    def accelerate_kwargs(self, action: A) -> dict[str, Any]:
+        """Returns arguments of Accelerate's Accelerator that carry out the action."""
+        return {}
+
+    def environment(self, action: A) -> dict[str, str] | None:
+        """Returns environment variables that carry out the action; None where none do."""
+        return None
+
+    def environment_remark(self, action: A) -> str:
+        """Returns what the variables leave to the script."""
+        return ""
+
+    def deepspeed(self, action: A) -> DeepSpeedPart | None:
+        """Returns what DeepSpeed's configuration does for the action; None where memwall must still apply it.
+
+        Raises:
+            IntegrationError: DeepSpeed cannot run beside the action.
+        """
+        return None
+
+    def required_cuda_setting(self, action: A) -> str:
+        """Returns the allocator setting that must be in the environment before CUDA starts; "" for none."""
+        return ""
+
+    # -- phases of a run on a device ---------------------------------------------------------------------------------
+
+    def host_state_bytes(self, action: A) -> int:
+        """Returns optimizer state that the action keeps in host memory between steps."""
+        return 0
+
+    def staged_bytes(self, steady: Step, action: A) -> tuple[int, int] | None:
+        """Returns host memory that passes bytes through, and the bytes that pass; None where state itself passes."""
+        return None
+
+
+_registry: dict[str, Technique[Any]] = {}
+_ordered: tuple[Technique[Any], ...] = ()
+
+
+def register(technique: Technique[Any]) -> None:
+    """Makes a technique known to the planner.
+
+    Raises:
+        ValueError: another one has its tag or its order.
+    """
+    global _ordered
+    for other in _registry.values():
+        if technique.tag == other.tag or technique.order == other.order:
+            raise ValueError(f"technique '{technique.tag}' of order {technique.order}: '{other.tag}' has that already")
+    _registry[technique.tag] = technique
+    _ordered = tuple(sorted(_registry.values(), key=lambda one: one.order))
+
+
+def unregister(tag: str) -> None:
+    """Takes a technique back, as a test does that has registered its own."""
+    global _ordered
+    del _registry[tag]
+    _ordered = tuple(one for one in _ordered if one.tag != tag)
+
+
+def techniques() -> tuple[Technique[Any], ...]:
+    """Returns all techniques in the order in which their actions are applied and shown."""
+    _discover()
+    return _ordered
+
+
+def technique_of(action: Action) -> Technique[Any]:
+    """Returns the technique of an action.
+
+    Raises:
+        KeyError: none is registered for it.
+    """
+    _discover()
+    return _registry[str(action.__struct_config__.tag)]
+
+
+def allowable() -> dict[str, str]:
+    """Returns the words of --allow, each with what allowing it means."""
+    return {one.allow: one.allow_means for one in techniques() if one.allow}
+
+
+@cache
+def _discover() -> None:
+    """Imports every module of `planning.techniques`, each of which has one subclass as its attribute `TECHNIQUE`."""
+    package = importlib.import_module("memwall.planning.techniques")
+    for module in pkgutil.iter_modules(package.__path__):
+        register(importlib.import_module(f"{package.__name__}.{module.name}").TECHNIQUE)

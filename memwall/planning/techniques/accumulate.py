@@ -1,0 +1,96 @@
+"""Accumulate: the batch of a step is split into micro-batches whose gradients add up; the global batch stays."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from memwall.planning.action import Action, Exactness
+from memwall.planning.microbatch import candidate_micro_batches, with_micro_batch
+from memwall.planning.technique import DeepSpeedPart, Technique
+from memwall.trace.records import Step, Trace
+
+__all__ = ["TECHNIQUE", "Accumulate", "can_accumulate"]
+
+
+class Accumulate(Action, frozen=True, kw_only=True, tag="accumulate"):
+    """Splits the batch of a step into micro-batches whose gradients add up; the global batch stays."""
+
+    micro_batch: int
+    num_micro_batches: int
+    exactness: Exactness = "equivalent"
+
+
+class _Accumulate(Technique[Accumulate]):
+    record = Accumulate
+    is_set_by_loop = True
+    order = 32
+    advice_rank = 2
+    step_rank = 4
+
+    def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
+        if can_split or can_accumulate(trace, is_cooperative=True) is not None:
+            return None
+        return (
+            f"halve the micro-batch and accumulate: batch size {trace.micro_batch // 2}, "
+            f"{2 * trace.num_micro_batches} accumulation steps (the same global batch)"
+        )
+
+    def parts(self, trace: Trace, step: Step, *, is_cooperative: bool) -> Iterator[tuple[Step, int]]:
+        if can_accumulate(trace, is_cooperative=is_cooperative) is None:
+            for micro_batch in candidate_micro_batches(trace)[1:]:
+                yield with_micro_batch(trace, step, micro_batch), trace.micro_batch // micro_batch
+
+    def parts_action(self, trace: Trace, num_parts: int) -> Accumulate:
+        return Accumulate(
+            micro_batch=trace.micro_batch // num_parts, num_micro_batches=num_parts * trace.num_micro_batches
+        )
+
+    def step(self, trace: Trace, step: Step, action: Accumulate) -> Step:
+        return with_micro_batch(trace, step, action.micro_batch)
+
+    def batch_parts(self, action: Accumulate) -> tuple[int, int]:
+        return action.micro_batch, action.num_micro_batches
+
+    def what(self, action: Accumulate) -> str:
+        return f"split the batch: {action.num_micro_batches} x {action.micro_batch}"
+
+    def where(self, actions: Sequence[Accumulate]) -> str:
+        return "every step"
+
+    def training_arguments(self, action: Accumulate) -> dict[str, Any]:
+        return {
+            "per_device_train_batch_size": action.micro_batch,
+            "gradient_accumulation_steps": action.num_micro_batches,
+        }
+
+    def accelerate_kwargs(self, action: Accumulate) -> dict[str, Any]:
+        return {"gradient_accumulation_steps": action.num_micro_batches}
+
+    def loader_batch(self, action: Accumulate) -> int:
+        return action.micro_batch
+
+    def environment(self, action: Accumulate) -> dict[str, str]:
+        return {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(action.num_micro_batches)}
+
+    def environment_remark(self, action: Accumulate) -> str:
+        return f"no variable sets the batch size: the script's data loader needs batch_size={action.micro_batch}"
+
+    def deepspeed(self, action: Accumulate) -> DeepSpeedPart:
+        return DeepSpeedPart()
+
+
+TECHNIQUE = _Accumulate()
+
+
+def can_accumulate(trace: Trace, *, is_cooperative: bool) -> str | None:
+    """Returns None if the batch of a step can be split, else why not.
+
+    Args:
+        is_cooperative: whether the loop lets the micro-batch be changed.
+    """
+    if not is_cooperative:
+        return "the training loop does not let the micro-batch be changed"
+    if trace.micro_batch < 2:
+        return "the batch has one sample"
+    if any(module.has_batch_norm for module in trace.modules):
+        return "a BatchNorm layer computes statistics over the batch, so splitting it changes the training"
+    return None

@@ -1,0 +1,76 @@
+"""Allocator: how freed memory is kept or returned, so that the process holds little more than its tensors."""
+
+from collections.abc import Sequence
+
+from memwall.planning.action import Action
+from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.technique import Technique
+from memwall.predict.cuda_allocator.advice import VARIABLES
+from memwall.predict.malloc.policies import policy_named
+from memwall.predict.process import TENSOR_HEAP, Resident
+from memwall.units import format_bytes
+
+__all__ = ["TECHNIQUE", "AllocatorReuse"]
+
+
+class AllocatorReuse(Action, frozen=True, kw_only=True, tag="allocator"):
+    """How freed memory is kept or returned: a heap for tensors or malloc thresholds on a CPU, a string on CUDA."""
+
+    policy: str
+    """"tensor-heap", or a malloc policy as `predict.malloc` lists them."""
+    limit_bytes: int = 0
+    """Process bytes from which on the tensor heap returns free pages before it takes new ones; 0 for none."""
+    outside_bytes: int = 0
+    """Of these, what a step needs outside the heap and gives back: workspace, staging, small tensors."""
+    cuda_setting: str = ""
+    """Complete PYTORCH_ALLOC_CONF string; must be in the environment before CUDA starts."""
+
+
+class _Allocator(Technique[AllocatorReuse]):
+    record = AllocatorReuse
+    order = 50
+
+    def settled_action(
+        self, inputs: SearchInputs, resident: Resident, process_bytes: int, window_bytes: int
+    ) -> AllocatorReuse | None:
+        if resident.is_default:
+            return None
+        # What else grows in the process is made up for by free pages of the heap.
+        room_bytes = process_bytes + inputs.process.margin_bytes(process_bytes) // 2
+        return AllocatorReuse(
+            policy=resident.policy,
+            limit_bytes=0 if resident.cuda_setting else min(room_bytes, inputs.settings.budget_bytes),
+            outside_bytes=resident.outside_bytes + window_bytes,
+            cuda_setting=resident.cuda_setting,
+            saved_bytes=resident.saved_bytes or None,
+            cost_seconds=resident.fault_seconds - inputs.plain_fault_seconds,
+        )
+
+    def what(self, action: AllocatorReuse) -> str:
+        return "allocator settings" if action.cuda_setting else f"allocator policy {action.policy}"
+
+    def where(self, actions: Sequence[AllocatorReuse]) -> str:
+        action = actions[0]
+        if action.cuda_setting:
+            return f"process, before CUDA starts: {action.cuda_setting}"
+        if not action.limit_bytes:
+            return "process"
+        return f"process; free pages returned above {format_bytes(action.limit_bytes)}"
+
+    def environment(self, action: AllocatorReuse) -> dict[str, str] | None:
+        if action.cuda_setting:
+            return dict.fromkeys(VARIABLES, action.cuda_setting)
+        if action.policy == TENSOR_HEAP:
+            return None
+        policy = policy_named(action.policy)
+        thresholds = {
+            "MALLOC_MMAP_THRESHOLD_": policy.mmap_threshold_bytes,
+            "MALLOC_TRIM_THRESHOLD_": policy.trim_threshold_bytes,
+        }
+        return {name: str(value) for name, value in thresholds.items() if value is not None}
+
+    def required_cuda_setting(self, action: AllocatorReuse) -> str:
+        return action.cuda_setting
+
+
+TECHNIQUE = _Allocator()

@@ -1,0 +1,89 @@
+"""Autocast: forward runs in a lower precision where torch's lists allow it, if the user does and nothing else fits."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from memwall.planning.action import Action, Exactness
+from memwall.planning.settings import Settings
+from memwall.planning.technique import DeepSpeedPart, Recording, Technique
+from memwall.predict.half_precision import computes_in_half
+from memwall.trace.records import Trace
+
+__all__ = ["TECHNIQUE", "Autocast", "can_autocast", "precision_name"]
+
+
+class Autocast(Action, frozen=True, kw_only=True, tag="autocast"):
+    """Runs forward in a lower precision where torch's autocast lists allow it."""
+
+    dtype: Literal["bfloat16", "float16"]
+    exactness: Exactness = "changes-numerics"
+
+
+class _Autocast(Technique[Autocast]):
+    record = Autocast
+    is_set_by_loop = True
+    order = 30
+    allow = "precision"
+    allow_means = "forward may run under autocast to bfloat16 or float16, which changes numerics"
+    advice_rank = 4
+
+    def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
+        if can_autocast(trace, (self.allow,)) is not None or self.allow in allow:
+            return None
+        return "allow bfloat16 autocast, which changes numerics: --allow precision"
+
+    def standing_action(self, settings: Settings) -> Autocast | None:
+        return None if settings.autocast is None else Autocast(dtype=settings.autocast)
+
+    def recording_where_nothing_fits(self, trace: Trace, settings: Settings) -> Recording | None:
+        if settings.under_autocast is None or can_autocast(trace, settings.allow) is not None:
+            return None
+        lower = settings.under_autocast()
+        dtype = None if lower.autocast == "none" else lower.autocast
+        return Recording(lower, msgspec.structs.replace(settings, autocast=dtype, under_autocast=None))
+
+    def recorded_form(self, action: Autocast) -> str:
+        return action.dtype
+
+    def what(self, action: Autocast) -> str:
+        return f"autocast to {action.dtype}"
+
+    def where(self, actions: Sequence[Autocast]) -> str:
+        return "forward"
+
+    def training_arguments(self, action: Autocast) -> dict[str, Any]:
+        return {"bf16": action.dtype == "bfloat16", "fp16": action.dtype == "float16"}
+
+    def accelerate_kwargs(self, action: Autocast) -> dict[str, Any]:
+        return {"mixed_precision": precision_name(action)}
+
+    def environment(self, action: Autocast) -> dict[str, str]:
+        return {"ACCELERATE_MIXED_PRECISION": precision_name(action)}
+
+    def deepspeed(self, action: Autocast) -> DeepSpeedPart:
+        return DeepSpeedPart(
+            dtype=action.dtype,
+            remark=f"the plan runs forward under {action.dtype} autocast; DeepSpeed keeps {action.dtype} weights and "
+            "float32 master copies of them, which is other rounding and another number of bytes",
+        )
+
+
+TECHNIQUE = _Autocast()
+
+
+def precision_name(action: Autocast) -> str:
+    """Returns what Accelerate and the Trainer call the precision: "bf16" or "fp16"."""
+    return "bf16" if action.dtype == "bfloat16" else "fp16"
+
+
+def can_autocast(trace: Trace, allow: tuple[str, ...]) -> str | None:
+    """Returns None if forward may run in lower precision, else why not."""
+    if "precision" not in allow:
+        return "lower precision changes numerics; allow it with --allow precision"
+    if trace.autocast != "none":
+        return f"the run already uses autocast to {trace.autocast}"
+    if computes_in_half(trace):
+        return "the weights are in half precision already"
+    return None

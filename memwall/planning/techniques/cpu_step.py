@@ -1,0 +1,200 @@
+"""The optimizer's step on the CPU: a device's state is in host memory, and parameters pass by it instead."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
+
+from memwall.errors import UsageError
+from memwall.planning.action import Action, Exactness
+from memwall.planning.location import Location
+from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.stepped_alone import WITH_MOMENTS, can_move_optimizer_state
+from memwall.planning.technique import DeepSpeedPart, Technique
+from memwall.predict.cpu_step import gradient_bytes, pipelined_seconds, staging_bytes
+from memwall.predict.state_on_disk import movable_state_bytes, with_state_on_disk
+from memwall.trace.build import steady_step
+from memwall.trace.records import Machine, Step, Trace
+from memwall.units import format_bytes
+
+__all__ = ["TECHNIQUE", "StepOnCpu", "can_step_on_cpu", "require_step_beside_device"]
+
+# Large enough to keep the link busy, and little memory.
+_BUCKET_BYTES = 16 << 20
+# The CPU has all of the state; the counter of a parameter's steps is no larger, and is left out.
+_MIN_STEPPED_BYTES = 16
+_HOW_TO_STEP_ON_CPU = "make the plan with `memwall plan SPEC --device NAME --host SIZE --allow cpu-optimizer-step`"
+
+
+class StepOnCpu(Action, frozen=True, kw_only=True, tag="cpu-step"):
+    """Has the CPU step Adam or AdamW of parameters on CUDA: all state is in host memory, parameters pass by."""
+
+    bucket_bytes: int
+    """So many bytes of parameters come down, are stepped and go up as one."""
+    min_bytes: int
+    """Smaller tensors of state stay where torch makes them."""
+    engine: Literal["deepspeed"] | UnsetType = UNSET
+    """The kernel that steps; unset for torch's fused one."""
+    exactness: Exactness = "changes-numerics"
+
+    def __post_init__(self) -> None:
+        if self.exactness != "changes-numerics":
+            raise ValueError(f"a step on the cpu is changes-numerics, not {self.exactness}")
+
+
+class _CpuStep(Technique[StepOnCpu]):
+    record = StepOnCpu
+    order = 21
+    step_rank = 1
+    allow = "cpu-optimizer-step"
+    allow_means = "the CPU may step a CUDA device's parameters beside their state; it rounds otherwise than the device"
+    uses_tier = True
+    choice = "worth-digits"
+
+    def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
+        return can_step_on_cpu(trace, allow)
+
+    def locations(self, inputs: SearchInputs, ordinary: tuple[Location, ...] | str) -> tuple[Location, ...] | str:
+        trace, steady = inputs.trace, inputs.steady
+        if not inputs.settings.can_move_state:
+            return ()
+        state_bytes, staged_bytes = (
+            movable_state_bytes(steady, _MIN_STEPPED_BYTES),
+            staging_bytes(steady, _BUCKET_BYTES),
+        )
+        reason = can_step_on_cpu(trace, inputs.settings.allow)
+        reason = reason or can_move_optimizer_state(trace, state_bytes, inputs.capacity_bytes)
+        if reason is not None:
+            return reason
+        if state_bytes + staged_bytes > inputs.capacity_bytes:
+            return f"state and staging need {format_bytes(state_bytes + staged_bytes)} of host memory"
+        # A third moment is amsgrad's, which DeepSpeed's kernel does not have.
+        machine = trace.machine
+        has_deepspeed = machine.deepspeed_step_bytes_per_second > 0 and state_bytes <= 2 * gradient_bytes(steady)
+        action = StepOnCpu(
+            bucket_bytes=_BUCKET_BYTES,
+            min_bytes=_MIN_STEPPED_BYTES,
+            engine="deepspeed" if has_deepspeed else UNSET,
+            saved_bytes=state_bytes,
+            cost_seconds=_cpu_step_seconds(trace, steady, state_bytes, _bytes_per_second(machine, has_deepspeed)),
+        )
+        # State stays where it is stepped; parameters and gradients come down, and parameters go up.
+        lowered_bytes = 2 * gradient_bytes(steady)
+        return (
+            Location(
+                actions=(action,),
+                away_bytes=state_bytes,
+                staging_bytes=staged_bytes,
+                written_bytes=lowered_bytes,
+                read_bytes=lowered_bytes // 2,
+            ),
+        )
+
+    def step(self, trace: Trace, step: Step, action: StepOnCpu) -> Step:
+        return with_state_on_disk(
+            step, resident_bytes=0, bucket_bytes=action.bucket_bytes, min_bytes=action.min_bytes, comes_back=False
+        )
+
+    def what(self, action: StepOnCpu) -> str:
+        by = "" if action.engine is UNSET else " by DeepSpeed's kernel"
+        return f"optimizer state to host, stepped on the CPU{by}"
+
+    def where(self, actions: Sequence[StepOnCpu]) -> str:
+        return "between steps"
+
+    def lever(self, action: StepOnCpu) -> str:
+        return "optimizer state to host"
+
+    def binding(self, trace: Trace, actions: Sequence[StepOnCpu]) -> Iterator[str]:
+        for action in actions:
+            yield (
+                f"{format_bytes(action.saved_bytes or 0)} of optimizer state are in host memory, where the CPU steps "
+                f"it with {_kernel_text(trace, action)}: gradients and parameters come down in each step and "
+                "parameters go up, and the CPU rounds otherwise than the device"
+            )
+
+    def against(self, trace: Trace, actions: Sequence[Action], rejected: Location) -> Iterator[str]:
+        on_cpu = next(action for action in rejected.actions if isinstance(action, StepOnCpu))
+        for action in actions:
+            if action.__struct_config__.tag == "optimizer-placement":
+                yield (
+                    f"the CPU, with {_kernel_text(trace, on_cpu)}, would make a step "
+                    f"{on_cpu.cost_seconds or 0.0:.3g} s "
+                    f"longer; state through the device makes it {action.cost_seconds or 0.0:.3g} s longer"
+                )
+
+    def deepspeed(self, action: StepOnCpu) -> DeepSpeedPart:
+        return DeepSpeedPart(state_tier="host", bucket_bytes=action.bucket_bytes)
+
+    def host_state_bytes(self, action: StepOnCpu) -> int:
+        return action.saved_bytes or 0
+
+    def staged_bytes(self, steady: Step, action: StepOnCpu) -> tuple[int, int]:
+        return staging_bytes(steady, action.bucket_bytes), 2 * gradient_bytes(steady)
+
+
+TECHNIQUE = _CpuStep()
+
+
+def require_step_beside_device(allow: Sequence[str], device: str) -> None:
+    """Checks what is allowed to a run that makes its plan by itself, once it is known where its model is.
+
+    Raises:
+        UsageError: the run may leave its optimizer's step to the CPU, where it is already.
+    """
+    if "cpu-optimizer-step" in allow and device != "cuda":
+        raise UsageError(
+            f"cpu-optimizer-step is allowed to a run whose model is on '{device}', and a step is taken to the CPU from "
+            "CUDA only: leave it out of what is allowed, or move the model to CUDA first; for a device that is not "
+            f"here {_HOW_TO_STEP_ON_CPU}"
+        )
+
+
+def can_step_on_cpu(trace: Trace, allow: tuple[str, ...]) -> str | None:
+    """Returns None if the CPU may step a device's parameters, beside their state, else why not."""
+    if "cpu-optimizer-step" not in allow:
+        return "a step on the CPU rounds otherwise than on the device; allow it with --allow cpu-optimizer-step"
+    if trace.device != "cuda":
+        return f"a step is taken to the CPU from CUDA only; the step is for '{trace.device}'; {_HOW_TO_STEP_ON_CPU}"
+    if trace.optimizer not in WITH_MOMENTS:
+        names = " and ".join(WITH_MOMENTS)
+        return f"only {names} are stepped on the CPU; {trace.optimizer or 'nothing'} steps"
+    others = {s.dtype for s in steady_step(trace).storages if s.category == "gradient"} - {"float32", ""}
+    if others:
+        return f"the CPU steps parameters in float32; here are some in {', '.join(sorted(others))}"
+    if not trace.machine.disk_write_bytes_per_second:
+        return "a step on the CPU has its state in host memory; pass --host SIZE together with --device NAME"
+    if not trace.machine.cpu_step_bytes_per_second:
+        return f"it is not known how fast the CPU steps; {_HOW_TO_STEP_ON_CPU}, which measures it"
+    return None
+
+
+def _bytes_per_second(machine: Machine, with_deepspeed: bool) -> float:
+    return machine.deepspeed_step_bytes_per_second if with_deepspeed else machine.cpu_step_bytes_per_second
+
+
+def _kernel_text(trace: Trace, action: StepOnCpu) -> str:
+    with_deepspeed = action.engine == "deepspeed"
+    name = "DeepSpeed's kernel" if with_deepspeed else "torch's fused kernel"
+    return f"{name} at {format_bytes(_bytes_per_second(trace.machine, with_deepspeed))}/s as measured here"
+
+
+def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int, cpu_bytes_per_second: float) -> float:
+    """Returns how much longer a step takes on the CPU than with all state on the device.
+
+    Gradients and parameters come down and parameters go up, which share the link: it copies either down or up. The
+    CPU reads all of that and the state, and writes parameters and state, while other buckets pass. The device
+    computes nothing meanwhile.
+    """
+    machine = trace.machine
+    state_share = state_bytes / max(1, gradient_bytes(steady))
+    # Gradients are made from the last parameter to the first, and parameters stepped from the first to the last.
+    sizes = [storage.nbytes for storage in reversed(steady.storages) if storage.category == "gradient"]
+    seconds = pipelined_seconds(
+        sizes,
+        _BUCKET_BYTES,
+        down_seconds=2 / machine.disk_write_bytes_per_second,
+        up_seconds=1 / machine.disk_read_bytes_per_second,
+        cpu_seconds=(3 + 2 * state_share) / cpu_bytes_per_second,
+    )
+    return max(0.0, seconds - sum(op.seconds for op in steady.ops if op.phase == "optimizer"))

@@ -1,0 +1,135 @@
+"""Fused kernels: norms, gated MLPs and a language model's loss run as one operation each, which keeps fewer tensors."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import msgspec
+
+from memwall.planning.action import Action, Exactness
+from memwall.planning.settings import Settings
+from memwall.planning.technique import Recording, Technique
+from memwall.predict.curve import live_peak_bytes, step_seconds
+from memwall.trace.build import steady_step
+from memwall.trace.records import Trace
+
+__all__ = ["FUSED", "TECHNIQUE", "FusedKernels", "can_use_kernels", "could_have_kernels", "kernels_in"]
+
+FUSED = "fused kernels"
+"""The form of a step that was recorded with them."""
+_OWN = "memwall."
+_LOSS = "memwall.linear_cross_entropy"
+# What norms, gated MLPs and the loss of a language model are made of where no fused kernel computes them.
+_PARTS = frozenset(
+    f"aten.{name}.default" for name in ("rsqrt", "native_layer_norm", "_fused_rms_norm", "silu", "gelu", "_log_softmax")
+)
+
+
+class FusedKernels(Action, frozen=True, kw_only=True, tag="kernels"):
+    """Runs fused kernels in place of modules' own forwards, and the loss of a language model without its logits."""
+
+    modules: tuple[str, ...]
+    """Paths of the norms and gated MLPs whose forward is replaced."""
+    chunk_rows: int = 0
+    """Rows of logits that the loss holds at a time; 0 where it is left as it is."""
+    exactness: Exactness = "equivalent"
+
+
+class _Kernels(Technique[FusedKernels]):
+    record = FusedKernels
+    order = 31
+    allow = "kernels"
+    allow_means = "fused kernels may stand in for norms, gated MLPs and losses; they round at other points"
+    advice_rank = 3
+
+    def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
+        is_possible = could_have_kernels(trace) and can_use_kernels(trace.device, (self.allow,), is_here=True) is None
+        if not is_possible or self.allow in allow:
+            return None
+        return "allow fused kernels for norms, gated MLPs and the loss of a language model: --allow kernels"
+
+    def standing_action(self, settings: Settings) -> FusedKernels | None:
+        found = settings.kernels
+        return found if isinstance(found, FusedKernels) else None
+
+    def recording_where_it_costs(self, trace: Trace, settings: Settings) -> Recording | None:
+        with_kernels, lower = settings.with_kernels, settings.under_autocast
+        if with_kernels is None:
+            return None
+        if can_use_kernels(trace.device, settings.allow, is_here=settings.hardware is None) is not None:
+            return None
+        fused, found = with_kernels(settings.autocast)
+        if not isinstance(found, FusedKernels):
+            return None
+        changed = msgspec.structs.replace(
+            settings,
+            kernels=_compared(found, trace, fused),
+            with_kernels=None,
+            under_autocast=None if lower is None else lambda: with_kernels(lower().autocast)[0],
+        )
+        return Recording(fused, changed)
+
+    def recorded_form(self, action: FusedKernels) -> str:
+        return FUSED
+
+    def what(self, action: FusedKernels) -> str:
+        return f"fused kernels, logits {action.chunk_rows:,} rows at a time" if action.chunk_rows else "fused kernels"
+
+    def where(self, actions: Sequence[FusedKernels]) -> str:
+        modules = sum(len(action.modules) for action in actions)
+        places = [f"{modules} modules"] if modules else []
+        return ", ".join((*places, "loss") if any(action.chunk_rows for action in actions) else places)
+
+    def lever(self, action: FusedKernels) -> str:
+        return "fused kernels"
+
+
+TECHNIQUE = _Kernels()
+
+
+def can_use_kernels(device: str, allow: tuple[str, ...], *, is_here: bool) -> str | None:
+    """Returns None if modules may run fused kernels, else why not.
+
+    Args:
+        is_here: whether the step will run in this installation, and not on a device that is planned for from afar.
+    """
+    if "kernels" not in allow:
+        return "fused kernels round at other points; allow it with --allow kernels"
+    if is_here and device != "cpu" and find_spec("triton") is None:
+        return f"fused kernels on device '{device}' need triton, which is not installed"
+    return None
+
+
+def could_have_kernels(trace: Trace) -> bool:
+    """Tells whether a step has operators that fused kernels may stand in for; recording it with them shows it."""
+    return not _PARTS.isdisjoint(trace.names) and not any(name.startswith(_OWN) for name in trace.names)
+
+
+def kernels_in(trace: Trace, chunk_rows: int) -> FusedKernels | None:
+    """Returns the action that makes a model run the fused kernels seen in a recorded step; None where none ran.
+
+    Args:
+        chunk_rows: rows of logits that the loss held at a time, if it was computed without them.
+    """
+    step = steady_step(trace)
+    modules: set[str] = set()
+    has_loss = False
+    for op in step.ops:
+        name = trace.names[op.name]
+        if op.phase == "backward" or not name.startswith(_OWN):
+            continue
+        if name.startswith(_LOSS):
+            has_loss = True
+        elif op.module >= 0:
+            modules.add(trace.modules[op.module].path)
+    if not modules and not has_loss:
+        return None
+    return FusedKernels(modules=tuple(sorted(modules)), chunk_rows=chunk_rows if has_loss else 0)
+
+
+def _compared(action: FusedKernels, plain: Trace, fused: Trace) -> FusedKernels:
+    """Returns the action with what it takes off the peak of an untreated step, and adds to its seconds."""
+    before, after = steady_step(plain), steady_step(fused)
+    saved_bytes = live_peak_bytes(before, plain.device) - live_peak_bytes(after, fused.device)
+    return msgspec.structs.replace(
+        action, saved_bytes=saved_bytes, cost_seconds=step_seconds(after) - step_seconds(before)
+    )
