@@ -122,7 +122,7 @@ class BlockExecutor:
         module = self._modules[path]
         original = module.forward
         counts = self._counts[path] = BlockCounts()
-        inner = original if recompute is None else recomputed(module, counts.counting(original), recompute)
+        inner = original if recompute is None else recomputed(module, original, recompute, counts)
         engine, form = (None, "exact") if offload is None else (self._engine, offload.form)
 
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
