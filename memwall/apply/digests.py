@@ -42,7 +42,8 @@ def digest_of(tensor: Tensor) -> Digest:
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         words = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
         words = words.view(_WORDS[words.element_size()])
-        order = tuple(sorted(_spread(words), key=lambda dim: -words.stride(dim)))
+        strides = words.stride()
+        order = tuple(sorted(_spread(words), key=lambda dim: -strides[dim]))
         for dim in sorted(set(range(words.dim())) - set(order), reverse=True):
             words = words.select(dim, 0)
         ranks = sorted(order)
@@ -58,9 +59,7 @@ def difference(first: Sequence[Digest], second: Sequence[Digest]) -> str:
     values = zip(_values(first), _values(second), strict=True)
     for number, (a, b, (one, other)) in enumerate(zip(first, second, values, strict=True)):
         if a[:3] != b[:3]:
-            return (
-                f"number {number} of the tensors that it keeps is {_name(a)} the first time and {_name(b)} the second"
-            )
+            return f"number {number} of the tensors that it keeps is {_name(a)} the first time and {_name(b)} then"
         if one != other:
             return f"number {number} of the {len(first)} tensors that it keeps, {_name(a)}, has other values"
     return ""
@@ -97,7 +96,8 @@ def _parts(words: Tensor, *, is_copied: bool) -> Sequence[Tensor]:
     row = max(1, words.numel() // words.shape[0])
     if row > 2 * _PART and words.dim() > 1:
         return [part for slab in words.unbind(0) for part in _parts(slab, is_copied=True)]
-    return words.split(max(1, _PART // row))
+    parts: Sequence[Tensor] = words.split(max(1, _PART // row))
+    return parts
 
 
 def _values(digests: Sequence[Digest]) -> list[int]:
@@ -167,7 +167,8 @@ class _Kept:
     __slots__ = ("outer", "tensor", "version")
 
     def __init__(self, outer: Any, tensor: Tensor) -> None:
-        self.outer, self.tensor, self.version = outer, tensor, tensor._version
+        self.outer, self.version = outer, tensor._version
+        self.tensor: Tensor | None = tensor
 
     def unchanged(self) -> Tensor:
         """The tensor; torch looks for writes into it itself only where there are no hooks."""

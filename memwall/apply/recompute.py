@@ -105,9 +105,19 @@ class _Block:
             first.release()
             call.expected = saved
             return out
-        self._counts.dropped = f"a second run of its forward differs: {found}; {_cause(call.hidden)}"
+        self._counts.dropped = f"a second run of its forward differs: {found}; {self.cause(call.hidden)}"
         _log.warning("'%s' keeps what it saves and is not recomputed: %s", self.path, self._counts.dropped)
         return out  # its backward has what the first run saved
+
+    def cause(self, hidden: HiddenState) -> str:
+        """What can make two runs of the block differ, as far as it is known."""
+        if hidden.unrestorable:
+            return f"it writes into {hidden.unrestorable}, and only up to {format_bytes(MAX_CLONED_BYTES)} are put back"
+        return (
+            "it depends on something outside of the module, such as a global variable, an object that it shares or the "
+            f"time, {'or on a kept result that is written to, ' if self.kept else ''}or on an operation that is not "
+            "deterministic"
+        )
 
     def _again(self, call: "_Call", tensors: list[Tensor], digesting: Digesting) -> Any:
         """A second run as the one in backward would be, at once; of what it saves nothing is kept."""
@@ -173,19 +183,10 @@ class _Call:
             if found:
                 raise ApplyError(
                     f"'{self._block.path}' is recomputed in backward, and what it saves differs from what it saved in "
-                    f"forward: {found}; {_cause(self.hidden)}. That changed between forward and backward: hand it to "
-                    "the block as an argument or keep it in an attribute of the block, change it after backward only, "
-                    "or take the block out of the plan's actions"
+                    f"forward: {found}; {self._block.cause(self.hidden)}. It changed in between: hand it to the block "
+                    "as an argument or keep it in an attribute of the block, change it after backward only, or take "
+                    "the block out of the plan's actions"
                 )
-
-
-def _cause(hidden: HiddenState) -> str:
-    if hidden.unrestorable:
-        return f"it writes into {hidden.unrestorable}, and only up to {format_bytes(MAX_CLONED_BYTES)} are put back"
-    return (
-        "it depends on something outside of the module, such as a global variable, an object that it shares or the "
-        "time, or on an operation that is not deterministic"
-    )
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -220,7 +221,7 @@ def _alone(*, is_watched: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
         if is_watched:
-            stack.enter_context(_Watched())
+            stack.enter_context(_Watched())  # type: ignore[no-untyped-call]
         yield
 
 
