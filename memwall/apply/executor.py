@@ -107,6 +107,10 @@ class BlockExecutor:
         """A block that was wrapped, and what its wrapper counts."""
         return self._modules[path], self._counts[path]
 
+    def not_recomputed(self) -> dict[str, str]:
+        """Blocks that gave other results when they ran again, and are not recomputed any more; with the reason."""
+        return {path: counts.dropped for path, counts in self._counts.items() if counts.dropped}
+
     def undo(self) -> None:
         """Gives every module its forward back. Graphs already built keep working."""
         for unwrap in reversed(self._unwrap):

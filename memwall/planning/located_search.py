@@ -270,7 +270,7 @@ class PlacedSearch:
             runs_ahead=self._trace.device != "cpu",
             num_passes=num_parts,
         )
-        menus = build_menus(self._trace, model, costs)
+        menus = build_menus(self._trace, model, costs, not_recomputed=self._settings.not_recomputed)
         link = None
         if with_disk:
             # A block's seconds are those of all parts, its bytes those of one, which pass as often as there are parts.

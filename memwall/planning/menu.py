@@ -65,11 +65,19 @@ class Menu(Struct, frozen=True, kw_only=True):
     """What each option takes off the device between the block's forward and its backward."""
 
 
-def build_menus(trace: Trace, model: StepModel, costs: Costs) -> tuple[Menu, ...]:
+def build_menus(
+    trace: Trace, model: StepModel, costs: Costs, *, not_recomputed: Sequence[str] = ()
+) -> tuple[Menu, ...]:
     """Per block: keep, full recompute, up to six selective points, results of fused kernels rebuilt, and with a tier
     below the moved variants; where numbers may leave packed, these too if they then move fewer bytes."""
     return tuple(
-        _menu(model, block, costs, is_repeatable=can_recompute(trace, model, block) is None) for block in model.blocks
+        _menu(
+            model,
+            block,
+            costs,
+            is_repeatable=block.path not in not_recomputed and can_recompute(trace, model, block) is None,
+        )
+        for block in model.blocks
     )
 
 

@@ -221,7 +221,10 @@ class LivePlan:
             Whether that may be done once more.
         """
         assert self.trace is not None
-        found = planned_again(self.trace, self._present_settings(model, optimizers), excess_bytes)
+        is_explained = self._note_not_recomputed()
+        found = planned_again(
+            self.trace, self._present_settings(model, optimizers), excess_bytes, is_explained=is_explained
+        )
         if found is None:
             return False
         self._measured.num_replans += 1
@@ -236,6 +239,7 @@ class LivePlan:
         """
         assert self.trace is not None
         assert self.plan is not None
+        self._note_not_recomputed()
         self.allocator.trim()
         made = planned_after(self.trace, self._present_settings(model, optimizers), self.plan, found)
         if made is None:
@@ -298,6 +302,17 @@ class LivePlan:
             self.parameters.bring_back()
             self.keeper.bring_back()
 
+    def check_effects(self) -> None:
+        """To be called after each optimizer step; notes what the plan's actions did in it.
+
+        Raises:
+            NoEffectError: an action has none.
+        """
+        if self.applied is None:
+            return
+        self._measured.not_recomputed |= self.applied.not_recomputed
+        self.applied.effects.check()
+
     def end_showing(self) -> None:
         """What was shown of parameters on disk, to save them, is no part of the step that follows."""
         shown_bytes = self.parameters.end_showing()
@@ -311,6 +326,14 @@ class LivePlan:
         self._kernels.end()
         self.parameters.end_building()
         self.allocator.undo()
+
+    def _note_not_recomputed(self) -> bool:
+        """Has plans from now on recompute no block that was found not to repeat itself; whether one is new."""
+        if self.applied is not None:
+            self._measured.not_recomputed |= self.applied.not_recomputed
+        known, present = self.settings.not_recomputed, tuple(sorted(self._measured.not_recomputed))
+        self.settings = msgspec.structs.replace(self.settings, not_recomputed=present)
+        return present != known
 
     def _end_autocast(self) -> None:
         if self._undo_autocast is not None:

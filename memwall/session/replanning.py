@@ -82,9 +82,15 @@ def excess_bytes(plan: Plan, peak_bytes: int) -> int:
     return excess if excess > margin_bytes and is_near else 0
 
 
-def planned_again(trace: Trace, settings: Settings, excess: int) -> tuple[Trace, Plan] | None:
-    """Charges what was measured beyond the forecast to the process, and plans with that; None if nothing fits then."""
-    trace = _charged(trace, excess)
+def planned_again(
+    trace: Trace, settings: Settings, excess: int, *, is_explained: bool = False
+) -> tuple[Trace, Plan] | None:
+    """Charges what was measured beyond the forecast to the process, and plans with that; None if nothing fits then.
+
+    Args:
+        is_explained: whether the settings say something new that the excess came of; nothing is charged then.
+    """
+    trace = trace if is_explained else _charged(trace, excess)
     try:
         plan = make_plan(trace, settings)
     except InfeasibleError as error:

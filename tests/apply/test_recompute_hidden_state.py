@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plans import plan_of
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -19,6 +20,7 @@ from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.hidden_state import MAX_CLONED_BYTES
 from memwall.errors import ApplyError
 from memwall.planning.actions import Offload, Recompute
+from memwall.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -287,6 +289,20 @@ def test_a_block_that_cannot_be_repeated_is_not_recomputed_and_named(caplog: pyt
         reason = executor.wrapped("1")[1].dropped
     assert "outside of the module" in reason
     assert [record.message for record in caplog.records] == [f"'1' keeps what it saves and is not recomputed: {reason}"]
+
+
+def test_a_session_goes_on_and_says_which_block_is_not_recomputed() -> None:
+    model = nn.Sequential(Block(), ReadsAGlobal(), nn.Tanh())
+    plan = plan_of(model, Recompute(block="0"), Recompute(block="1"))
+    with Session(plan=plan) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.attach(model, optimizer)
+        for _ in range(3):
+            model(torch.ones(5, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.measured.num_steps == 3
+    assert list(session.measured.not_recomputed) == ["1"]
 
 
 def test_a_second_run_that_fails_leaves_a_plain_step(caplog: pytest.LogCaptureFixture) -> None:
