@@ -116,7 +116,10 @@ def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> 
 
 
 def _env(plan: Plan, output: Path) -> Exported:
-    """Lines NAME=value: for `docker run --env-file`, systemd, or `set -a; . FILE`."""
+    """Returns lines NAME=value: for `docker run --env-file`, systemd, or `set -a; . FILE`.
+
+    The three do not read quotes alike, so no value may need them: `AllocatorReuse` refuses what is not a plain setting.
+    """
     values: dict[str, str] = {}
     kept: list[Action] = []
     for action in plan.actions:
@@ -125,6 +128,11 @@ def _env(plan: Plan, output: Path) -> Exported:
         elif isinstance(action, Accumulate):
             values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(action.num_micro_batches)
         elif isinstance(action, AllocatorReuse) and action.cuda_setting:
+            if ">" in action.cuda_setting:
+                raise UsageError(
+                    f"the plan's allocator setting '{action.cuda_setting}' has a '>', which a shell takes for "
+                    "a redirection; name the intervals above the last one (each power of two up to 32768) in its place"
+                )
             values |= dict.fromkeys(VARIABLES, action.cuda_setting)
         elif isinstance(action, AllocatorReuse) and action.policy != TENSOR_HEAP:
             policy = policy_named(action.policy)

@@ -9,6 +9,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from memwall.predict.cuda_allocator.settings import is_well_formed
+
 __all__ = [
     "Accumulate",
     "Action",
@@ -131,6 +133,18 @@ class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="a
     saved_bytes: int | None = None
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"
+
+    def __post_init__(self) -> None:
+        """Refuses a string that is more than a setting: plans are passed on, and it becomes a variable's value.
+
+        Raises:
+            ValueError: it is not of the form name:value,name:value; names and values are the apply stage's to judge.
+        """
+        if self.cuda_setting and not is_well_formed(self.cuda_setting):
+            raise ValueError(
+                f"cuda_setting {self.cuda_setting!r} is no allocator setting; expected name:value,name:value, as "
+                "'expandable_segments:True'"
+            )
 
 
 class StateAhead(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
