@@ -39,7 +39,7 @@ def workload_of_spec(
     Args:
         spec: `package.module:factory`, `path/file.py:factory`, a Hugging Face model folder, or its config.json.
         batch: samples, with a configuration; None is 1. sequence: tokens per sample, with a configuration.
-        dtype, optimizer: see `hugging_face_workload`; None is float32 and adamw.
+        dtype, optimizer: see `hugging_face_workload`; None is the configuration's dtype, or float32, and adamw.
         autocast: the dtype that the model runs under autocast in, of a configuration or a factory; None for none.
         is_checkpointed, is_padded: see `hugging_face_workload`; a factory decides them.
 
@@ -51,7 +51,7 @@ def workload_of_spec(
             spec,
             batch=1 if batch is None else batch,
             sequence=sequence,
-            dtype=dtype or "float32",
+            dtype=dtype,
             optimizer=optimizer or "adamw",
             is_padded=is_padded,
             is_checkpointed=is_checkpointed,

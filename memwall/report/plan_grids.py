@@ -21,7 +21,7 @@ from memwall.planning.actions import (
 from memwall.planning.forecast import Forecast, Lever, PeakBytes
 from memwall.planning.planfile import Plan
 from memwall.predict.link_time import LinkTime
-from memwall.report.estimate_grids import allocator_facts
+from memwall.report.estimate_grids import allocator_facts, workload_row
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
 from memwall.units import format_bytes, format_seconds
 
@@ -51,6 +51,7 @@ def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     if forecast.budget_bytes is not None:
         peak_text += f" ({share_percent(peak_bytes, forecast.budget_bytes)} of the budget)"
     facts = [
+        *workload_row(forecast.workload),
         ("budget", bytes_or_dash(forecast.budget_bytes)),
         ("predicted process peak", peak_text),
         ("margin", format_bytes(forecast.margin_bytes)),

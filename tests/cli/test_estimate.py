@@ -77,6 +77,35 @@ def test_the_table_starts_with_the_verdict_and_ends_with_what_is_left_out(
     assert "Predicted, not measured. Not modelled: nothing was measured on this device" in words
 
 
+@pytest.mark.requires("transformers")
+def test_what_was_assumed_is_always_shown(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """GIVEN a configuration in bfloat16 WHEN nothing is asked for THEN dtype, optimizer, batch and length are said."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "torch_dtype": "bfloat16"}))
+    _, found = run("estimate", str(config), "--device", "h100-80gb")
+    assert found["workload"] == {
+        "dtype": "bfloat16",
+        "autocast": "none",
+        "optimizer": "AdamW",
+        "micro_batch": 1,
+        "num_micro_batches": 1,
+        "input_shape": [1, 2048],
+        "tokens_per_sample": 2048,
+    }
+    assert main(["estimate", str(config), "--device", "h100-80gb"]) == 0
+    assert "weights in bfloat16; AdamW; batch 1 x 2,048 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.requires("transformers")
+def test_an_explicit_dtype_wins_over_that_of_the_configuration(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "torch_dtype": "bfloat16"}))
+    more = ("--device", "h100-80gb", "--dtype", "fp32", "--autocast", "bf16", "--seq", "64", "--accumulate", "4")
+    _, found = run("estimate", str(config), *more)
+    assumed = found["workload"]
+    assert (assumed["dtype"], assumed["autocast"], assumed["num_micro_batches"]) == ("float32", "bfloat16", 4)
+
+
 def test_a_factory_is_estimated_as_well(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "training.py"
     path.write_text(FACTORY)
@@ -84,6 +113,9 @@ def test_a_factory_is_estimated_as_well(run: Run, tmp_path: Path) -> None:
     jsonschema.validate(found, SCHEMA)
     assert status == 0
     assert found["micro_batch"] == 64
+    assumed = found["workload"]
+    assert (assumed["dtype"], assumed["optimizer"]) == ("float32", "AdamW")
+    assert (assumed["input_shape"], assumed["tokens_per_sample"]) == ([64, 256], None)
 
 
 @pytest.mark.requires("transformers")
@@ -95,7 +127,7 @@ def test_a_factory_is_estimated_as_well(run: Run, tmp_path: Path) -> None:
         ({"auto_map": {"x": "y"}}, ("--device", "l4"), "'auto_map' asks for code that the model brings along"),
         ({"vocab_size": None}, ("--device", "l4"), "config.json: "),
         ({"num_hidden_layers": 10**9}, ("--device", "l4"), "'num_hidden_layers' is 1000000000; expected 1 to 2000"),
-        ({}, ("--device", "l4", "--dtype", "int8"), "dtype 'int8' is not known; expected one of float32, bfloat16"),
+        ({}, ("--device", "l4", "--dtype", "int8"), "--dtype: 'int8' is not known; expected one of float32, bfloat16"),
         ({}, ("--device", "l4", "--seq", "99999"), "sequence 99999 is more than the 2048 positions"),
         ({}, ("--device", "l4", "--budget", "much"), "--budget: 'much' is not a size"),
     ],
