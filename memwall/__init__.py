@@ -7,6 +7,8 @@ device.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memwall.logs import follow_environment as _follow_environment
+
 if TYPE_CHECKING:
     from memwall.apply.optimizer_state.master_weights import with_master_weights as with_master_weights
     from memwall.checkpoint.resumption import resumed_steps as resumed_steps
@@ -65,6 +67,9 @@ _HOMES = {
     "steps": "memwall.checkpoint.resumption",
     "with_master_weights": "memwall.apply.optimizer_state.master_weights",
 }
+
+
+_follow_environment()
 
 
 def __getattr__(name: str) -> Any:

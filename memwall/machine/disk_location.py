@@ -58,7 +58,11 @@ def check_directory(path: str | os.PathLike[str], needed_bytes: int = 0) -> None
             "give a directory on a real disk"
         )
     if filesystem in _NETWORK_FILESYSTEMS:
-        _logger.warning("--disk %s is on a network filesystem (%s): expect it to be slow", shown, filesystem)
+        _logger.warning(
+            "--disk %s is on a network filesystem (%s), which is slow; give a folder on a disk of this machine",
+            shown,
+            filesystem,
+        )
     _check_writable(shown)
     found = os.statvfs(shown)
     free_bytes = found.f_bavail * found.f_frsize

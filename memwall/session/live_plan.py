@@ -146,21 +146,21 @@ class LivePlan:
         allow = self.settings.allow
         reason = can_pack(self.trace, allow) if "low-bit-offload" in allow else None
         if reason is not None:
-            _log.warning("no saved tensor leaves in int8: %s", reason)
+            _log.warning("low-bit-offload is allowed, but no saved tensor leaves in int8: %s", reason)
         reason = why_no_low_bits(self.trace, allow) if "low-bit-optimizer" in allow else None
         if reason is not None:
-            _log.warning("no optimizer state is kept in 8 bits: %s", reason)
+            _log.warning("low-bit-optimizer is allowed, but no optimizer state is kept in 8 bits: %s", reason)
         if "cpu-optimizer-step" in allow:
             reason = can_step_on_cpu(self.trace, allow) or why_not_on_cpu(optimizers)
             if reason is not None:
-                _log.warning("the CPU steps no optimizer: %s", reason)
+                _log.warning("cpu-optimizer-step is allowed, but the CPU steps no optimizer: %s", reason)
         try:
             self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizers), self.allocator)
         except InfeasibleError:
             if can_autocast(self.trace, self.settings.allow) is not None:
                 raise
             dtype = lower_dtype(self.trace.device)
-            _log.info("nothing fits in the present precision; recording the next step under %s autocast", dtype)
+            _log.info("no plan fits in the present precision; the next step is recorded under %s autocast", dtype)
             self.settings = msgspec.structs.replace(self.settings, autocast=dtype)
             self._undo_autocast = LowerPrecision(model, dtype, is_running=is_running).undo
             return False
@@ -212,7 +212,11 @@ class LivePlan:
             torch.cuda.empty_cache()
         self._measured.begin_plan(None if self.trace is None else self.trace.base_bytes)
         forecast = self.plan.forecast
-        _log.info("plan applied: %d actions, %s", len(self.plan.actions), format_bytes(forecast.peak.process_bytes))
+        _log.info(
+            "a plan with %d actions is applied; it foresees a peak of %s",
+            len(self.plan.actions),
+            format_bytes(forecast.peak.process_bytes),
+        )
 
     def replace(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], excess_bytes: int) -> bool:
         """Charges what was measured beyond the forecast to the process, plans with that, and applies the plan.

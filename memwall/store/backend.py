@@ -101,7 +101,11 @@ class SystemBackend:
             os.close(fd)
             raise
         if not is_direct:
-            _logger.warning("%s refuses O_DIRECT: offloaded bytes pass through the page cache (slower)", directory)
+            _logger.warning(
+                "%s refuses O_DIRECT: offloaded bytes pass through the page cache, which is slower; give a "
+                "folder on ext4, xfs or btrfs",
+                directory,
+            )
         return OpenScratch(fd=fd, is_direct=is_direct)
 
     def open_file(self, path: str, *, is_read_only: bool = False) -> OpenScratch:
