@@ -143,12 +143,10 @@ def difference_report(difference: Difference) -> Group:
     )
 
 
-def estimate_report(trace: Trace, estimate: "Estimate") -> Group:
-    """What a step needs on a device that is not here, and what it is made of: `memwall estimate`."""
-    highest = highest_point(trace)
-    grids: list[Grid | None] = [forecast_phase_grid(estimate)]
-    if highest is not None:
-        grids += [category_grid(highest.peak), line_grid(highest.peak), module_grid(highest.peak)]
+def estimate_report(estimate: "Estimate") -> Group:
+    """Returns what a step needs on a device that is not here, and what it is made of: `memwall estimate`."""
+    peak = estimate.in_peak
+    grids = [forecast_phase_grid(estimate), category_grid(peak), line_grid(peak), module_grid(peak)]
     return _report(
         _verdict(_forecast_verdict(estimate)),
         _facts(estimate_facts(estimate)),

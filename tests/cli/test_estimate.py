@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
+import torch
 from figures import sizes_not_in, untagged, without_unit
 from forecasts import FACTORY, LLAMA, OPTIONS, SCHEMA, Run, estimated
 
+import memwall
 from memwall.cli.app import main
 from memwall.machine.hardware import hardware_named
 from memwall.units import format_bytes
@@ -116,6 +119,35 @@ def test_a_factory_is_estimated_as_well(run: Run, tmp_path: Path) -> None:
     assumed = found["workload"]
     assert (assumed["dtype"], assumed["optimizer"]) == ("float32", "AdamW")
     assert (assumed["input_shape"], assumed["tokens_per_sample"]) == ([64, 256], None)
+
+
+@pytest.mark.requires("transformers")
+def test_python_gives_the_same_forecast_as_the_command(run: Run, config: str) -> None:
+    _, found = estimated(run, config, "--budget", "50%")
+    asked = memwall.estimate(config, "h100-80gb", batch=4, sequence=1024, dtype="bf16", budget="50%")
+    assert json.loads(msgspec.json.encode(asked)) == found
+
+
+def test_a_workload_is_estimated_without_a_file() -> None:
+    workload = memwall.Workload(
+        model=lambda: torch.nn.Linear(256, 256),
+        batch=lambda: torch.ones(64, 256),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    found = memwall.estimate(workload, "l4")
+    assert (found.fits, found.micro_batch) == (True, 64)
+    for options, message in (
+        ({"batch": 2}, r"^--batch: the workload is a factory, which decides that itself"),
+        ({"worst_batch": "max-length"}, r"^worst_batch 'max-length': a workload decides itself what its batch is"),
+        ({"worst_batch": "longest"}, r"^worst_batch 'longest' is not known; expected one of max-length, dataset, p99$"),
+        ({"accumulate": 0}, r"^accumulate is 0, eval_batch None; expected at least 1 of each$"),
+        ({"budget": "much"}, r"^'much' is not a size"),
+    ):
+        with pytest.raises(memwall.UsageError, match=message):
+            memwall.estimate(workload, "l4", **options)
+    with pytest.raises(memwall.UsageError, match="'l5' is no device that memwall has figures for"):
+        memwall.estimate(workload, "l5")
 
 
 @pytest.mark.requires("transformers")

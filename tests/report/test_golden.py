@@ -126,8 +126,8 @@ def estimate(plan: Plan, trace: Trace) -> Estimate:
 
 @pytest.mark.parametrize("width", [80, 160])
 class TestExactText:
-    def test_estimate(self, trace: Trace, estimate: Estimate, width: int) -> None:
-        assert drawn(estimate_report(trace, estimate), width) == golden(f"estimate_{width}.txt")
+    def test_estimate(self, estimate: Estimate, width: int) -> None:
+        assert drawn(estimate_report(estimate), width) == golden(f"estimate_{width}.txt")
 
     def test_snapshot(self, search: SettingsSearch, tmp_path: Path, width: int) -> None:
         analysis = replace(snapshot_of(tmp_path, 1024)[1], settings=search, notes=("the device ran out (retries: 1)",))
