@@ -58,7 +58,9 @@ def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     ]
     if forecast.plain_peak is not None:
         facts.append(("peak without the plan", format_bytes(forecast.plain_peak.process_bytes)))
-    facts.append(("smallest feasible budget", bytes_or_dash(forecast.smallest_feasible_budget_bytes)))
+    smallest_bytes = forecast.smallest_feasible_budget_bytes
+    smallest_text = DASH if smallest_bytes is None else format_bytes(smallest_bytes, rounding="up")
+    facts.append(("smallest feasible budget", smallest_text))
     step_text = seconds_or_dash(forecast.step_seconds)
     if forecast.step_seconds is not None and forecast.plain_step_seconds:
         ratio = ratio_text(forecast.step_seconds, forecast.plain_step_seconds)
