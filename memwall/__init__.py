@@ -7,14 +7,25 @@ device.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memwall.logs import follow_environment as _follow_environment
+
 if TYPE_CHECKING:
     from memwall.apply.optimizer_state.master_weights import with_master_weights as with_master_weights
+    from memwall.checkpoint.files import import_checkpoint as import_checkpoint
     from memwall.checkpoint.resumption import resumed_steps as resumed_steps
     from memwall.checkpoint.resumption import steps as steps
+    from memwall.errors import ApplyError as ApplyError
     from memwall.errors import InfeasibleError as InfeasibleError
+    from memwall.errors import IntegrationError as IntegrationError
     from memwall.errors import MemwallError as MemwallError
+    from memwall.errors import NoEffectError as NoEffectError
     from memwall.errors import OffloadIOError as OffloadIOError
+    from memwall.errors import OutOfMemoryError as OutOfMemoryError
+    from memwall.errors import PlanError as PlanError
     from memwall.errors import StoreError as StoreError
+    from memwall.errors import TraceError as TraceError
+    from memwall.errors import UsageError as UsageError
+    from memwall.integrations.estimate import estimate as estimate
     from memwall.planning.planfile import Plan as Plan
     from memwall.planning.search import plan as plan
     from memwall.rows.embedding import RowEmbedding as RowEmbedding
@@ -28,18 +39,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ApplyError",
     "InfeasibleError",
+    "IntegrationError",
     "MemwallError",
+    "NoEffectError",
     "OffloadIOError",
+    "OutOfMemoryError",
     "Plan",
+    "PlanError",
     "RowEmbedding",
     "RowEmbeddingBag",
     "Session",
     "StoreError",
     "Trace",
+    "TraceError",
+    "UsageError",
     "Workload",
     "__version__",
+    "estimate",
     "fit",
+    "import_checkpoint",
     "plan",
     "record",
     "resumed_steps",
@@ -48,23 +68,34 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ApplyError": "memwall.errors",
     "InfeasibleError": "memwall.errors",
+    "IntegrationError": "memwall.errors",
     "MemwallError": "memwall.errors",
+    "NoEffectError": "memwall.errors",
     "OffloadIOError": "memwall.errors",
+    "OutOfMemoryError": "memwall.errors",
     "Plan": "memwall.planning.planfile",
+    "PlanError": "memwall.errors",
     "RowEmbedding": "memwall.rows.embedding",
     "RowEmbeddingBag": "memwall.rows.embedding",
     "Session": "memwall.session.session",
     "StoreError": "memwall.errors",
     "Trace": "memwall.trace.records",
+    "TraceError": "memwall.errors",
+    "UsageError": "memwall.errors",
     "Workload": "memwall.trace.workload",
+    "estimate": "memwall.integrations.estimate",
     "fit": "memwall.session.fit",
+    "import_checkpoint": "memwall.checkpoint.files",
     "plan": "memwall.planning.search",
     "record": "memwall.trace.record",
     "resumed_steps": "memwall.checkpoint.resumption",
     "steps": "memwall.checkpoint.resumption",
     "with_master_weights": "memwall.apply.optimizer_state.master_weights",
 }
+
+_follow_environment()
 
 
 def __getattr__(name: str) -> Any:

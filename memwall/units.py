@@ -1,10 +1,14 @@
 """Sizes in and out: the one place that scales units. Bytes and seconds inside, GiB and ms only at the rim."""
 
+import math
 import re
+from typing import Literal
 
 from memwall.errors import UsageError
 
-__all__ = ["format_bytes", "format_seconds", "parse_size"]
+__all__ = ["Rounding", "format_bytes", "format_seconds", "parse_size"]
+
+Rounding = Literal["nearest", "up", "down"]
 
 # IEC 80000-13: KiB, MiB, ... are powers of 1024; kB, MB, ... powers of 1000. Kubernetes writes Mi and Gi bare.
 _SCALES = {
@@ -26,6 +30,15 @@ _SCALES = {
     "ti": 1 << 40,
     "pi": 1 << 50,
 }
+# How sizes are shown: the unit, its bytes, and the digits after the point.
+_SHOWN = (
+    ("PiB", 1 << 50, 2),
+    ("TiB", 1 << 40, 2),
+    ("GiB", 1 << 30, 2),
+    ("MiB", 1 << 20, 1),
+    ("KiB", 1 << 10, 1),
+    ("B", 1, 0),
+)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 
 
@@ -61,24 +74,30 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None) -> int:
     return size_bytes
 
 
-def format_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float, *, rounding: Rounding = "nearest") -> str:
     """Bytes for a person, in binary units.
+
+    Args:
+        rounding: of the last digit shown, away from zero ("up") or towards it ("down"). What is needed is shown "up",
+            so that the text, read back by `parse_size`, is enough; what is there is shown "down".
 
     >>> format_bytes(1610612736), format_bytes(-2048), format_bytes(17)
     ('1.50 GiB', '-2.0 KiB', '17 B')
+    >>> needed = 564_930_806
+    >>> format_bytes(needed), format_bytes(needed, rounding="up"), format_bytes(needed, rounding="down")
+    ('538.8 MiB', '538.8 MiB', '538.7 MiB')
+    >>> parse_size(format_bytes(needed + 100_000, rounding="up")) >= needed + 100_000
+    True
     """
     sign, size = ("-" if num_bytes < 0 else ""), abs(num_bytes)
-    if size >= 1 << 50:
-        return f"{sign}{size / (1 << 50):.2f} PiB"
-    if size >= 1 << 40:
-        return f"{sign}{size / (1 << 40):.2f} TiB"
-    if size >= 1 << 30:
-        return f"{sign}{size / (1 << 30):.2f} GiB"
-    if size >= 1 << 20:
-        return f"{sign}{size / (1 << 20):.1f} MiB"
-    if size >= 1 << 10:
-        return f"{sign}{size / (1 << 10):.1f} KiB"
-    return f"{sign}{size:.0f} B"
+    name, scale, digits = next((shown for shown in _SHOWN if size >= shown[1]), _SHOWN[-1])
+    if rounding == "nearest":
+        return f"{sign}{size / scale:.{digits}f} {name}"
+    # Whole numbers of the last digit: a fraction such as 0.1 has no exact float.
+    whole = math.ceil(size) if rounding == "up" else math.floor(size)
+    parts = whole * 10**digits
+    last_digits = -(-parts // scale) if rounding == "up" else parts // scale
+    return f"{sign}{last_digits / 10**digits:.{digits}f} {name}"
 
 
 def format_seconds(seconds: float) -> str:

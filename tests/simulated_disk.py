@@ -91,7 +91,7 @@ class SimulatedDisk:
     def open_scratch(self, directory: str) -> OpenScratch:
         raise NotImplementedError("a checkpoint has no scratch file")
 
-    def open_file(self, path: str) -> OpenScratch:
+    def open_file(self, path: str, *, is_read_only: bool = False) -> OpenScratch:
         fd = len(self._paths)
         self._paths[fd] = path
         self._files.setdefault(path, bytearray())

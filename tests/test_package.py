@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,24 +14,34 @@ from pathlib import Path
 import pytest
 
 import memwall
+from memwall import errors
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted([*ROOT.glob("memwall/**/*.py"), *ROOT.glob("triton_kernels/**/*.py")])
 MAX_LINES = 600
 RIM = ("cli", "demo", "report", "integrations")
 PUBLIC_NAMES = [
+    "ApplyError",
     "InfeasibleError",
+    "IntegrationError",
     "MemwallError",
+    "NoEffectError",
     "OffloadIOError",
+    "OutOfMemoryError",
     "Plan",
+    "PlanError",
     "RowEmbedding",
     "RowEmbeddingBag",
     "Session",
     "StoreError",
     "Trace",
+    "TraceError",
+    "UsageError",
     "Workload",
     "__version__",
+    "estimate",
     "fit",
+    "import_checkpoint",
     "plan",
     "record",
     "resumed_steps",
@@ -86,6 +97,29 @@ def test_public_names_are_pinned() -> None:
 def test_public_name_exists_and_says_what_it_is(name: str) -> None:
     value = getattr(memwall, name)
     assert isinstance(value, str) or (value.__doc__ or "").strip()
+
+
+def test_every_error_that_is_raised_on_purpose_can_be_caught_by_a_public_name() -> None:
+    """All of them, but for the one that is only told apart inside: it is a `TraceError`."""
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    found = {value.__name__ for value in classes if value.__module__ == errors.__name__}
+    assert found - {"NeedsValuesError"} == {name for name in PUBLIC_NAMES if name.endswith("Error")}
+    assert issubclass(errors.NeedsValuesError, memwall.TraceError)
+
+
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_pages_point_no_deeper_than_the_public_names(page: Path) -> None:
+    """What people are told to import is `memwall.X`, or `memwall.integrations.X` and `memwall.triton_kernels`."""
+    for name in re.findall(r"(?<![\w./-])memwall\.([\w.]*\w)", page.read_text()):
+        first, *rest = name.split(".")
+        if first in ("integrations", "triton_kernels"):
+            importlib.import_module(f"memwall.{'.'.join([first, *rest[:1]])}")
+        else:
+            assert first in PUBLIC_NAMES, name
+            assert not rest or first in ("plan", "Plan"), name
 
 
 def test_unknown_name_lists_the_public_ones() -> None:

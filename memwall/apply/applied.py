@@ -158,6 +158,11 @@ class AppliedPlan:
         """Bytes of saved tensors moved to the next tier, and back, so far."""
         return (0, 0) if self.engine is None else (self.engine.bytes_written, self.engine.bytes_read)
 
+    @property
+    def not_recomputed(self) -> dict[str, str]:
+        """Blocks that gave other results when they ran again, and are not recomputed any more; with the reason."""
+        return {} if self.executor is None else self.executor.not_recomputed()
+
     # -- handlers --------------------------------------------------------------------------------------------------
 
     def _apply_blocks(self, _: Action) -> None:

@@ -10,6 +10,7 @@ class BlockCounts:
     """Of one block since its plan was applied; calls without gradients do not count."""
 
     __slots__ = (
+        "dropped",
         "num_calls",
         "num_immovable",
         "num_in_backward",
@@ -26,6 +27,8 @@ class BlockCounts:
         """Of these, from within a backward pass."""
         self.num_runs = 0
         """Of a recomputed block's own forward."""
+        self.dropped = ""
+        """Why it is not recomputed although the plan says so."""
         self.num_rebuilt = 0
         """Saved tensors that became the recipe to rebuild them."""
         self.num_offered = 0

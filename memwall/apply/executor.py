@@ -110,6 +110,10 @@ class BlockExecutor:
         """A block that was wrapped, and what its wrapper counts."""
         return self._modules[path], self._counts[path]
 
+    def not_recomputed(self) -> dict[str, str]:
+        """Blocks that gave other results when they ran again, and are not recomputed any more; with the reason."""
+        return {path: counts.dropped for path, counts in self._counts.items() if counts.dropped}
+
     def undo(self) -> None:
         """Gives every module its forward back. Graphs already built keep working."""
         for unwrap in reversed(self._unwrap):
@@ -125,7 +129,7 @@ class BlockExecutor:
         module = self._modules[path]
         original = module.forward
         counts = self._counts[path] = BlockCounts()
-        inner = original if recompute is None else recomputed(module, counts.counting(original), recompute)
+        inner = original if recompute is None else recomputed(module, original, recompute, counts)
         engine, form = (None, "exact") if offload is None else (self._engine, offload.form)
 
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

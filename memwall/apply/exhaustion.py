@@ -78,7 +78,8 @@ def as_error(
         where = f"in the {found.phase} of step {num_steps + 1}"
         advice = "use a smaller batch and accumulate, or give the process more memory"
         if next_budget_bytes:
-            advice = f"run again with a budget of {format_bytes(next_budget_bytes)}, for which a plan needs less"
+            advice = "run again with a budget of "
+            advice += f"{format_bytes(next_budget_bytes, rounding='down')}, for which a plan needs less"
     return OutOfMemoryError(
         f"out of memory {where}: {asked} could not be had while the process held "
         f"{format_bytes(found.held_bytes)}{budget}; {reason}; {advice}",

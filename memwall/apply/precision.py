@@ -247,7 +247,11 @@ class GradientScaling:
             return
         self.scale, self._steps_at_scale = max(self.scale / 2, _LEAST_SCALE), 0
         self.num_skipped_steps += 1
-        _log.warning("float16: a gradient overflowed; this step changes nothing, scale now %g", self.scale)
+        _log.warning(
+            "a gradient overflowed in float16: this step changes no weight, and the loss is scaled by %g from now on; "
+            "if that happens in most steps, train in bfloat16 or float32",
+            self.scale,
+        )
         for parameter, _ in self._hooked.values():  # an optimizer passes over parameters without a gradient
             parameter.grad = None
 

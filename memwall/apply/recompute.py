@@ -1,28 +1,36 @@
 """Recompute handler: a block's forward runs again in backward, fully or but for chosen results, to the same bits.
 
-The executor is torch's non-reentrant checkpoint, which restores RNG and autocast state. Added here: selective keeping
-by operation number, running statistics that are updated once, and key-value caches that are not extended twice.
+The executor is torch's non-reentrant checkpoint, which restores torch's random numbers and autocast state. Added here:
+state that it does not know of (`hidden_state`), arguments by keyword, selective keeping by operation number, running
+statistics that are updated once, key-value caches that are not extended twice, and a proof of each block's first call.
 """
 
-import copy
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
+    get_device_states,
+    set_device_states,
 )
 
-from memwall.errors import ApplyError
+from memwall.apply.block_counts import BlockCounts
+from memwall.apply.call_arguments import CallArguments
+from memwall.apply.digests import Digest, Digesting, difference, digest_of
+from memwall.apply.exhaustion import is_exhaustion
+from memwall.apply.hidden_state import MAX_CLONED_BYTES, HiddenState
+from memwall.apply.kept_operations import KeptOperations
+from memwall.apply.kv_caches import OwnCaches
+from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.modules import is_batch_norm
+from memwall.units import format_bytes
 
 __all__ = ["recomputed"]
 
@@ -31,167 +39,206 @@ Forward = Callable[..., Any]
 _log = logging.getLogger(__name__)
 
 
-def recomputed(module: nn.Module, forward: Forward, action: Recompute) -> Forward:
+def recomputed(module: nn.Module, forward: Forward, action: Recompute, counts: BlockCounts | None = None) -> Forward:
     """A forward that keeps only its inputs and the results of the action's kept operations, and runs again in backward.
+
+    Its first call is proven: the forward runs a second time at once, and where it saves other bits than the first time,
+    nothing of the block is recomputed from then on, and the log says so. What the second run is given is all that the
+    one in backward has; that one is compared with the first too.
 
     Args:
         module: whose forward it is; its BatchNorm layers update their running statistics in the first run only.
         action: which operations to keep. Without names they are kept by number alone.
+        counts: where the runs are counted, and where it is said why the block is not recomputed.
     """
-    norms = [child for child in module.modules() if is_batch_norm(child)]
-    names = action.kept_names or ("",) * len(action.kept_ops)
-    contexts = partial(_contexts, norms, dict(zip(action.kept_ops, names, strict=True)))
-    indices: set[Any] = {getattr(child, "layer_idx", None) for child in module.modules()}
-    layers = sorted(int(index) for index in indices if isinstance(index, int))
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not any(map(_is_cache, (*args, *kwargs.values()))):
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        args = tuple(_unfilled(value, layers) for value in args)
-        kwargs = {name: _unfilled(value, layers) for name, value in kwargs.items()}
-        return checkpoint(with_own_caches, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    def with_own_caches(*args: Any, **kwargs: Any) -> Any:
-        return forward(
-            *(_unfilled(value, layers) for value in args),
-            **{name: _unfilled(value, layers) for name, value in kwargs.items()},
-        )
-
-    return run
+    return _Block(module, forward, action, counts or BlockCounts()).run
 
 
-def _contexts(
-    norms: list[nn.Module], kept: dict[int, str]
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of the first run and of the recomputation, made anew for each call."""
-    if not kept:
-        return nullcontext(), _SparedStatistics(norms) if norms else nullcontext()
-    first, again = create_selective_checkpoint_contexts(_Policy(kept))
-    return first, _SparedStatistics(norms, again) if norms else again
+class _Block:
+    def __init__(self, module: nn.Module, forward: Forward, action: Recompute, counts: BlockCounts) -> None:
+        self.modules = tuple(module.named_modules())
+        self.norms = [child for _, child in self.modules if is_batch_norm(child)]
+        self.path = action.block
+        names = action.kept_names or ("",) * len(action.kept_ops)
+        self.kept = dict(zip(action.kept_ops, names, strict=True))
+        self._module, self._plain, self._counts = module, forward, counts
+        self._forward = counts.counting(forward)
+        self._caches = OwnCaches(module)
+        self._is_proven = False
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """See `recomputed`."""
+        if self._counts.dropped:
+            return self._forward(*args, **kwargs)
+        forward, args, kwargs = self._caches.emptied(self._forward, args, kwargs)
+        call = _Call(self, forward, args, kwargs)
+        tensors = self._tensors_of(call)
+        if self._is_proven:
+            return call.begin(tensors)
+        return self._prove(call, tensors)
 
-class _Policy:
-    """Keeps operations by their number, until another one than expected runs in such a place (another input, say).
+    def _tensors_of(self, call: "_Call") -> list[Tensor]:
+        """The call's tensors, and where none says so one for the device whose random numbers the block draws."""
+        tensors, call.arguments.tensors = call.arguments.tensors, []
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            weight = next(self._module.parameters(), None)
+            if weight is not None and weight.device.type != "cpu":
+                tensors.append(weight.new_empty(0))
+        return tensors
 
-    What is not expected may be written to later, which torch answers with an error. Older torch asks in both runs, so
-    each run is counted on its own.
-
-    Args:
-        kept: operation number -> its name, "" for any.
-    """
-
-    def __init__(self, kept: dict[int, str]) -> None:
-        self._left = {False: dict(kept), True: dict(kept)}
-        self._seen = {False: 0, True: 0}
-        self._kept_random = ""
-
-    def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        number, left = self._seen[context.is_recompute], self._left[context.is_recompute]
-        self._seen[context.is_recompute] = number + 1
-        expected = left.get(number)
-        if expected is None:
-            if self._kept_random and not context.is_recompute and _is_random(op):
-                raise ApplyError(
-                    f"the plan keeps the random operation {self._kept_random} of a block and recomputes a later one, "
-                    f"{op}, which would then draw other numbers; make the plan again with `memwall plan`"
-                )
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if expected not in ("", str(op)):
-            _log.debug("operation %d is %s and not %s: nothing more is kept in this call", number, op, expected)
-            left.clear()
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if op.is_view or op._schema.is_mutable:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if _is_random(op):
-            self._kept_random = str(op)
-        return CheckpointPolicy.MUST_SAVE
-
-
-def _is_random(op: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags
-
-
-class _SparedStatistics:
-    """Lets BatchNorm layers write to copies of their running statistics; a batch must be counted once.
-
-    Can be entered again and again, as a backward with retain_graph does.
-
-    Args:
-        norms: the layers.
-        inner: entered inside, if given.
-    """
-
-    def __init__(self, norms: list[nn.Module], inner: AbstractContextManager[Any] | None = None) -> None:
-        self._norms = norms
-        self._inner = inner or nullcontext()
-        self._originals: list[dict[str, Tensor | None]] = []
-
-    def __enter__(self) -> None:
-        self._originals = [dict(norm._buffers) for norm in self._norms]
-        for norm in self._norms:
-            for name, buffer in norm._buffers.items():
-                if buffer is not None:
-                    norm._buffers[name] = buffer.clone()
-        self._inner.__enter__()
-
-    def __exit__(self, *failure: Any) -> None:
+    def _prove(self, call: "_Call", tensors: list[Tensor]) -> Any:
+        first, second = Digesting(self.norms, keeps=True), Digesting(self.norms)
+        call.digesting = first
+        random = _TorchRandom(tensors)
+        out = call.begin(tensors)
+        saved, before = list(first.taken), list(map(digest_of, _tensors_in(out)))
         try:
-            self._inner.__exit__(*failure)
+            with call.hidden.recalled(), random.recalled(), _spared(self.norms), _alone(is_watched=bool(self.kept)):
+                after = list(map(digest_of, _tensors_in(self._again(call, tensors, second))))
+            found = difference(saved, second.taken) or difference(before, after)
+        except Exception as error:
+            if is_exhaustion(error) or isinstance(error, MemwallError):
+                raise
+            found = f"the second run ends in {type(error).__name__}: {error}"
+        call.digesting, self._is_proven = None, True
+        if not found:
+            first.release()
+            call.expected = saved
+            return out
+        self._counts.dropped = f"a second run of its forward differs: {found}; {self.cause(call.hidden)}"
+        _log.warning("'%s' keeps what it saves and is not recomputed: %s", self.path, self._counts.dropped)
+        return out  # its backward has what the first run saved
+
+    def cause(self, hidden: HiddenState) -> str:
+        """What can make two runs of the block differ, as far as it is known."""
+        if hidden.unrestorable:
+            return f"it writes into {hidden.unrestorable}, and only up to {format_bytes(MAX_CLONED_BYTES)} are put back"
+        return (
+            "it depends on something outside of the module, such as a global variable, an object that it shares or the "
+            f"time, {'or on a kept result that is written to, ' if self.kept else ''}or on an operation that is not "
+            "deterministic"
+        )
+
+    def _again(self, call: "_Call", tensors: list[Tensor], digesting: Digesting) -> Any:
+        """A second run as the one in backward would be, at once; of what it saves nothing is kept."""
+        # Hooks that forward puts on what it is called with must not be there twice.
+        inputs = [t if t.grad_fn is None else t.detach().requires_grad_() for t in tensors]
+        forward, args, kwargs = self._caches.emptied(self._plain, *call.arguments.filled(inputs))
+        again = _Call(self, forward, args, kwargs, is_full=True)
+        again.digesting, again.arguments.tensors = digesting, []
+        return again.begin(inputs)
+
+
+class _Call:
+    """One call of a block: what its later runs need."""
+
+    def __init__(
+        self, block: _Block, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_full: bool = False
+    ) -> None:
+        self.arguments = CallArguments(args, kwargs)
+        self.hidden = HiddenState(block.modules)
+        self.digesting: Digesting | None = None
+        """Takes digests in the first run."""
+        self.expected: list[Digest] | None = None
+        """What the first run saved, where later runs are compared with it."""
+        self._block, self._forward, self._is_full = block, forward, is_full
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+
+    def begin(self, tensors: Sequence[Tensor]) -> Any:
+        """The first run."""
+        kept = self._block.kept
+        if not kept or self._is_full:
+            return checkpoint(self._run, *tensors, use_reentrant=False)
+        return checkpoint(
+            self._run,
+            *tensors,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(KeptOperations(kept)),
+        )
+
+    def _run(self, *tensors: Tensor) -> Any:
+        if self._given is not None:
+            (args, kwargs), self._given = self._given, None
+            try:
+                with self.digesting or nullcontext():
+                    return self._forward(*args, **kwargs)
+            finally:
+                self.hidden.settle()
+        args, kwargs = self.arguments.filled(tensors)
+        with self.hidden.recalled(), _spared(self._block.norms), self._compared():
+            return self._forward(*args, **kwargs)
+
+    @contextmanager
+    def _compared(self) -> Iterator[None]:
+        if self.expected is None:
+            yield
+            return
+        digesting = Digesting(self._block.norms)
+        try:
+            with digesting:
+                yield
         finally:
-            for norm, buffers in zip(self._norms, self._originals, strict=True):
-                norm._buffers.update(buffers)
-            self._originals = []
+            # torch ends the run with the last tensor; one that ended before has an error of its own to tell.
+            found = len(digesting.taken) >= len(self.expected) and difference(self.expected, digesting.taken)
+            if found:
+                raise ApplyError(
+                    f"'{self._block.path}' is recomputed in backward, and what it saves differs from what it saved in "
+                    f"forward: {found}; {self._block.cause(self.hidden)}. It changed in between: hand it to the block "
+                    "as an argument or keep it in an attribute of the block, change it after backward only, or take "
+                    "the block out of the plan's actions"
+                )
 
 
-def _is_cache(value: Any) -> bool:
-    """Whether a value is a key-value cache of transformers (its Cache classes share these names)."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+def _tensors_in(value: Any) -> list[Tensor]:
+    return CallArguments((value,), {}).tensors
 
 
-def _unfilled(value: Any, layers: Sequence[int]) -> Any:
-    """A copy of a key-value cache without the keys and values in it; any other value as it is.
+class _TorchRandom:
+    """torch's global random states when this is made, of the CPU and of the tensors' devices."""
 
-    A block extends the cache it is given, so each run gets a copy of its own: training does not read what comes out.
-    The copy takes the same operations as the cache, and holds no other layer's tensors until backward.
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._kind = next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), "cuda")
+        there = [t for t in tensors if t.device.type == self._kind]
+        self._devices, self._states = get_device_states(*there) if there else ([], [])
+
+    @contextmanager
+    def recalled(self) -> Iterator[None]:
+        """The states are as they were within, and afterwards as they are now."""
+        with torch.random.fork_rng(devices=self._devices, device_type=self._kind):
+            torch.set_rng_state(self._cpu)
+            set_device_states(self._devices, self._states, device_type=self._kind)
+            yield
+
+
+@contextmanager
+def _alone(*, is_watched: bool) -> Iterator[None]:
+    """Nothing that is saved within reaches hooks around the block, such as an offload's.
 
     Args:
-        layers: indices of the layers that the block consists of; () if it does not say.
+        is_watched: whether operations are to go by a mode, as they do where some are kept: torch chooses others then.
     """
-    if not _is_cache(value):
-        return value
-    num_positions = max(_num_positions(value, layer) for layer in layers or (0,))
-    if num_positions > 0:
-        raise ApplyError(
-            f"a block to be recomputed was called with a key-value cache that already holds {num_positions} positions "
-            "for it, as generation does; call the model without past_key_values when training"
-        )
-    return _emptied(value)
+    with ExitStack() as stack:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        if is_watched:
+            stack.enter_context(_Watched())  # type: ignore[no-untyped-call]
+        yield
 
 
-def _num_positions(cache: Any, layer: int) -> int:
+class _Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _spared(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """BatchNorm layers write to copies of their running statistics within; a batch must be counted once."""
+    originals = [dict(norm._buffers) for norm in norms]
+    with torch._C._DisableTorchDispatch():
+        for norm in norms:
+            norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
     try:
-        return int(cache.get_seq_length(layer))
-    except ValueError:  # transformers: a layer without positions, such as one of linear attention
-        return 0
-
-
-def _emptied(cache: Any) -> Any:
-    own = copy.copy(cache)
-    for name, value in vars(cache).items():
-        if _is_cache(value):
-            setattr(own, name, _emptied(value))
-        elif isinstance(value, dict):
-            setattr(own, name, dict(value))
-        elif isinstance(value, list):
-            setattr(own, name, [_emptied_layer(layer) for layer in value])
-    return own
-
-
-def _emptied_layer(layer: Any) -> Any:
-    own = copy.copy(layer)
-    for name, value in list(vars(own).items()) if hasattr(own, "__dict__") else ():
-        if isinstance(value, Tensor):
-            setattr(own, name, None)
-    if hasattr(own, "is_initialized"):
-        own.is_initialized = False
-    return own
+        yield
+    finally:
+        for norm, buffers in zip(norms, originals, strict=True):
+            norm._buffers.update(buffers)

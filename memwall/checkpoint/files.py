@@ -21,7 +21,7 @@ from memwall.checkpoint.resumption import Stateful
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.checkpoint.training_state import TensorRecord, low_bit_of, state_records
 from memwall.errors import StoreError, UsageError
-from memwall.store.journal import Journal
+from memwall.store.journal import Journal, is_begun
 from memwall.trace.tags import Tag
 
 __all__ = ["CheckpointSummary", "export_safetensors", "export_torch", "import_checkpoint", "read_summary"]
@@ -64,10 +64,13 @@ class _Committed:
         path = os.fspath(directory)
         if not os.path.isdir(path):
             raise UsageError(f"there is no folder {path}; expected one written by memwall run --checkpoint")
-        self.journal = Journal(path)
+        nothing = UsageError(f"{path} holds no committed step; expected one written by memwall run --checkpoint")
+        if not is_begun(path):
+            raise nothing
+        self.journal = Journal(path, is_read_only=True)
         try:
             if self.journal.last is None:
-                raise UsageError(f"{path} holds no committed step; expected one written by memwall run --checkpoint")
+                raise nothing
             self.step = self.journal.last.step
             self.restoration = Restoration(self.journal, self.journal.last)
         except BaseException:

@@ -97,7 +97,7 @@ class Restoration:
         tensors = {part.name: part.tensor for part in parts}
         self.read([(record, tensors[record.name]) for record in records])
         self.has_model = True
-        _log.info("continuing from step %d of %s", self._found.step, self._journal.directory)
+        _log.info("the run continues from step %d of %s", self._found.step, self._journal.directory)
 
     @torch.no_grad()
     def restore_options(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

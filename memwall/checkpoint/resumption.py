@@ -87,5 +87,9 @@ def open_checkpoint(directory: str | os.PathLike[str], *, every: int, is_resumin
         )
     checkpoint = StepCheckpoint(directory, every=every, is_resuming=is_resuming)
     if is_resuming and checkpoint.is_new:
-        _log.warning("--resume: %s holds no committed step yet; this run begins at step 0", checkpoint.directory)
+        _log.warning(
+            "--resume: %s holds no committed step yet; this run begins at step 0; if there should be "
+            "one, check the folder",
+            checkpoint.directory,
+        )
     return checkpoint

@@ -364,7 +364,7 @@ class StepCheckpoint:
         self._is_overlapped = False
         _log.warning(
             "%s changed between a forward and the optimizer's step; from now on each forward waits until its commit is "
-            "written",
+            "written; change it after the optimizer's step to have commits written beside the next step",
             name,
         )
 

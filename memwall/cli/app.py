@@ -9,9 +9,14 @@ import memwall
 from memwall.cli import checkpoint, demo, diff, doctor, estimate, explain, export, profile, report, run, verify
 from memwall.cli import plan as plan_command
 from memwall.cli.options import PASS_ARGUMENTS
+from memwall.cli.verbosity import with_verbosity
 from memwall.errors import MemwallError
+from memwall.logs import log_to_standard_error, quiet_libraries
 
 __all__ = ["app", "main"]
+
+# What libraries say there is for the script's author.
+_RUNS_SCRIPTS = ("profile", "run")
 
 app = typer.Typer(
     name="memwall",
@@ -23,18 +28,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
-app.command("profile", context_settings=PASS_ARGUMENTS)(profile.profile)
-app.command("estimate")(estimate.estimate)
-app.command("plan")(plan_command.plan)
-app.command("run", context_settings=PASS_ARGUMENTS)(run.run)
-app.command("verify")(verify.verify)
-app.command("explain")(explain.explain)
-app.command("diff")(diff.diff)
-app.command("report")(report.report)
-app.command("export")(export.export)
-app.command("checkpoint")(checkpoint.checkpoint)
+app.command("demo")(with_verbosity(demo.demo))
+app.command("doctor")(with_verbosity(doctor.doctor))
+app.command("profile", context_settings=PASS_ARGUMENTS)(with_verbosity(profile.profile))
+app.command("estimate")(with_verbosity(estimate.estimate))
+app.command("plan")(with_verbosity(plan_command.plan))
+app.command("run", context_settings=PASS_ARGUMENTS)(with_verbosity(run.run))
+app.command("verify")(with_verbosity(verify.verify))
+app.command("explain")(with_verbosity(explain.explain))
+app.command("diff")(with_verbosity(diff.diff))
+app.command("report")(with_verbosity(report.report))
+app.command("export")(with_verbosity(export.export))
+app.command("checkpoint")(with_verbosity(checkpoint.checkpoint))
 
 
 def _print_version(is_asked: bool) -> None:
@@ -45,11 +50,15 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def _options(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """The options before the command."""
+    ctx.with_resource(log_to_standard_error())
+    if ctx.invoked_subcommand not in _RUNS_SCRIPTS:
+        ctx.with_resource(quiet_libraries())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

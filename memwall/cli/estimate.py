@@ -58,46 +58,30 @@ def estimate(
     What no option says, as LoRA, an 8-bit optimizer or a loss of one's own, a factory does: it returns the Workload.
     """
     from memwall.machine.hardware import hardware_named
-    from memwall.predict.cuda.context import with_measured_context
 
-    hardware = with_measured_context(hardware_named(device))
-    if torch_version is not None:
-        from memwall.predict.cuda_allocator.versions import profile_for
-
-        profile_for(torch_version)  # before the step is recorded, which takes longer
+    hardware = hardware_named(device)
     budget_bytes = None if budget is None else parse_budget(budget, whole_bytes=hardware.usable_bytes)
     rule = parse_worst_batch(worst_batch, data)
     from memwall.cli.output import forecast_status, show
-    from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec
-    from memwall.planning.estimate import estimate as predict
+    from memwall.integrations.estimate import estimate as predict
     from memwall.report.text import estimate_report
 
-    choice = None
-    if rule is not None:
-        choice = batch_of_spec(spec, rule, data=data, batch=batch, sequence=seq, num_micro_batches=accumulate)
-    run = device_run_of_spec(
+    found = predict(
         spec,
-        hardware,
+        device,
+        budget=budget_bytes,
         batch=batch,
-        sequence=seq if choice is None else choice.padded_length,
+        sequence=seq,
+        accumulate=accumulate,
+        eval_batch=eval_batch,
         dtype=dtype,
         optimizer=optimizer,
         autocast=autocast,
-        is_checkpointed=checkpointing,
+        checkpointing=checkpointing,
         mask_share=mask_share,
-        is_padded=choice is not None and choice.is_padded,
-        eval_batch=eval_batch,
-        num_micro_batches=accumulate,
-    )
-    found = predict(
-        run.training,
-        hardware,
-        budget_bytes=budget_bytes,
+        worst_batch=rule,
+        data=data,
         torch_version=torch_version,
-        evaluation=run.evaluation,
-        eval_failure=run.failure,
-        num_micro_batches=accumulate,
-        worst_batch=choice,
     )
-    show(estimate_report(run.training, found), found, as_json=as_json)
+    show(estimate_report(found), found, as_json=as_json)
     raise typer.Exit(forecast_status(found))

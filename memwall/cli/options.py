@@ -90,7 +90,7 @@ MaskShareOption = Annotated[
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option("--dtype", metavar="D", help="With a config.json: of the weights, float32, bfloat16 or float16."),
+    typer.Option("--dtype", metavar="D", help="With a config.json: fp32, bf16 or fp16 weights; by default as it says."),
 ]
 OptimizerOption = Annotated[
     str | None,
@@ -98,7 +98,7 @@ OptimizerOption = Annotated[
 ]
 AutocastOption = Annotated[
     str | None,
-    typer.Option("--autocast", metavar="D", help="As the Trainer's bf16 and fp16: bfloat16 or float16."),
+    typer.Option("--autocast", metavar="D", help="As the Trainer's bf16 and fp16: bf16 or fp16."),
 ]
 CheckpointingOption = Annotated[
     bool, typer.Option("--checkpointing", help="With a config.json: as the Trainer's gradient_checkpointing.")

@@ -205,6 +205,7 @@ def _hardware(device: str | None) -> "Hardware | None":
 def forecast_without_plan(trace: "Trace", error: InfeasibleError) -> "Forecast":
     """What `--json` prints where nothing fits: the peak is what the leanest plan needs, its margin included."""
     from memwall.planning.forecast import Forecast, PeakBytes
+    from memwall.trace.workload_facts import workload_facts
 
     smallest_bytes = error.smallest_feasible_bytes
     return Forecast(
@@ -219,4 +220,5 @@ def forecast_without_plan(trace: "Trace", error: InfeasibleError) -> "Forecast":
         not_modelled=error.not_modelled,
         smallest_feasible_budget_bytes=smallest_bytes,
         relaxations=error.relaxations,
+        workload=workload_facts(trace),
     )

@@ -111,7 +111,10 @@ def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> 
 
 
 def _env(plan: Plan, output: Path) -> Exported:
-    """Lines NAME=value: for `docker run --env-file`, systemd, or `set -a; . FILE`."""
+    """Returns lines NAME=value: for `docker run --env-file`, systemd, or `set -a; . FILE`.
+
+    The three do not read quotes alike, so no value may need them: `AllocatorReuse` refuses what is not a plain setting.
+    """
     values: dict[str, str] = {}
     kept: list[Action] = []
     said: list[str] = []

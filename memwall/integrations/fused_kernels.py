@@ -73,5 +73,8 @@ def recorded_with_kernels(
             patched.undo()
     found = kernels_in(trace, chunk_rows)
     if found is None and any(patched.num_replaced for patched in made):
-        _log.warning("none of the fused kernels put into the model ran in the recorded step; the plan has none")
+        _log.warning(
+            "none of the fused kernels put into the model ran in the recorded step; the plan has none, so leave "
+            "--allow kernels out"
+        )
     return trace, found

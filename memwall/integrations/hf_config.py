@@ -15,6 +15,8 @@ __all__ = ["config_path", "hub_hint", "read_config"]
 
 # Which kernels run is the target's matter; and a name here may be that of a repository to load code from.
 _KERNEL_CHOICES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+# Older releases of transformers wrote the second; newer ones read both.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 # Fields without which transformers would silently assume another model's size.
 _REQUIRED = ("hidden_size", "num_hidden_layers", "vocab_size")
 # Beyond these a figure is a typing error: the largest published models have about 130 layers and 10^12 parameters.
@@ -44,7 +46,9 @@ def config_path(source: str) -> Path | None:
     """The config.json that `source` names, as a file or as the folder it is in; None if it names neither."""
     path = Path(source)
     if path.is_dir():
-        return path / "config.json"
+        found = path / "config.json"
+        pipeline = path / "model_index.json"  # of diffusers, which has one configuration for each part
+        return pipeline if pipeline.is_file() and not found.exists() else found
     return path if path.suffix == ".json" else None
 
 
@@ -59,8 +63,10 @@ def hub_hint(spec: str) -> str:
     )
 
 
-def read_config(path: Path) -> Any:
-    """The transformers configuration of a file.
+def read_config(path: Path) -> tuple[Any, object]:
+    """Returns the transformers configuration of a file, and the dtype that the file names, None if it names none.
+
+    transformers itself gives up on names that torch does not have, so it is not shown that one.
 
     Raises:
         UsageError: the file is missing or no model configuration, needs custom code, leaves out or exaggerates sizes,
@@ -72,6 +78,7 @@ def read_config(path: Path) -> Any:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
     except ImportError as error:
         raise UsageError(f"{path}: reading it needs transformers; pip install transformers") from error
+    _refuse_diffusers(path, data)
     model_type = data.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise UsageError(f"{path}: there is no 'model_type'; expected the config.json of a transformers model")
@@ -93,14 +100,31 @@ def read_config(path: Path) -> Any:
             f"{transformers.__version__}{meant}"
         )
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(_without_kernels(data))
+        config = CONFIG_MAPPING[model_type].from_dict(_without(data, (*_KERNEL_CHOICES, *_DTYPE_KEYS)))
     except MemwallError:
         raise
     except Exception as error:  # strict configuration classes raise their own kinds
         raise UsageError(f"{path}: transformers refuses it: {_one_line(error)}") from error
     _require_sizes(path, config, data)
     _check_sizes(path, config)
-    return config
+    return config, _written_dtype(data)
+
+
+def _written_dtype(data: dict[str, Any]) -> object:
+    """A model of several parts, as text and images, may say it of the text alone."""
+    text = data.get("text_config")
+    places = (data, text) if isinstance(text, dict) else (data,)
+    return next((place[key] for place in places for key in _DTYPE_KEYS if place.get(key) is not None), None)
+
+
+def _refuse_diffusers(path: Path, data: dict[str, Any]) -> None:
+    """Such a configuration describes a model, or a pipeline of several, but neither its inputs nor its loss."""
+    if "_class_name" in data and "_diffusers_version" in data:
+        raise UsageError(
+            f"{path} is a configuration of diffusers ({data['_class_name']}), which does not say how the model is "
+            "trained; write a function that returns a memwall.Workload (model, batch, loss, optimizer), and give it "
+            "as path/file.py:factory"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -115,11 +139,11 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _without_kernels(data: dict[str, Any]) -> dict[str, Any]:
+def _without(data: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {
-        name: _without_kernels(value) if isinstance(value, dict) else value
+        name: _without(value, names) if isinstance(value, dict) else value
         for name, value in data.items()
-        if name not in _KERNEL_CHOICES
+        if name not in names
     }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.integrations.dtypes import DTYPES, known_dtype, parse_dtype
 from memwall.integrations.hf_config import config_path, read_config
 from memwall.integrations.hf_optimizers import check_optimizer, make_optimizer
 from memwall.trace.workload import Workload
@@ -19,11 +20,9 @@ from memwall.trace.workload import Workload
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DTYPES", "hugging_face_workload", "positions_of"]
+__all__ = ["hugging_face_workload", "positions_of"]
 
 Batch = dict[str, "Tensor"]
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 # What a text model gets where no length is asked for: long enough for activations to show, short of any limit.
 _DEFAULT_SEQUENCE = 2048
@@ -51,7 +50,7 @@ def hugging_face_workload(
     *,
     batch: int = 1,
     sequence: int | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     optimizer: str = "adamw",
     is_padded: bool = False,
     is_checkpointed: bool = False,
@@ -63,7 +62,8 @@ def hugging_face_workload(
         batch: samples in the micro-batch.
         sequence: tokens per sample (audio: samples of the wave form); None takes 2048, or what the model allows if
             that is less. Image models take the size in their configuration, or 224 pixels.
-        dtype: of weights and activations, one of `DTYPES`.
+        dtype: of weights and activations, a name of one of `DTYPES`; None takes what the configuration names, as
+            transformers loads such a model, and float32 where it names none.
         optimizer: one of `memwall.integrations.hf_optimizers.OPTIMIZERS`.
         is_padded: all texts but the first are padded to `sequence`, so that the batch needs its mask.
         is_checkpointed: the model recomputes its layers in backward, as with the Trainer's `gradient_checkpointing`.
@@ -71,15 +71,15 @@ def hugging_face_workload(
     Raises:
         UsageError: the configuration or one of the other arguments can't be used; the message says why.
     """
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype '{dtype}' is not known; expected one of {', '.join(DTYPES)}")
+    dtype = None if dtype is None else parse_dtype(dtype, option="--dtype")
     check_optimizer(optimizer)
     if batch < 1 or (sequence is not None and sequence < 1) or batch * (sequence or 1) > _MOST_TOKENS:
         raise UsageError(
             f"batch {batch} x sequence {sequence or 'default'} is no batch; expected positive numbers of at most "
             f"{_MOST_TOKENS} tokens"
         )
-    path, config, head = _read(source)
+    path, config, written_dtype, head = _read(source)
+    dtype = dtype or _dtype_of(path, written_dtype)
     if head.name in _TEXT_HEADS:
         sequence = _sequence(path, config, sequence)
     config.use_cache = False  # as transformers' Trainer sets it
@@ -107,20 +107,30 @@ def positions_of(source: str) -> int | None:
     Raises:
         UsageError: the configuration can't be used, or samples of its kind are not padded to a number of tokens.
     """
-    path, config, head = _read(source)
+    path, config, _, head = _read(source)
     if head.name not in _TEXT_HEADS:
         kinds = ", ".join(_TEXT_HEADS)
         raise UsageError(f"{path}: batches for {head.name} are not padded to a number of tokens; those for {kinds} are")
     return _positions(config)
 
 
-def _read(source: str) -> tuple[str, Any, _Head]:
-    """Path, configuration and head."""
+def _read(source: str) -> tuple[str, Any, object, _Head]:
+    """Path, configuration, the dtype that its file names, and head."""
     path = config_path(source)
     if path is None:
         raise UsageError(f"'{source}' is neither a folder with a config.json nor a .json file")
-    config = read_config(path)
-    return str(path), config, _head_of(str(path), config)
+    config, dtype = read_config(path)
+    return str(path), config, dtype, _head_of(str(path), config)
+
+
+def _dtype_of(path: str, written: object) -> str:
+    """The dtype that a configuration names; a model in another one would be a wrong answer, so it is refused."""
+    if written is None:
+        return "float32"
+    found = known_dtype(written) if isinstance(written, str) else None
+    if found is None:
+        raise UsageError(f"{path}: its dtype {written!r} can't be traced; give --dtype with one of {', '.join(DTYPES)}")
+    return found
 
 
 def _loss(model: Any, batch: Batch) -> "Tensor":

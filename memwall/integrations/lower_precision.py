@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from memwall.errors import UsageError
+from memwall.integrations.dtypes import parse_dtype
 from memwall.trace.workload import Workload
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ def under_autocast(workload: Workload, dtype: str) -> Workload:
     What scales gradients for float16 is left out.
 
     Raises:
-        UsageError: `dtype` is none of `AUTOCAST_DTYPES`.
+        UsageError: `dtype` names none of `AUTOCAST_DTYPES`.
     """
-    if dtype not in AUTOCAST_DTYPES:
-        raise UsageError(f"autocast to '{dtype}' is not known; expected one of {', '.join(AUTOCAST_DTYPES)}")
+    dtype = parse_dtype(dtype, option="--autocast", among=AUTOCAST_DTYPES)
     return replace(workload, loss=partial(_loss, workload.loss, dtype))
 
 

@@ -50,7 +50,7 @@ def real_trace(
             f"{failure} (a real step is not tried here: with {format_bytes(weight_bytes)} of weights it may take more "
             f"than the {format_bytes(room_bytes)} that are free)"
         ) from failure
-    _log.warning("%s; two real steps are recorded on this CPU instead", failure)
+    _log.warning("%s; two real steps are recorded on this CPU instead, which takes their time and memory", failure)
     try:
         trace = record(workload, num_micro_batches=num_micro_batches)
     except MemwallError:

@@ -24,7 +24,7 @@ __all__ = ["batch_of_spec", "device_run_of_spec", "device_trace_of_spec", "workl
 
 
 def workload_of_spec(
-    spec: str,
+    spec: str | Workload,
     *,
     batch: int | None = None,
     sequence: int | None = None,
@@ -37,27 +37,28 @@ def workload_of_spec(
     """The workload that a SPEC names.
 
     Args:
-        spec: `package.module:factory`, `path/file.py:factory`, a Hugging Face model folder, or its config.json.
+        spec: `package.module:factory`, `path/file.py:factory`, a Hugging Face model folder, or its config.json; or a
+            workload, which is what a factory returns.
         batch: samples, with a configuration; None is 1. sequence: tokens per sample, with a configuration.
-        dtype, optimizer: see `hugging_face_workload`; None is float32 and adamw.
+        dtype, optimizer: see `hugging_face_workload`; None is the configuration's dtype, or float32, and adamw.
         autocast: the dtype that the model runs under autocast in, of a configuration or a factory; None for none.
         is_checkpointed, is_padded: see `hugging_face_workload`; a factory decides them.
 
     Raises:
         UsageError: the spec can't be used, or a factory is given together with what only a configuration leaves open.
     """
-    if config_path(spec) is not None:
+    if _is_configuration(spec):
         workload = hugging_face_workload(
-            spec,
+            str(spec),
             batch=1 if batch is None else batch,
             sequence=sequence,
-            dtype=dtype or "float32",
+            dtype=dtype,
             optimizer=optimizer or "adamw",
             is_padded=is_padded,
             is_checkpointed=is_checkpointed,
         )
         return workload if autocast is None else under_autocast(workload, autocast)
-    if ":" not in spec and not Path(spec).suffix == ".py":
+    if isinstance(spec, str) and ":" not in spec and not Path(spec).suffix == ".py":
         raise UsageError(
             f"'{spec}' names no workload; expected package.module:factory, path/file.py:factory, or the folder or "
             f"config.json of a Hugging Face model on this disk{hub_hint(spec)}"
@@ -67,10 +68,10 @@ def workload_of_spec(
     unused = [option for option, value in given.items() if value is not None]
     if unused:
         raise UsageError(
-            f"{', '.join(unused)}: '{spec}' is a factory, which decides that itself; leave it out, or give a Hugging "
-            "Face config.json"
+            f"{', '.join(unused)}: {_shown(spec)} is a factory, which decides that itself; leave it out, or give a "
+            "Hugging Face config.json"
         )
-    workload = load_workload(spec)
+    workload = load_workload(spec) if isinstance(spec, str) else spec
     return workload if autocast is None else under_autocast(workload, autocast)
 
 
@@ -183,7 +184,7 @@ def device_trace_of_spec(
 
 
 def device_run_of_spec(
-    spec: str,
+    spec: str | Workload,
     hardware: Hardware,
     *,
     batch: int | None = None,
@@ -225,8 +226,8 @@ def device_run_of_spec(
     )
     workload = evaluated = made_for(batch=batch)
     if eval_batch is not None:
-        if config_path(spec) is None:
-            raise UsageError(f"--eval-batch: '{spec}' is a factory, which decides that itself; leave it out")
+        if not _is_configuration(spec):
+            raise UsageError(f"--eval-batch: {_shown(spec)} is a factory, which decides that itself; leave it out")
         evaluated = made_for(batch=eval_batch)
     if changed is not None:
         workload = changed(workload)
@@ -260,12 +261,20 @@ def device_run_of_spec(
     return RecordedRun(training=training, evaluation=evaluation, failure=run.failure)
 
 
+def _is_configuration(spec: str | Workload) -> bool:
+    return isinstance(spec, str) and config_path(spec) is not None
+
+
+def _shown(spec: str | Workload) -> str:
+    return f"'{spec}'" if isinstance(spec, str) else "the workload"
+
+
 @contextmanager
-def _failing_as_trace_error(spec: str) -> Iterator[None]:
+def _failing_as_trace_error(spec: str | Workload) -> Iterator[None]:
     """Whatever a model's own code raises, as one error that names the spec."""
     try:
         yield
     except MemwallError:
         raise
     except Exception as error:
-        raise TraceError(f"'{spec}': a step on fake tensors failed: {describe_error(error)}") from error
+        raise TraceError(f"{_shown(spec)}: a step on fake tensors failed: {describe_error(error)}") from error

@@ -190,7 +190,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             measured, forecast = session.measured, session.plan.forecast
             seconds = f"{median(measured.step_seconds):.3f} s" if measured.step_seconds else "not timed"
             _log.info(
-                "memwall: %d steps (median %s) under %d actions; peak %s, foreseen %s, budget %s",
+                "%d steps (median %s) under %d actions; peak %s, foreseen %s, budget %s",
                 measured.num_steps,
                 seconds,
                 len(session.plan.actions),

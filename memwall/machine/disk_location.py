@@ -58,14 +58,19 @@ def check_directory(path: str | os.PathLike[str], needed_bytes: int = 0) -> None
             "give a directory on a real disk"
         )
     if filesystem in _NETWORK_FILESYSTEMS:
-        _logger.warning("--disk %s is on a network filesystem (%s): expect it to be slow", shown, filesystem)
+        _logger.warning(
+            "--disk %s is on a network filesystem (%s), which is slow; give a folder on a disk of this machine",
+            shown,
+            filesystem,
+        )
     _check_writable(shown)
     found = os.statvfs(shown)
     free_bytes = found.f_bavail * found.f_frsize
     if free_bytes < needed_bytes:
         raise StoreError(
-            f"--disk {shown}: {format_bytes(needed_bytes)} are needed there, {format_bytes(free_bytes)} are free; "
-            f"free {format_bytes(needed_bytes - free_bytes)} or give a directory on a larger disk"
+            f"--disk {shown}: {format_bytes(needed_bytes, rounding='up')} are needed there, "
+            f"{format_bytes(free_bytes, rounding='down')} are free; "
+            f"free {format_bytes(needed_bytes - free_bytes, rounding='up')} or give a directory on a larger disk"
         )
 
 

@@ -138,7 +138,10 @@ class MemoryHistory:
         if self._is_recording or not _is_out_of_memory(error):
             return
         if trace is None:
-            _log.warning("history: memory ran out before a step was recorded; there is nothing to write")
+            _log.warning(
+                "history: memory ran out before a step was recorded; there is nothing to write, give a larger "
+                "budget to see a step recorded"
+            )
             return
         path = self.directory / self._name("oom.trace")
         save_trace(trace, path)
@@ -204,7 +207,11 @@ class MemoryHistory:
             partial.replace(path)
         except (OSError, RuntimeError) as error:
             path.with_name(path.name + ".part").unlink(missing_ok=True)
-            _log.warning("history: the snapshot could not be written to %s: %s", path, error)
+            _log.warning(
+                "history: the snapshot could not be written to %s: %s; free space there, or give another folder",
+                path,
+                error,
+            )
             return
         self.written.append(path)
         notes = "".join(f"; {note}" for note in marks.notes)

@@ -45,6 +45,7 @@ def run_report(session: Session) -> RunReport:
             bytes_moved_per_step=planned_bytes // len(measured.step_seconds) if measured.step_seconds else None,
             plan_seconds=measured.plan_seconds,
             num_replans=measured.num_replans,
+            not_recomputed=measured.not_recomputed,
             not_itemised_bytes=steady_bytes - plan.forecast.steady_process_bytes,
         ),
         within_budget=overall_bytes <= budget_bytes,

@@ -37,6 +37,8 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     plan_seconds: float = 0.0
     """Time between the first and the second step: solving, replaying, applying."""
     num_replans: int = 0
+    not_recomputed: dict[str, str] = {}
+    """Blocks that the plan recomputes and the run did not, since they gave other results; with the reason."""
     not_itemised_bytes: int = 0
     """Process bytes of the steps' peak that no part of the forecast accounts for; negative if it foresaw more."""
 

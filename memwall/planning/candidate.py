@@ -16,6 +16,7 @@ from memwall.predict.link_time import LinkTime
 from memwall.predict.process import Process
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
+from memwall.trace.workload_facts import workload_facts
 
 __all__ = ["Candidate", "plan_of"]
 
@@ -110,6 +111,7 @@ def plan_of(
         moved_bytes_per_step=moved_bytes,
         lower_bound_seconds=steady_seconds + found.lower_bound_seconds,
         link=link,
+        workload=workload_facts(trace),
         allocator=process.allocator_advice,
     )
     return Plan(

@@ -19,6 +19,7 @@ from memwall.predict.phases import PhasePeak, phase_peaks, run_of, waiting_bytes
 from memwall.trace.build import steady_step
 from memwall.trace.lengths import BatchChoice
 from memwall.trace.records import Step, Trace
+from memwall.trace.workload_facts import workload_facts
 from memwall.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]
@@ -158,6 +159,7 @@ def estimate(
         ),
         binding=binding,
         relaxations=() if fits else relaxations(),
+        workload=workload_facts(trace, num_micro_batches=num_micro_batches),
         worst_batch=worst_batch,
         allocator=advice,
         product=hardware.product,

@@ -69,8 +69,9 @@ def infeasible_message(
     parameters = sum(s.nbytes for s in trace.steps[0].storages if s.category == "parameter")
     largest = max(trace.modules, key=lambda module: module.parameter_bytes, default=None)
     lines = [
-        f"the budget of {format_bytes(budget_bytes)} cannot be met: the smallest feasible one is "
-        f"{format_bytes(smallest_bytes)}, {format_bytes(smallest_bytes - budget_bytes)} more",
+        f"the budget of {format_bytes(budget_bytes, rounding='down')} cannot be met: the smallest feasible one is "
+        f"{format_bytes(smallest_bytes, rounding='up')}, "
+        f"{format_bytes(smallest_bytes - budget_bytes, rounding='up')} more",
         f"of that, {format_bytes(trace.base_bytes)} are the process before the step, "
         f"{format_bytes(parameters)} parameters"
         + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),

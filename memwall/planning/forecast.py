@@ -8,6 +8,7 @@ from memwall.planning.action import Action
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.link_time import LinkTime
 from memwall.trace.lengths import BatchChoice
+from memwall.trace.workload_facts import WorkloadFacts
 
 __all__ = ["Forecast", "Lever", "PeakBytes"]
 
@@ -78,6 +79,8 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """No plan of these options can make the step shorter than this."""
     link: LinkTime | None = None
     """What a step moves to the next tier and back, and what that takes; None where it moves nothing."""
+    workload: WorkloadFacts | None = None
+    """The training step that all of this is for; None in files written before it was kept."""
     worst_batch: BatchChoice | None = None
     """The batch that all of this is for, where one was looked for; else the one that was given or recorded."""
     allocator: AllocatorAdvice | None = None

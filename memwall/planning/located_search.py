@@ -176,6 +176,7 @@ class LocatedSearch:
             pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
             runs_ahead=self._trace.device != "cpu",
             num_passes=num_parts,
+            not_recomputed=self._settings.not_recomputed,
         )
         menus = build_menus(self._trace, model, costs)
         link = None

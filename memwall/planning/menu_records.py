@@ -25,6 +25,8 @@ class Costs(Struct, frozen=True, kw_only=True):
     """Of floating-point numbers that leave in a byte each, out and back together; None where they may not."""
     runs_ahead: bool = False
     """Whether operations run on a device behind the host, whose own work is hidden as long as the device is busy."""
+    not_recomputed: tuple[str, ...] = ()
+    """Paths of blocks that a run found to give other results when they run again."""
     num_passes: int = 1
     """Times a step runs the recorded calls: micro-batches that each recompute and move anew. The seconds of operations
     are those of all passes together."""

@@ -56,8 +56,9 @@ def _ways_out(
             continue
         text, state = found
         lines.append(
-            f"{'and ' if lines else ''}{text}: {format_bytes(after_bytes)}, {format_bytes(before_bytes - after_bytes)} "
-            f"less{', which fits' if fits(after_bytes) else ''}"
+            f"{'and ' if lines else ''}{text}: {format_bytes(after_bytes, rounding='up')}, "
+            f"{format_bytes(before_bytes - after_bytes, rounding='down')} less"
+            f"{', which fits' if fits(after_bytes) else ''}"
         )
         before_bytes = after_bytes
         left.pop(position)

@@ -32,6 +32,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Why the model's parameters cannot be on disk between their uses; "" where nothing is known against it."""
     is_built_on_disk: bool = False
     """Whether parameters go to disk as they are made, so that building the model needs no room for all of them."""
+    not_recomputed: tuple[str, ...] = ()
+    """Blocks that a run found to give other results when they run again."""
     hardware: Hardware | None = None
     """The device to plan for where it is not here; the trace is translated to it."""
     autocast: Literal["bfloat16", "float16"] | None = None

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from memwall.planning.estimate import Estimate
     from memwall.predict.cuda_allocator.advice import AllocatorAdvice
     from memwall.trace.lengths import BatchChoice
+    from memwall.trace.workload_facts import WorkloadFacts
 
-__all__ = ["allocator_facts", "batch_text", "estimate_facts"]
+__all__ = ["allocator_facts", "batch_text", "estimate_facts", "workload_row"]
 
 
 _ROUTES = {
@@ -31,6 +32,7 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
     share = share_percent(peak.process_bytes, budget_bytes)
     facts = [
         ("device", f"{estimate.device} ({estimate.product})"),
+        *workload_row(estimate.workload),
         ("budget", format_bytes(budget_bytes)),
         (
             "process peak",
@@ -52,6 +54,20 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
     if estimate.binding:
         facts.append(("what binds", "; ".join(estimate.binding)))
     return tuple(facts)
+
+
+def workload_row(workload: "WorkloadFacts | None") -> tuple[tuple[str, str], ...]:
+    """Returns which training step a forecast is for, as (name, value); nothing where the file does not say."""
+    if workload is None:
+        return ()
+    parts = [f"weights in {workload.dtype}" if workload.dtype else ""]
+    parts.append(f"{workload.autocast} autocast" if workload.autocast != "none" else "")
+    parts.append(workload.optimizer)
+    if workload.tokens_per_sample is not None:
+        parts.append(f"batch {workload.input_shape[0]:,} x {workload.tokens_per_sample:,} tokens")
+    elif workload.input_shape:
+        parts.append(f"batch {' x '.join(f'{size:,}' for size in workload.input_shape)}")
+    return (("workload", "; ".join(part for part in parts if part)),)
 
 
 def allocator_facts(advice: "AllocatorAdvice | None") -> tuple[tuple[str, str], ...]:

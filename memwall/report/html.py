@@ -149,7 +149,7 @@ def _cards(page: Page) -> list[Card]:
         return cards
     if forecast.budget_bytes is not None:
         smallest = forecast.smallest_feasible_budget_bytes
-        remark = f"{format_bytes(smallest)} would do" if smallest is not None else "of the process"
+        remark = f"{format_bytes(smallest, rounding='up')} would do" if smallest is not None else "of the process"
         cards.append(Card("budget", format_bytes(forecast.budget_bytes), remark))
     remark = f"margin {format_bytes(forecast.margin_bytes)}"
     predicted_bytes = forecast.peak.process_bytes if page.run is None else steady_process_bytes(page.run)

@@ -9,7 +9,7 @@ from memwall.planning.forecast import Forecast, Lever, PeakBytes
 from memwall.planning.planfile import Plan
 from memwall.planning.technique import technique_of
 from memwall.predict.link_time import LinkTime
-from memwall.report.estimate_grids import allocator_facts
+from memwall.report.estimate_grids import allocator_facts, workload_row
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
 from memwall.units import format_bytes, format_seconds
 
@@ -38,13 +38,16 @@ def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     if forecast.budget_bytes is not None:
         peak_text += f" ({share_percent(peak_bytes, forecast.budget_bytes)} of the budget)"
     facts = [
+        *workload_row(forecast.workload),
         ("budget", bytes_or_dash(forecast.budget_bytes)),
         ("predicted process peak", peak_text),
         ("margin", format_bytes(forecast.margin_bytes)),
     ]
     if forecast.plain_peak is not None:
         facts.append(("peak without the plan", format_bytes(forecast.plain_peak.process_bytes)))
-    facts.append(("smallest feasible budget", bytes_or_dash(forecast.smallest_feasible_budget_bytes)))
+    smallest_bytes = forecast.smallest_feasible_budget_bytes
+    smallest_text = DASH if smallest_bytes is None else format_bytes(smallest_bytes, rounding="up")
+    facts.append(("smallest feasible budget", smallest_text))
     step_text = seconds_or_dash(forecast.step_seconds)
     if forecast.step_seconds is not None and forecast.plain_step_seconds:
         ratio = ratio_text(forecast.step_seconds, forecast.plain_step_seconds)

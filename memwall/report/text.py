@@ -143,12 +143,10 @@ def difference_report(difference: Difference) -> Group:
     )
 
 
-def estimate_report(trace: Trace, estimate: "Estimate") -> Group:
-    """What a step needs on a device that is not here, and what it is made of: `memwall estimate`."""
-    highest = highest_point(trace)
-    grids: list[Grid | None] = [forecast_phase_grid(estimate)]
-    if highest is not None:
-        grids += [category_grid(highest.peak), line_grid(highest.peak), module_grid(highest.peak)]
+def estimate_report(estimate: "Estimate") -> Group:
+    """Returns what a step needs on a device that is not here, and what it is made of: `memwall estimate`."""
+    peak = estimate.in_peak
+    grids = [forecast_phase_grid(estimate), category_grid(peak), line_grid(peak), module_grid(peak)]
     return _report(
         _verdict(_forecast_verdict(estimate)),
         _facts(estimate_facts(estimate)),
@@ -213,6 +211,7 @@ def _what_fits(forecast: Forecast, with_margin: str) -> str:
 def run_report(report: RunReport) -> Group:
     """What a run measured beside what was predicted: `memwall run`, `memwall verify`."""
     measured, forecast = report.measured, report.forecast
+    not_recomputed = sorted(measured.not_recomputed.items())
     run_facts = [f"{measured.steps} steps", f"{measured.oom_recoveries} recoveries from out of memory"]
     if measured.num_replans:
         run_facts.append(f"{measured.num_replans} plans made again")
@@ -223,6 +222,7 @@ def run_report(report: RunReport) -> Group:
         _table(run_grid(report)),
         Text(f"Within the budget: {'no' if verify_status(report) == 5 else 'yes'}\nRun: {', '.join(run_facts)}."),
         *(Text(line, style="yellow") for line in time_findings(report)),
+        *(Text(f"Not recomputed: '{path}': {reason}.", style="yellow") for path, reason in not_recomputed),
         Text(
             f"Counted: bytes of the process on {forecast.device}; margin {format_bytes(forecast.margin_bytes)}. "
             f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.",

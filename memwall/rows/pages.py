@@ -70,7 +70,7 @@ class PageCache:
             raise UsageError(
                 f"a cache of {format_bytes(cache_bytes)} holds {self.num_frames} pages of "
                 f"{format_bytes(self.page_bytes)}, and {_MIN_FRAMES} are needed; give it at least "
-                f"{format_bytes(_MIN_FRAMES * self.page_bytes)}"
+                f"{format_bytes(_MIN_FRAMES * self.page_bytes, rounding='up')}"
             )
         self._scratch = scratch
         buffer = BucketBuffer(self.num_frames * self.page_bytes)

@@ -149,14 +149,14 @@ class LivePlan:
             if technique.allow == "cpu-optimizer-step" and technique.allow in allow:
                 reason = reason or why_not_on_cpu(optimizers)
             if reason is not None:
-                _log.warning("--allow %s has no effect: %s", technique.allow, reason)
+                _log.warning("%s is allowed, but has no effect: %s", technique.allow, reason)
         try:
             self.trace, self.plan = planned(self.trace, self._present_settings(model, optimizers), self.allocator)
         except InfeasibleError:
             if can_autocast(self.trace, self.settings.allow) is not None:
                 raise
             dtype = lower_dtype(self.trace.device)
-            _log.info("nothing fits in the present precision; recording the next step under %s autocast", dtype)
+            _log.info("no plan fits in the present precision; the next step is recorded under %s autocast", dtype)
             self.settings = msgspec.structs.replace(self.settings, autocast=dtype)
             self._undo_autocast = LowerPrecision(model, dtype, is_running=is_running).undo
             return False
@@ -208,7 +208,11 @@ class LivePlan:
             torch.cuda.empty_cache()
         self._measured.begin_plan(None if self.trace is None else self.trace.base_bytes)
         forecast = self.plan.forecast
-        _log.info("plan applied: %d actions, %s", len(self.plan.actions), format_bytes(forecast.peak.process_bytes))
+        _log.info(
+            "a plan with %d actions is applied; it foresees a peak of %s",
+            len(self.plan.actions),
+            format_bytes(forecast.peak.process_bytes),
+        )
 
     def replace(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], excess_bytes: int) -> bool:
         """Charges what was measured beyond the forecast to the process, plans with that, and applies the plan.
@@ -217,7 +221,10 @@ class LivePlan:
             Whether that may be done once more.
         """
         assert self.trace is not None
-        found = planned_again(self.trace, self._present_settings(model, optimizers), excess_bytes)
+        is_explained = self._note_not_recomputed()
+        found = planned_again(
+            self.trace, self._present_settings(model, optimizers), excess_bytes, is_explained=is_explained
+        )
         if found is None:
             return False
         self._measured.num_replans += 1
@@ -232,6 +239,7 @@ class LivePlan:
         """
         assert self.trace is not None
         assert self.plan is not None
+        self._note_not_recomputed()
         self.allocator.trim()
         made = planned_after(self.trace, self._present_settings(model, optimizers), self.plan, found)
         if made is None:
@@ -294,6 +302,17 @@ class LivePlan:
             self.parameters.bring_back()
             self.keeper.bring_back()
 
+    def check_effects(self) -> None:
+        """To be called after each optimizer step; notes what the plan's actions did in it.
+
+        Raises:
+            NoEffectError: an action has none.
+        """
+        if self.applied is None:
+            return
+        self._measured.not_recomputed |= self.applied.not_recomputed
+        self.applied.effects.check()
+
     def end_showing(self) -> None:
         """What was shown of parameters on disk, to save them, is no part of the step that follows."""
         shown_bytes = self.parameters.end_showing()
@@ -307,6 +326,14 @@ class LivePlan:
         self._kernels.end()
         self.parameters.end_building()
         self.allocator.undo()
+
+    def _note_not_recomputed(self) -> bool:
+        """Has plans from now on recompute no block that was found not to repeat itself; whether one is new."""
+        if self.applied is not None:
+            self._measured.not_recomputed |= self.applied.not_recomputed
+        known, present = self.settings.not_recomputed, tuple(sorted(self._measured.not_recomputed))
+        self.settings = msgspec.structs.replace(self.settings, not_recomputed=present)
+        return present != known
 
     def _end_autocast(self) -> None:
         if self._undo_autocast is not None:

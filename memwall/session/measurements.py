@@ -25,6 +25,8 @@ class Measurements(Struct, kw_only=True):
     step_seconds: list[float] = []
     num_steps: int = 0
     num_replans: int = 0
+    not_recomputed: dict[str, str] = {}
+    """Blocks that the plan recomputes and the run does not, and why."""
     oom_recoveries: int = 0
     """Failures to get memory after which a step was done again."""
     bytes_to_tier: int = 0

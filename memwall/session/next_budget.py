@@ -66,7 +66,10 @@ def note_failure(directory: str | Path, budget_bytes: int, failure: OutOfMemoryE
     path = Path(directory) / _NAME
     partial = path.with_suffix(".part")
     try:
-        partial.write_bytes(msgspec.json.encode(left))
+        # Made anew: writing through what has the name would follow a link.
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
+            file.write(msgspec.json.encode(left))
         partial.replace(path)
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}") from failure

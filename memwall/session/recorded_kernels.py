@@ -38,7 +38,7 @@ class RecordedKernels:
         if is_streamed:
             reason = "the budget has no room for the parameters, and on disk only their own modules read them"
         if reason is not None:
-            _log.warning("no fused kernels: %s", reason)
+            _log.warning("kernels are allowed, but no fused kernels run: %s", reason)
             return
         self._chunk_rows = chunk_rows_of(model)
         self._patched = patch_kernels(model, chunk_rows=self._chunk_rows)

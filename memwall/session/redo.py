@@ -140,7 +140,8 @@ class Redo:
         self._measured.oom_recoveries += 1
         assert self._live.plan is not None
         _log.warning(
-            "out of memory in the %s of step %d: %s asked for, %s held; attempt %d of %d, under a plan for %s",
+            "out of memory in the %s of step %d: %s asked for, %s held; the step is done again; attempt %d of %d, "
+            "under a plan for %s",
             found.phase,
             self._measured.num_steps + 1,
             format_bytes(found.asked_bytes),

@@ -71,7 +71,10 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
         trace = _charged(trace, grown_bytes)
         plan = make_plan(trace, settings)
     if not plan.forecast.fits:
-        _log.warning("the plan fits only inside its margin: a step may exceed the budget by the forecast's error")
+        _log.warning(
+            "the plan fits only inside its margin: a step may exceed the budget by the forecast's error; "
+            "give a larger budget where that must not happen"
+        )
     return trace, plan
 
 
@@ -83,15 +86,28 @@ def excess_bytes(plan: Plan, peak_bytes: int) -> int:
     return excess if excess > margin_bytes and is_near else 0
 
 
-def planned_again(trace: Trace, settings: Settings, excess: int) -> tuple[Trace, Plan] | None:
-    """Charges what was measured beyond the forecast to the process, and plans with that; None if nothing fits then."""
-    trace = _charged(trace, excess)
+def planned_again(
+    trace: Trace, settings: Settings, excess: int, *, is_explained: bool = False
+) -> tuple[Trace, Plan] | None:
+    """Charges what was measured beyond the forecast to the process, and plans with that; None if nothing fits then.
+
+    Args:
+        is_explained: whether the settings say something new that the excess came of; nothing is charged then.
+    """
+    trace = trace if is_explained else _charged(trace, excess)
     try:
         plan = make_plan(trace, settings)
     except InfeasibleError as error:
-        _log.warning("a step used %s more than foreseen, and no plan makes up for it: %s", format_bytes(excess), error)
+        _log.warning(
+            "a step used %s more than foreseen, and no plan makes up for it, so the run goes on with this one: %s",
+            format_bytes(excess),
+            error,
+        )
         return None
-    _log.warning("a step used %s more than foreseen; a new plan makes up for it", format_bytes(excess))
+    _log.warning(
+        "a step used %s more than foreseen; a new plan makes up for it, and nothing needs to be done",
+        format_bytes(excess),
+    )
     return trace, plan
 
 
@@ -119,7 +135,7 @@ def planned_after(
     try:
         made = make_plan(trace, settings)
     except InfeasibleError as error:
-        _log.warning("no plan for %s: %s", format_bytes(settings.budget_bytes), error)
+        _log.warning("no plan fits the %s that could be had: %s", format_bytes(settings.budget_bytes), error)
         return None
     return None if made.actions == plan.actions else (trace, settings, made)
 

@@ -355,8 +355,8 @@ class Session:
             self.measured.peak_bytes = max(self.measured.peak_bytes, peak_bytes)
             if self.plan is not None and self.trace is not None and self._can_plan_again:
                 self._excess_bytes = excess_bytes(self.plan, peak_bytes)
-        if is_first and self._live.applied is not None:
-            self._live.applied.effects.check()
+        if is_first:
+            self._live.check_effects()
 
     @property
     def _has_newcomer(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from memwall.errors import OffloadIOError
+from memwall.store.own_file import open_own
 from memwall.units import format_bytes
 
 __all__ = [
@@ -53,8 +54,12 @@ class IOBackend(Protocol):
     def open_scratch(self, directory: str) -> OpenScratch:
         """Open an empty file in `directory` that vanishes with the process, however that ends."""
 
-    def open_file(self, path: str) -> OpenScratch:
-        """Open a file that outlives the process, created empty where there is none."""
+    def open_file(self, path: str, *, is_read_only: bool = False) -> OpenScratch:
+        """Opens a file that outlives the process; one that is to be written is created empty where there is none.
+
+        Raises:
+            StoreError: the name is a link's, or a file's that is not this user's own.
+        """
 
     def size_bytes(self, fd: int) -> int:
         """The length of the file."""
@@ -96,12 +101,16 @@ class SystemBackend:
             os.close(fd)
             raise
         if not is_direct:
-            _logger.warning("%s refuses O_DIRECT: offloaded bytes pass through the page cache (slower)", directory)
+            _logger.warning(
+                "%s refuses O_DIRECT: offloaded bytes pass through the page cache, which is slower; give a "
+                "folder on ext4, xfs or btrfs",
+                directory,
+            )
         return OpenScratch(fd=fd, is_direct=is_direct)
 
-    def open_file(self, path: str) -> OpenScratch:
+    def open_file(self, path: str, *, is_read_only: bool = False) -> OpenScratch:
         """See `IOBackend`. O_DIRECT is tried with a real read."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_own(path, is_read_only=is_read_only)
         try:
             is_direct = _switch_to_direct_reading(fd)
         except OSError:

@@ -15,18 +15,19 @@ from memwall.store.scratch import ScratchFile, Slot
 __all__ = ["DataFile", "open_kept"]
 
 
-def open_kept(backend: IOBackend, path: str) -> OpenScratch:
-    """Open a file of a checkpoint, created where there is none.
+def open_kept(backend: IOBackend, path: str, *, is_read_only: bool = False) -> OpenScratch:
+    """Opens a file of a checkpoint; one that is to be written is created where there is none.
 
     Raises:
-        StoreError: the system refuses.
+        StoreError: the system refuses, or something else has the name.
     """
     try:
-        return backend.open_file(path)
+        return backend.open_file(path, is_read_only=is_read_only)
     except OSError as error:
+        verb = "read" if is_read_only else "write to"
         raise StoreError(
             f"the checkpoint's file {path} cannot be opened: {os.strerror(error.errno or 0)} (errno {error.errno}); "
-            "give a directory that you may write to with --checkpoint DIR"
+            f"give a directory that you may {verb} with --checkpoint DIR"
         ) from error
 
 
@@ -36,6 +37,7 @@ class DataFile(ScratchFile):
     Args:
         path: the file, created where there is none.
         backend: the operating system, or a test's substitute for it.
+        is_read_only: whether it is opened for reading, and has to be there.
 
     Raises:
         StoreError: the file cannot be opened.
@@ -43,7 +45,8 @@ class DataFile(ScratchFile):
 
     is_kept = True
 
-    def __init__(self, path: str, *, backend: IOBackend | None = None) -> None:
+    def __init__(self, path: str, *, backend: IOBackend | None = None, is_read_only: bool = False) -> None:
+        self._is_read_only = is_read_only
         backend = backend if backend is not None else backend_of(os.path.dirname(path) or ".")
         # Growing by a little: the space is reserved for the whole run before its first commit.
         super().__init__(path, backend=backend, step_bytes=ALIGNMENT_BYTES)
@@ -52,7 +55,7 @@ class DataFile(ScratchFile):
         self._reserved_bytes = backend.size_bytes(self._fd) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
     def _open(self) -> OpenScratch:
-        return open_kept(self._backend, self.path)
+        return open_kept(self._backend, self.path, is_read_only=self._is_read_only)
 
     def adopt(self, slots: Sequence[Slot]) -> None:
         """Say what is in the file: the committed slots; everything else is free. To be called once, at the start."""

@@ -10,6 +10,7 @@ import socket
 import threading
 
 from memwall.errors import StoreError
+from memwall.store.own_file import open_own
 
 __all__ = ["DirectoryLock"]
 
@@ -22,23 +23,34 @@ _guard = threading.Lock()
 class DirectoryLock:
     """Held from the beginning until `release`.
 
+    Args:
+        directory: of the run.
+        is_read_only: only keeps runs out while the directory is read, and writes nothing. A directory without a lock
+            file, or whose filesystem cannot lock, has no run to keep out.
+
     Raises:
-        StoreError: another run holds it, or the directory cannot be written to.
+        StoreError: another run holds it, something else has the lock file's name, or the directory cannot be written
+            to.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, is_read_only: bool = False) -> None:
         self.directory = directory
+        self._is_read_only = is_read_only
+        self._fd = -1
         self._key = os.path.join(os.path.realpath(directory), _NAME)
         self._process_id = os.getpid()
         with _guard:
             if self._key in _held:
                 raise self._refusal("this process")
+            if is_read_only and not os.path.lexists(self._key):
+                return
             try:
-                self._fd = os.open(self._key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._fd = open_own(self._key, is_read_only=is_read_only)
             except OSError as error:
+                verb = "read" if is_read_only else "write to"
                 raise StoreError(
                     f"--checkpoint {directory}: {_NAME} cannot be opened there: {os.strerror(error.errno or 0)} "
-                    f"(errno {error.errno}); give a directory that you may write to"
+                    f"(errno {error.errno}); give a directory that you may {verb}"
                 ) from error
             try:
                 self._take()
@@ -49,14 +61,18 @@ class DirectoryLock:
 
     def _take(self) -> None:
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._fd, (fcntl.LOCK_SH if self._is_read_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise self._refusal(os.pread(self._fd, _MAX_OWNER_BYTES, 0).decode(errors="replace").strip()) from error
         except OSError as error:
+            if self._is_read_only:
+                return
             raise StoreError(
                 f"--checkpoint {self.directory}: its filesystem cannot lock files ({os.strerror(error.errno or 0)}), "
                 "so two runs could overwrite each other there; give a directory on a local disk"
             ) from error
+        if self._is_read_only:
+            return
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"process {self._process_id} on {socket.gethostname()}\n".encode(), 0)
 

@@ -47,7 +47,7 @@ from memwall.store.scratch import Slot
 from memwall.store.transfer import DEFAULT_BLOCK_BYTES, TransferPool
 from memwall.units import format_bytes
 
-__all__ = ["Generation", "Journal", "Stored"]
+__all__ = ["Generation", "Journal", "Stored", "is_begun"]
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class Journal:
         num_workers: transfer threads.
         block_bytes: the size of one write, and what each checksum covers; of a directory that has a run in it already
             only to be what it was before.
+        is_read_only: whether `last` is all that is wanted: nothing in the directory, which has to be there, is created
+            or changed.
 
     Attributes:
         last: the newest generation that can be continued from; None before the first commit.
@@ -104,6 +106,7 @@ class Journal:
         backend: IOBackend | None = None,
         num_workers: int = 2,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
+        is_read_only: bool = False,
     ) -> None:
         self.directory = os.fspath(directory)
         self._commit_path = os.path.join(self.directory, COMMIT_NAME)
@@ -112,19 +115,21 @@ class Journal:
         self._failure: StoreError | None = None
         self.last: Generation | None = None
         self.recovery_seconds = self.record_seconds = 0.0
-        try:
-            os.makedirs(self.directory, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"--checkpoint {self.directory}: this directory cannot be made: {os.strerror(error.errno or 0)}; give "
-                "another one"
-            ) from error
-        self._backend = backend if backend is not None else backend_of(self.directory)
-        self._lock = DirectoryLock(self.directory)
-        try:
-            self._fd = open_kept(self._backend, self._commit_path).fd
+        if not is_read_only:
             try:
-                self.data = DataFile(os.path.join(self.directory, DATA_NAME), backend=self._backend)
+                os.makedirs(self.directory, exist_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"--checkpoint {self.directory}: this directory cannot be made: {os.strerror(error.errno or 0)}; "
+                    "give another one"
+                ) from error
+        self._backend = backend if backend is not None else backend_of(self.directory)
+        self._lock = DirectoryLock(self.directory, is_read_only=is_read_only)
+        try:
+            self._fd = open_kept(self._backend, self._commit_path, is_read_only=is_read_only).fd
+            try:
+                data_path = os.path.join(self.directory, DATA_NAME)
+                self.data = DataFile(data_path, backend=self._backend, is_read_only=is_read_only)
             except BaseException:
                 self._backend.close(self._fd)
                 raise
@@ -136,7 +141,7 @@ class Journal:
             self.last = self._recover()
             self.recovery_seconds = time.perf_counter() - begin
             self.data.adopt(() if self.last is None else self.last.slots)
-            if self.last is not None:
+            if self.last is not None and not is_read_only:
                 # Found, it may still be in the page cache alone; what is written next takes its predecessor's place.
                 self._sync_data()
                 self._sync_commit()
@@ -376,6 +381,12 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def is_begun(directory: str) -> bool:
+    """Returns whether a directory has a file of a checkpoint that is not empty."""
+    paths = (os.path.join(directory, name) for name in (COMMIT_NAME, DATA_NAME))
+    return any(os.path.lexists(path) and os.lstat(path).st_size > 0 for path in paths)
 
 
 def _pages(num_bytes: int) -> memoryview:

@@ -205,7 +205,8 @@ class DiskTier:
         if num_blocks < 2:
             raise StoreError(
                 f"an offload window of {format_bytes(window_bytes)} is too small: it must hold at least two blocks of "
-                f"{format_bytes(pool.block_bytes)}; raise it to {format_bytes(2 * pool.block_bytes)} or more"
+                f"{format_bytes(pool.block_bytes)}; raise it to "
+                f"{format_bytes(2 * pool.block_bytes, rounding='up')} or more"
             )
         self._pool = pool
         self._arena = StagingArena(num_blocks, pool.block_bytes)

@@ -314,6 +314,9 @@ def shut_down(state: WorkState, threads: list[threading.Thread]) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() and thread is not threading.current_thread() for thread in threads):
         # Closing the file under a thread that is still in a write could send that write into another file.
-        _logger.warning("a disk transfer in %s does not end; its scratch file stays open", state.scratch.path)
+        _logger.warning(
+            "a disk transfer in %s does not end; its scratch file stays open until the process ends; check the disk",
+            state.scratch.path,
+        )
     else:
         state.scratch.close()

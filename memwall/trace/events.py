@@ -18,6 +18,8 @@ class EventLog:
     def __init__(self, *, is_parked: bool) -> None:
         self.is_parked = is_parked
         self.micro_batch = 0
+        self.input_shape: tuple[int, ...] = ()
+        self.input_dtype = ""
         self.op_name: list[str] = []
         self.op_phase: list[Phase] = []
         self.op_call: list[int] = []

@@ -59,6 +59,8 @@ class TraceBuilder:
         self._recorder: StepRecorder | None = None
         self._base_bytes = 0
         self._micro_batch = 0
+        self._input_shape: tuple[int, ...] = ()
+        self._input_dtype = ""
         self._num_micro_batches = 1
         self._gradients_persist = False
         self._had_state = False
@@ -140,6 +142,7 @@ class TraceBuilder:
                 if birth < 0 and category is None
             )
         self._micro_batch = log.micro_batch
+        self._input_shape, self._input_dtype = log.input_shape, log.input_dtype
         self._num_micro_batches = 1 + sum(name == "accumulation" for name, _ in log.marks)
         self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
         step = build_step(
@@ -186,6 +189,8 @@ class TraceBuilder:
             names=tuple(self._names),
             modules=self._modules,
             steps=tuple(self._steps),
+            input_shape=self._input_shape,
+            input_dtype=self._input_dtype,
             lines=tuple(self._lines.texts),
         )
 

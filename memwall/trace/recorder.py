@@ -189,9 +189,16 @@ class StepRecorder(TorchDispatchMode):
             if self.num_optimizer_steps and torch.is_grad_enabled():
                 return  # the next step's: whoever records ends this one in a hook that runs after this
             self._set_phase("forward" if torch.is_grad_enabled() else "eval")
-            if self.log.micro_batch == 0:
-                self.log.micro_batch = next((t.shape[0] for t in _tensors(args, []) if t.dim() > 0), 0)
+            self._note_input(_tensors(args, []))
         self.log.enter_call(index, torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+    def _note_input(self, tensors: list[Tensor]) -> None:
+        """The first tensor that the model is called with tells the batch; later calls of a step change nothing."""
+        first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
+        if first is not None and self.log.micro_batch == 0:
+            self.log.micro_batch = first.shape[0]
+            self.log.input_shape = tuple(first.shape)
+            self.log.input_dtype = str(first.dtype).removeprefix("torch.")
 
     def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
         # torch passes (kwargs, output); after an exception in forward only the output, which is None.
@@ -203,8 +210,7 @@ class StepRecorder(TorchDispatchMode):
         outputs = _tensors((output,), [])
         self.log.leave_call(index, torch.autograd._get_sequence_nr(), inputs, outputs)  # type: ignore[attr-defined]
         if not self.log.call_stack and self._phase == "forward":
-            if self.log.micro_batch == 0:
-                self.log.micro_batch = next((t.shape[0] for t in inputs if t.dim() > 0), 0)
+            self._note_input(inputs)
             self._set_phase("loss")
 
     def _enter_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:

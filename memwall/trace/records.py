@@ -191,5 +191,9 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     names: tuple[str, ...]
     modules: tuple[Module, ...]
     steps: tuple[Step, ...]
+    input_shape: tuple[int, ...] = ()
+    """Of the first tensor that the model is called with; () in files written before it was recorded."""
+    input_dtype: str = ""
+    """The dtype of that tensor, e.g. `int64`."""
     lines: tuple[str, ...] = ()
     """Lines of the user's code, e.g. `models/gpt.py:42 forward`; none in files written before they were recorded."""

@@ -162,7 +162,7 @@ def test_parameters_on_disk_have_no_kernels(caplog: pytest.LogCaptureFixture, tm
         with pytest.raises(InfeasibleError):
             session.end_step()
         session.close(completed=False)
-    assert "no fused kernels: the budget has no room for the parameters" in caplog.text
+    assert "kernels are allowed, but no fused kernels run: the budget has no room for the parameters" in caplog.text
     assert is_itself(model)
 
 

@@ -275,9 +275,7 @@ def test_what_is_left_alone_beside_others_is_said_too(caplog: pytest.LogCaptureF
         patched = patch_kernels(nn.Sequential(Rms(), Mean(), Mean()))
     assert patched.num_replaced == 1
     (said,) = caplog.messages
-    assert said.startswith(
-        "memwall: some modules of Sequential run no fused kernel:\n   2 x Mean -> rms_norm (llama): left"
-    )
+    assert said.startswith("some modules of Sequential run no fused kernel:\n   2 x Mean -> rms_norm (llama): left")
     assert "Rms ->" not in said
 
 

@@ -135,7 +135,7 @@ def test_a_recomputation_that_fails_gives_the_statistics_back(recomputed: Recomp
     with recomputed(model, Recompute(block="0")):
         loss = model(torch.randn(5, 6)).sum()
         buffers = dict(model[0].norm._buffers)
-        model[0].fails = True
+        Failing.fails = True  # of the class: what the module itself had in forward, it has again
         with pytest.raises(ZeroDivisionError):
             loss.backward()
     assert all(model[0].norm._buffers[name] is buffer for name, buffer in buffers.items())
@@ -221,8 +221,10 @@ def test_recomputing_costs_the_blocks_forward_once_more_and_keeping_its_products
     down = case.model.blocks[1].feed_forward.down
     last_flops = 2 * 4 * 32 * down.in_features * down.out_features
     with recomputed(case.model, Recompute(block=menu.block.path)):
+        case.loss(case.model, case.batch)  # the first call is proven by a second run
         assert forward_flops(case.model, case.batch, case.loss)[1] == plain_flops + block_flops - last_flops
     with recomputed(case.model, Recompute(block=menu.block.path, kept_ops=kept)):
+        case.loss(case.model, case.batch)
         assert forward_flops(case.model, case.batch, case.loss)[1] == plain_flops
 
 
@@ -290,9 +292,11 @@ def test_where_other_operations_run_nothing_is_kept_instead_of_the_wrong_thing(
         block.has_mask = True
     expected = after_a_step(model, lambda: model(batch).square().sum())
     # By number alone it is the zeros that are kept, which the next operation overwrites: wrong, and torch is silent.
-    with recomputed(model, *(Recompute(block=block, kept_ops=(number,)) for block in "01")):
-        found = after_a_step(model, lambda: model(batch).square().sum())
-    assert not torch.equal(found["0.up.weight.grad"], expected["0.up.weight.grad"])
+    with (
+        recomputed(model, *(Recompute(block=block, kept_ops=(number,)) for block in "01")),
+        pytest.raises(ApplyError, match=r"'1' .* differs from what it saved in forward: .* or on a kept result"),
+    ):
+        after_a_step(model, lambda: model(batch).square().sum())
     named = [Recompute(block=block, kept_ops=(number,), kept_names=("aten.sin.default",)) for block in "01"]
     with recomputed(model, *named):
         assert_same_bits(after_a_step(model, lambda: model(batch).square().sum()), expected)

@@ -149,6 +149,35 @@ def test_the_command_says_what_it_cannot_use(
     assert capsys.readouterr().err == f"memwall: {message.format(cwd=tmp_path)}\n"
 
 
+def test_the_command_changes_nothing_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that is mounted read-only can be verified, and a mistyped folder stays as it was."""
+    train_to(2, tmp_path / "run", made())
+    (tmp_path / "empty").mkdir()
+
+    def state_of(folder: Path) -> dict[str, tuple[int, int, int]]:
+        found = {path.name: path.lstat() for path in (folder, *folder.iterdir())}
+        return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found.items()}
+
+    for folder, status in ((tmp_path / "run", 0), (tmp_path / "empty", 2)):
+        folder.chmod(0o555)
+        before = state_of(folder)
+        assert main(["checkpoint", str(folder)]) == status
+        assert state_of(folder) == before
+    assert "holds no committed step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["memwall.lock", "memwall.commit", "memwall.data"])
+def test_the_command_follows_no_link(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_to(1, tmp_path / "run", made())
+    path, target = tmp_path / "run" / name, tmp_path / "precious"
+    path.rename(target)
+    before = target.read_bytes()
+    path.symlink_to(target)
+    assert main(["checkpoint", str(tmp_path / "run")]) == 2
+    assert f"{path} is a symbolic link; expected a file that memwall made there" in capsys.readouterr().err
+    assert target.read_bytes() == before
+
+
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     train_to(1, tmp_path / "run", made())
     target = tmp_path / "file" / "model.pt"

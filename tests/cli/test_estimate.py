@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
+import torch
 from figures import sizes_not_in, untagged, without_unit
 from forecasts import FACTORY, LLAMA, OPTIONS, SCHEMA, Run, estimated
 
+import memwall
 from memwall.cli.app import main
 from memwall.machine.hardware import hardware_named
 from memwall.units import format_bytes
@@ -77,6 +80,35 @@ def test_the_table_starts_with_the_verdict_and_ends_with_what_is_left_out(
     assert "Predicted, not measured. Not modelled: nothing was measured on this device" in words
 
 
+@pytest.mark.requires("transformers")
+def test_what_was_assumed_is_always_shown(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """GIVEN a configuration in bfloat16 WHEN nothing is asked for THEN dtype, optimizer, batch and length are said."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "torch_dtype": "bfloat16"}))
+    _, found = run("estimate", str(config), "--device", "h100-80gb")
+    assert found["workload"] == {
+        "dtype": "bfloat16",
+        "autocast": "none",
+        "optimizer": "AdamW",
+        "micro_batch": 1,
+        "num_micro_batches": 1,
+        "input_shape": [1, 2048],
+        "tokens_per_sample": 2048,
+    }
+    assert main(["estimate", str(config), "--device", "h100-80gb"]) == 0
+    assert "weights in bfloat16; AdamW; batch 1 x 2,048 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.requires("transformers")
+def test_an_explicit_dtype_wins_over_that_of_the_configuration(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "torch_dtype": "bfloat16"}))
+    more = ("--device", "h100-80gb", "--dtype", "fp32", "--autocast", "bf16", "--seq", "64", "--accumulate", "4")
+    _, found = run("estimate", str(config), *more)
+    assumed = found["workload"]
+    assert (assumed["dtype"], assumed["autocast"], assumed["num_micro_batches"]) == ("float32", "bfloat16", 4)
+
+
 def test_a_factory_is_estimated_as_well(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "training.py"
     path.write_text(FACTORY)
@@ -84,6 +116,38 @@ def test_a_factory_is_estimated_as_well(run: Run, tmp_path: Path) -> None:
     jsonschema.validate(found, SCHEMA)
     assert status == 0
     assert found["micro_batch"] == 64
+    assumed = found["workload"]
+    assert (assumed["dtype"], assumed["optimizer"]) == ("float32", "AdamW")
+    assert (assumed["input_shape"], assumed["tokens_per_sample"]) == ([64, 256], None)
+
+
+@pytest.mark.requires("transformers")
+def test_python_gives_the_same_forecast_as_the_command(run: Run, config: str) -> None:
+    _, found = estimated(run, config, "--budget", "50%")
+    asked = memwall.estimate(config, "h100-80gb", batch=4, sequence=1024, dtype="bf16", budget="50%")
+    assert json.loads(msgspec.json.encode(asked)) == found
+
+
+def test_a_workload_is_estimated_without_a_file() -> None:
+    workload = memwall.Workload(
+        model=lambda: torch.nn.Linear(256, 256),
+        batch=lambda: torch.ones(64, 256),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    found = memwall.estimate(workload, "l4")
+    assert (found.fits, found.micro_batch) == (True, 64)
+    for options, message in (
+        ({"batch": 2}, r"^--batch: the workload is a factory, which decides that itself"),
+        ({"worst_batch": "max-length"}, r"^worst_batch 'max-length': a workload decides itself what its batch is"),
+        ({"worst_batch": "longest"}, r"^worst_batch 'longest' is not known; expected one of max-length, dataset, p99$"),
+        ({"accumulate": 0}, r"^accumulate is 0, eval_batch None; expected at least 1 of each$"),
+        ({"budget": "much"}, r"^'much' is not a size"),
+    ):
+        with pytest.raises(memwall.UsageError, match=message):
+            memwall.estimate(workload, "l4", **options)
+    with pytest.raises(memwall.UsageError, match="'l5' is no device that memwall has figures for"):
+        memwall.estimate(workload, "l5")
 
 
 @pytest.mark.requires("transformers")
@@ -95,7 +159,7 @@ def test_a_factory_is_estimated_as_well(run: Run, tmp_path: Path) -> None:
         ({"auto_map": {"x": "y"}}, ("--device", "l4"), "'auto_map' asks for code that the model brings along"),
         ({"vocab_size": None}, ("--device", "l4"), "config.json: "),
         ({"num_hidden_layers": 10**9}, ("--device", "l4"), "'num_hidden_layers' is 1000000000; expected 1 to 2000"),
-        ({}, ("--device", "l4", "--dtype", "int8"), "dtype 'int8' is not known; expected one of float32, bfloat16"),
+        ({}, ("--device", "l4", "--dtype", "int8"), "--dtype: 'int8' is not known; expected one of float32, bfloat16"),
         ({}, ("--device", "l4", "--seq", "99999"), "sequence 99999 is more than the 2048 positions"),
         ({}, ("--device", "l4", "--budget", "much"), "--budget: 'much' is not a size"),
     ],

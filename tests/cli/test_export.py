@@ -1,6 +1,7 @@
 """`memwall export`: each target gets what it can hold, and is told what it cannot."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,58 @@ def test_the_environment_gets_what_variables_can_set(export: Export) -> None:
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
     )
     assert found["kinds"] == ["recompute"]
+
+
+@pytest.mark.parametrize("divisions", ["4", "[256:1,512:2,1024:4,2048:8]"])
+def test_a_shell_reads_from_the_environment_s_file_what_the_plan_says(divisions: str, export: Export) -> None:
+    """Neither `docker run --env-file` nor systemd would take quotes as a shell does, so there are none."""
+    setting = f"expandable_segments:False,garbage_collection_threshold:0.8,roundup_power2_divisions:{divisions}"
+    a_plan(AllocatorReuse(policy="cuda", cuda_setting=setting)).save("plan.json")
+    export("env", "run.env")
+    assert Path("run.env").read_text().splitlines()[0] == f"PYTORCH_ALLOC_CONF={setting}"
+    found = subprocess.run(
+        ["sh", "-c", 'set -a; . ./run.env; env | grep "^PYTORCH"'], capture_output=True, text=True, check=True
+    )
+    assert sorted(found.stdout.splitlines()) == [f"PYTORCH_ALLOC_CONF={setting}", f"PYTORCH_CUDA_ALLOC_CONF={setting}"]
+
+
+def test_a_setting_that_a_shell_reads_otherwise_is_not_exported(capsys: pytest.CaptureFixture[str]) -> None:
+    a_plan(AllocatorReuse(policy="cuda", cuda_setting="roundup_power2_divisions:[256:1,>:8]")).save("plan.json")
+    assert main(["export", "plan.json", "--to", "env", "-o", "run.env"]) == 2
+    assert "the plan's allocator setting 'roundup_power2_divisions:[256:1,>:8]' has a '>'" in capsys.readouterr().err
+    assert not Path("run.env").exists()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "expandable_segments:True\nLD_PRELOAD=/tmp/evil.so",
+        "expandable_segments:True\n",
+        "expandable_segments:True;touch planted",
+        "pinned_num_register_threads:$(touch planted)",
+        "pinned_num_register_threads:`touch planted`",
+        "expandable_segments:True,\x1b[2J",
+        "expandable_segments : True",
+        "expandable_segments",
+        "expandable_segments:True,",
+    ],
+)
+def test_a_plan_whose_setting_is_more_than_a_setting_is_refused(
+    setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN a plan of somebody else WHEN it is exported THEN nothing of it can become a variable or a command."""
+    a_plan(AllocatorReuse(policy="cuda", cuda_setting="expandable_segments:True")).save("plan.json")
+    fields = read("plan.json")
+    fields["forecast"]["actions"][0]["cuda_setting"] = setting
+    Path("plan.json").write_text(json.dumps(fields))
+    assert main(["export", "plan.json", "--to", "env", "-o", "run.env"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(
+        f"memwall: plan.json is not a valid plan: cuda_setting {setting!r} is no allocator setting"
+    )
+    assert message.endswith(" - at `$.forecast.actions[0]`\n")
+    assert len(message.splitlines()) == 1
+    assert not Path("run.env").exists()
 
 
 def test_the_environment_gets_mallocs_thresholds(export: Export) -> None:

@@ -39,6 +39,7 @@ def test_a_plan_for_a_device_fits_what_its_allocator_would_reserve(run: Run, con
     assert found["plain_peak"]["process_bytes"] > found["peak"]["process_bytes"]
     assert found["step_seconds"] > found["plain_step_seconds"]
     assert Plan.load(output).actions
+    assert (found["workload"]["dtype"], found["workload"]["input_shape"]) == ("bfloat16", [4, 1024])
 
 
 @pytest.mark.requires("transformers")

@@ -106,3 +106,18 @@ def test_a_file_that_is_no_configuration_is_refused(text: str | None, message: s
         (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(UsageError, match=message):
         hugging_face_workload(str(tmp_path))
+
+
+DIFFUSERS = {"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0", "sample_size": 64}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model_index.json"])
+def test_a_diffusers_configuration_is_told_to_come_as_a_factory(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(json.dumps(DIFFUSERS))
+    with pytest.raises(UsageError) as error:
+        hugging_face_workload(str(tmp_path))
+    assert str(error.value) == (
+        f"{tmp_path / name} is a configuration of diffusers (UNet2DConditionModel), which does not say how the model "
+        "is trained; write a function that returns a memwall.Workload (model, batch, loss, optimizer), and give it as "
+        "path/file.py:factory"
+    )

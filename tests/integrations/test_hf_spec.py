@@ -7,10 +7,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from memwall.errors import UsageError
+from memwall.integrations.dtypes import DTYPES
 from memwall.integrations.hf_optimizers import OPTIMIZERS
-from memwall.integrations.hf_spec import DTYPES, hugging_face_workload
+from memwall.integrations.hf_spec import hugging_face_workload
 from memwall.integrations.spec_trace import device_trace_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes, peak_of
@@ -167,6 +169,63 @@ def test_weights_have_the_dtype_asked_for(dtype: str, written: Any) -> None:
     held = {share.name: share.num_bytes for share in peak_of(trace, trace.steps[1]).by_category}
     num_parameters = held["parameter"] // (4 if dtype == "float32" else 2)
     assert num_parameters == sum(p.numel() for p in hugging_face_workload(written(LLAMA)).make_model().parameters())
+
+
+def dtype_of(source: str, **options: Any) -> torch.dtype:
+    """Of the weights of the model that is built."""
+    return next(hugging_face_workload(source, **options).make_model().parameters()).dtype
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, torch.float32),
+        ({"torch_dtype": None}, torch.float32),
+        ({"torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "float16", "torch_dtype": "bfloat16"}, torch.float16),
+        ({"torch_dtype": "torch.bfloat16"}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_weights_have_the_dtype_that_the_configuration_names(
+    keys: dict[str, Any], expected: torch.dtype, written: Any
+) -> None:
+    """The key is `torch_dtype` in older files and `dtype` in newer ones."""
+    source = written({**LLAMA, **keys})
+    assert dtype_of(source) == expected
+    assert dtype_of(source, dtype="float16") == torch.float16
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_of_the_text_is_that_of_a_model_of_text_and_images(key: str, written: Any) -> None:
+    """GIVEN a file that names it in `text_config` alone THEN all weights have it."""
+    source = written(
+        {
+            "model_type": "gemma3",
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma3_text",
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                key: "float16",
+            },
+            "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
+            | {"intermediate_size": 64, "num_attention_heads": 4},
+            "mm_tokens_per_image": 4,
+        }
+    )
+    assert {p.dtype for p in hugging_face_workload(source).make_model().parameters()} == {torch.float16}
+
+
+def test_a_configuration_of_a_dtype_that_cannot_be_traced_asks_for_another(written: Any) -> None:
+    source = written({**LLAMA, "torch_dtype": "float8_e4m3fn"})
+    with pytest.raises(
+        UsageError, match=r"its dtype 'float8_e4m3fn' can't be traced; give --dtype with one of float32"
+    ):
+        hugging_face_workload(source)
+    assert dtype_of(source, dtype="bfloat16") == torch.bfloat16
 
 
 # Class in torch.optim, and copies of the weights that its state takes.
@@ -342,7 +401,7 @@ def test_nothing_is_fetched_whatever_a_configuration_names(written: Any, monkeyp
         ({"sequence": 65}, r"^sequence 65 is more than the 64 positions of .*config\.json; lower it, or raise"),
         ({"batch": 0}, r"^batch 0 x sequence default is no batch; expected positive numbers of at most 2147483648"),
         ({"batch": 10**9, "sequence": 64}, r"^batch 1000000000 x sequence 64 is no batch; expected positive"),
-        ({"dtype": "int8"}, r"^dtype 'int8' is not known; expected one of float32, bfloat16, float16$"),
+        ({"dtype": "int8"}, r"^--dtype: 'int8' is not known; expected one of float32, bfloat16, float16$"),
         ({"optimizer": "rms"}, r"^optimizer 'rms' is not known; expected one of adamw, .*; did you mean rmsprop$"),
         (
             {"optimizer": "adamw-8bit"},

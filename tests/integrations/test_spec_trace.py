@@ -136,7 +136,7 @@ def test_a_factory_may_be_run_under_autocast_and_leaves_no_hook(tmp_path: Path) 
     assert not torch.is_autocast_enabled("cpu")
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-    with pytest.raises(UsageError, match=r"^autocast to 'float8' is not known; expected one of bfloat16, float16$"):
+    with pytest.raises(UsageError, match=r"^--autocast: 'float8' is not known; expected one of bfloat16, float16$"):
         workload_of_spec(f"{path}:small", autocast="float8")
     with pytest.raises(UsageError, match=r"^--checkpointing: '.*:small' is a factory, which decides that itself"):
         workload_of_spec(f"{path}:small", is_checkpointed=True)

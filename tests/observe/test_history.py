@@ -307,7 +307,7 @@ class TestOnACpu:
 
     @pytest.mark.parametrize("error", ["MemoryError()", 'RuntimeError("DefaultCPUAllocator: can\'t allocate memory")'])
     def test_the_recorded_step_is_written_when_memory_runs_out(
-        self, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """GIVEN a script that fails in its third step WHEN run with --history THEN the first step is there to read."""
         monkeypatch.chdir(tmp_path)
@@ -316,7 +316,8 @@ class TestOnACpu:
         assert status == 3
         assert [path.name for path in Path("found").iterdir()] == ["oom.trace"]
         assert main(["explain", "found/oom.trace"]) == 0
-        assert "history: memory ran out; the recorded step was written to found/oom.trace" in caplog.messages
+        said = "memwall: history: memory ran out; the recorded step was written to found/oom.trace"
+        assert said in capsys.readouterr().err.splitlines()
 
     def test_another_error_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
@@ -327,7 +328,10 @@ class TestOnACpu:
     def test_before_a_step_was_recorded_it_says_so(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             MemoryHistory(tmp_path).failed(MemoryError(), None)
-        assert caplog.messages == ["history: memory ran out before a step was recorded; there is nothing to write"]
+        assert caplog.messages == [
+            "history: memory ran out before a step was recorded; there is nothing to write, give a larger "
+            "budget to see a step recorded"
+        ]
 
 
 _SCRIPT = """

@@ -74,6 +74,12 @@ def refused(trace: Trace, **options: Any) -> tuple[str, ...]:
     return error.value.relaxations
 
 
+def figures_of(before_bytes: int, after_bytes: int) -> str:
+    """What is needed then is rounded up, what that frees is rounded down."""
+    freed_bytes = before_bytes - after_bytes
+    return f"{format_bytes(after_bytes, rounding='up')}, {format_bytes(freed_bytes, rounding='down')} less"
+
+
 def test_each_way_out_of_a_plan_has_the_figure_of_the_run_that_takes_it() -> None:
     """GIVEN nothing fits THEN the lines add up, cheapest first, and each figure is that of a run recorded so."""
     trace, lower = traced(rows=2048), traced(rows=2048, autocast=torch.bfloat16)
@@ -84,7 +90,10 @@ def test_each_way_out_of_a_plan_has_the_figure_of_the_run_that_takes_it() -> Non
         smallest(traced(rows=2048, fused=True, host_bytes=HOST_BYTES), global_batch=8),
         smallest(traced(rows=2048, fused=True, host_bytes=HOST_BYTES, autocast=torch.bfloat16), global_batch=8),
     ]
-    figures = [f"{format_bytes(after)}, {format_bytes(before - after)} less" for before, after in pairwise(needed)]
+    figures = [
+        f"{format_bytes(after, rounding='up')}, {format_bytes(before - after, rounding='down')} less"
+        for before, after in pairwise(needed)
+    ]
     # The optimizer holds the peak only once the batch is split: its line comes after that.
     assert refused(trace, under_autocast=lambda: lower) == (
         f"smaller micro-batches that accumulate: --global-batch 8: {figures[0]}",
@@ -100,8 +109,8 @@ def test_host_memory_is_offered_with_what_it_frees_unless_it_was_given() -> None
     trace, with_host = (traced(rows=1 << 15, samples=1, host_bytes=num_bytes) for num_bytes in (0, HOST_BYTES))
     before, after = smallest(trace), smallest(with_host)
     assert refused(trace)[0] == (
-        f"host memory for saved tensors and optimizer state: --host SIZE: {format_bytes(after)}, "
-        f"{format_bytes(before - after)} less"
+        f"host memory for saved tensors and optimizer state: --host SIZE: {format_bytes(after, rounding='up')}, "
+        f"{format_bytes(before - after, rounding='down')} less"
     )
     assert not any("--host" in line for line in refused(with_host))
 
@@ -164,7 +173,10 @@ def test_each_way_out_of_an_estimate_has_the_figure_of_the_run_that_takes_it() -
         reserved(Run(trace=trace, num_micro_batches=1, settings=SETTINGS)),
         reserved(Run(trace=fused, num_micro_batches=1, settings=SETTINGS)),
     ]
-    figures = [f"{format_bytes(after)}, {format_bytes(before - after)} less" for before, after in pairwise(needed)]
+    figures = [
+        f"{format_bytes(after, rounding='up')}, {format_bytes(before - after, rounding='down')} less"
+        for before, after in pairwise(needed)
+    ]
     assert lines_of(trace)[:2] == (
         f"set SETTINGS: {figures[0]}",
         f"and fused=True in torch.optim.AdamW: {figures[1]}",

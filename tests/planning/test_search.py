@@ -30,6 +30,7 @@ from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
 from memwall.trace.records import Machine, Trace
+from memwall.units import format_bytes, parse_size
 
 MIB = 1 << 20
 
@@ -267,8 +268,8 @@ def test_an_infeasible_budget_says_by_how_much_and_what_would_help(
     parameter_bytes = sum(s.nbytes for s in steady_step(trace).storages if s.category == "parameter")
     assert (error.value.exit_status, error.value.budget_bytes) == (3, budget_bytes)
     assert str(error.value) == (
-        f"the budget of 200.0 MiB cannot be met: the smallest feasible one is {least / MIB:.1f} MiB, "
-        f"{(least - budget_bytes) / MIB:.1f} MiB more\n"
+        f"the budget of 200.0 MiB cannot be met: the smallest feasible one is {format_bytes(least, rounding='up')}, "
+        f"{format_bytes(least - budget_bytes, rounding='up')} more\n"
         f"of that, 100.0 MiB are the process before the step, {parameter_bytes / MIB:.1f} MiB parameters "
         "(largest: tokens)\n"
         "  - give a disk for saved tensors: --disk DIR\n"
@@ -278,6 +279,8 @@ def test_an_infeasible_budget_says_by_how_much_and_what_would_help(
         "  - shorten the sequence or lower the resolution"
     )
     assert error.value.relaxations == tuple(line[4:] for line in str(error.value).splitlines()[2:])
+    # Typed as it is shown, it is enough.
+    assert plan(trace, budget=parse_size(format_bytes(least, rounding="up"))).forecast.fits
 
 
 @without_malloc

@@ -1,5 +1,6 @@
 """The inner solve: loses to no knob, honours every budget, says when there is none, repeats itself exactly."""
 
+import ctypes
 import os
 import random
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import highspy
 import pytest
 from msgspec.structs import replace
 
@@ -16,6 +18,7 @@ from memwall.planning.solver.dynamic import Chain, ChainBlock, ChainOption, chai
 from memwall.planning.solver.evaluate import Evaluation, evaluate
 from memwall.planning.solver.greedy import solve_greedy
 from memwall.planning.solver.instance import Choice, Instance
+from memwall.planning.solver.milp import solve_milp
 from memwall.planning.solver.solve import knob_choices, smallest_feasible_bytes, solve
 
 RandomInstance = Callable[..., Instance]
@@ -174,6 +177,46 @@ def test_without_highspy_the_greedy_plan_stands_and_claims_no_bound(
     assert "highspy is not installed" in caplog.text
     smallest_bytes = smallest_feasible_bytes(instance)
     assert solve(replace(instance, budget_bytes=smallest_bytes)) is not None
+
+
+class Talkative(highspy.Highs):
+    """Names itself as it is made, past Python and by C's own buffer, as HiGHS 1.16 does."""
+
+    def __init__(self) -> None:
+        os.write(1, b"Running HiGHS\n")
+        ctypes.CDLL(None).printf(b"Includes third-party software components\n")
+        super().__init__()
+
+
+def test_a_solver_that_prints_as_it_is_made_is_not_heard(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The script's own lines around it are, those in C's buffer too."""
+    monkeypatch.setattr(highspy, "Highs", Talkative)
+    ctypes.CDLL(None).printf(b"before, ")
+    assert solve_milp(decoder(4, is_varied=True, budget_share=0.5, link_mib_per_ms=20.0)) is not None
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "before, after\n"
+
+
+def test_standard_output_comes_back_where_a_solver_cannot_be_made(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def made() -> highspy.Highs:
+        raise RuntimeError("no solver")
+
+    monkeypatch.setattr(highspy, "Highs", made)
+    num_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="no solver"):
+        solve_milp(decoder(4, is_varied=True, budget_share=0.5, link_mib_per_ms=20.0))
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "after\n"
+    assert len(os.listdir("/proc/self/fd")) == num_files
+
+
+def test_a_process_without_standard_output_plans_too() -> None:
+    code = "import os\nos.close(1)\nfrom memwall.plan.quiet import nothing_printed\nwith nothing_printed():\n    pass"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 _SCRIPT = """

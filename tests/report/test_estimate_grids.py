@@ -1,10 +1,13 @@
 """The allocator's settings in words: the winner beside the default and the bound, for whom, and for whom not."""
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, AllocatorAdvice
-from memwall.report.estimate_grids import allocator_facts
+from memwall.report.estimate_grids import allocator_facts, workload_row
+from memwall.trace.workload_facts import WorkloadFacts
 
 GIB = 1 << 30
 BEST = "expandable_segments:True,large_segment_size_mb:20"
@@ -54,6 +57,29 @@ def test_the_spread_and_the_boundaries_are_shown_where_there_are_any(advice: All
     assert "6.00 GiB (5.00 GiB to 7.00 GiB) reserved" in facts["allocator settings (L2 what-if)"]
     assert facts["with torch.cuda.empty_cache()"] == "before eval, after eval"
     assert "with torch.cuda.empty_cache()" not in dict(allocator_facts(advice))
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({}, "weights in bfloat16; AdamW; batch 4 x 2,048 tokens"),
+        ({"autocast": "float16"}, "weights in bfloat16; float16 autocast; AdamW; batch 4 x 2,048 tokens"),
+        ({"input_shape": (4, 3, 8, 8), "tokens_per_sample": None}, "weights in bfloat16; AdamW; batch 4 x 3 x 8 x 8"),
+        ({"dtype": "", "input_shape": (), "tokens_per_sample": None}, "AdamW"),
+    ],
+)
+def test_the_training_step_is_told_in_one_row(facts: dict[str, Any], text: str) -> None:
+    workload = WorkloadFacts(
+        dtype="bfloat16",
+        autocast="none",
+        optimizer="AdamW",
+        micro_batch=4,
+        num_micro_batches=1,
+        input_shape=(4, 2048),
+        tokens_per_sample=2048,
+    )
+    assert workload_row(replace(workload, **facts)) == (("workload", text),)
+    assert workload_row(None) == ()
 
 
 def test_where_the_default_is_as_good_only_that_is_said(advice: AllocatorAdvice) -> None:

@@ -249,6 +249,10 @@ class TestVerify:
         assert verify_status(report) == 0
         assert run_verdict(report)[1] == "within the budget: 470.0 MiB measured of 480.0 MiB"
 
+    def test_blocks_that_could_not_be_recomputed_are_named(self, run: RunReport) -> None:
+        report = _measured(run, not_recomputed={"layers.3": "its second run differs"})
+        assert "Not recomputed: 'layers.3': its second run differs." in drawn(run_report(report))
+
     def test_within_the_forecast(self, run: RunReport) -> None:
         report = _peaking_at(run, 455)
         assert drawn(run_report(report))[0] == "✓ within the budget: 455.0 MiB measured of 480.0 MiB"

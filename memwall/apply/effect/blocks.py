@@ -56,7 +56,8 @@ class RecomputeEffect:
 
     def is_seen(self) -> bool:
         """See `Effect`."""
-        return self._watched.counts.num_reruns > 0
+        counts = self._watched.counts
+        return counts.num_reruns > 0 or bool(counts.dropped)  # the log has said that it is dropped
 
     def contrary(self) -> str:
         """See `Effect`."""
@@ -66,7 +67,7 @@ class RecomputeEffect:
                 "another checkpoint calls the block again in backward, so that its tensors were not kept anyway; turn "
                 "gradient checkpointing off in the model, or make the plan with it on"
             )
-        if counts.num_calls and not counts.num_reruns and self._watched.num_gradients:
+        if counts.num_calls and not counts.num_reruns and not counts.dropped and self._watched.num_gradients:
             return (
                 f"it was called {counts.num_calls} times and its gradients arrived, but nothing ran again: hooks of "
                 "its own keep the tensors that it saves"

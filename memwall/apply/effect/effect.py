@@ -64,7 +64,11 @@ class Effects:
                 self._open.remove(effect)
         if self._open and self._num_steps == PATIENCE_STEPS:
             names = ", ".join(effect.name for effect in self._open)
-            _log.info("not seen at work in the first %d steps, watched on: %s", PATIENCE_STEPS, names)
+            _log.info(
+                "these actions were not seen at work in the first %d steps, and are watched on: %s",
+                PATIENCE_STEPS,
+                names,
+            )
 
     def close(self) -> None:
         """Ends the watch."""

@@ -184,9 +184,13 @@ def patch_kernels(
         )
     patched = PatchedKernels(model, tuple(rows), replaced, counts)
     if not replaced:
-        _log.warning("memwall: no module of %s runs a fused kernel: %s", type(model).__name__, patched.table())
+        _log.warning(
+            "no module of %s runs a fused kernel, so allowing kernels changes nothing: %s",
+            type(model).__name__,
+            patched.table(),
+        )
     elif left_alone := _table(row for row in rows if not row.is_replaced):
-        _log.warning("memwall: some modules of %s run no fused kernel:\n%s", type(model).__name__, left_alone)
+        _log.warning("some modules of %s run no fused kernel:\n%s", type(model).__name__, left_alone)
     return patched
 
 

@@ -72,7 +72,7 @@ def open_optimizer_state(
         raise
     if kept is not None:
         kept.tenant = state
-    _log.info("%s of optimizer state are on disk in %s", format_bytes(state.away_bytes), directory)
+    _log.info("%s of the optimizer's state are on disk in %s", format_bytes(state.away_bytes), directory)
 
     def close() -> None:
         try:
@@ -122,7 +122,7 @@ def open_pinned_state(
     except BaseException:
         space.close()
         raise
-    _log.info("%s of optimizer state are in pinned host memory", format_bytes(state.away_bytes))
+    _log.info("%s of the optimizer's state are in pinned host memory", format_bytes(state.away_bytes))
 
     def close() -> None:
         try:
@@ -214,4 +214,6 @@ def _bring_back(state: OptimizerState) -> None:
         if state.failure is None:
             raise
         # The run has ended with the same error already.
-        _log.error("the optimizer's state could not be brought back into memory: %s", error)
+        _log.error(
+            "the optimizer's state could not be brought back into memory: %s; load it again before another step", error
+        )

@@ -83,7 +83,7 @@ def open_parameter_streaming(
         raise
     if kept is not None:
         kept.parameters = streaming
-    _log.info("%s of parameters are on disk in %s", format_bytes(streaming.away_bytes), tier.pool.scratch.path)
+    _log.info("%s of the parameters are on disk in %s", format_bytes(streaming.away_bytes), tier.pool.scratch.path)
 
     def close() -> None:
         try:
@@ -92,7 +92,10 @@ def open_parameter_streaming(
         except StoreError as error:
             if streaming.failure is None:
                 raise
-            _log.error("the parameters could not be brought back into memory: %s", error)
+            _log.error(
+                "the parameters could not be brought back into memory: %s; load the model again before it is used",
+                error,
+            )
         finally:
             if kept is not None:
                 kept.parameters = None

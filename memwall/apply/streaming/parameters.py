@@ -257,7 +257,8 @@ class ParameterStreaming:
             tensor.register_hook(begins)
         if not outputs and any(member.parameter.requires_grad for member in stream.members):
             _log.warning(
-                "memwall finds no output of %s that a backward could begin at; its parameters stay in memory",
+                "the plan finds no output of %s that a backward could begin at; its parameters stay in memory, "
+                "which may pass the budget: return tensors from its forward, or give a larger budget",
                 stream.unit.name or "the model",
             )
             for member in stream.members:

@@ -263,7 +263,8 @@ class ParameterTier:
             # One that its block holds is used by a recomputation within the block's own forward.
             for member in [member for member in members if member.num_holders == 0]:
                 _log.warning(
-                    "%s is used outside the block that it belongs to; its %s stay in memory from now on",
+                    "%s is used outside the block that it belongs to; its %s stay in memory from now on; use it "
+                    "through its own module to have it on disk",
                     *(member.name, format_bytes(member.values.num_bytes)),
                 )
                 self.give_up(member)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from memwall.plan.quiet import nothing_printed
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance
 
@@ -302,7 +303,9 @@ def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: floa
         highspy.HighsVarType.kContinuous
     ] * continuous
 
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    # HiGHS 1.16 names itself on standard output here, before there is an object that could be told not to.
+    with nothing_printed():
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("parallel", "off")

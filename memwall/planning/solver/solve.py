@@ -35,7 +35,8 @@ def solve(instance: Instance) -> Choice | None:
         optimum = solve_milp(instance, starts=candidates)
     except ImportError:
         _log.warning(
-            "highspy is not installed: the plan is the greedy one, without a bound on what a better one could save"
+            "highspy is not installed: the plan is the greedy one, without a bound on what a better one could save; "
+            "pip install highspy"
         )
     else:
         if optimum is not None:

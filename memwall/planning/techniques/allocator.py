@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+from memwall.errors import UsageError
 from memwall.planning.action import Action
 from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.technique import Technique
 from memwall.predict.cuda_allocator.advice import VARIABLES
+from memwall.predict.cuda_allocator.settings import is_well_formed
 from memwall.predict.malloc.policies import policy_named
 from memwall.predict.process import TENSOR_HEAP, Resident
 from memwall.units import format_bytes
@@ -24,6 +26,18 @@ class AllocatorReuse(Action, frozen=True, kw_only=True, tag="allocator"):
     """Of these, what a step needs outside the heap and gives back: workspace, staging, small tensors."""
     cuda_setting: str = ""
     """Complete PYTORCH_ALLOC_CONF string; must be in the environment before CUDA starts."""
+
+    def __post_init__(self) -> None:
+        """Refuses a string that is more than a setting: plans are passed on, and it becomes a variable's value.
+
+        Raises:
+            ValueError: it is not of the form name:value,name:value; names and values are the apply stage's to judge.
+        """
+        if self.cuda_setting and not is_well_formed(self.cuda_setting):
+            raise ValueError(
+                f"cuda_setting {self.cuda_setting!r} is no allocator setting; expected name:value,name:value, as "
+                "'expandable_segments:True'"
+            )
 
 
 class _Allocator(Technique[AllocatorReuse]):
@@ -58,6 +72,11 @@ class _Allocator(Technique[AllocatorReuse]):
         return f"process; free pages returned above {format_bytes(action.limit_bytes)}"
 
     def environment(self, action: AllocatorReuse) -> dict[str, str] | None:
+        if ">" in action.cuda_setting:
+            raise UsageError(
+                f"the plan's allocator setting '{action.cuda_setting}' has a '>', which a shell takes for "
+                "a redirection; name the intervals above the last one (each power of two up to 32768) in its place"
+            )
         if action.cuda_setting:
             return dict.fromkeys(VARIABLES, action.cuda_setting)
         if action.policy == TENSOR_HEAP:

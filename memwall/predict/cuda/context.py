@@ -88,7 +88,7 @@ def _measured(hardware: Hardware, figure: str, measure: Callable[[], int], where
     try:
         num_bytes = measure()
     except MemwallError as error:
-        _log.warning("%s; the published range is taken instead", error)
+        _log.warning("%s; the published range is taken instead, and the forecast says so", error)
         return hardware
     sources = hardware.sources | {figure: f"measured on {where} of this machine"}
     return msgspec.structs.replace(hardware, **{figure: (num_bytes, num_bytes)}, sources=sources)

@@ -19,6 +19,7 @@ __all__ = [
     "check",
     "divisions_text",
     "format_settings",
+    "is_well_formed",
     "parse_settings",
     "read_items",
 ]
@@ -28,6 +29,8 @@ NUM_DIVISIONS = 16
 _NO_DIVISIONS = (0,) * NUM_DIVISIONS
 _MIN_LARGE_ALLOC_MB = 10
 _BOOLEANS = {"True": True, "False": False}
+_OPTION = r"[a-z0-9_]+:(?:[A-Za-z0-9_.+-]+|\[(?:\d+|>):\d+(?:,(?:\d+|>):\d+)*\])"
+_WELL_FORMED = re.compile(rf"{_OPTION}(?:,{_OPTION})*", re.ASCII)
 
 
 class AllocatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +74,14 @@ def parse_settings(text: str, profile: VersionProfile) -> AllocatorSettings:
         settings = with_option(settings, key, value, profile)
     check(settings, profile)
     return settings
+
+
+def is_well_formed(text: str) -> bool:
+    """Returns whether a string is name:value,name:value throughout, without blanks; not whether torch takes it.
+
+    Nothing that passes has a meaning to a shell but `>`, as the name of an interval in a list of divisions.
+    """
+    return _WELL_FORMED.fullmatch(text) is not None
 
 
 def read_items(text: str) -> list[tuple[str, str]]:
@@ -201,18 +212,18 @@ def format_settings(settings: AllocatorSettings, profile: VersionProfile) -> str
 
 
 def divisions_text(divisions: tuple[int, ...]) -> str:
-    """Divisions as torch reads them back: one number, or a list by interval with its upper intervals as `>`.
+    """Returns divisions as torch reads them: one number, or a list whose first interval stands for those below it.
 
-    >>> divisions_text((1,) * 9 + (2, 4) + (8,) * 5)
-    '[256:1,512:2,1024:4,>:8]'
+    Every interval above it is named. torch would take `>` for the rest, which a shell takes for a redirection, and no
+    quoting is read alike by shells, `docker run --env-file` and systemd.
+
+    >>> divisions_text((1,) * 12 + (2, 4) + (8,) * 2)
+    '[2048:1,4096:2,8192:4,16384:8,32768:8]'
     """
     if len(set(divisions)) == 1:
         return str(divisions[0])
     first = next(index for index in range(NUM_DIVISIONS) if divisions[index] != divisions[index + 1])
-    last = next(index for index in reversed(range(NUM_DIVISIONS)) if divisions[index] != divisions[index - 1])
-    # Intervals above the last named one take the value of ">".
-    named = [f"{1 << index}:{divisions[index]}" for index in range(first, last)]
-    return f"[{','.join(named)},>:{divisions[-1]}]"
+    return f"[{','.join(f'{1 << index}:{divisions[index]}' for index in range(first, NUM_DIVISIONS))}]"
 
 
 def _divisions(value: str) -> tuple[int, ...]:

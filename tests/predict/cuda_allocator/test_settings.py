@@ -64,6 +64,7 @@ def test_r3_a_list_of_divisions_fills_the_intervals_as_torch_does(text: str, exp
 def test_divisions_are_written_so_that_they_read_back(divisions: tuple[int, ...]) -> None:
     text = divisions_text(divisions)
     assert parse_settings(f"roundup_power2_divisions:{text}", NEW).roundup_power2_divisions == divisions
+    assert ">" not in text  # which a shell takes for a redirection
 
 
 def test_the_written_string_is_complete() -> None:

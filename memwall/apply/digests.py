@@ -1,0 +1,185 @@
+"""Digests of tensors: whether two runs saved the same bits, known without keeping those of either.
+
+On the CPU a digest is a checksum, at once. On a device it is a number that stays there until all of a run's are
+compared: asking for each one would wait for the device each time.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from memwall.store.checksum import crc32
+from memwall.store.transfer import memory_at
+
+__all__ = ["Digest", "Digesting", "difference", "digest_of", "weighted_sum"]
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements that are worked on at a time, where that takes a copy.
+_PART = 1 << 19
+# Any odd number with bits all over: 2^64 by the golden ratio.
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+class Digest(NamedTuple):
+    """Of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    order: tuple[int, ...]
+    """Dimensions from the one with the longest stride on."""
+    value: int | Tensor
+    """0 where there are no bits to be read: of a subclass, a sparse tensor, one on the meta device."""
+
+
+def digest_of(tensor: Tensor) -> Digest:
+    """The digest of a tensor. Under a mode that watches operations nothing is to be seen of it."""
+    shape = tuple(tensor.shape)
+    is_readable = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    if not is_readable or tensor.is_quantized or not tensor.numel():
+        return Digest(shape, tensor.dtype, (), 0)
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        words = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+        words = words.view(_WORDS[words.element_size()])
+        strides = words.stride()
+        order = tuple(sorted(_spread(words), key=lambda dim: -strides[dim]))
+        for dim in sorted(set(range(words.dim())) - set(order), reverse=True):
+            words = words.select(dim, 0)
+        ranks = sorted(order)
+        words = words.permute([ranks.index(dim) for dim in order])
+        value = _checksum(words) if words.device.type == "cpu" else weighted_sum(words)
+        return Digest(shape, tensor.dtype, order, value)
+
+
+def difference(first: Sequence[Digest], second: Sequence[Digest]) -> str:
+    """What differs between the tensors of two runs; "" if nothing does. Waits for the device once a run."""
+    if len(first) != len(second):
+        return f"it keeps {len(first)} tensors the first time and {len(second)} the second"
+    values = zip(_values(first), _values(second), strict=True)
+    for number, (a, b, (one, other)) in enumerate(zip(first, second, values, strict=True)):
+        if a[:3] != b[:3]:
+            return f"number {number} of the tensors that it keeps is {_name(a)} the first time and {_name(b)} then"
+        if one != other:
+            return f"number {number} of the {len(first)} tensors that it keeps, {_name(a)}, has other values"
+    return ""
+
+
+def weighted_sum(words: Tensor) -> Tensor:
+    """The sum of integers, each multiplied by a number for its place; it stays where they are."""
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    place = 0
+    for part in _parts(words, is_copied=True):
+        weights = torch.arange(place, place + part.numel(), device=words.device).mul_(2).add_(1).mul_(_FACTOR)
+        weights ^= weights >> 29
+        total += weights.mul_(part.reshape(-1)).sum()
+        place += part.numel()
+    return total
+
+
+def _checksum(words: Tensor) -> int:
+    value = 0
+    for part in _parts(words, is_copied=not words.is_contiguous()):
+        packed = part.contiguous()
+        value = hash((value, crc32(memory_at(packed.data_ptr(), packed.nbytes))))
+    return value
+
+
+def _spread(words: Tensor) -> list[int]:
+    """The dimensions along which there is more than one element in memory."""
+    return [dim for dim, (size, step) in enumerate(zip(words.shape, words.stride(), strict=True)) if size > 1 and step]
+
+
+def _parts(words: Tensor, *, is_copied: bool) -> Sequence[Tensor]:
+    if not is_copied or not words.dim():
+        return (words,)
+    row = max(1, words.numel() // words.shape[0])
+    if row > 2 * _PART and words.dim() > 1:
+        return [part for slab in words.unbind(0) for part in _parts(slab, is_copied=True)]
+    parts: Sequence[Tensor] = words.split(max(1, _PART // row))
+    return parts
+
+
+def _values(digests: Sequence[Digest]) -> list[int]:
+    values = [digest.value for digest in digests]
+    there = [value for value in values if isinstance(value, Tensor)]
+    read: dict[int, int] = {}
+    for device in {value.device for value in there}:
+        here = [value for value in there if value.device == device]
+        read |= dict(zip(map(id, here), torch.stack(here).tolist(), strict=True))
+    return [read[id(value)] if isinstance(value, Tensor) else value for value in values]
+
+
+def _name(digest: Digest) -> str:
+    return f"{list(digest.shape)} {str(digest.dtype).removeprefix('torch.')}"
+
+
+class Digesting:
+    """Within it the saved tensors' digests are taken; then the hooks get them that are innermost when it begins.
+
+    Args:
+        norms: layers whose running statistics do not count: they are saved beside what backward reads.
+        keeps: whether to keep the tensors too; backward then reads these, until `release`.
+    """
+
+    def __init__(self, norms: Sequence[nn.Module] = (), *, keeps: bool = False) -> None:
+        self.taken: list[Digest] = []
+        self._norms, self._keeps = norms, keeps
+        self._kept: list[_Kept] = []
+        self._passed_by: frozenset[int] = frozenset()
+
+    def __enter__(self) -> Self:
+        buffers = (buffer for norm in self._norms for buffer in norm._buffers.values() if buffer is not None)
+        self._passed_by = frozenset(buffer.data_ptr() for buffer in buffers)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._pack_outer, self._unpack_outer = outer or (_same, _same)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._hooks.__exit__()
+
+    def release(self) -> None:
+        """Lets go of the tensors: from now on backward has what the outer hooks give."""
+        for kept in self._kept:
+            kept.tensor = None
+        self._kept = []
+
+    def _pack(self, tensor: Tensor) -> Any:
+        is_passed_by = self._passed_by and tensor.data_ptr() in self._passed_by
+        self.taken.append(Digest(tuple(tensor.shape), tensor.dtype, (), 0) if is_passed_by else digest_of(tensor))
+        packed = self._pack_outer(tensor)
+        if not self._keeps:
+            return packed
+        self._kept.append(_Kept(packed, tensor))
+        return self._kept[-1]
+
+    def _unpack(self, packed: Any) -> Any:
+        if not isinstance(packed, _Kept):
+            return self._unpack_outer(packed)
+        return self._unpack_outer(packed.outer) if packed.tensor is None else packed.unchanged()
+
+
+class _Kept:
+    """A saved tensor, and what the outer hooks made of it."""
+
+    __slots__ = ("outer", "tensor", "version")
+
+    def __init__(self, outer: Any, tensor: Tensor) -> None:
+        self.outer, self.version = outer, tensor._version
+        self.tensor: Tensor | None = tensor
+
+    def unchanged(self) -> Tensor:
+        """The tensor; torch looks for writes into it itself only where there are no hooks."""
+        assert self.tensor is not None
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{_name(digest_of(self.tensor))} is at version {self.tensor._version}; expected {self.version}"
+            )
+        return self.tensor
+
+
+def _same(value: Any) -> Any:
+    return value

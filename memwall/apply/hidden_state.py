@@ -1,0 +1,168 @@
+"""What a block's forward may read and change beside its arguments and parameters, put back for a run that repeats it.
+
+Python's and numpy's random numbers, generators that a module owns, buffers, and plain attributes: a count of calls, a
+running mean, a list that losses are appended to. torch's own checkpoint knows torch's global random state alone.
+"""
+
+import collections
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.numpy_random import numpy_state, set_numpy_state
+from memwall.trace.modules import is_batch_norm
+from memwall.units import format_bytes
+
+__all__ = ["MAX_CLONED_BYTES", "HiddenState"]
+
+MAX_CLONED_BYTES = 1 << 20
+"""A larger tensor that forward writes into is not remembered: there may be one in each block."""
+
+# A module's attributes that are not its own: parameters, submodules, hooks, and what memwall attaches.
+_NOT_PLAIN = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__"}
+_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+_SEARCHED = (list, dict)
+_SCALARS = (bool, int, float, str, tuple, type(None))
+# Longer ones are copied, but not searched for tensors and generators.
+_MAX_SEARCHED = 64
+
+
+class HiddenState:
+    """The state at the moment this is made; the forward runs once between that and `settle`.
+
+    Args:
+        modules: the block and its submodules.
+        is_written: whether a forward follows that may write into tensors; False where this is only to be put back.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, is_written: bool = True) -> None:
+        self._modules, self._is_written = modules, is_written
+        self._python: Any = random.getstate()
+        self._numpy: Any = numpy_state()
+        self._owned: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[Callable[[Any], Any], Any, Callable[[], Any]]] = []
+        self._tensors: list[_Held] = []
+        self.unrestorable = ""
+        """After `settle`: what forward wrote into that is too large to be remembered."""
+        with torch._C._DisableTorchDispatch():
+            for path, module in modules:
+                own = vars(module)
+                self._own(own, {name: own[name] for name in own.keys() - _NOT_PLAIN}, path)
+                buffers = own["_buffers"]
+                if buffers and not is_batch_norm(module):
+                    self._own(buffers, dict(buffers), path)
+
+    def settle(self) -> None:
+        """Forgets what the forward left as it was: a second run has nothing to change there either."""
+        if random.getstate() == self._python:
+            self._python = None
+        if self._numpy is not None and _is_same(self._numpy, numpy_state()):
+            self._numpy = None
+        self._generators = [found for found in self._generators if not _is_same(found[1], found[2]())]
+        self._tensors = [held for held in self._tensors if held.tensor._version != held.version]
+        large = [held for held in self._tensors if held.before is None]
+        self.unrestorable = ", ".join(f"{held.name} ({format_bytes(held.tensor.nbytes)})" for held in large)
+
+    @contextmanager
+    def recalled(self) -> Iterator[None]:
+        """The state is as it was within, and afterwards as it is now."""
+        now = HiddenState(self._modules, is_written=False)
+        now._python = now._python if self._python is not None else None
+        now._numpy = now._numpy if self._numpy is not None else None
+        # A container or generator that has left the modules since is written to all the same.
+        now._contents += [(live, live.copy()) for live, _ in self._contents]
+        now._generators += [(set_state, get_state(), get_state) for set_state, _, get_state in self._generators]
+        self._put()
+        try:
+            yield
+        finally:
+            now._put()
+
+    def _own(self, owner: dict[str, Any], values: dict[str, Any], path: str) -> None:
+        self._owned.append((owner, values))
+        for name, value in values.items():
+            kind = type(value)
+            if kind in _SCALARS:
+                continue
+            if kind in _CONTAINERS:
+                self._contents.append((value, value.copy()))
+                if kind in _SEARCHED and len(value) <= _MAX_SEARCHED:
+                    for key, item in value.items() if kind is dict else enumerate(value):
+                        self._look_at(value, key, item, name, path)
+            else:
+                self._look_at(owner, name, value, name, path)
+
+    def _look_at(self, owner: Any, key: Any, value: Any, name: str, path: str) -> None:
+        """Remembers what lies within a value, where forward may change that."""
+        kind = type(value)
+        if kind is Tensor:
+            if self._is_written and not value.is_inference():
+                self._tensors.append(_Held(owner, key, value, f"{path}.{name}" if path else name))
+        elif kind is torch.Generator:
+            self._generators.append((value.set_state, value.get_state(), value.get_state))
+        elif kind is random.Random:
+            self._generators.append((value.setstate, value.getstate(), value.getstate))
+        elif kind.__name__ in ("Generator", "RandomState") and kind.__module__.startswith("numpy.random"):
+            bits = value.bit_generator if kind.__name__ == "Generator" else value._bit_generator
+
+            def set_state(state: Any) -> None:
+                bits.state = state
+
+            self._generators.append((set_state, bits.state, lambda: bits.state))
+
+    def _put(self) -> None:
+        for owner, values in self._owned:
+            for name in owner.keys() - values.keys() - (_NOT_PLAIN if "_modules" in owner else frozenset()):
+                del owner[name]
+            owner.update(values)
+        for live, copied in self._contents:
+            _refill(live, copied)
+        with torch._C._DisableTorchDispatch():
+            for held in self._tensors:
+                # Another tensor in its place: autograd may still need what the first one holds.
+                before = held.tensor.detach() if held.before is None else held.before
+                held.owner[held.key] = before.clone()
+        for set_state, state, _ in self._generators:
+            set_state(state)
+        if self._python is not None:
+            random.setstate(self._python)
+        if self._numpy is not None:
+            set_numpy_state(self._numpy)
+
+
+class _Held:
+    """A tensor that forward may write into, and what it held before."""
+
+    __slots__ = ("before", "key", "name", "owner", "tensor", "version")
+
+    def __init__(self, owner: Any, key: Any, tensor: Tensor, name: str) -> None:
+        self.owner, self.key, self.tensor, self.name = owner, key, tensor, name
+        self.version = tensor._version
+        self.before = tensor.detach().clone() if tensor.nbytes <= MAX_CLONED_BYTES else None
+
+
+def _refill(live: Any, copied: Any) -> None:
+    """Gives a container what it held; whoever holds it sees that."""
+    live.clear()
+    if isinstance(live, (list, collections.deque)):
+        live.extend(copied)
+    else:
+        live.update(copied)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states of a generator are the same."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)

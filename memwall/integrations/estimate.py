@@ -1,0 +1,117 @@
+"""`memwall.estimate`: what a training run needs on a device that is not here; the command of that name prints it."""
+
+from os import PathLike, fspath
+from pathlib import Path
+
+from memwall.errors import UsageError
+from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec
+from memwall.machine.hardware import hardware_named
+from memwall.planning.estimate import Estimate
+from memwall.planning.estimate import estimate as estimate_of_trace
+from memwall.predict.cuda.context import with_measured_context
+from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.trace.lengths import BATCH_RULES, BatchRule
+from memwall.trace.workload import Workload
+from memwall.units import parse_size
+
+__all__ = ["estimate"]
+
+
+def estimate(
+    spec: str | PathLike[str] | Workload,
+    device: str,
+    *,
+    budget: int | str | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    accumulate: int = 1,
+    eval_batch: int | None = None,
+    dtype: str | None = None,
+    optimizer: str | None = None,
+    autocast: str | None = None,
+    checkpointing: bool = False,
+    mask_share: float | None = None,
+    worst_batch: BatchRule | None = None,
+    data: str | PathLike[str] | None = None,
+    torch_version: str | None = None,
+) -> Estimate:
+    """Returns the forecast of a training run on a device that is not here; nothing is allocated or downloaded.
+
+    Args:
+        spec: a workload, `package.module:factory`, `path/file.py:factory`, a Hugging Face model folder, or its
+            config.json.
+        device: a name as `h100-80gb`; an unknown one lists those that are known.
+        budget: what the process may use, in bytes or as "10GiB" or "50%"; None for all of the device.
+        batch, sequence: samples in a forward and tokens in a sample, with a configuration.
+        accumulate: forwards and backwards in an optimizer step.
+        eval_batch: samples that are evaluated at once, with a configuration; None takes `batch`.
+        dtype: of the weights, with a configuration; None takes what the configuration names, or float32.
+        optimizer: with a configuration, as "adamw" (the default) or "sgd-momentum".
+        autocast: the dtype of forward under autocast; None for none.
+        checkpointing: the model recomputes its layers in backward, with a configuration.
+        mask_share: the share of rows that a data-dependent mask selects.
+        worst_batch: which batch to look for: "max-length", or "dataset" or "p99" of `data`.
+        data: a file of samples, see `memwall estimate --help`.
+        torch_version: the release whose allocator is simulated; None for the one installed.
+
+    Example:
+        >>> import torch, memwall
+        >>> workload = memwall.Workload(
+        ...     model=lambda: torch.nn.Linear(64, 64),
+        ...     batch=lambda: torch.zeros(8, 64),
+        ...     loss=lambda model, batch: model(batch).sum(),
+        ...     optimizer=lambda parameters: torch.optim.AdamW(parameters),
+        ... )
+        >>> memwall.estimate(workload, "l4", budget="8GiB").fits
+        True
+
+    Raises:
+        UsageError: the spec, the device or an option can't be used.
+        TraceError: the step can't be recorded without data.
+    """
+    if accumulate < 1 or (eval_batch is not None and eval_batch < 1):
+        raise UsageError(f"accumulate is {accumulate}, eval_batch {eval_batch}; expected at least 1 of each")
+    if worst_batch is not None and worst_batch not in BATCH_RULES:
+        raise UsageError(f"worst_batch '{worst_batch}' is not known; expected one of {', '.join(BATCH_RULES)}")
+    hardware = with_measured_context(hardware_named(device))
+    if torch_version is not None:
+        profile_for(torch_version)  # before the step is recorded, which takes longer
+    budget_bytes = None if budget is None else parse_size(budget, whole_bytes=hardware.usable_bytes)
+    if not isinstance(spec, Workload):
+        spec = fspath(spec)
+    choice = None
+    if worst_batch is not None:
+        if isinstance(spec, Workload):
+            raise UsageError(f"worst_batch '{worst_batch}': a workload decides itself what its batch is; leave it out")
+        choice = batch_of_spec(
+            spec,
+            worst_batch,
+            data=None if data is None else Path(data),
+            batch=batch,
+            sequence=sequence,
+            num_micro_batches=accumulate,
+        )
+    run = device_run_of_spec(
+        spec,
+        hardware,
+        batch=batch,
+        sequence=sequence if choice is None else choice.padded_length,
+        dtype=dtype,
+        optimizer=optimizer,
+        autocast=autocast,
+        is_checkpointed=checkpointing,
+        mask_share=mask_share,
+        is_padded=choice is not None and choice.is_padded,
+        eval_batch=eval_batch,
+        num_micro_batches=accumulate,
+    )
+    return estimate_of_trace(
+        run.training,
+        hardware,
+        budget_bytes=budget_bytes,
+        torch_version=torch_version,
+        evaluation=run.evaluation,
+        eval_failure=run.failure,
+        num_micro_batches=accumulate,
+        worst_batch=choice,
+    )

@@ -1,0 +1,71 @@
+"""Digests tell tensors of other bits, places, shapes and layouts apart, and need no copy's worth of memory."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memwall.apply.digests import Digest, difference, digest_of, weighted_sum
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.uint8, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128, torch.float8_e4m3fn])
+def test_equal_tensors_have_equal_digests_and_one_other_element_changes_it(dtype: torch.dtype) -> None:
+    tensor = (torch.arange(5000).reshape(50, 100) % 2).to(dtype)
+    other = tensor.clone()
+    other[3, 7] = 0 if bool(other[3, 7]) else 1
+    assert difference([digest_of(tensor)], [digest_of(tensor.clone())]) == ""
+    assert "has other values" in difference([digest_of(tensor)], [digest_of(other)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t.flip(0), lambda t: t.t(), lambda t: t.roll(1, 1), lambda t: t.reshape(20, 80), lambda t: t.double()],
+)
+def test_the_same_numbers_elsewhere_are_others(change: "type[Tensor]") -> None:
+    tensor = torch.randn(40, 40)
+    assert difference([digest_of(tensor)], [digest_of(change(tensor))])
+
+
+def test_gaps_and_repetitions_do_not_count() -> None:
+    tensor = torch.randn(7, 6, 9)[:, 1:4]
+    assert digest_of(tensor) == digest_of(tensor.contiguous())
+    assert digest_of(torch.ones(3, 1).expand(3, 9)).value == digest_of(torch.ones(3, 1)).value
+
+
+def test_what_has_no_bits_is_compared_by_its_shape() -> None:
+    first, second = torch.empty(3, device="meta"), torch.empty(4, device="meta")
+    assert difference([digest_of(first)], [digest_of(first)]) == ""
+    assert "is [3] float32 the first time and [4] float32 then" in difference([digest_of(first)], [digest_of(second)])
+    assert "keeps 1 tensors the first time and 0 the second" in difference([digest_of(first)], [])
+
+
+def test_a_devices_sum_depends_on_every_element_and_its_place() -> None:
+    """As on CUDA, here on the CPU; larger than what is worked on at a time."""
+    words = torch.randint(-1000, 1000, (3, 1 << 20), dtype=torch.int32)
+    other = words.clone()
+    other[2, 77] += 1
+    sums = [int(weighted_sum(tensor)) for tensor in (words, words.clone(), words.flip(0), other, words.flatten())]
+    assert sums[0] == sums[1] == sums[4]
+    assert len(set(sums)) == 3
+
+
+def test_digests_that_stay_on_a_device_are_compared() -> None:
+    one, other = ([Digest((3,), torch.float32, (0,), torch.tensor(n))] for n in (1, 2))
+    assert difference(one, one) == ""
+    assert "has other values" in difference(one, other)
+
+
+def test_a_mode_that_watches_operations_sees_nothing() -> None:
+    seen: list[str] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, op: object, types: object, args: tuple = (), kwargs: object = None) -> object:
+            seen.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    tensor = torch.randn(4, 4).t()
+    with Watching():
+        digest_of(tensor)
+    assert seen == []
