@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from memwall.plan.quiet import nothing_printed
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance
+from memwall.planning.solver.quiet_streams import nothing_printed
 
 if TYPE_CHECKING:
     import highspy
