@@ -87,13 +87,13 @@ def run(
         )
     import torch
 
-    from memwall.apply.cuda_setting import require_cuda_setting
+    from memwall.apply.technique import handler_of
     from memwall.checkpoint.resumption import open_checkpoint
     from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
-    from memwall.planning.actions import AllocatorReuse, Offload, OptimizerPlacement, ParameterPlacement
+    from memwall.planning.actions import Offload, OptimizerPlacement, ParameterPlacement
     from memwall.planning.planfile import Plan
     from memwall.report.checkpoint_lines import commits_line, recovery_line
     from memwall.report.text import plan_report
@@ -120,8 +120,7 @@ def run(
         if given is None and checkpoint is not None and following is None:
             given = checkpoint.plan_for(budget_bytes)
         for action in given.actions if given is not None else ():
-            if isinstance(action, AllocatorReuse) and action.cuda_setting:
-                require_cuda_setting(action.cuda_setting)
+            handler_of(action).before_cuda()
         uses_disk = (Offload, OptimizerPlacement, ParameterPlacement)
         needs_disk = given is None or any(isinstance(action, uses_disk) for action in given.actions)
         if needs_disk and disk_tier is None and not torch.cuda.is_available():

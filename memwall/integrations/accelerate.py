@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from memwall.apply.technique import handler_of, tags_set_by_loop
 from memwall.errors import IntegrationError, UsageError
 from memwall.integrations.preflight import check_model
 from memwall.machine.limits import device_total_bytes
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
-from memwall.planning.actions import Accumulate, Autocast
 from memwall.planning.planfile import Plan
 from memwall.session.session import Session
 from memwall.trace.optimizers import Optimizers
 from memwall.units import parse_size
 
-__all__ = ["MemwallPlugin", "open_session", "precision_name", "torch_optimizer"]
+__all__ = ["MemwallPlugin", "open_session", "torch_optimizer"]
 
 
 class MemwallPlugin:
@@ -170,7 +170,7 @@ def open_session(
         disk=disk,
         disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
         allow=allow,
-        set_by_loop=(Accumulate, Autocast) if plan is not None else (),
+        set_by_loop=tags_set_by_loop() if plan is not None else (),
     )
     session.attach(model, optimizers)
     return session
@@ -196,11 +196,6 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def precision_name(action: Autocast) -> str:
-    """What Accelerate and the Trainer call an autocast action: "bf16" or "fp16"."""
-    return "bf16" if action.dtype == "bfloat16" else "fp16"
-
-
 def _check(plan: Plan, accelerator: Any, rest: Iterable[Any]) -> None:
     """Refuses an accelerator that does not do its part of the plan."""
     expected = plan.accelerate_kwargs()
@@ -212,10 +207,11 @@ def _check(plan: Plan, accelerator: Any, rest: Iterable[Any]) -> None:
         )
     sizes = sorted({loader.batch_size for loader in rest if isinstance(loader, DataLoader) and loader.batch_size})
     for action in plan.actions:
-        if isinstance(action, Accumulate) and sizes and action.micro_batch not in sizes:
+        micro_batch, num_micro_batches = handler_of(action).division or (0, 0)
+        if micro_batch and sizes and micro_batch not in sizes:
             raise IntegrationError(
-                f"the plan runs micro-batches of {action.micro_batch} samples, {action.num_micro_batches} per step; "
-                f"found data loaders with batch_size {', '.join(map(str, sizes))}; set batch_size={action.micro_batch}"
+                f"the plan runs micro-batches of {micro_batch} samples, {num_micro_batches} per step; "
+                f"found data loaders with batch_size {', '.join(map(str, sizes))}; set batch_size={micro_batch}"
             )
 
 

@@ -6,14 +6,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from memwall.apply.technique import handler_of
 from memwall.errors import UsageError
-from memwall.integrations.accelerate import precision_name
-from memwall.planning.actions import Accumulate, Action, AllocatorReuse, Autocast
+from memwall.planning.actions import Action
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.planning.planfile import Plan
-from memwall.predict.cuda_allocator.advice import VARIABLES
-from memwall.predict.malloc.policies import policy_named
-from memwall.predict.process import TENSOR_HEAP
 
 __all__ = ["TARGETS", "Exported", "Target", "exported"]
 
@@ -70,16 +67,12 @@ def _trainer(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exp
     """Arguments as `HfArgumentParser.parse_json_file` reads them."""
     arguments: dict[str, Any] = {"use_cpu": True} if plan.forecast.device == "cpu" else {}
     for action in plan.actions:
-        if isinstance(action, Autocast):
-            arguments[precision_name(action)] = True
-        elif isinstance(action, Accumulate):
-            arguments["per_device_train_batch_size"] = action.micro_batch
-            arguments["gradient_accumulation_steps"] = action.num_micro_batches
+        arguments.update(handler_of(action).trainer_arguments)
     if world_size > 1:
         config = deepspeed_config(plan, world_size=world_size, disk=disk, for_hugging_face=True)
         files = {str(output): _json(arguments | {"deepspeed": config})}
         return Exported(files=files, kept=not_expressed(plan), remarks=remarks(plan, config))
-    return Exported(files={str(output): _json(arguments)}, kept=_besides(plan, Accumulate, Autocast), remarks=())
+    return Exported(files={str(output): _json(arguments)}, kept=_besides(plan), remarks=())
 
 
 def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:
@@ -93,8 +86,9 @@ def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> 
         "machine_rank": 0,
         "use_cpu": is_cpu,
     }
-    precision = next((precision_name(a) for a in plan.actions if isinstance(a, Autocast)), "no")
-    accumulation = next((a.num_micro_batches for a in plan.actions if isinstance(a, Accumulate)), 1)
+    arguments = plan.accelerate_kwargs()
+    precision = arguments.get("mixed_precision", "no")
+    accumulation = arguments.get("gradient_accumulation_steps", 1)
     said = []
     if accumulation > 1 or (precision != "no" and world_size > 1):
         said.append(
@@ -103,7 +97,7 @@ def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> 
         )
     if world_size == 1:
         files = {str(output): _json(launch | {"mixed_precision": precision})}
-        return Exported(files=files, kept=_besides(plan, Accumulate, Autocast), remarks=tuple(said))
+        return Exported(files=files, kept=_besides(plan), remarks=tuple(said))
     config = deepspeed_config(plan, world_size=world_size, disk=disk, for_hugging_face=True)
     beside = output.with_name(f"{output.stem}.deepspeed.json").absolute()
     # Of the keys that go with stages and offload Accelerate refuses each beside a file that may hold them too.
@@ -119,34 +113,25 @@ def _env(plan: Plan, output: Path) -> Exported:
     """Lines NAME=value: for `docker run --env-file`, systemd, or `set -a; . FILE`."""
     values: dict[str, str] = {}
     kept: list[Action] = []
+    said: list[str] = []
     for action in plan.actions:
-        if isinstance(action, Autocast):
-            values["ACCELERATE_MIXED_PRECISION"] = precision_name(action)
-        elif isinstance(action, Accumulate):
-            values["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(action.num_micro_batches)
-        elif isinstance(action, AllocatorReuse) and action.cuda_setting:
-            values |= dict.fromkeys(VARIABLES, action.cuda_setting)
-        elif isinstance(action, AllocatorReuse) and action.policy != TENSOR_HEAP:
-            policy = policy_named(action.policy)
-            thresholds = {
-                "MALLOC_MMAP_THRESHOLD_": policy.mmap_threshold_bytes,
-                "MALLOC_TRIM_THRESHOLD_": policy.trim_threshold_bytes,
-            }
-            values |= {name: str(value) for name, value in thresholds.items() if value is not None}
-        else:
+        handler = handler_of(action)
+        if handler.environment is None:
             kept.append(action)
-    said = []
-    if any(isinstance(a, Accumulate) for a in plan.actions):
-        micro_batch = next(a.micro_batch for a in plan.actions if isinstance(a, Accumulate))
-        said.append(f"no variable sets the batch size: the script's data loader needs batch_size={micro_batch}")
+        else:
+            values |= handler.environment
+        if handler.division:
+            size = handler.division[0]
+            said.append(f"no variable sets the batch size: the script's data loader needs batch_size={size}")
     if any(name.startswith("ACCELERATE_") for name in values):
         said.append("variables named ACCELERATE_ are read by Accelerate only; another loop does not see them")
     text = "".join(f"{name}={value}\n" for name, value in sorted(values.items()))
     return Exported(files={str(output): text.encode()}, kept=tuple(kept), remarks=tuple(said))
 
 
-def _besides(plan: Plan, *done: type[Action]) -> tuple[Action, ...]:
-    return tuple(action for action in plan.actions if not isinstance(action, done))
+def _besides(plan: Plan) -> tuple[Action, ...]:
+    """What is left to memwall where the loop is given arguments."""
+    return tuple(action for action in plan.actions if not handler_of(action).can_be_set_by_loop)
 
 
 def _json(value: object) -> bytes:

@@ -5,23 +5,22 @@ What the Trainer fixes before a callback can act (micro-batch, accumulation, pre
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torch import nn
 
-from memwall.apply.cuda_setting import require_cuda_setting
+from memwall.apply.technique import handler_of
 from memwall.errors import InfeasibleError, IntegrationError
-from memwall.integrations.accelerate import open_session, precision_name, torch_optimizer
+from memwall.integrations.accelerate import open_session, torch_optimizer
 from memwall.integrations.data_lengths import LengthWatch, longest_sample
 from memwall.integrations.preflight import check_arguments
 from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
 from memwall.observe.history import MemoryHistory
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
-from memwall.planning.actions import Accumulate, AllocatorReuse, Autocast
 from memwall.planning.planfile import Plan
 from memwall.planning.search import Settings, make_plan
 from memwall.session.session import Session
@@ -79,8 +78,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         if self._history is not None:
             # The recording starts CUDA, which takes its settings then.
             for action in plan.actions if plan is not None else ():
-                if isinstance(action, AllocatorReuse) and action.cuda_setting:
-                    require_cuda_setting(action.cuda_setting)
+                handler_of(action).before_cuda()
             self._history.begin()
         self.session: Session | None = None
         """The session of the present or last `train()`; None before the Trainer is built."""
@@ -221,13 +219,10 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             plan = make_plan(trace, settings)
         except InfeasibleError:
             return error
-        split = next((action for action in plan.actions if isinstance(action, Accumulate)), None)
+        split = next((handler for handler in map(handler_of, plan.actions) if handler.division), None)
         if split is None:
             return error
-        help_line = (
-            f"set TrainingArguments(per_device_train_batch_size={split.micro_batch}, "
-            f"gradient_accumulation_steps={split.num_micro_batches}): the same global batch, and it fits"
-        )
+        help_line = f"set TrainingArguments({_arguments(split.trainer_arguments)}): the same global batch, and it fits"
         return InfeasibleError(
             f"{error}\n  - {help_line}",
             budget_bytes=error.budget_bytes,
@@ -260,11 +255,7 @@ def _check_plan(plan: Plan, args: Any) -> None:
     """Refuses arguments that are not the plan's: when a callback hears of them it is too late to change them."""
     expected: dict[str, Any] = {}
     for action in plan.actions:
-        if isinstance(action, Accumulate):
-            expected["per_device_train_batch_size"] = action.micro_batch
-            expected["gradient_accumulation_steps"] = action.num_micro_batches
-        elif isinstance(action, Autocast):
-            expected[precision_name(action)] = True
+        expected.update(handler_of(action).trainer_arguments)
     found = {name: getattr(args, name) for name in expected}
     if found != expected:
         raise IntegrationError(
@@ -280,5 +271,5 @@ def _check_plan(plan: Plan, args: Any) -> None:
         )
 
 
-def _arguments(values: dict[str, Any]) -> str:
+def _arguments(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())

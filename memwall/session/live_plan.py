@@ -15,9 +15,9 @@ from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
 from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
+from memwall.apply.technique import handler_of
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.machine.limits import pinnable_bytes
-from memwall.planning.actions import AllocatorReuse, ParameterPlacement
 from memwall.planning.blocks import find_blocks
 from memwall.planning.legality import can_autocast, can_pack, can_step_on_cpu
 from memwall.planning.low_bit import why_no_low_bits
@@ -43,7 +43,7 @@ class LivePlan:
         plan: one that was given; None where it is to be made from a recorded step.
         measured: where moved bytes and planning are counted.
         on_plan: called when a plan stands, before it is applied.
-        set_by_loop: records of actions that the training loop carries out itself.
+        set_by_loop: tags of actions that the training loop carries out itself.
         host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
     """
 
@@ -54,7 +54,7 @@ class LivePlan:
         *,
         measured: Measurements,
         on_plan: Callable[[], None],
-        set_by_loop: tuple[type, ...],
+        set_by_loop: tuple[str, ...],
         host_capacity_bytes: int | None = None,
     ) -> None:
         self.settings, self.plan = settings, plan
@@ -88,9 +88,26 @@ class LivePlan:
         """Has parameters go to disk as they are made, where there is no room for them."""
         is_possible = not torch.cuda.is_available()
         if self.plan is not None:
-            is_possible &= any(isinstance(action, ParameterPlacement) for action in self.plan.actions)
+            is_possible &= any(handler_of(action).can_be_built_away for action in self.plan.actions)
         if is_possible and self.settings.budget_bytes:
             self.parameters.watch_building(self.settings.budget_bytes, self.allocator)
+
+    def lower_budget(self, within_bytes: int) -> None:
+        """Plans for less than what was asked for: not all of it is there."""
+        self.settings = msgspec.structs.replace(self.settings, budget_bytes=within_bytes)
+
+    def take_batches_from(self, model: nn.Module | None) -> None:
+        """Divides the batches that the loop hands over, from now on.
+
+        Args:
+            model: the one they are for, where its first forward is to come: a given plan is applied in there, too late
+                for the batch that it is fed from.
+        """
+        self.is_cooperative = True
+        if model is not None:
+            self.micro.follow(model)
+            handlers = map(handler_of, self.plan.actions if self.plan is not None else ())
+            self.micro.divide_into(next((h.division[0] for h in handlers if h.division), None))
 
     # -- the recorded step -------------------------------------------------------------------------------------------
 
@@ -186,7 +203,7 @@ class LivePlan:
         order = () if self.trace is None else tuple(b.path for b in find_blocks(self.trace, steady_step(self.trace)))
         applied = AppliedPlan(
             model,
-            self.plan,
+            self.plan.actions,
             block_order=order,
             disk=self.settings.disk,
             disk_capacity_bytes=self.settings.disk_capacity_bytes,
@@ -195,13 +212,11 @@ class LivePlan:
             is_cooperative=self.is_cooperative,
             is_running=is_running,
             set_by_loop=self._set_by_loop,
-            optimizers=optimizers,
+            optimizers=tuple(optimizers),
             keeper=self.keeper,
             parameters=self.parameters,
             host_limit_bytes=self._host_limit_bytes,
         )
-        if not any(isinstance(action, AllocatorReuse) for action in self.plan.actions):
-            self.allocator.undo()
         applied.apply()
         self._measured.first_step_bytes_to_tier += self._count_state_bytes()
         self.applied = applied
@@ -241,7 +256,7 @@ class LivePlan:
         if made is None:
             return False
         trace, settings, plan = made
-        self.settings = msgspec.structs.replace(self.settings, budget_bytes=settings.budget_bytes)
+        self.lower_budget(settings.budget_bytes)
         self._change_to(trace, plan, model, optimizers, is_running=False)
         return True
 

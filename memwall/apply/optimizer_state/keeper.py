@@ -135,24 +135,7 @@ class StateKeeper:
             StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
         """
         self._open_moments()
-        with_deepspeed = action.engine == "deepspeed"
-        if action.stepped_on == "cpu" and self._on_cpu.held is not None:
-            # All of it is there already, and the device may have no room for it to pass through.
-            self._on_cpu.held.step_with(deepspeed=with_deepspeed)
-            self._on_cpu.held.bucket_bytes = action.bucket_bytes
-            return
         self._on_cpu.close()
-        if action.stepped_on == "cpu":
-            self._opened.close()
-            self._on_cpu.hold(
-                open_cpu_step(
-                    optimizer,
-                    bucket_bytes=action.bucket_bytes,
-                    limit_bytes=host_limit_bytes,
-                    with_deepspeed=with_deepspeed,
-                )
-            )
-            return
         if self._state is not None and self._state.kept != _KEPT[action.tier]:
             self._opened.close()
         if self._state is not None:
@@ -183,6 +166,33 @@ class StateKeeper:
                 min_bytes=action.min_bytes,
                 ahead=action.steps_ahead,
                 around_step=self._around_step,
+            )
+        )
+
+    def step_on_cpu(
+        self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int, with_deepspeed: bool, host_limit_bytes: int
+    ) -> None:
+        """Has the CPU step a device's parameters, beside their state in host memory; it comes from wherever it is.
+
+        Args:
+            bucket_bytes: of parameters that pass by at a time.
+            with_deepspeed: by DeepSpeed's kernel in place of torch's.
+            host_limit_bytes: the most host memory to take.
+
+        Raises:
+            ApplyError: the CPU cannot step this optimizer, or its parameters are there already.
+            StoreError: the host has no room.
+        """
+        self._open_moments()
+        if self._on_cpu.held is not None:
+            # All of it is there already, and the device may have no room for it to pass through.
+            self._on_cpu.held.step_with(deepspeed=with_deepspeed)
+            self._on_cpu.held.bucket_bytes = bucket_bytes
+            return
+        self._opened.close()
+        self._on_cpu.hold(
+            open_cpu_step(
+                optimizer, bucket_bytes=bucket_bytes, limit_bytes=host_limit_bytes, with_deepspeed=with_deepspeed
             )
         )
 
