@@ -27,10 +27,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.parking import open_engine
-from memwall.planning.action import Action
+from memwall.apply.techniques.offload import OffloadLayer
+from memwall.apply.techniques.recompute import RecomputeLayer
 from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES
-from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.process import TENSOR_HEAP
 
@@ -40,15 +41,12 @@ MAX_TIME_RATIO = 1.05
 ARMS = ("kept", "on disk", "kept again")
 
 
-def actions_of(blocks: Sequence[str], *, on_disk: bool) -> list[Action]:
+def add_layers(executor: BlockExecutor, blocks: Sequence[str], engine: ActivationOffload | None) -> None:
     """All blocks run again; their inputs leave in between, as in a plan those of all but the last one do."""
-    found: list[Action] = [Recompute(block=block) for block in blocks]
-    if on_disk:
-        found += [
-            Offload(block=block, scope="inputs", tier="disk", min_bytes=MIN_MOVED_BYTES, window_bytes=WINDOW_BYTES)
-            for block in blocks[:-1]
-        ]
-    return found
+    for block in blocks:
+        executor.add(block, RecomputeLayer(Recompute(block=block)))
+    for block in blocks[:-1] if engine is not None else ():
+        executor.add(block, OffloadLayer(engine))
 
 
 def measure(num_layers: int, num_steps: int, directory: str) -> dict[str, Any]:
@@ -74,8 +72,9 @@ def measure(num_layers: int, num_steps: int, directory: str) -> dict[str, Any]:
     try:
         for number in range(num_steps + 1):
             for arm in ARMS if number % 2 == 0 else ARMS[::-1]:
-                executor = BlockExecutor(modules, blocks, engine)
-                executor.apply(actions_of(blocks, on_disk=arm == "on disk"))
+                executor = BlockExecutor(modules, blocks)
+                add_layers(executor, blocks, engine if arm == "on disk" else None)
+                executor.apply()
                 executor.begin_step()
                 before, begin = io_bytes()[1], time.perf_counter()
                 model(input_ids=ids, labels=ids).loss.backward()

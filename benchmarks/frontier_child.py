@@ -52,6 +52,7 @@ def _memwall(
     from memwall.apply.streaming.model import streamed_init
     from memwall.apply.streaming.parameters import ParameterStreaming
     from memwall.apply.streaming.tier import ParameterTier
+    from memwall.apply.techniques.recompute import RecomputeLayer
     from memwall.planning.techniques.recompute import Recompute
     from memwall.store.scratch import ScratchFile
     from memwall.store.transfer import TransferPool
@@ -64,7 +65,10 @@ def _memwall(
             model = build()
         streaming = ParameterStreaming(model, tier)
         blocks = [f"blocks.{number}" for number in range(options.layers)]
-        BlockExecutor(resolve_blocks([model], [""]), blocks).apply([Recompute(block=block) for block in blocks])
+        executor = BlockExecutor(resolve_blocks([model], [""]), blocks)
+        for block in blocks:
+            executor.add(block, RecomputeLayer(Recompute(block=block)))
+        executor.apply()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         OptimizerState(
             optimizer,

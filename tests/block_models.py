@@ -1,13 +1,19 @@
 """Small models of blocks, a loop that trains them, and actions for plans by hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.executor import BlockExecutor, BlockLayer, OffloadEngine, resolve_blocks
+from memwall.apply.techniques.offload import OffloadLayer
+from memwall.apply.techniques.rebuild import RebuildLayer
+from memwall.apply.techniques.recompute import RecomputeLayer
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.rebuild import Rebuild
+from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session
 
 WIDTH = 64
@@ -53,6 +59,28 @@ def train(session: Session, model: nn.Module, num_steps: int = 3, batch: Tensor 
 def offload(path: str, **settings: Any) -> Offload:
     """Moves whatever is worth a kilobyte."""
     return Offload(block=path, scope="saved", tier="disk", min_bytes=1024, window_bytes=8 << 20, **settings)
+
+
+def executor_of(
+    model: nn.Module,
+    *actions: Recompute | Rebuild | Offload,
+    order: Sequence[str] = (),
+    engine: OffloadEngine | None = None,
+) -> BlockExecutor:
+    """What wraps a model's blocks as these actions have it; `apply` is still to be called."""
+    executor = BlockExecutor(resolve_blocks([model], [""]), order)
+    for action in actions:
+        executor.add(action.block, _layer(action, engine))
+    return executor
+
+
+def _layer(action: Recompute | Rebuild | Offload, engine: OffloadEngine | None) -> BlockLayer:
+    if isinstance(action, Recompute):
+        return RecomputeLayer(action)
+    if isinstance(action, Rebuild):
+        return RebuildLayer()
+    assert engine is not None
+    return OffloadLayer(engine, action.form)
 
 
 PLACED = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=1 << 20, min_bytes=1024)

@@ -1,31 +1,28 @@
-"""Carries out a plan's block actions on live modules, and takes them back: the forward of each block is wrapped.
+"""Wraps the forwards of blocks with what techniques do to them, and takes that back.
 
-Per block the layers are, from inside: the original forward, recomputation or recompute handles, offload. A hook on the
-block's output marks the beginning of its backward; there the executor prefetches the block before it.
+Around a block's own forward lie layers, one for each technique that treats the block. A hook on the block's output
+marks the beginning of its backward; there the block before it is read back, if its saved tensors left.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from memwall.apply.block_counts import BlockCounts
-from memwall.apply.recompute import recomputed
 from memwall.errors import ApplyError
-from memwall.planning.action import Action
-from memwall.planning.techniques.offload import LeavingForm, Offload
-from memwall.planning.techniques.rebuild import Rebuild
-from memwall.planning.techniques.recompute import Recompute
+from memwall.planning.techniques.offload import LeavingForm
 from memwall.trace.attached import wrap_forward
-from memwall.triton_kernels import recompute_handles
 
-__all__ = ["BlockExecutor", "OffloadEngine", "resolve_blocks"]
+__all__ = ["BlockCall", "BlockExecutor", "BlockLayer", "Forward", "OffloadEngine", "resolve_blocks"]
+
+Forward = Callable[..., Any]
 
 
 class OffloadEngine(Protocol):
-    """What the executor needs of an offload engine: saved tensors grouped by block call, read back group by group."""
+    """What blocks need of an offload engine: saved tensors grouped by block call, read back group by group."""
 
     def group(self, key: Any, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Any:
         """Context manager under which saved tensors belong to `key`, are counted, and leave in a form."""
@@ -43,6 +40,32 @@ class OffloadEngine(Protocol):
         """Begins to read a group back."""
 
 
+class BlockCall:
+    """One call of a block that computes gradients."""
+
+    def __init__(self, key: tuple[str, int], counts: BlockCounts) -> None:
+        self.key, self.counts = key, counts
+        self.engine: OffloadEngine | None = None
+        """Where what the block saves goes; None where it stays. Written by the layer that sends it there."""
+
+
+class BlockLayer:
+    """What one technique does to a block; by default nothing."""
+
+    depth: ClassVar[int]
+    """Layers with a smaller one lie further inside, and a block has one of each."""
+    wraps_next: ClassVar[bool] = False
+    """Whether the block after it is wrapped too, so that its backward begins to read this block back."""
+
+    def wrapped(self, module: nn.Module, forward: Forward, counts: BlockCounts) -> Forward:
+        """Returns a forward in place of the module's; it is called where gradients are computed."""
+        return forward
+
+    def around(self, call: BlockCall) -> AbstractContextManager[Any]:
+        """Returns what each such call is made in; torch calls the innermost saved-tensor hooks alone."""
+        return nullcontext()
+
+
 def resolve_blocks(roots: Sequence[nn.Module], names: Sequence[str]) -> dict[str, nn.Module]:
     """Modules by the paths a trace gives them: below the root, or below `<ClassName>` with several roots."""
     modules: dict[str, nn.Module] = {}
@@ -54,57 +77,56 @@ def resolve_blocks(roots: Sequence[nn.Module], names: Sequence[str]) -> dict[str
 
 
 class BlockExecutor:
-    """Wraps the forward of blocks according to actions; `undo` restores every module as it was.
+    """Wraps the forwards of blocks in layers; `undo` restores every module as it was.
 
     Args:
         modules: block path -> module, as `resolve_blocks` gives them.
-        order: paths of all blocks in forward order, those without an action too: their backward triggers prefetch;
-            () where only the plan is known, then those it names in the order in which the model holds them.
-        engine: needed when an action offloads.
+        order: paths of all blocks in forward order, those without a layer too: their backward triggers prefetch;
+            () where only the plan is known, then those that have layers, in the order in which the model holds them.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        order: Sequence[str],
-        engine: OffloadEngine | None = None,
-    ) -> None:
-        self._modules = modules
-        self._order = tuple(order)
-        self._engine = engine
+    def __init__(self, modules: Mapping[str, nn.Module], order: Sequence[str]) -> None:
+        self._modules, self._order = modules, tuple(order)
+        self._layers: dict[str, dict[int, BlockLayer]] = {}
         self._unwrap: list[Callable[[], None]] = []
-        self._groups: list[tuple[str, int] | None] = []
-        self._calls = 0
+        self._called: list[BlockCall] = []
+        """The step's calls so far."""
+        self._num_calls = 0
         self._counts: dict[str, BlockCounts] = {}
 
-    def apply(self, actions: Sequence[Action]) -> None:
+    def add(self, path: str, layer: BlockLayer) -> None:
+        """Has `apply` put a layer around a block."""
+        self._layers.setdefault(path, {})[layer.depth] = layer
+
+    def apply(self) -> None:
         """Wraps the blocks; all or nothing.
 
         Raises:
-            ApplyError: a block is missing, cannot be wrapped, or needs an engine there is none of.
+            ApplyError: a block is missing, or cannot be wrapped.
         """
-        recompute = {a.block: a for a in actions if isinstance(a, Recompute)}
-        rebuild = {a.block for a in actions if isinstance(a, Rebuild)}
-        offload = {a.block: a for a in actions if isinstance(a, Offload)}
-        named = {*recompute, *rebuild, *offload}
-        # An order made for another micro-batch may lack a block; each that is named must be wrapped.
-        order = tuple(dict.fromkeys((*self._order, *(path for path in self._modules if path in named))))
-        missing = sorted(named - set(self._modules))
+        missing = sorted(set(self._layers) - set(self._modules))
         if missing:
             raise ApplyError(
                 f"the plan treats the module '{missing[0]}', which this model does not have; "
                 "make a plan for this model with `memwall plan` or run with --budget"
             )
-        if offload and self._engine is None:
-            raise ApplyError("the plan offloads activations, but no scratch space was opened for them; pass --disk DIR")
+        # An order made for another micro-batch may lack a block; each that has a layer must be wrapped.
+        named = [path for path in self._modules if path in self._layers]
+        before: list[BlockLayer] = []
         try:
-            for place, path in enumerate(order):
-                follows = place > 0 and order[place - 1] in offload
-                if path in named or follows:
-                    self._wrap(path, recompute.get(path), rebuilds=path in rebuild, offload=offload.get(path))
+            for path in dict.fromkeys((*self._order, *named)):
+                layers = [layer for _, layer in sorted(self._layers.get(path, {}).items())]
+                if layers or any(layer.wraps_next for layer in before):
+                    self._wrap(path, layers)
+                before = layers
         except BaseException:
             self.undo()
             raise
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether blocks are wrapped."""
+        return bool(self._unwrap)
 
     def wrapped(self, path: str) -> tuple[nn.Module, BlockCounts]:
         """A block that was wrapped, and what its wrapper counts."""
@@ -119,72 +141,50 @@ class BlockExecutor:
         for unwrap in reversed(self._unwrap):
             unwrap()
         self._unwrap = []
-        self._groups = []
+        self._called = []
 
     def begin_step(self) -> None:
         """Forgets the calls of the last step; to be called before each step's first forward."""
-        self._groups = []
+        self._called = []
 
-    def _wrap(self, path: str, recompute: Recompute | None, *, rebuilds: bool, offload: Offload | None) -> None:
+    def _wrap(self, path: str, layers: Sequence[BlockLayer]) -> None:
         module = self._modules[path]
-        original = module.forward
         counts = self._counts[path] = BlockCounts()
-        inner = original if recompute is None else recomputed(module, original, recompute, counts)
-        engine, form = (None, "exact") if offload is None else (self._engine, offload.form)
+        inner = module.forward
+        for layer in layers:
+            inner = layer.wrapped(module, inner, counts)
 
-        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def forward(original: Forward, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             counts.num_calls += 1
             if torch._C._current_autograd_node() is not None:
                 counts.num_in_backward += 1
-            key = None
-            if engine is not None:
-                key = (path, self._calls)
-                self._calls += 1
-            with _saving(engine, key, counts, rebuilds=rebuilds, form=form):
+            self._num_calls += 1
+            call = BlockCall((path, self._num_calls), counts)
+            with ExitStack() as stack:
+                for layer in reversed(layers):
+                    stack.enter_context(layer.around(call))
                 out = inner(*args, **kwargs)
-            self._mark(key, out)
+            self._mark(call, out)
             return out
 
         self._unwrap.append(wrap_forward(module, forward, path))
 
-    def _mark(self, key: tuple[str, int] | None, out: Any) -> None:
+    def _mark(self, call: BlockCall, out: Any) -> None:
         """Hooks the block's output: its gradient is the first thing of the block's backward."""
-        place = len(self._groups)
-        self._groups.append(key)
-        before = self._groups[place - 1] if place else None
-        engine = self._engine
-        tensor = None if before is None or engine is None else _first_differentiable(out)
-        if tensor is None or engine is None:
+        before = self._called[-1] if self._called else None
+        self._called.append(call)
+        engine = None if before is None else before.engine
+        tensor = None if engine is None else _first_differentiable(out)
+        if tensor is None or engine is None or before is None:
             return
+        key = before.key
 
         def begins(_: Tensor) -> None:
-            engine.prefetch(before)
+            engine.prefetch(key)
 
         tensor.register_hook(begins)
-
-
-@contextmanager
-def _saving(
-    engine: OffloadEngine | None,
-    key: tuple[str, int] | None,
-    counts: BlockCounts,
-    *,
-    rebuilds: bool,
-    form: LeavingForm,
-) -> Iterator[None]:
-    """What takes the tensors that a block saves: torch calls the innermost hooks alone, so handles pass on to the
-    engine what they do not rebuild."""
-    with ExitStack() as stack:
-        if engine is not None:
-            stack.enter_context(engine.group(key, counts, form))
-        if rebuilds:
-            handles = stack.enter_context(recompute_handles(engine))
-            stack.callback(lambda: counts.note_rebuilt(handles.num_replaced))
-        elif engine is not None:
-            stack.enter_context(engine.hooks())
-        yield
 
 
 def _first_differentiable(value: Any) -> Tensor | None:

@@ -30,6 +30,14 @@ class MicroBatches:
         self._weight: float | None = None
         self._divided: set[tuple[torch.Size, torch.dtype]] = set()
 
+    def divide_into(self, micro_batch: int | None) -> None:
+        """Sets the size of the parts of batches that come from here on, in samples; None leaves them whole."""
+        self.micro_batch = micro_batch
+
+    def follow(self, model: nn.Module) -> None:
+        """Counts loss terms from here on as this model does."""
+        self.shifts_labels = shifts_labels(model)
+
     def split(self, batch: Any, count: Callable[[Any], int] | None) -> Iterator[Any]:
         """Yields the parts one after the other; `backward` is to be called within each."""
         counter = count or (lambda part: count_terms(part, is_shifted=self.shifts_labels))

@@ -87,14 +87,16 @@ def run(
         )
     import torch
 
-    from memwall.apply.cuda_setting import require_cuda_setting
+    from memwall.apply.technique import handler_of
     from memwall.checkpoint.resumption import open_checkpoint
     from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
     from memwall.planning.planfile import Plan
-    from memwall.planning.technique import technique_of
+    from memwall.planning.techniques.offload import Offload
+    from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+    from memwall.planning.techniques.parameters import ParameterPlacement
     from memwall.report.checkpoint_lines import commits_line, recovery_line
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
@@ -120,9 +122,9 @@ def run(
         if given is None and checkpoint is not None and following is None:
             given = checkpoint.plan_for(budget_bytes)
         for action in given.actions if given is not None else ():
-            if setting := technique_of(action).required_cuda_setting(action):
-                require_cuda_setting(setting)
-        needs_disk = given is None or any(technique_of(action).uses_tier for action in given.actions)
+            handler_of(action).before_cuda()
+        uses_disk = (Offload, OptimizerPlacement, ParameterPlacement)
+        needs_disk = given is None or any(isinstance(action, uses_disk) for action in given.actions)
         if needs_disk and disk_tier is None and not torch.cuda.is_available():
             # Found out before the script builds its model; on CUDA bytes leave for host memory instead.
             require_disk()

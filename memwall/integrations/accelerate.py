@@ -170,7 +170,7 @@ def open_session(
         disk=disk,
         disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
         allow=allow,
-        set_by_loop=tuple(one.record for one in techniques() if one.is_set_by_loop and plan is not None),
+        set_by_loop=tuple(one.tag for one in techniques() if one.is_set_by_loop and plan is not None),
     )
     session.attach(model, optimizers)
     return session

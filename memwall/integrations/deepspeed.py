@@ -6,26 +6,25 @@ word (docs/deepspeed.md has the reproduction).
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.cuda_setting import require_cuda_setting
-from memwall.apply.executor import BlockExecutor, resolve_blocks
-from memwall.apply.offload.parking import open_engine
+from memwall.apply.applied import AppliedPlan
+from memwall.apply.microbatch import MicroBatches
+from memwall.apply.optimizer_state.keeper import StateKeeper
+from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.technique import Zero, handler_of
 from memwall.errors import IntegrationError
 from memwall.integrations.deepspeed_resume import check_resumable, restore_swapped
 from memwall.integrations.preflight import check_config
+from memwall.planning.action import Action
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.planning.planfile import Plan
-from memwall.planning.techniques.allocator import AllocatorReuse
-from memwall.planning.techniques.offload import Offload
-from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.attached import attach_hook
-from memwall.trace.modules import root_names
 
 __all__ = [
     "Rest",
@@ -57,54 +56,36 @@ def require_deepspeed() -> None:
 class Rest:
     """The actions that memwall applies to the model in a DeepSpeed engine; see `apply_rest`."""
 
-    def __init__(self, engine: Any, plan: Plan, disk: str | None) -> None:
-        self._engine = engine
-        self._undo: list[Callable[[], None]] = []
-        self._allocator = AllocatorHandler()
-        try:
-            self._apply_blocks(plan, disk)
-            for action in plan.actions:
-                if isinstance(action, AllocatorReuse):
-                    self._apply_allocator(action)
-        except BaseException:
-            self.undo()
-            raise
-
-    def undo(self) -> None:
-        """Takes everything back, last first."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _apply_blocks(self, plan: Plan, disk: str | None) -> None:
-        model, offload = self._engine.module, [a for a in plan.actions if isinstance(a, Offload)]
-        saved = None
-        if offload:
-            saved, close = open_engine(
-                [model],
-                disk=disk,
-                capacity_bytes=None,
-                window_bytes=offload[0].window_bytes,
-                min_bytes=offload[0].min_bytes,
-            )
-            self._undo.append(close)
-        executor = BlockExecutor(resolve_blocks([model], root_names([model])), (), engine=saved)
-        executor.apply([a for a in plan.actions if isinstance(a, Recompute | Offload)])
-        self._undo.append(executor.undo)
+    def __init__(self, engine: Any, actions: tuple[Action, ...], disk: str | None) -> None:
+        applied = AppliedPlan(
+            engine.module,
+            actions,
+            block_order=(),
+            disk=disk,
+            disk_capacity_bytes=None,
+            allocator=AllocatorHandler(),
+            micro=MicroBatches(),
+            keeper=StateKeeper(None, None),
+            parameters=ParameterKeeper(None, None),
+            is_cooperative=False,
+            is_watched=False,
+        )
+        applied.apply()
+        self._applied = applied
 
         def before_forward(*_: Any) -> None:
-            if self._engine.micro_steps % self._engine.gradient_accumulation_steps() == 0 and torch.is_grad_enabled():
-                self._allocator.hold_limit()
-                executor.begin_step()
+            if engine.micro_steps % engine.gradient_accumulation_steps() == 0 and torch.is_grad_enabled():
+                applied.begin_step()
 
-        self._undo.append(attach_hook(model.register_forward_pre_hook, before_forward).remove)
+        applied.on_undo(attach_hook(engine.module.register_forward_pre_hook, before_forward).remove)
 
-    def _apply_allocator(self, action: AllocatorReuse) -> None:
-        if action.cuda_setting:
-            require_cuda_setting(action.cuda_setting)
-            return
-        # The plan's limit is of a process without DeepSpeed in it, whose buffers would count against the heap.
-        self._allocator.apply(action.policy)
-        self._undo.append(self._allocator.undo)
+    def undo(self) -> None:
+        """Takes everything back, last first.
+
+        Raises:
+            MemwallError: something of it failed, after all else was taken back.
+        """
+        self._applied.undo()
 
 
 def apply_rest(engine: Any, plan: Plan, *, disk: str | None = None) -> Rest:
@@ -121,27 +102,16 @@ def apply_rest(engine: Any, plan: Plan, *, disk: str | None = None) -> Rest:
     """
     config = _configuration(engine)
     check_config(config)
-    is_aliased = _device_of(config, "offload_param") == "nvme" and engine.dp_world_size == 1
-    for action in not_expressed(plan):
-        if not isinstance(action, Recompute | Offload | AllocatorReuse):
-            raise IntegrationError(
-                f"the plan has the action '{action.__struct_config__.tag}', which memwall applies to a model that it "
-                "trains alone; make the plan without it, or run without DeepSpeed"
-            )
-        if isinstance(action, Offload) and engine.zero_optimization_stage() == 3:
-            raise IntegrationError(
-                f"the plan moves what '{action.block}' saves to the {action.tier}, and under ZeRO stage 3 weights come "
-                "and go in the tensors that autograd saved; take stage 2 (plan.deepspeed_config(stage=2)), or make "
-                "the plan without a disk, which recomputes instead"
-            )
-        if isinstance(action, Recompute) and is_aliased:
-            raise IntegrationError(
-                f"the plan recomputes '{action.block}', and on one rank ZeRO stage 3 lends weights out of its NVMe "
-                "buffers: recomputation saves such a weight, the buffer goes to the next parameter, and gradients are "
-                "wrong without a word. Keep parameters in memory, train on two ranks or more, or make a plan that "
-                "recomputes nothing"
-            )
-    return Rest(engine, plan, disk)
+    zero = Zero(
+        stage=engine.zero_optimization_stage(),
+        lends_weights=_device_of(config, "offload_param") == "nvme" and engine.dp_world_size == 1,
+    )
+    handlers = [handler_of(action) for action in not_expressed(plan)]
+    for handler in handlers:
+        reason = handler.why_not_under_deepspeed(zero)
+        if reason is not None:
+            raise IntegrationError(reason)
+    return Rest(engine, tuple(handler.under_deepspeed() for handler in handlers), disk)
 
 
 def check_resume(config: Mapping[str, Any]) -> None:

@@ -5,14 +5,14 @@ What the Trainer fixes before a callback can act (micro-batch, accumulation, pre
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torch import nn
 
-from memwall.apply.cuda_setting import require_cuda_setting
+from memwall.apply.technique import handler_of
 from memwall.errors import InfeasibleError, IntegrationError
 from memwall.integrations.accelerate import open_session, torch_optimizer
 from memwall.integrations.data_lengths import LengthWatch, longest_sample
@@ -80,8 +80,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         if self._history is not None:
             # The recording starts CUDA, which takes its settings then.
             for action in plan.actions if plan is not None else ():
-                if setting := technique_of(action).required_cuda_setting(action):
-                    require_cuda_setting(setting)
+                handler_of(action).before_cuda()
             self._history.begin()
         self.session: Session | None = None
         """The session of the present or last `train()`; None before the Trainer is built."""
@@ -278,5 +277,5 @@ def _check_plan(plan: Plan, args: Any) -> None:
         )
 
 
-def _arguments(values: dict[str, Any]) -> str:
+def _arguments(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())

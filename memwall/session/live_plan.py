@@ -15,6 +15,7 @@ from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
 from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
+from memwall.apply.technique import handler_of
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.machine.limits import pinnable_bytes
 from memwall.planning.blocks import find_blocks
@@ -43,7 +44,7 @@ class LivePlan:
         plan: one that was given; None where it is to be made from a recorded step.
         measured: where moved bytes and planning are counted.
         on_plan: called when a plan stands, before it is applied.
-        set_by_loop: records of actions that the training loop carries out itself.
+        set_by_loop: tags of actions that the training loop carries out itself.
         host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
     """
 
@@ -54,7 +55,7 @@ class LivePlan:
         *,
         measured: Measurements,
         on_plan: Callable[[], None],
-        set_by_loop: tuple[type, ...],
+        set_by_loop: tuple[str, ...],
         host_capacity_bytes: int | None = None,
     ) -> None:
         self.settings, self.plan = settings, plan
@@ -88,9 +89,26 @@ class LivePlan:
         """Has parameters go to disk as they are made, where there is no room for them."""
         is_possible = not torch.cuda.is_available()
         if self.plan is not None:
-            is_possible &= any(technique_of(action).choice == "last-resort" for action in self.plan.actions)
+            is_possible &= any(handler_of(action).can_be_built_away for action in self.plan.actions)
         if is_possible and self.settings.budget_bytes:
             self.parameters.watch_building(self.settings.budget_bytes, self.allocator)
+
+    def lower_budget(self, within_bytes: int) -> None:
+        """Plans for less than what was asked for: not all of it is there."""
+        self.settings = msgspec.structs.replace(self.settings, budget_bytes=within_bytes)
+
+    def take_batches_from(self, model: nn.Module | None) -> None:
+        """Divides the batches that the loop hands over, from now on.
+
+        Args:
+            model: the one they are for, where its first forward is to come: a given plan is applied in there, too late
+                for the batch that it is fed from.
+        """
+        self.is_cooperative = True
+        if model is not None:
+            self.micro.follow(model)
+            given = self.plan.actions if self.plan is not None else ()
+            self.micro.divide_into(next((p[0] for a in given if (p := technique_of(a).batch_parts(a))), None))
 
     # -- the recorded step -------------------------------------------------------------------------------------------
 
@@ -182,7 +200,7 @@ class LivePlan:
         order = () if self.trace is None else tuple(b.path for b in find_blocks(self.trace, steady_step(self.trace)))
         applied = AppliedPlan(
             model,
-            self.plan,
+            self.plan.actions,
             block_order=order,
             disk=self.settings.disk,
             disk_capacity_bytes=self.settings.disk_capacity_bytes,
@@ -191,13 +209,11 @@ class LivePlan:
             is_cooperative=self.is_cooperative,
             is_running=is_running,
             set_by_loop=self._set_by_loop,
-            optimizers=optimizers,
+            optimizers=tuple(optimizers),
             keeper=self.keeper,
             parameters=self.parameters,
             host_limit_bytes=self._host_limit_bytes,
         )
-        if not any(action.__struct_config__.tag == "allocator" for action in self.plan.actions):
-            self.allocator.undo()
         applied.apply()
         self._measured.first_step_bytes_to_tier += self._count_state_bytes()
         self.applied = applied
@@ -245,7 +261,7 @@ class LivePlan:
         if made is None:
             return False
         trace, settings, plan = made
-        self.settings = msgspec.structs.replace(self.settings, budget_bytes=settings.budget_bytes)
+        self.lower_budget(settings.budget_bytes)
         self._change_to(trace, plan, model, optimizers, is_running=False)
         return True
 

@@ -99,7 +99,7 @@ class Redo:
         return torch.device("cpu") if first is None else first.device
 
     def _begin(self, part: Callable[[], Any]) -> StepState:
-        self._borders.phase = "forward"
+        self._borders.begin_part()
         if self._state is None:
             self._state = StepState(self._model)
         # A loop may drop gradients without a step, as loss scaling does: then the step begins here.
@@ -134,7 +134,7 @@ class Redo:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         state.restore()
-        self._borders.in_step = False
+        self._borders.drop_step()
         if not self._live.replace_after(self._model, self._borders.optimizers, found):
             raise self._error(found, "no plan needs less than that", has_next=False) from failure
         self._measured.oom_recoveries += 1

@@ -9,18 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Self, TypeVar
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.microbatch import shifts_labels
 from memwall.apply.offload.parking import close_unneeded
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError, PlanError, UsageError
 from memwall.machine.meter import meter_of
 from memwall.planning.planfile import Plan
 from memwall.planning.settings import Settings
-from memwall.planning.technique import technique_of
 from memwall.planning.techniques.cpu_step import require_step_beside_device
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
@@ -48,7 +45,7 @@ class Session:
         disk_capacity_bytes: int | None = None,
         disk_bytes_per_day: int | None = None,
         allow: Sequence[str] = (),
-        set_by_loop: tuple[type, ...] = (),
+        set_by_loop: tuple[str, ...] = (),
         within_bytes: int | None = None,
         host_capacity_bytes: int | None = None,
     ) -> None:
@@ -57,7 +54,7 @@ class Session:
         Args:
             within_bytes: less than the budget, where it turned out that not all of it is there.
             host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
-            set_by_loop: records of actions that the training loop itself carries out, by arguments of its own; of a
+            set_by_loop: tags of actions that the training loop itself carries out, by arguments of its own; of a
                 given plan they are not applied a second time.
         """
         if (budget_bytes is None) == (plan is None):
@@ -95,7 +92,7 @@ class Session:
             host_capacity_bytes=host_capacity_bytes,
         )
         if within_bytes is not None:
-            self._live.settings = msgspec.structs.replace(settings, budget_bytes=within_bytes)
+            self._live.lower_budget(within_bytes)
         self._borders = StepBorders(self)
         self._redo = Redo(self._live, self._borders, self.measured)
         self._allocator, self._keeper, self._micro = self._live.allocator, self._live.keeper, self._live.micro
@@ -206,12 +203,7 @@ class Session:
                 position does not count, as for causal language models, unless transformers knows the model as another
                 kind.
         """
-        self._live.is_cooperative = True
-        if self.state == "waiting" and self._borders.model is not None:
-            self._micro.shifts_labels = shifts_labels(self._borders.model)
-            # A given plan is applied in the first forward: too late for the batch that it is fed from.
-            given = self.plan.actions if self.plan is not None else ()
-            self._micro.micro_batch = next((parts[0] for a in given if (parts := technique_of(a).batch_parts(a))), None)
+        self._live.take_batches_from(self._borders.model if self.state == "waiting" else None)
         yield from self._micro.split(batch, count)
 
     def backward(self, loss: Tensor) -> None:
@@ -276,7 +268,7 @@ class Session:
         assert self._borders.model is not None
         self._redo.before_plan()
         self._num_planned_for = len(self._borders.stepped)
-        self._borders.goes_on = False
+        self._borders.end_step()
         try:
             is_made = self._live.make(
                 self._borders.model, self._borders.optimizers, is_running=self._borders.in_first_forward

@@ -94,6 +94,18 @@ class StepBorders:
             handle.remove()
         self._handles = []
 
+    def begin_part(self) -> None:
+        """Says that a part of a step begins: what fails from here on fails in a forward, or in its backward."""
+        self.phase = "forward"
+
+    def drop_step(self) -> None:
+        """Forgets the step that has begun: the next forward begins it again."""
+        self.in_step = False
+
+    def end_step(self) -> None:
+        """Says that every optimizer has stepped: no further one belongs to the step that one has ended."""
+        self.goes_on = False
+
     def enter_forward(self) -> None:
         """What the hook before each forward does; to be called where that hook came too late for one."""
         self._listener.before_forward()

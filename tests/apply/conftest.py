@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import executor_of
 from offload_engines import Pool, a_pool
 from torch import Tensor, nn
 from zoo import trained_parameters
 
-from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.planning.blocks import find_blocks
@@ -55,8 +55,8 @@ def recomputed() -> Callable[..., AbstractContextManager[None]]:
 
     @contextmanager
     def under(model: nn.Module, *actions: Recompute) -> Iterator[None]:
-        executor = BlockExecutor(resolve_blocks([model], [""]), ())
-        executor.apply(actions)
+        executor = executor_of(model, *actions)
+        executor.apply()
         try:
             yield
         finally:

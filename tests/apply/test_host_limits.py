@@ -13,7 +13,6 @@ from plans import a_plan
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply import applied
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
 from memwall.apply.microbatch import MicroBatches
@@ -22,6 +21,7 @@ from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state import cpu_speed, opening
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
 from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.techniques import offload
 from memwall.errors import StoreError
 from memwall.machine import limits
 from memwall.machine.limits import memory_limit_bytes
@@ -193,10 +193,10 @@ def test_saved_tensors_get_the_host_memory_that_the_plan_has_not_meant_for_state
         told.append(host_limit_bytes)
         raise Asked
 
-    monkeypatch.setattr(applied, "open_engine", opened)
+    monkeypatch.setattr(offload, "open_engine", opened)
     made = AppliedPlan(
         OnCuda(),
-        a_plan(*actions, device="cuda"),
+        actions,
         block_order=(),
         disk=None,
         disk_capacity_bytes=7,

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from block_models import executor_of
 from plans import plan_of
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.executor import BlockExecutor
 from memwall.apply.hidden_state import MAX_CLONED_BYTES
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import Offload
@@ -206,8 +207,8 @@ def state_of(block: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def under(model: nn.Module, *actions: Recompute) -> Iterator[BlockExecutor]:
-    executor = BlockExecutor(resolve_blocks([model], [""]), ())
-    executor.apply(actions)
+    executor = executor_of(model, *actions)
+    executor.apply()
     try:
         yield executor
     finally:
@@ -546,10 +547,9 @@ class Listing:
 def test_what_a_recomputed_block_is_given_by_keyword_is_offered_to_the_offload_once() -> None:
     model, hidden, mask = nn.ModuleDict({"block": Named()}), torch.ones(5, 6), torch.ones(24)
     engine = Listing()
-    executor = BlockExecutor(resolve_blocks([model], [""]), (), engine=engine)
-    executor.apply(
-        (Recompute(block="block"), Offload(block="block", scope="inputs", tier="disk", min_bytes=0, window_bytes=0))
-    )
+    leaving = Offload(block="block", scope="inputs", tier="disk", min_bytes=0, window_bytes=0)
+    executor = executor_of(model, Recompute(block="block"), leaving, engine=engine)
+    executor.apply()
     call(model["block"], hidden, mask)
     executor.undo()
     offered = [tensor.data_ptr() for tensor in engine.offered]

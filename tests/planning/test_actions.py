@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memwall.apply.applied import HANDLERS
+from memwall.apply.technique import Handler, handler_of, registered
 from memwall.planning.action import Action
 from memwall.planning.technique import techniques
 from memwall.planning.techniques.accumulate import Accumulate
@@ -98,8 +98,10 @@ def test_what_leaves_with_fewer_digits_says_so() -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_kind_has_a_handler_and_no_handler_is_without_a_kind(kind: str) -> None:
-    assert callable(HANDLERS[KINDS[kind]])
-    assert set(HANDLERS) == set(KINDS.values())
+    handler = handler_of(EXAMPLES[kind][0])
+    assert type(handler).apply is not Handler.apply
+    assert type(handler).effect is not Handler.effect, "what it does is not checked"
+    assert set(registered()) == set(KINDS)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -215,7 +215,8 @@ def test_standard_output_comes_back_where_a_solver_cannot_be_made(
 
 
 def test_a_process_without_standard_output_plans_too() -> None:
-    code = "import os\nos.close(1)\nfrom memwall.planning.solver.quiet_streams import nothing_printed\nwith nothing_printed():\n    pass"
+    module = "memwall.planning.solver.quiet_streams"
+    code = f"import os\nos.close(1)\nfrom {module} import nothing_printed\nwith nothing_printed():\n    pass"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from block_models import executor_of
 from language_model import LanguageModel, tokens
 from oracle import count_allocations
 from torch import nn
 from zoo import MODELS, Case, trained_parameters
 
-from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.kernels.patched import patch_kernels
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.parking import parameter_guard
@@ -216,8 +216,8 @@ def measured_bytes(run: Run, recorded: Recorded, treatments: Treatments, directo
     case = run.case
     order = [block.path for block in recorded.model.blocks]
     with an_engine(case.model, directory) as engine:
-        executor = BlockExecutor(resolve_blocks([case.model], [""]), order, engine)
-        executor.apply(as_actions(treatments))
+        executor = executor_of(case.model, *as_actions(treatments), order=order, engine=engine)
+        executor.apply()
 
         def step() -> None:
             executor.begin_step()

@@ -27,7 +27,6 @@ from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.meter import process_bytes
-from memwall.planning.techniques.cpu_step import StepOnCpu
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.units import format_bytes
@@ -124,33 +123,6 @@ class StateKeeper:
             self._opened.close()
         self._low_bit = LowBitOptimizerState(moments)
 
-    def step_on_cpu(self, optimizer: torch.optim.Optimizer, action: StepOnCpu, *, host_limit_bytes: int) -> None:
-        """Puts the state into host memory, where the CPU steps it from now on.
-
-        Args:
-            host_limit_bytes: the most host memory to take.
-
-        Raises:
-            ApplyError: the optimizer cannot be stepped there, or its parameters are not on CUDA.
-            StoreError: the host has no room.
-        """
-        self._open_moments()
-        with_deepspeed = action.engine == "deepspeed"
-        if self._on_cpu.held is not None:
-            # All of it is there already, and the device may have no room for it to pass through.
-            self._on_cpu.held.step_with(deepspeed=with_deepspeed)
-            self._on_cpu.held.bucket_bytes = action.bucket_bytes
-            return
-        self._opened.close()
-        self._on_cpu.hold(
-            open_cpu_step(
-                optimizer,
-                bucket_bytes=action.bucket_bytes,
-                limit_bytes=host_limit_bytes,
-                with_deepspeed=with_deepspeed,
-            )
-        )
-
     def place(self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement, *, host_limit_bytes: int = 0) -> None:
         """Puts the state where a plan has it, from wherever it is.
 
@@ -192,6 +164,33 @@ class StateKeeper:
                 bucket_bytes=action.bucket_bytes,
                 min_bytes=action.min_bytes,
                 around_step=self._around_step,
+            )
+        )
+
+    def step_on_cpu(
+        self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int, with_deepspeed: bool, host_limit_bytes: int
+    ) -> None:
+        """Has the CPU step a device's parameters, beside their state in host memory; it comes from wherever it is.
+
+        Args:
+            bucket_bytes: of parameters that pass by at a time.
+            with_deepspeed: by DeepSpeed's kernel in place of torch's.
+            host_limit_bytes: the most host memory to take.
+
+        Raises:
+            ApplyError: the CPU cannot step this optimizer, or its parameters are there already.
+            StoreError: the host has no room.
+        """
+        self._open_moments()
+        if self._on_cpu.held is not None:
+            # All of it is there already, and the device may have no room for it to pass through.
+            self._on_cpu.held.step_with(deepspeed=with_deepspeed)
+            self._on_cpu.held.bucket_bytes = bucket_bytes
+            return
+        self._opened.close()
+        self._on_cpu.hold(
+            open_cpu_step(
+                optimizer, bucket_bytes=bucket_bytes, limit_bytes=host_limit_bytes, with_deepspeed=with_deepspeed
             )
         )
 

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from memwall.apply.effect.watch import EFFECTS
 from memwall.errors import NoEffectError
-from memwall.planning.technique import techniques
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.autocast import Autocast
@@ -24,11 +22,6 @@ from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.malloc.policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_library, heap_unavailable_reason
 from memwall.session.session import Session
-
-
-def test_every_kind_of_action_is_watched() -> None:
-    assert set(EFFECTS) == {technique.record for technique in techniques()}
-
 
 # -- recompute ---------------------------------------------------------------------------------------------------------
 
@@ -235,7 +228,7 @@ def test_a_framework_that_should_divide_batches_and_does_not() -> None:
     plan = plan_of(model, Accumulate(micro_batch=2, num_micro_batches=4))
     with (
         pytest.raises(NoEffectError, match="found that it was called with 8 samples at once"),
-        Session(plan=plan, set_by_loop=(Accumulate,)) as session,
+        Session(plan=plan, set_by_loop=("accumulate",)) as session,
     ):
         train(session, model)
 

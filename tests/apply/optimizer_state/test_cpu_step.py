@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from late_streams import LateDevice, install
@@ -332,6 +331,10 @@ def test_a_step_in_a_captured_graph_is_refused(on_cpu: Callable[..., CpuStep], m
 # Under a plan.
 
 
+def step_on_cpu(keeper: StateKeeper, optimizer: torch.optim.Optimizer, bucket_bytes: int) -> None:
+    keeper.step_on_cpu(optimizer, bucket_bytes=bucket_bytes, with_deepspeed=False, host_limit_bytes=1 << 30)
+
+
 def test_a_plans_state_is_placed_and_brought_back_between_steps(
     device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +347,7 @@ def test_a_plans_state_is_placed_and_brought_back_between_steps(
     keeper = StateKeeper(None, None)
     for step in range(4):
         if step == 1:
-            keeper.step_on_cpu(optimizer, ACTION, host_limit_bytes=1 << 30)
+            step_on_cpu(keeper, optimizer, ACTION.bucket_bytes)
         if step == 3:
             assert keeper.is_away
             assert keeper.away_bytes > 0
@@ -364,11 +367,11 @@ def test_a_plan_that_takes_the_place_of_another_leaves_state_in_host_memory(
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     keeper = StateKeeper(None, None)
-    keeper.step_on_cpu(optimizer, ACTION, host_limit_bytes=1 << 30)
+    step_on_cpu(keeper, optimizer, ACTION.bucket_bytes)
     train_step(model, optimizer, 0)
     before = {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()}
     pinned_bytes = sum(device.registered_bytes.values())
-    keeper.step_on_cpu(optimizer, msgspec.structs.replace(ACTION, bucket_bytes=1 << 20), host_limit_bytes=1 << 30)
+    step_on_cpu(keeper, optimizer, 1 << 20)
     train_step(model, optimizer, 1)
     assert {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()} == before
     assert sum(device.registered_bytes.values()) > pinned_bytes

@@ -33,7 +33,7 @@ def plan_for(model: torch.nn.Module) -> Plan:
 def applied_to(model: torch.nn.Module, keeper: StateKeeper) -> AppliedPlan:
     return AppliedPlan(
         model,
-        plan_for(model),
+        plan_for(model).actions,
         block_order=(),
         disk=None,
         disk_capacity_bytes=None,
@@ -99,7 +99,7 @@ def test_state_that_the_next_plan_wants_on_disk_stays_there_and_else_comes_back(
     assert keeper.moved_bytes() == (0, 0)
     assert resident_state_bytes(optimizer) == 0
     without = applied_to(model, keeper)
-    without.plan = plan_of(model)
+    without.actions = ()
     second.undo(keeps_state=True)
     without.apply()
     assert resident_state_bytes(optimizer) > 0

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import executor_of
 from optimizer_runs import OPTIMIZERS, Net, in_groups
 from streamed_models import GPT, KIB, everything, loss_of, streamed, train_gpt
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.planning.techniques.recompute import Recompute
 from memwall.store.transfer import TransferPool
 
@@ -89,7 +89,7 @@ def test_without_the_optimizers_state_too(
 
 def recomputed_by_plan(model: nn.Module) -> None:
     blocks = [f"layers.{number}" for number in range(4)]
-    BlockExecutor(resolve_blocks([model], [""]), blocks).apply([Recompute(block=block) for block in blocks])
+    executor_of(model, *(Recompute(block=block) for block in blocks), order=blocks).apply()
 
 
 def recomputed_by_loop(model: nn.Module, *, use_reentrant: bool) -> None:

@@ -1,9 +1,26 @@
-"""Fused kernels: seen when modules are called through them, and when a loss is computed without its logits."""
+"""Fused kernels: they run in place of modules' own forwards, and the loss of a language model without its logits."""
 
-from memwall.apply.kernels.patched import PatchedKernels
+from memwall.apply.kernels.patched import PatchedKernels, apply_kernels
+from memwall.apply.technique import Handler, Target, register
 from memwall.planning.techniques.kernels import FusedKernels
 
-__all__ = ["KernelsEffect"]
+__all__ = ["KernelsEffect", "KernelsHandler"]
+
+
+@register("kernels")
+class KernelsHandler(Handler[FusedKernels]):
+    """Replaces the forwards that the plan names."""
+
+    _patched: PatchedKernels | None = None
+
+    def apply(self, target: Target) -> None:
+        """See `Handler`."""
+        self._patched = apply_kernels(target.model, self.action.modules, self.action.chunk_rows)
+        target.on_undo(self._patched.undo)
+
+    def effect(self, target: Target) -> "KernelsEffect | None":
+        """See `Handler`."""
+        return None if self._patched is None else KernelsEffect(self.action, self._patched)
 
 
 class KernelsEffect:

@@ -1,60 +1,38 @@
-"""Lower precision and accumulation: seen at the model's own call, whoever carries them out."""
+"""Accumulate: the batch of a step is split into micro-batches whose gradients add up."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from memwall.apply.microbatch import MicroBatches, tensors_in
+from memwall.apply.technique import Handler, Target, register
+from memwall.errors import ApplyError
 from memwall.planning.techniques.accumulate import Accumulate
-from memwall.planning.techniques.autocast import Autocast
 from memwall.trace.attached import attach_hook
 
-__all__ = ["AccumulationEffect", "AutocastEffect"]
+__all__ = ["AccumulateHandler", "AccumulationEffect"]
 
 
-class AutocastEffect:
-    """Forward leaves results of the lower precision in the graph.
+@register("accumulate")
+class AccumulateHandler(Handler[Accumulate]):
+    """Has the session divide batches, where the loop takes them from it, unless the loop divides them itself."""
 
-    The graph is walked once, after the first forward that has one; each node knows the dtype of what it computed.
-    """
+    def apply(self, target: Target) -> None:
+        """See `Handler`."""
+        if not target.is_cooperative:
+            raise ApplyError(
+                f"the plan runs micro-batches of {self.action.micro_batch} samples, "
+                f"{self.action.num_micro_batches} per step, but this loop does not take them from memwall; set the "
+                "batch size and accumulation yourself, or write `for micro in session.step(batch)`"
+            )
+        target.micro.divide_into(self.action.micro_batch)
+        target.on_undo(lambda: target.micro.divide_into(None))
 
-    def __init__(self, action: Autocast, model: nn.Module) -> None:
-        self.name = f"autocast to {action.dtype}"
-        self.expected = f"operations of the forward compute in {action.dtype}"
-        self._dtype = torch.bfloat16 if action.dtype == "bfloat16" else torch.float16
-        self._is_seen = False
-        self._num_nodes = 0
-        self._handle = attach_hook(model.register_forward_hook, self._after_forward)
-
-    def _after_forward(self, _: nn.Module, args: Any, out: Any) -> None:
-        if self._is_seen or not torch.is_grad_enabled():
-            return
-        for node in _nodes(out):
-            self._num_nodes += 1
-            if type(node).__name__ == "CheckpointFunctionBackward" or any(
-                metadata.dtype == self._dtype for metadata in node._input_metadata
-            ):  # what a reentrant checkpoint holds is no part of the graph
-                self._is_seen = True
-                return
-
-    def is_seen(self) -> bool:
-        """See `Effect`."""
-        return self._is_seen
-
-    def contrary(self) -> str:
-        """See `Effect`."""
-        if self._is_seen or not self._num_nodes:
-            return ""
-        return (
-            f"none of the {self._num_nodes} operations in the graph does: the model switches autocast off, or its "
-            "weights are in a precision that autocast leaves alone (float64)"
-        )
-
-    def close(self) -> None:
-        """See `Effect`."""
-        self._handle.remove()
+    def effect(self, target: Target) -> "AccumulationEffect":
+        """See `Handler`."""
+        micro = None if target.is_set_by_loop(self) else target.micro
+        return AccumulationEffect(self.action, target.model, micro)
 
 
 class AccumulationEffect:
@@ -107,16 +85,3 @@ class AccumulationEffect:
     def close(self) -> None:
         """See `Effect`."""
         self._handle.remove()
-
-
-def _nodes(out: Any) -> Iterator[Any]:
-    """The graph's nodes, from what a model returned."""
-    stack: list[Any] = [tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)

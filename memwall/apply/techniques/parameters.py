@@ -1,13 +1,46 @@
-"""The place of parameters and gradients between their uses: seen in what is away, or has left."""
+"""Parameters and gradients on the next tier between their uses."""
 
+from memwall.apply.state_technique import StateHandler
 from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.technique import Handler, Target, Tier, register
+from memwall.errors import ApplyError
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.units import format_bytes
 
-__all__ = ["ParameterEffect"]
+__all__ = ["ParameterEffect", "ParameterHandler"]
 
 # A last block may wait for the backward that does not come, and what the loop has read itself.
 _PRESENT_SHARE = 0.5
+
+
+@register("parameter-placement")
+class ParameterHandler(Handler[ParameterPlacement]):
+    """Streams parameters through forward, backward and step."""
+
+    can_be_built_away = True
+
+    @classmethod
+    def absent(cls, target: Target) -> None:
+        """See `Handler`."""
+        target.parameters.bring_back()
+
+    def apply(self, target: Target) -> None:
+        """See `Handler`."""
+        if not any(isinstance(handler, StateHandler) and handler.is_away for handler in target.handlers):
+            raise ApplyError(
+                "the plan keeps parameters on disk and the optimizer's state in memory; a step has a few parameters "
+                "in memory only where their state comes from disk too: make the plan again with `memwall plan`"
+            )
+        target.on_undo(target.parameters.bring_back, is_state=True)
+        target.parameters.place(target.model, self.action)
+
+    def effect(self, target: Target) -> "ParameterEffect":
+        """See `Handler`."""
+        return ParameterEffect(self.action, target.parameters)
+
+    def held_bytes(self, tier: Tier) -> int:
+        """See `Handler`."""
+        return (self.action.saved_bytes or 0) if self.action.tier == tier else 0
 
 
 class ParameterEffect:

@@ -1,0 +1,90 @@
+"""What techniques that treat single blocks share: their layers are put around the model's blocks together.
+
+Their effects are seen in what a block's wrapper counts. A block that is not part of a step shows nothing, neither for
+nor against. That it was part of one is known from the gradient of a weight that no other module holds: it arrives
+whichever way the block was called.
+"""
+
+from collections import Counter
+from typing import Any, TypeVar
+
+from torch import nn
+
+from memwall.apply.block_counts import BlockCounts
+from memwall.apply.executor import BlockLayer
+from memwall.apply.optimizer_state.gradient_hooks import OwnHook
+from memwall.apply.technique import Handler, Target
+
+__all__ = ["BlockHandler", "Watched"]
+
+
+B = TypeVar("B", bound=Any)
+
+
+class Watched:
+    """A block that has just been wrapped, and how often its backward was seen."""
+
+    def __init__(self, module: nn.Module, counts: BlockCounts, weight: nn.Parameter | None) -> None:
+        self.module, self.counts, self._wrapper = module, counts, module.forward
+        self.num_gradients = 0
+        self._handle = (
+            None if weight is None else weight.register_post_accumulate_grad_hook(OwnHook(self._note_gradient))
+        )
+
+    def _note_gradient(self, _: object) -> None:
+        self.num_gradients += 1
+
+    def bypassed(self) -> str:
+        """Why the wrapper saw nothing of a block that was trained; "" if it was called, or the block was not run."""
+        if self.counts.num_calls or not self.num_gradients:
+            return ""
+        name = type(self.module).__name__
+        if self.module.__dict__.get("forward") is not self._wrapper:
+            return f"its gradients arrived, but something replaced its forward after memwall wrapped {name}.forward"
+        return f"its gradients arrived, but its forward was not called: the model calls {name}.forward or a part of it"
+
+    def close(self) -> None:
+        """Takes the hook away."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+class BlockHandler(Handler[B]):
+    """Treats the block that its action names in a field `block`."""
+
+    def layer(self, target: Target) -> BlockLayer:
+        """Returns what goes around the block; what it opens for that it tells `target.on_undo`.
+
+        Raises:
+            MemwallError: this cannot be done here.
+        """
+        raise NotImplementedError
+
+    def apply(self, target: Target) -> None:
+        """Wraps the blocks of all such actions, with the first of them.
+
+        Raises:
+            MemwallError: a block is missing or cannot be wrapped, or what it needs cannot be had.
+        """
+        if target.blocks.is_applied:
+            return
+        for handler in target.handlers:
+            if isinstance(handler, BlockHandler):
+                target.blocks.add(handler.action.block, handler.layer(target))
+        target.on_undo(target.blocks.undo)
+        target.blocks.apply()
+
+    def watched(self, target: Target) -> Watched | None:
+        """Watches the block. The model as one block is wrapped while it is being called: that call says nothing."""
+        module, counts = target.blocks.wrapped(self.action.block)
+        if module is target.model:
+            return None
+        return Watched(module, counts, _own_weight(target.model, module))
+
+
+def _own_weight(model: nn.Module, block: nn.Module) -> nn.Parameter | None:
+    """A trainable parameter of the block that no other module holds; a matrix, if it has one."""
+    holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    own = [p for p in block.parameters() if p.requires_grad and p.is_leaf and holders[id(p)] == 1]
+    return max(own, key=lambda p: p.dim() > 1, default=None)

@@ -1,0 +1,126 @@
+"""What techniques that keep the optimizer's state elsewhere, or otherwise, share: they wait for the optimizer."""
+
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memwall.apply.technique import Handler, Target
+from memwall.errors import ApplyError, NoEffectError
+from memwall.trace.optimizers import joint_name
+from memwall.units import format_bytes
+
+__all__ = ["PlacementEffect", "StateHandler"]
+
+S = TypeVar("S", bound=Any)
+
+
+class StateHandler(Handler[S]):
+    """Keeps the state of the one optimizer that steps the model."""
+
+    is_away: ClassVar[bool] = False
+    """Whether the state is out of memory between steps, and stepped a few parameters at a time."""
+
+    @property
+    def kept(self) -> str:
+        """Where or how the state is kept, in words."""
+        raise NotImplementedError
+
+    def place(self, target: Target) -> None:
+        """Puts the state of `target.optimizers[0]` there, from wherever it is.
+
+        Raises:
+            MemwallError: it cannot be there.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def absent(cls, target: Target) -> None:
+        """Brings the state back, if no other technique of the plan keeps it either."""
+        if not any(isinstance(handler, StateHandler) for handler in target.handlers):
+            target.keeper.bring_back()
+
+    def apply(self, target: Target) -> None:
+        """See `Handler`. Without an optimizer, there is nothing to place yet."""
+        if len(target.optimizers) > 1:
+            raise ApplyError(
+                f"the plan keeps the optimizer's state {self.kept}, and this model is stepped by several "
+                f"({joint_name(target.optimizers)}), whose state stays in memory; make a plan from a trace of this "
+                "training, or give a budget in place of a plan"
+            )
+        if target.optimizers:
+            target.on_undo(target.keeper.bring_back, is_state=True)
+            self.place(target)
+
+    def optimizer_known(self, target: Target, optimizer: torch.optim.Optimizer) -> None:
+        """See `Handler`."""
+        self.apply(target)
+
+
+class PlacementEffect:
+    """State of the optimizer that steps is on another tier between steps, but for some that the plan lets stay.
+
+    Args:
+        name, expected: see `Effect`.
+        min_bytes: tensors of state from which on are counted.
+    """
+
+    def __init__(
+        self, target: Target, *, name: str, expected: str, tier: str, min_bytes: int, resident_bytes: int
+    ) -> None:
+        self.name, self.expected = name, expected
+        self._tier, self._min_bytes, self._resident_bytes = tier, min_bytes, resident_bytes
+        self._target = target
+        self._trained = {id(parameter) for parameter in target.model.parameters() if parameter.requires_grad}
+        self._num_foreign = 0
+        """Steps of another optimizer since the last one of this."""
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    @property
+    def _own(self) -> torch.optim.Optimizer | None:
+        return next(iter(self._target.optimizers), None)
+
+    def is_seen(self) -> bool:
+        """See `Effect`."""
+        return self._target.keeper.away_bytes > 0
+
+    def contrary(self) -> str:
+        """See `Effect`."""
+        optimizer = self._own
+        if optimizer is None or self._target.keeper.away_bytes:
+            return ""
+        present_bytes = sum(
+            value.numel() * value.element_size()
+            for state in optimizer.state.values()
+            for value in (state.values() if isinstance(state, dict) else ())
+            if isinstance(value, torch.Tensor) and value.numel() * value.element_size() >= self._min_bytes
+        )
+        if present_bytes <= self._resident_bytes:
+            return ""
+        return (
+            f"{format_bytes(present_bytes)} of the {type(optimizer).__name__}'s state are in memory and nothing is on "
+            f"the {self._tier}: its tensors are of a kind that cannot be moved"
+        )
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Of every optimizer of the process: a session hears of its own alone.
+
+        Raises:
+            NoEffectError: another one trains the model.
+        """
+        own = self._own
+        if own is None or optimizer is own:
+            self._num_foreign = 0
+        elif any(id(p) in self._trained for group in optimizer.param_groups for p in group["params"]):
+            self._num_foreign += 1
+            if self._num_foreign == 2:
+                raise NoEffectError(
+                    action=self.name,
+                    expected=self.expected,
+                    found=f"another optimizer ({type(optimizer).__name__}) trains the model than the "
+                    f"{type(own).__name__} this session was given",
+                )
+
+    def close(self) -> None:
+        """See `Effect`."""
+        self._handle.remove()

@@ -1,0 +1,240 @@
+"""What a technique is to the side that applies plans: a handler, found by the tag that its record has in a plan file.
+
+Each file in `memwall.apply.techniques` registers the handler of one technique; nothing else names it. A handler acts on
+a `Target`, the run as it is now, and leaves there what takes its action back.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cache, cached_property
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+import torch
+from msgspec import Struct
+from torch import nn
+
+from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.effect import Effect
+from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.microbatch import MicroBatches
+from memwall.apply.offload.engine import ActivationOffload
+from memwall.apply.optimizer_state.keeper import StateKeeper
+from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.errors import ApplyError
+from memwall.trace.modules import root_names
+
+__all__ = [
+    "Handler",
+    "Target",
+    "Tier",
+    "Zero",
+    "handler_of",
+    "register",
+    "registered",
+    "tag_of",
+    "unregister",
+]
+
+A = TypeVar("A", bound=Struct)
+H = TypeVar("H", bound="type[Handler[Any]]")
+Tier = Literal["disk", "host"]
+
+
+class Zero(NamedTuple):
+    """What matters to a technique of the DeepSpeed engine that a model is in."""
+
+    stage: int
+    """Of ZeRO."""
+    lends_weights: bool
+    """Whether weights are computed with in NVMe buffers that go to the next parameter afterwards."""
+
+
+@dataclass(eq=False, repr=False)
+class Target:
+    """The run that a plan is applied to, as handlers see it."""
+
+    model: nn.Module
+    """The root the plan was made for."""
+    actions: Sequence[Struct]
+    _: KW_ONLY
+    block_order: tuple[str, ...]
+    """Paths of all blocks in forward order, so that a block can be read back while the next one runs its backward; ()
+    where only the plan is known, then blocks with an action count."""
+    disk: str | None
+    """Directory for what leaves memory; None for the default one."""
+    disk_capacity_bytes: int | None
+    allocator: AllocatorHandler
+    micro: MicroBatches
+    keeper: StateKeeper
+    """Holds the optimizer's state, which may be on disk already."""
+    parameters: ParameterKeeper
+    """Holds the model's parameters, which may be on disk already."""
+    is_cooperative: bool
+    """Whether the loop takes its micro-batches from the session."""
+    is_running: bool = False
+    """Whether the model's forward is being called right now, by a hook before it."""
+    set_by_loop: tuple[str, ...] = ()
+    """Tags of actions that the training loop carries out itself; they are left to it."""
+    is_watched: bool = True
+    """Whether to check in the first steps that actions have an effect."""
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    """What steps the model, as far as it is known yet."""
+    host_limit_bytes: int | None = None
+    """Of a model on CUDA, the most host memory to take; None on a CPU."""
+    handlers: tuple["Handler[Any]", ...] = field(default=(), init=False)
+    """One for each action, in the plan's order."""
+    engine: ActivationOffload | None = field(default=None, init=False)
+    """Where saved tensors go, if any leave."""
+    _undo: list[tuple[Callable[[], None], bool]] = field(default_factory=list, init=False)
+
+    @cached_property
+    def blocks(self) -> BlockExecutor:
+        """Wraps the model's blocks; see `memwall.apply.block_technique`."""
+        return BlockExecutor(resolve_blocks([self.model], root_names([self.model])), self.block_order)
+
+    def on_undo(self, undo: Callable[[], None], *, is_state: bool = False) -> None:
+        """Has the plan's undo call this, the last one first.
+
+        Args:
+            is_state: not where the next plan goes on with state and parameters as this one has them.
+        """
+        self._undo.append((undo, is_state))
+
+    def left_bytes(self, tier: Tier) -> int | None:
+        """Returns what saved tensors may use of a tier: without the part that the plan means for other things."""
+        capacity_bytes = self.disk_capacity_bytes if tier == "disk" else self.host_limit_bytes
+        if capacity_bytes is None:
+            return None
+        return capacity_bytes - sum(handler.held_bytes(tier) for handler in self.handlers)
+
+    def is_set_by_loop(self, handler: "Handler[Any]") -> bool:
+        """Whether the training loop carries this action out itself."""
+        return tag_of(handler.action) in self.set_by_loop
+
+
+class Handler(Generic[A]):
+    """Carries out one action. Techniques override what concerns them; by default nothing happens."""
+
+    applies_last: ClassVar[bool] = False
+    """Whether it is applied after the others, and taken back before them: it is given what all else leaves."""
+    can_be_built_away: ClassVar[bool] = False
+    """Whether parameters may go to disk while a script still builds its model."""
+
+    def __init__(self, action: A) -> None:
+        self.action = action
+
+    # -- in a run --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def absent(cls, target: Target) -> None:
+        """Takes back what an earlier plan left in the run; called where a plan has no action of this tag.
+
+        Raises:
+            MemwallError: it cannot be taken back.
+        """
+
+    def apply(self, target: Target) -> None:
+        """Applies the action, and tells `target.on_undo` what takes it back.
+
+        Raises:
+            MemwallError: it cannot be applied here; what was begun is undone through `target.on_undo`.
+        """
+
+    def optimizer_known(self, target: Target, optimizer: torch.optim.Optimizer) -> None:
+        """Applies what had to wait for an optimizer, before its first step; `target.optimizers` has it already.
+
+        Raises:
+            MemwallError: the action cannot be applied to it, or not to several.
+        """
+
+    def effect(self, target: Target) -> Effect | None:
+        """Returns what to watch in the first steps, once all is applied; None where nothing can be said."""
+        return None
+
+    def held_bytes(self, tier: Tier) -> int:
+        """Returns what the action means to use of a tier for other things than saved tensors."""
+        return 0
+
+    # -- before a run ----------------------------------------------------------------------------------------------
+
+    def before_cuda(self) -> None:
+        """Does what must be done before CUDA starts.
+
+        Raises:
+            ApplyError: CUDA has started otherwise.
+        """
+
+    def why_not_under_deepspeed(self, zero: Zero) -> str | None:
+        """Returns None if the action can be applied to a model in a DeepSpeed engine, else why not."""
+        return (
+            f"the plan has the action '{tag_of(self.action)}', which memwall applies to a model that it "
+            "trains alone; make the plan without it, or run without DeepSpeed"
+        )
+
+    def under_deepspeed(self) -> A:
+        """Returns the action as it is applied to a model in a DeepSpeed engine."""
+        return self.action
+
+
+_handlers: dict[str, type[Handler[Any]]] = {}
+
+
+def register(tag: str) -> Callable[[H], H]:
+    """Makes a class the handler of all actions with a tag; a decorator.
+
+    Raises:
+        ValueError: the tag has a handler already.
+    """
+
+    def registering(handler: H) -> H:
+        if tag in _handlers:
+            raise ValueError(f"'{tag}' is handled by {_handlers[tag].__qualname__} already")
+        _handlers[tag] = handler
+        return handler
+
+    return registering
+
+
+def unregister(tag: str) -> None:
+    """Forgets the handler of a tag."""
+    del _handlers[tag]
+
+
+def registered() -> dict[str, type[Handler[Any]]]:
+    """Returns the handlers by tag, in the order in which a plan without them has them take back what they left.
+
+    That is the reverse of the order in which plans are applied.
+    """
+    _discover()
+    return dict(sorted(_handlers.items(), key=lambda item: (item[1].applies_last, item[0]), reverse=True))
+
+
+def tag_of(action: Struct) -> str:
+    """Returns what a plan file calls an action."""
+    return str(action.__struct_config__.tag)
+
+
+def handler_of(action: Struct) -> Handler[Any]:
+    """Returns a new handler of an action.
+
+    Raises:
+        ApplyError: no technique is registered for it.
+    """
+    _discover()
+    tag = tag_of(action)
+    if tag not in _handlers:
+        raise ApplyError(
+            f"the plan has the action '{tag}', and nothing in this memwall applies it; known are "
+            f"{', '.join(sorted(_handlers))}: make the plan again with `memwall plan`"
+        )
+    return _handlers[tag](action)
+
+
+@cache
+def _discover() -> None:
+    """Imports the files of the techniques, which register themselves."""
+    package = importlib.import_module("memwall.apply.techniques")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")

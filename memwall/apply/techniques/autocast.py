@@ -1,0 +1,89 @@
+"""Autocast: the model's forward runs in a lower precision where torch's lists allow it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memwall.apply.microbatch import tensors_in
+from memwall.apply.precision import LowerPrecision
+from memwall.apply.technique import Handler, Target, register
+from memwall.planning.techniques.autocast import Autocast
+from memwall.trace.attached import attach_hook
+
+__all__ = ["AutocastEffect", "AutocastHandler"]
+
+
+@register("autocast")
+class AutocastHandler(Handler[Autocast]):
+    """Puts the model under autocast, unless the loop does."""
+
+    def apply(self, target: Target) -> None:
+        """See `Handler`."""
+        target.on_undo(LowerPrecision(target.model, self.action.dtype, is_running=target.is_running).undo)
+
+    def effect(self, target: Target) -> "AutocastEffect":
+        """See `Handler`."""
+        return AutocastEffect(self.action, target.model)
+
+    @property
+    def _name(self) -> str:
+        """What Accelerate and the Trainer call the precision."""
+        return "bf16" if self.action.dtype == "bfloat16" else "fp16"
+
+
+class AutocastEffect:
+    """Forward leaves results of the lower precision in the graph.
+
+    The graph is walked once, after the first forward that has one; each node knows the dtype of what it computed.
+    """
+
+    def __init__(self, action: Autocast, model: nn.Module) -> None:
+        self.name = f"autocast to {action.dtype}"
+        self.expected = f"operations of the forward compute in {action.dtype}"
+        self._dtype = torch.bfloat16 if action.dtype == "bfloat16" else torch.float16
+        self._is_seen = False
+        self._num_nodes = 0
+        self._handle = attach_hook(model.register_forward_hook, self._after_forward)
+
+    def _after_forward(self, _: nn.Module, args: Any, out: Any) -> None:
+        if self._is_seen or not torch.is_grad_enabled():
+            return
+        for node in _nodes(out):
+            self._num_nodes += 1
+            if type(node).__name__ == "CheckpointFunctionBackward" or any(
+                metadata.dtype == self._dtype for metadata in node._input_metadata
+            ):  # what a reentrant checkpoint holds is no part of the graph
+                self._is_seen = True
+                return
+
+    def is_seen(self) -> bool:
+        """See `Effect`."""
+        return self._is_seen
+
+    def contrary(self) -> str:
+        """See `Effect`."""
+        if self._is_seen or not self._num_nodes:
+            return ""
+        return (
+            f"none of the {self._num_nodes} operations in the graph does: the model switches autocast off, or its "
+            "weights are in a precision that autocast leaves alone (float64)"
+        )
+
+    def close(self) -> None:
+        """See `Effect`."""
+        self._handle.remove()
+
+
+def _nodes(out: Any) -> Iterator[Any]:
+    """The graph's nodes, from what a model returned."""
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)

@@ -1,0 +1,43 @@
+"""The optimizer's step on the CPU, beside state in host memory: parameters and gradients pass by instead of state."""
+
+from memwall.apply.state_technique import PlacementEffect, StateHandler
+from memwall.apply.technique import Target, Tier, register
+from memwall.planning.techniques.cpu_step import StepOnCpu
+
+__all__ = ["CpuStepHandler"]
+
+
+@register("cpu-step")
+class CpuStepHandler(StateHandler[StepOnCpu]):
+    """Has the CPU step a device's parameters."""
+
+    is_away = True
+
+    @property
+    def kept(self) -> str:
+        """See `StateHandler`."""
+        return "in host memory"
+
+    def place(self, target: Target) -> None:
+        """See `StateHandler`."""
+        target.keeper.step_on_cpu(
+            target.optimizers[0],
+            bucket_bytes=self.action.bucket_bytes,
+            with_deepspeed=self.action.engine == "deepspeed",
+            host_limit_bytes=target.host_limit_bytes or 0,
+        )
+
+    def effect(self, target: Target) -> PlacementEffect:
+        """See `Handler`."""
+        return PlacementEffect(
+            target,
+            name="the optimizer's step on the CPU",
+            expected="its state is in host memory, where the CPU steps it",
+            tier="host",
+            min_bytes=self.action.min_bytes,
+            resident_bytes=0,
+        )
+
+    def held_bytes(self, tier: Tier) -> int:
+        """See `Handler`."""
+        return (self.action.saved_bytes or 0) if tier == "host" else 0

@@ -1,0 +1,85 @@
+"""Recompute: a block's forward runs again in backward, in place of keeping what it saves."""
+
+from torch import nn
+
+from memwall.apply.block_counts import BlockCounts
+from memwall.apply.block_technique import BlockHandler, Watched
+from memwall.apply.executor import BlockLayer, Forward
+from memwall.apply.recompute import recomputed
+from memwall.apply.technique import Target, Zero, register
+from memwall.planning.techniques.recompute import Recompute
+
+__all__ = ["RecomputeEffect", "RecomputeHandler", "RecomputeLayer"]
+
+
+class RecomputeLayer(BlockLayer):
+    """Runs the block's own forward under a checkpoint."""
+
+    depth = 0
+
+    def __init__(self, action: Recompute) -> None:
+        self._action = action
+
+    def wrapped(self, module: nn.Module, forward: Forward, counts: BlockCounts) -> Forward:
+        """See `BlockLayer`."""
+        return recomputed(module, forward, self._action, counts)
+
+
+@register("recompute")
+class RecomputeHandler(BlockHandler[Recompute]):
+    """Recomputes one block."""
+
+    def layer(self, target: Target) -> RecomputeLayer:
+        """See `BlockHandler`."""
+        return RecomputeLayer(self.action)
+
+    def effect(self, target: Target) -> "RecomputeEffect | None":
+        """See `Handler`."""
+        watched = self.watched(target)
+        others = (h.action.block for h in target.handlers if isinstance(h, RecomputeHandler))
+        is_nested = any(self.action.block.startswith(f"{block}.") for block in others)
+        return None if watched is None else RecomputeEffect(self.action, watched, is_nested=is_nested)
+
+    def why_not_under_deepspeed(self, zero: Zero) -> str | None:
+        """See `Handler`."""
+        if not zero.lends_weights:
+            return None
+        return (
+            f"the plan recomputes '{self.action.block}', and on one rank ZeRO stage 3 lends weights out of its NVMe "
+            "buffers: recomputation saves such a weight, the buffer goes to the next parameter, and gradients are "
+            "wrong without a word. Keep parameters in memory, train on two ranks or more, or make a plan that "
+            "recomputes nothing"
+        )
+
+
+class RecomputeEffect:
+    """The block's operations ran again in backward, once, and for this action."""
+
+    def __init__(self, action: Recompute, watched: Watched, *, is_nested: bool) -> None:
+        self.name = f"recompute of '{action.block}'"
+        self.expected = "its forward runs again in backward in place of keeping what it saves"
+        self._watched, self._is_nested = watched, is_nested
+
+    def is_seen(self) -> bool:
+        """See `Effect`."""
+        counts = self._watched.counts
+        return counts.num_reruns > 0 or bool(counts.dropped)  # the log has said that it is dropped
+
+    def contrary(self) -> str:
+        """See `Effect`."""
+        counts = self._watched.counts
+        if counts.num_in_backward and not self._is_nested:
+            return (
+                "another checkpoint calls the block again in backward, so that its tensors were not kept anyway; turn "
+                "gradient checkpointing off in the model, or make the plan with it on"
+            )
+        if counts.num_calls and not counts.num_reruns and not counts.dropped and self._watched.num_gradients:
+            return (
+                f"it was called {counts.num_calls} times and its gradients arrived, but nothing ran again: hooks of "
+                "its own keep the tensors that it saves"
+            )
+        return self._watched.bypassed()
+
+    def close(self) -> None:
+        """See `Effect`."""
+        self._watched.close()
