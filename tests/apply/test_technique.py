@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from block_models import PLACED, WIDTH, Model, train
-from msgspec import Struct
 from plans import plan_of
 from torch import Tensor, nn
 
@@ -18,16 +17,23 @@ from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.apply.technique import Handler, Target, handler_of, register, unregister
 from memwall.errors import ApplyError, IntegrationError, NoEffectError, StoreError
 from memwall.integrations.deepspeed import apply_rest
+from memwall.planning import technique
+from memwall.planning.action import Action
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session
 
 
-class Halve(Struct, frozen=True, kw_only=True, tag_field="kind", tag="halve"):
+class Halve(Action, frozen=True, kw_only=True, tag="halve"):
     """Halves what a module returns."""
 
     module: str
+
+
+class Halving(technique.Technique[Halve]):
+    record = Halve
+    order = 98
 
 
 class HalveHandler(Handler[Halve]):
@@ -78,8 +84,10 @@ seen: list[str] = []
 @pytest.fixture(autouse=True)
 def _toy() -> Iterator[None]:
     register("halve")(HalveHandler)
+    technique.register(Halving())
     seen.clear()
     yield
+    technique.unregister("halve")
     unregister("halve")
 
 
