@@ -10,8 +10,9 @@ from msgspec import Struct
 from plans import plan_of
 from torch import Tensor, nn
 
-from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
+from memwall.apply.effect import Effect
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.streaming.keeper import ParameterKeeper
@@ -52,7 +53,7 @@ class HalveHandler(Handler[Halve]):
         return HalveEffect(self)
 
 
-class HalveEffect:
+class HalveEffect(Effect):
     """The module was called."""
 
     name, expected = "halving", "a module's results are halved"

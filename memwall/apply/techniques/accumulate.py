@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memwall.apply.effect import Effect
 from memwall.apply.microbatch import MicroBatches, tensors_in
 from memwall.apply.technique import Handler, Target, register
 from memwall.errors import ApplyError
@@ -22,7 +23,6 @@ class AccumulateHandler(Handler[Accumulate]):
     can_be_set_by_loop = True
 
     def apply(self, target: Target) -> None:
-        """See `Handler`."""
         if not target.is_cooperative:
             raise ApplyError(
                 f"the plan runs micro-batches of {self.action.micro_batch} samples, "
@@ -33,18 +33,15 @@ class AccumulateHandler(Handler[Accumulate]):
         target.on_undo(lambda: target.micro.divide_into(None))
 
     def effect(self, target: Target) -> "AccumulationEffect":
-        """See `Handler`."""
         micro = None if target.is_set_by_loop(self) else target.micro
         return AccumulationEffect(self.action, target.model, micro)
 
     @property
     def division(self) -> tuple[int, int]:
-        """See `Handler`."""
         return self.action.micro_batch, self.action.num_micro_batches
 
     @property
     def trainer_arguments(self) -> Mapping[str, Any]:
-        """See `Handler`."""
         return {
             "per_device_train_batch_size": self.action.micro_batch,
             "gradient_accumulation_steps": self.action.num_micro_batches,
@@ -52,11 +49,10 @@ class AccumulateHandler(Handler[Accumulate]):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """See `Handler`."""
         return {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(self.action.num_micro_batches)}
 
 
-class AccumulationEffect:
+class AccumulationEffect(Effect):
     """The model is called with micro-batches, and the optimizer steps after the last of them.
 
     Args:
@@ -89,11 +85,9 @@ class AccumulationEffect:
             self._whole = f"it was called with {num_samples} samples at once"
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         return self._num_last > 1
 
     def contrary(self) -> str:
-        """See `Effect`."""
         self._num_last, self._num_calls = self._num_calls, 0
         if self._whole:
             return self._whole
@@ -104,5 +98,4 @@ class AccumulationEffect:
         return ""
 
     def close(self) -> None:
-        """See `Effect`."""
         self._handle.remove()

@@ -14,11 +14,9 @@ class CpuStepHandler(StateHandler[OptimizerPlacement]):
 
     @property
     def kept(self) -> str:
-        """See `StateHandler`."""
         return "in host memory"
 
     def place(self, target: Target) -> None:
-        """See `StateHandler`."""
         target.keeper.step_on_cpu(
             target.optimizers[0],
             bucket_bytes=self.action.bucket_bytes,
@@ -27,7 +25,6 @@ class CpuStepHandler(StateHandler[OptimizerPlacement]):
         )
 
     def effect(self, target: Target) -> PlacementEffect:
-        """See `Handler`."""
         return PlacementEffect(
             target,
             name="the optimizer's step on the CPU",
@@ -38,5 +35,4 @@ class CpuStepHandler(StateHandler[OptimizerPlacement]):
         )
 
     def held_bytes(self, tier: Tier) -> int:
-        """See `Handler`."""
         return (self.action.saved_bytes or 0) if tier == "host" else 0
