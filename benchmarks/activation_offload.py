@@ -34,7 +34,7 @@ from knob_report import provenance
 from raw_disk import RawDisk, io_bytes
 from torch import nn
 
-from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import open_engine
 from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.predict.process import TENSOR_HEAP

@@ -25,8 +25,8 @@ from knob_report import provenance
 from raw_disk import io_bytes
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.blocks.executor import BlockExecutor, resolve_blocks
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.parking import open_engine
 from memwall.apply.techniques.offload import OffloadLayer

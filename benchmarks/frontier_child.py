@@ -46,7 +46,7 @@ def _plain(
 def _memwall(
     build: Callable[[], nn.Module], options: argparse.Namespace
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Facts]]:
-    from memwall.apply.executor import BlockExecutor, resolve_blocks
+    from memwall.apply.blocks.executor import BlockExecutor, resolve_blocks
     from memwall.apply.optimizer_state.on_disk import OptimizerState
     from memwall.apply.optimizer_state.spaces import DiskSpace
     from memwall.apply.streaming.model import streamed_init

@@ -21,7 +21,7 @@ from knob_arms import NUM_THREADS
 from knob_report import provenance
 from workloads import WORKLOADS
 
-from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.events import events_of

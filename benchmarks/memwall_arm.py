@@ -47,7 +47,7 @@ def memwall_arm(
 @contextmanager
 def tensor_heap() -> Iterator[None]:
     """Gives tensors memwall's heap, and nothing else of memwall."""
-    from memwall.apply.allocator import AllocatorHandler
+    from memwall.apply.memory.allocator import AllocatorHandler
 
     handler = AllocatorHandler()
     handler.apply("tensor-heap")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.executor import BlockExecutor, BlockLayer, OffloadEngine, resolve_blocks
+from memwall.apply.blocks.executor import BlockExecutor, BlockLayer, OffloadEngine, resolve_blocks
 from memwall.apply.techniques.offload import OffloadLayer
 from memwall.apply.techniques.rebuild import RebuildLayer
 from memwall.apply.techniques.recompute import RecomputeLayer

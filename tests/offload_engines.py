@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.predict.process import TENSOR_HEAP
 from memwall.store.backend import IOBackend
@@ -36,7 +36,7 @@ def a_pool(
     """A pool on a disk, while tensors come from malloc, or lie on whole pages in a heap of their own."""
     allocator = AllocatorHandler()
     if policy == TENSOR_HEAP:
-        monkeypatch.setattr("memwall.apply.allocator.MIN_TENSOR_BYTES", KIB)
+        monkeypatch.setattr("memwall.apply.memory.allocator.MIN_TENSOR_BYTES", KIB)
         allocator.apply(TENSOR_HEAP)
     try:
         with Pool(ScratchFile(directory, backend=backend), allocator) as made:

@@ -1,11 +1,9 @@
-"""No file of the package imports itself in a circle, names for type checkers counted as well."""
+"""No file of the package imports itself in a circle, nor a folder of `apply`; names for type checkers count as well."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"memwall": ROOT / "memwall", "memwall.triton_kernels": ROOT / "triton_kernels"}
@@ -47,8 +45,29 @@ def imports_of(name: str) -> set[str]:
     return found & MODULES.keys() - {name}
 
 
-def test_no_file_imports_itself_in_a_circle() -> None:
+def circle_in(graph: Mapping[str, set[str]]) -> str:
+    """A way from one of the names back to itself; "" where there is none."""
     try:
-        TopologicalSorter({name: imports_of(name) for name in MODULES}).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(" <- ".join(error.args[1]))
+        return " <- ".join(error.args[1])
+    return ""
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    assert circle_in({name: imports_of(name) for name in MODULES}) == ""
+
+
+def test_no_folder_of_apply_imports_itself_in_a_circle() -> None:
+    """Techniques register themselves, so that what finds them need not import them."""
+    folders: dict[str, set[str]] = {}
+    for name in (name for name in MODULES if name.startswith("memwall.apply.")):
+        folder = folder_of(name)
+        folders.setdefault(folder, set()).update({folder_of(other) for other in imports_of(name)} - {folder})
+    assert {f"memwall.apply{sub}" for sub in ("", ".techniques", ".streaming")} < folders.keys()
+    assert circle_in(folders) == ""
+
+
+def folder_of(name: str) -> str:
+    """As a package."""
+    return name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from memwall.apply.block_counts import BlockCounts
-from memwall.apply.executor import BlockLayer
+from memwall.apply.blocks.counts import BlockCounts
+from memwall.apply.blocks.executor import BlockLayer
 from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.technique import Handler, Target
 

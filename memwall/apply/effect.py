@@ -6,7 +6,6 @@ them train on without a word, and without what the plan promised. The run stops 
 
 import logging
 from collections.abc import Iterable
-from typing import Protocol
 
 from memwall.errors import MemwallError, NoEffectError
 
@@ -18,8 +17,8 @@ PATIENCE_STEPS = 2
 """After so many steps an action that has shown neither effect nor the lack of one is named in the log."""
 
 
-class Effect(Protocol):
-    """One applied action, watched until it is seen to have an effect."""
+class Effect:
+    """One applied action, watched until it is seen to have an effect; the technique says how."""
 
     name: str
     """What the plan's table calls it, and where it acts."""
@@ -28,9 +27,11 @@ class Effect(Protocol):
 
     def is_seen(self) -> bool:
         """Whether it has done that."""
+        raise NotImplementedError
 
     def contrary(self) -> str:
         """What the steps so far show instead; "" while they show nothing, as where a block did not run."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Takes away what was only there to look."""

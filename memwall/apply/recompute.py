@@ -20,13 +20,13 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from memwall.apply.block_counts import BlockCounts
+from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.call_arguments import CallArguments
 from memwall.apply.digests import Digest, Digesting, difference, digest_of
-from memwall.apply.exhaustion import is_exhaustion
 from memwall.apply.hidden_state import MAX_CLONED_BYTES, HiddenState
 from memwall.apply.kept_operations import KeptOperations
 from memwall.apply.kv_caches import OwnCaches
+from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.modules import is_batch_norm

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from memwall.apply.effect import Effect
 from memwall.apply.technique import Handler, Target
 from memwall.errors import ApplyError, NoEffectError
 from memwall.trace.optimizers import joint_name
@@ -41,7 +42,7 @@ class StateHandler(Handler[S]):
             target.keeper.bring_back()
 
     def apply(self, target: Target) -> None:
-        """See `Handler`. Without an optimizer, there is nothing to place yet."""
+        """Without an optimizer, there is nothing to place yet."""
         if len(target.optimizers) > 1:
             raise ApplyError(
                 f"the plan keeps the optimizer's state {self.kept}, and this model is stepped by several "
@@ -53,11 +54,10 @@ class StateHandler(Handler[S]):
             self.place(target)
 
     def optimizer_known(self, target: Target, optimizer: torch.optim.Optimizer) -> None:
-        """See `Handler`."""
         self.apply(target)
 
 
-class PlacementEffect:
+class PlacementEffect(Effect):
     """State of the optimizer that steps is on another tier between steps, but for some that the plan lets stay.
 
     Args:
@@ -81,11 +81,9 @@ class PlacementEffect:
         return next(iter(self._target.optimizers), None)
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         return self._target.keeper.away_bytes > 0
 
     def contrary(self) -> str:
-        """See `Effect`."""
         optimizer = self._own
         if optimizer is None or self._target.keeper.away_bytes:
             return ""
@@ -122,5 +120,4 @@ class PlacementEffect:
                 )
 
     def close(self) -> None:
-        """See `Effect`."""
         self._handle.remove()

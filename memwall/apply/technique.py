@@ -15,9 +15,9 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.blocks.executor import BlockExecutor, resolve_blocks
 from memwall.apply.effect import Effect
-from memwall.apply.executor import BlockExecutor, resolve_blocks
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.optimizer_state.keeper import StateKeeper

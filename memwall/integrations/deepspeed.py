@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.streaming.keeper import ParameterKeeper

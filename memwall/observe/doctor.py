@@ -194,7 +194,7 @@ def warnings_of(machine: Machine) -> tuple[Finding, ...]:
 
 def _allocator_findings(torch_version: str) -> tuple[str, ...]:
     """Of the environment, for the installed release."""
-    from memwall.apply.cuda_setting import lint_variables
+    from memwall.apply.memory.cuda_setting import lint_variables
 
     try:
         profile, _ = profile_for(torch_version)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from memwall.apply.cuda_setting import effective_setting
+from memwall.apply.memory.cuda_setting import effective_setting
 from memwall.errors import UsageError
 from memwall.observe.history_marks import Marks, TimedCall, TimedPhase, marks_path
 from memwall.predict.cuda_allocator.advice import VARIABLES

@@ -8,9 +8,9 @@ import msgspec
 import torch
 from torch import nn
 
-from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
-from memwall.apply.exhaustion import Exhaustion
+from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.apply.memory.exhaustion import Exhaustion
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
 from memwall.apply.precision import LowerPrecision, lower_dtype

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.streaming.keeper import ParameterKeeper, is_streamed

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed, nn
 
-from memwall.apply.exhaustion import Exhaustion, as_error, exhaustion_of, forget_frames
+from memwall.apply.memory.exhaustion import Exhaustion, as_error, exhaustion_of, forget_frames
 from memwall.checkpoint.training_state import random_states, restore_random_states
 from memwall.errors import OutOfMemoryError
 from memwall.session.live_plan import LivePlan

@@ -5,8 +5,8 @@ import logging
 import msgspec
 from torch import nn
 
-from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.exhaustion import Exhaustion
+from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.apply.memory.exhaustion import Exhaustion
 from memwall.errors import InfeasibleError, PlanError
 from memwall.machine.limits import cgroup_limit, memory_limit_bytes
 from memwall.machine.meter import process_bytes

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memwall.apply.exhaustion import Phase
+from memwall.apply.memory.exhaustion import Phase
 from memwall.trace.attached import attach_hook
 
 __all__ = ["StepBorders", "StepListener"]

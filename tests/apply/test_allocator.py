@@ -16,7 +16,7 @@ needs_glibc = pytest.mark.skipif(not is_glibc(), reason=f"no glibc malloc: {unav
 _PRELUDE = """
 import ctypes, os, threading
 import torch
-from memwall.apply.allocator import AllocatorHandler, hooked_heap
+from memwall.apply.memory.allocator import AllocatorHandler, hooked_heap
 from memwall.errors import ApplyError
 from memwall.machine.meter import process_bytes
 MIB = 1 << 20
@@ -161,7 +161,7 @@ print(handler.policy)
 @needs_glibc
 def test_without_the_library_a_plan_for_it_is_refused_and_mapping_is_the_tightest() -> None:
     assert output_of("""
-import memwall.apply.allocator as allocator
+import memwall.apply.memory.allocator as allocator
 import memwall.predict.malloc.tensor_heap as heap
 allocator.heap_unavailable_reason = lambda: "memwall was installed without its C library"
 try:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
-from memwall.apply.cuda_setting import effective_setting, lint_variables, require_cuda_setting
+from memwall.apply.memory.cuda_setting import effective_setting, lint_variables, require_cuda_setting
 from memwall.errors import ApplyError
 from memwall.predict.cuda_allocator.versions import profile_for
 
@@ -56,7 +56,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Torch:
 def test_both_variables_are_set_and_what_torch_took_is_read_back_and_logged(
     settings: Torch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "memwall.apply.cuda_setting"):
+    with caplog.at_level(logging.INFO, "memwall.apply.memory.cuda_setting"):
         require_cuda_setting(SETTING)
     assert [os.environ[name] for name in NAMES] == [SETTING, SETTING]
     assert (effective_setting(), settings.calls) == (SETTING, [])
@@ -84,7 +84,7 @@ def test_after_a_refusal_the_previous_complete_string_is_sent_again(
     effective_setting()
     settings.refuses = SETTING
     with (
-        caplog.at_level(logging.INFO, "memwall.apply.cuda_setting"),
+        caplog.at_level(logging.INFO, "memwall.apply.memory.cuda_setting"),
         pytest.raises(ApplyError, match=f"torch refuses the allocator setting {SETTING}: no; '' stays"),
     ):
         require_cuda_setting(SETTING)
@@ -199,7 +199,7 @@ def test_a_release_that_ignores_a_variable_is_named() -> None:
 def test_the_installed_torch_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import torch\n"
-        "from memwall.apply.cuda_setting import effective_setting, require_cuda_setting\n"
+        "from memwall.apply.memory.cuda_setting import effective_setting, require_cuda_setting\n"
         "before = effective_setting()\n"
         f"require_cuda_setting({SETTING!r})\n"
         "print(repr(before), effective_setting())\n"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memwall.apply.exhaustion import exhaustion_of
+from memwall.apply.memory.exhaustion import exhaustion_of
 from memwall.machine.meter import HostMeter
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ from plans import a_plan
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import parking
 from memwall.apply.offload.parking import Parked

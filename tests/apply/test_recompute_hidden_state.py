@@ -17,7 +17,7 @@ from plans import plan_of
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from memwall.apply.executor import BlockExecutor
+from memwall.apply.blocks.executor import BlockExecutor
 from memwall.apply.hidden_state import MAX_CLONED_BYTES
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import Offload

@@ -9,8 +9,9 @@ from block_models import PLACED, WIDTH, Model, train
 from plans import plan_of
 from torch import Tensor, nn
 
-from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
+from memwall.apply.effect import Effect
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.streaming.keeper import ParameterKeeper
@@ -60,7 +61,7 @@ class HalveHandler(Handler[Halve]):
         return HalveEffect(self)
 
 
-class HalveEffect:
+class HalveEffect(Effect):
     """The module was called."""
 
     name, expected = "halving", "a module's results are halved"
@@ -91,7 +92,7 @@ def _toy() -> Iterator[None]:
     unregister("halve")
 
 
-def applied_to(model: nn.Module, *actions: Struct, keeper: StateKeeper | None = None) -> AppliedPlan:
+def applied_to(model: nn.Module, *actions: Action, keeper: StateKeeper | None = None) -> AppliedPlan:
     return AppliedPlan(
         model,
         actions,
@@ -149,7 +150,7 @@ def test_it_is_refused_under_deepspeed_unless_it_says_otherwise() -> None:
 
 
 def test_an_action_that_nothing_applies_is_named() -> None:
-    class Unknown(Struct, tag_field="kind", tag="unknown"):
+    class Unknown(Action, tag="unknown"):
         pass
 
     with pytest.raises(ApplyError, match="the plan has the action 'unknown', and nothing in this memwall applies it"):

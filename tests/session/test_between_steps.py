@@ -97,7 +97,7 @@ def test_memory_that_a_step_has_freed_is_there_for_what_follows(between: Callabl
 def test_an_evaluation_inside_a_step_returns_nothing(monkeypatch: pytest.MonkeyPatch, peak_of: Callable) -> None:
     """GIVEN a step that calls its model without gradients WHEN it goes on THEN its free memory is kept for it."""
     calls = []
-    monkeypatch.setattr("memwall.apply.allocator.return_free_memory", lambda **_: calls.append(1))
+    monkeypatch.setattr("memwall.apply.memory.allocator.return_free_memory", lambda **_: calls.append(1))
 
     def nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         calls.clear()

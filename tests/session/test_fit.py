@@ -13,7 +13,7 @@ from torch import nn
 from zoo import MODELS, Case, optimizers, trained_parameters
 
 import memwall
-from memwall.apply.allocator import hooked_heap
+from memwall.apply.memory.allocator import hooked_heap
 from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
 from memwall.machine.meter import process_bytes
 from memwall.planning.action import Action

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memwall.apply.exhaustion import is_exhaustion
+from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.optimizer_state.ring import in_order
 from memwall.apply.optimizer_state.shares import Share

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.optimizer_state.keeper import can_place
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.streaming.building import Building, leaves_no_room, num_processes

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memwall.apply.effect import Effect
 from memwall.apply.microbatch import MicroBatches, tensors_in
 from memwall.apply.technique import Handler, Target, register
 from memwall.errors import ApplyError
@@ -19,7 +20,6 @@ class AccumulateHandler(Handler[Accumulate]):
     """Has the session divide batches, where the loop takes them from it, unless the loop divides them itself."""
 
     def apply(self, target: Target) -> None:
-        """See `Handler`."""
         if not target.is_cooperative:
             raise ApplyError(
                 f"the plan runs micro-batches of {self.action.micro_batch} samples, "
@@ -30,12 +30,11 @@ class AccumulateHandler(Handler[Accumulate]):
         target.on_undo(lambda: target.micro.divide_into(None))
 
     def effect(self, target: Target) -> "AccumulationEffect":
-        """See `Handler`."""
         micro = None if target.is_set_by_loop(self) else target.micro
         return AccumulationEffect(self.action, target.model, micro)
 
 
-class AccumulationEffect:
+class AccumulationEffect(Effect):
     """The model is called with micro-batches, and the optimizer steps after the last of them.
 
     Args:
@@ -68,11 +67,9 @@ class AccumulationEffect:
             self._whole = f"it was called with {num_samples} samples at once"
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         return self._num_last > 1
 
     def contrary(self) -> str:
-        """See `Effect`."""
         self._num_last, self._num_calls = self._num_calls, 0
         if self._whole:
             return self._whole
@@ -83,5 +80,4 @@ class AccumulationEffect:
         return ""
 
     def close(self) -> None:
-        """See `Effect`."""
         self._handle.remove()

@@ -5,8 +5,9 @@ import ctypes
 import msgspec
 import torch
 
-from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.cuda_setting import effective_setting, require_cuda_setting
+from memwall.apply.effect import Effect
+from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.apply.memory.cuda_setting import effective_setting, require_cuda_setting
 from memwall.apply.technique import Handler, Target, Zero, register
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.predict.malloc.policies import policy_named
@@ -27,11 +28,9 @@ class ReuseHandler(Handler[AllocatorReuse]):
 
     @classmethod
     def absent(cls, target: Target) -> None:
-        """See `Handler`."""
         target.allocator.undo()
 
     def apply(self, target: Target) -> None:
-        """See `Handler`."""
         if self.action.cuda_setting:
             require_cuda_setting(self.action.cuda_setting)
             return
@@ -39,24 +38,21 @@ class ReuseHandler(Handler[AllocatorReuse]):
         target.on_undo(target.allocator.undo)
 
     def effect(self, target: Target) -> "AllocatorEffect":
-        """See `Handler`."""
         return AllocatorEffect(self.action, target.allocator)
 
     def before_cuda(self) -> None:
-        """See `Handler`."""
         if self.action.cuda_setting:
             require_cuda_setting(self.action.cuda_setting)
 
     def why_not_under_deepspeed(self, zero: Zero) -> str | None:
-        """See `Handler`."""
         return None
 
     def under_deepspeed(self) -> AllocatorReuse:
-        """See `Handler`. The limit is of a process without DeepSpeed, whose buffers would count against the heap."""
+        """The limit is of a process without DeepSpeed, whose buffers would count against the heap."""
         return msgspec.structs.replace(self.action, limit_bytes=0, outside_bytes=0)
 
 
-class AllocatorEffect:
+class AllocatorEffect(Effect):
     """A tensor made now comes from where the plan has it."""
 
     def __init__(self, action: AllocatorReuse, allocator: AllocatorHandler) -> None:
@@ -71,11 +67,10 @@ class AllocatorEffect:
             self.expected = f"tensors from {threshold_bytes} bytes have a mapping of their own"
 
     def is_seen(self) -> bool:
-        """See `Effect`. Before CUDA starts there is nothing to see."""
+        """Before CUDA starts there is nothing to see."""
         return not self._action.cuda_setting or torch.cuda.is_initialized()
 
     def contrary(self) -> str:
-        """See `Effect`."""
         if self._action.cuda_setting:
             found = effective_setting() if torch.cuda.is_initialized() else self._action.cuda_setting
             return "" if found == self._action.cuda_setting else f"it uses '{found}'"
@@ -87,9 +82,6 @@ class AllocatorEffect:
         if threshold_bytes is None or _maps_alone(2 * threshold_bytes):
             return ""
         return "a new tensor lies in malloc's heap: the threshold was set again, or another malloc is in use"
-
-    def close(self) -> None:
-        """See `Effect`."""
 
 
 class _MallocInfo(ctypes.Structure):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memwall.apply.effect import Effect
 from memwall.apply.microbatch import tensors_in
 from memwall.apply.precision import LowerPrecision
 from memwall.apply.technique import Handler, Target, register
@@ -20,11 +21,9 @@ class AutocastHandler(Handler[Autocast]):
     """Puts the model under autocast, unless the loop does."""
 
     def apply(self, target: Target) -> None:
-        """See `Handler`."""
         target.on_undo(LowerPrecision(target.model, self.action.dtype, is_running=target.is_running).undo)
 
     def effect(self, target: Target) -> "AutocastEffect":
-        """See `Handler`."""
         return AutocastEffect(self.action, target.model)
 
     @property
@@ -33,7 +32,7 @@ class AutocastHandler(Handler[Autocast]):
         return "bf16" if self.action.dtype == "bfloat16" else "fp16"
 
 
-class AutocastEffect:
+class AutocastEffect(Effect):
     """Forward leaves results of the lower precision in the graph.
 
     The graph is walked once, after the first forward that has one; each node knows the dtype of what it computed.
@@ -59,11 +58,9 @@ class AutocastEffect:
                 return
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         return self._is_seen
 
     def contrary(self) -> str:
-        """See `Effect`."""
         if self._is_seen or not self._num_nodes:
             return ""
         return (
@@ -72,7 +69,6 @@ class AutocastEffect:
         )
 
     def close(self) -> None:
-        """See `Effect`."""
         self._handle.remove()
 
 

@@ -15,11 +15,9 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
 
     @property
     def kept(self) -> str:
-        """See `StateHandler`."""
         return "in host memory"
 
     def place(self, target: Target) -> None:
-        """See `StateHandler`."""
         target.keeper.step_on_cpu(
             target.optimizers[0],
             bucket_bytes=self.action.bucket_bytes,
@@ -28,7 +26,6 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
         )
 
     def effect(self, target: Target) -> PlacementEffect:
-        """See `Handler`."""
         return PlacementEffect(
             target,
             name="the optimizer's step on the CPU",
@@ -39,5 +36,4 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
         )
 
     def held_bytes(self, tier: Tier) -> int:
-        """See `Handler`."""
         return (self.action.saved_bytes or 0) if tier == "host" else 0

@@ -1,5 +1,6 @@
 """Fused kernels: they run in place of modules' own forwards, and the loss of a language model without its logits."""
 
+from memwall.apply.effect import Effect
 from memwall.apply.kernels.patched import PatchedKernels, apply_kernels
 from memwall.apply.technique import Handler, Target, register
 from memwall.planning.techniques.kernels import FusedKernels
@@ -14,16 +15,14 @@ class KernelsHandler(Handler[FusedKernels]):
     _patched: PatchedKernels | None = None
 
     def apply(self, target: Target) -> None:
-        """See `Handler`."""
         self._patched = apply_kernels(target.model, self.action.modules, self.action.chunk_rows)
         target.on_undo(self._patched.undo)
 
     def effect(self, target: Target) -> "KernelsEffect | None":
-        """See `Handler`."""
         return None if self._patched is None else KernelsEffect(self.action, self._patched)
 
 
-class KernelsEffect:
+class KernelsEffect(Effect):
     """At least one module was called through its kernel, and the loss did not ask for logits.
 
     Not every one of them: a mixture of experts calls those that its tokens chose.
@@ -38,7 +37,6 @@ class KernelsEffect:
         self._action, self._kernels = action, kernels
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         return self._has_called and (not self._action.chunk_rows or self._kernels.losses.num_losses > 0)
 
     @property
@@ -47,13 +45,9 @@ class KernelsEffect:
         return not self._action.modules or any(calls.get(path) for path in self._action.modules)
 
     def contrary(self) -> str:
-        """See `Effect`."""
         if not self._has_called:
             return "none of them was called: their forwards were replaced by others, or the model goes past them"
         losses = self._kernels.losses
         if self._action.chunk_rows and not losses.num_losses and losses.asked_by:
             return f"the logits were made whole for {losses.asked_by}"
         return ""
-
-    def close(self) -> None:
-        """See `Effect`."""

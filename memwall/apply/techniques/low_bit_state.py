@@ -1,5 +1,6 @@
 """The moments of Adam and AdamW in 8 bits between steps; a step opens them slice by slice."""
 
+from memwall.apply.effect import Effect
 from memwall.apply.state_technique import StateHandler
 from memwall.apply.technique import Target, register
 from memwall.planning.techniques.low_bit_state import LowBitState
@@ -13,19 +14,16 @@ class LowBitHandler(StateHandler[LowBitState]):
 
     @property
     def kept(self) -> str:
-        """See `StateHandler`."""
         return "in 8 bits"
 
     def place(self, target: Target) -> None:
-        """See `StateHandler`."""
         target.keeper.close_moments(target.optimizers[0])
 
     def effect(self, target: Target) -> "LowBitEffect":
-        """See `Handler`."""
         return LowBitEffect(self.action, target)
 
 
-class LowBitEffect:
+class LowBitEffect(Effect):
     """Moments of the optimizer that steps are in 8 bits between steps."""
 
     def __init__(self, action: LowBitState, target: Target) -> None:
@@ -34,11 +32,9 @@ class LowBitEffect:
         self._target = target
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         return self._target.keeper.num_low_bit > 0
 
     def contrary(self) -> str:
-        """See `Effect`."""
         optimizer = next(iter(self._target.optimizers), None)
         if optimizer is None or not optimizer.state or self._target.keeper.num_low_bit:
             return ""
@@ -46,6 +42,3 @@ class LowBitEffect:
             f"no moment of the {type(optimizer).__name__} is: its parameters are not in float32, lie with gaps or in "
             "another order in memory, or have less than 4,096 elements or no whole number of blocks of 256"
         )
-
-    def close(self) -> None:
-        """See `Effect`."""

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from memwall.apply.block_technique import BlockHandler, Watched
-from memwall.apply.executor import BlockCall, BlockLayer, OffloadEngine
+from memwall.apply.blocks.executor import BlockCall, BlockLayer, OffloadEngine
+from memwall.apply.effect import Effect
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.packed import check_can_pack
 from memwall.apply.offload.parking import open_engine
@@ -26,7 +27,6 @@ class OffloadLayer(BlockLayer):
         self._engine, self._form = engine, form
 
     def around(self, call: BlockCall) -> AbstractContextManager[None]:
-        """See `BlockLayer`."""
         call.engine = self._engine
         return self._moving(call)
 
@@ -41,19 +41,16 @@ class OffloadHandler(BlockHandler[Offload]):
     """Moves what one block saves; all of them share an engine."""
 
     def layer(self, target: Target) -> OffloadLayer:
-        """See `BlockHandler`."""
         if self.action.form != "exact":
             device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
             check_can_pack(device, self.action.block)
         return OffloadLayer(self._engine_of(target), self.action.form)
 
     def effect(self, target: Target) -> "OffloadEffect | None":
-        """See `Handler`."""
         watched = self.watched(target)
         return None if watched is None else OffloadEffect(self.action, watched)
 
     def why_not_under_deepspeed(self, zero: Zero) -> str | None:
-        """See `Handler`."""
         if zero.stage != 3:
             return None
         return (
@@ -78,7 +75,7 @@ class OffloadHandler(BlockHandler[Offload]):
         return target.engine
 
 
-class OffloadEffect:
+class OffloadEffect(Effect):
     """Bytes of what the block saves were moved."""
 
     def __init__(self, action: Offload, watched: Watched) -> None:
@@ -87,11 +84,10 @@ class OffloadEffect:
         self._watched = watched
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         return self._watched.counts.num_moved > 0
 
     def contrary(self) -> str:
-        """See `Effect`. Tensors that are smaller than in the plan, of a short batch, say nothing."""
+        """Tensors that are smaller than in the plan, of a short batch, say nothing."""
         counts = self._watched.counts
         if counts.num_moved or not self._watched.num_gradients:
             return ""
@@ -105,5 +101,4 @@ class OffloadEffect:
         return self._watched.bypassed()
 
     def close(self) -> None:
-        """See `Effect`."""
         self._watched.close()

@@ -16,15 +16,12 @@ class OptimizerStateHandler(StateHandler[OptimizerPlacement]):
 
     @property
     def kept(self) -> str:
-        """See `StateHandler`."""
         return "on disk" if self.action.tier == "disk" else "in host memory"
 
     def place(self, target: Target) -> None:
-        """See `StateHandler`."""
         target.keeper.place(target.optimizers[0], self.action, host_limit_bytes=target.host_limit_bytes or 0)
 
     def effect(self, target: Target) -> PlacementEffect:
-        """See `Handler`."""
         resident_bytes = self.action.resident_bytes
         return PlacementEffect(
             target,
@@ -36,5 +33,4 @@ class OptimizerStateHandler(StateHandler[OptimizerPlacement]):
         )
 
     def held_bytes(self, tier: Tier) -> int:
-        """See `Handler`."""
         return (self.action.saved_bytes or 0) if self.action.tier == tier else 0

@@ -1,5 +1,6 @@
 """Parameters and gradients on the next tier between their uses."""
 
+from memwall.apply.effect import Effect
 from memwall.apply.state_technique import StateHandler
 from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.apply.technique import Handler, Target, Tier, register
@@ -21,11 +22,9 @@ class ParameterHandler(Handler[ParameterPlacement]):
 
     @classmethod
     def absent(cls, target: Target) -> None:
-        """See `Handler`."""
         target.parameters.bring_back()
 
     def apply(self, target: Target) -> None:
-        """See `Handler`."""
         if not any(isinstance(handler, StateHandler) and handler.is_away for handler in target.handlers):
             raise ApplyError(
                 "the plan keeps parameters on disk and the optimizer's state in memory; a step has a few parameters "
@@ -35,15 +34,13 @@ class ParameterHandler(Handler[ParameterPlacement]):
         target.parameters.place(target.model, self.action)
 
     def effect(self, target: Target) -> "ParameterEffect":
-        """See `Handler`."""
         return ParameterEffect(self.action, target.parameters)
 
     def held_bytes(self, tier: Tier) -> int:
-        """See `Handler`."""
         return (self.action.saved_bytes or 0) if self.action.tier == tier else 0
 
 
-class ParameterEffect:
+class ParameterEffect(Effect):
     """Parameters are on disk between steps; of those that stay in memory, gradients have been there."""
 
     def __init__(self, action: ParameterPlacement, parameters: ParameterKeeper) -> None:
@@ -53,11 +50,9 @@ class ParameterEffect:
         self._num_spilled = parameters.num_spilled  # by a step that was recorded
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         return not self.contrary()
 
     def contrary(self) -> str:
-        """See `Effect`."""
         away_bytes, absent_bytes = self._parameters.away_bytes, self._parameters.absent_bytes
         if away_bytes == 0 and self._stays and self._parameters.num_spilled > self._num_spilled:
             return ""
@@ -69,6 +64,3 @@ class ParameterEffect:
             f"{format_bytes(away_bytes - absent_bytes)} of {format_bytes(away_bytes)} are in memory: the loop holds "
             "tensors that share memory with parameters, or they are used outside their modules"
         )
-
-    def close(self) -> None:
-        """See `Effect`."""

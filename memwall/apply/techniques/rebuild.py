@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from memwall.apply.block_technique import BlockHandler, Watched
-from memwall.apply.executor import BlockCall, BlockLayer
+from memwall.apply.blocks.executor import BlockCall, BlockLayer
+from memwall.apply.effect import Effect
 from memwall.apply.technique import Target, register
 from memwall.planning.techniques.rebuild import Rebuild
 from memwall.triton_kernels import recompute_handles
@@ -18,7 +19,6 @@ class RebuildLayer(BlockLayer):
     depth = 1
 
     def around(self, call: BlockCall) -> AbstractContextManager[None]:
-        """See `BlockLayer`."""
         return _rebuilding(call)
 
 
@@ -36,16 +36,14 @@ class RebuildHandler(BlockHandler[Rebuild]):
     """Rebuilds in one block."""
 
     def layer(self, target: Target) -> RebuildLayer:
-        """See `BlockHandler`."""
         return RebuildLayer()
 
     def effect(self, target: Target) -> "RebuildEffect | None":
-        """See `Handler`."""
         watched = self.watched(target)
         return None if watched is None else RebuildEffect(self.action, watched)
 
 
-class RebuildEffect:
+class RebuildEffect(Effect):
     """Results of fused kernels that the block's layers saved became recipes."""
 
     def __init__(self, action: Rebuild, watched: Watched) -> None:
@@ -54,11 +52,9 @@ class RebuildEffect:
         self._watched = watched
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         return self._watched.counts.num_rebuilt > 0
 
     def contrary(self) -> str:
-        """See `Effect`."""
         counts = self._watched.counts
         if counts.num_rebuilt or not self._watched.num_gradients:
             return ""
@@ -71,5 +67,4 @@ class RebuildEffect:
         return self._watched.bypassed()
 
     def close(self) -> None:
-        """See `Effect`."""
         self._watched.close()

@@ -2,9 +2,10 @@
 
 from torch import nn
 
-from memwall.apply.block_counts import BlockCounts
 from memwall.apply.block_technique import BlockHandler, Watched
-from memwall.apply.executor import BlockLayer, Forward
+from memwall.apply.blocks.counts import BlockCounts
+from memwall.apply.blocks.executor import BlockLayer, Forward
+from memwall.apply.effect import Effect
 from memwall.apply.recompute import recomputed
 from memwall.apply.technique import Target, Zero, register
 from memwall.planning.techniques.recompute import Recompute
@@ -30,18 +31,15 @@ class RecomputeHandler(BlockHandler[Recompute]):
     """Recomputes one block."""
 
     def layer(self, target: Target) -> RecomputeLayer:
-        """See `BlockHandler`."""
         return RecomputeLayer(self.action)
 
     def effect(self, target: Target) -> "RecomputeEffect | None":
-        """See `Handler`."""
         watched = self.watched(target)
         others = (h.action.block for h in target.handlers if isinstance(h, RecomputeHandler))
         is_nested = any(self.action.block.startswith(f"{block}.") for block in others)
         return None if watched is None else RecomputeEffect(self.action, watched, is_nested=is_nested)
 
     def why_not_under_deepspeed(self, zero: Zero) -> str | None:
-        """See `Handler`."""
         if not zero.lends_weights:
             return None
         return (
@@ -52,7 +50,7 @@ class RecomputeHandler(BlockHandler[Recompute]):
         )
 
 
-class RecomputeEffect:
+class RecomputeEffect(Effect):
     """The block's operations ran again in backward, once, and for this action."""
 
     def __init__(self, action: Recompute, watched: Watched, *, is_nested: bool) -> None:
@@ -66,7 +64,6 @@ class RecomputeEffect:
         return counts.num_reruns > 0 or bool(counts.dropped)  # the log has said that it is dropped
 
     def contrary(self) -> str:
-        """See `Effect`."""
         counts = self._watched.counts
         if counts.num_in_backward and not self._is_nested:
             return (
@@ -81,5 +78,4 @@ class RecomputeEffect:
         return self._watched.bypassed()
 
     def close(self) -> None:
-        """See `Effect`."""
         self._watched.close()

@@ -3,7 +3,7 @@
 A freed tensor leaves the process's memory only if its block had a mapping of its own, ended the heap, or was trimmed;
 and what stays is reused only as far as blocks fit. No formula says how far, so the step's allocations are replayed
 against this machine's own malloc (`replay.py`), in a process of its own and without touching the memory.
-Setting a policy in this process is `memwall.apply.allocator`; which calls a recorded step makes, `malloc_events`.
+Setting a policy in this process is `memwall.apply.memory.allocator`; which calls a recorded step makes, `events`.
 """
 
 import ctypes

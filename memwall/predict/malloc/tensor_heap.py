@@ -1,7 +1,7 @@
 """The tensor heap, asked without memory behind it: what a step would keep resident in it.
 
 A dry heap runs the very code that will serve the training run (`memwall/native/tensor_heap.c`) and only keeps books, so
-the forecast and the run agree by construction. Sending torch's allocations to it is `memwall.apply.allocator`.
+the forecast and the run agree by construction. Sending torch's allocations to it is `memwall.apply.memory.allocator`.
 """
 
 import ctypes

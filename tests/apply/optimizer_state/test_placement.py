@@ -11,8 +11,8 @@ from plans import plan_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.optimizer_state.on_disk import OptimizerState

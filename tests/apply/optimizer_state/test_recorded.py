@@ -10,7 +10,7 @@ import torch
 from optimizer_runs import OPTIMIZERS, Net, are_equal, in_groups, resident_state_bytes, train_step
 
 import memwall
-from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.optimizer_state import keeper as state_keeper
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place
 from memwall.apply.optimizer_state.on_disk import OptimizerState

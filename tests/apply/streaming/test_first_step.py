@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply.allocator import AllocatorHandler
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.streaming import keeper as parameter_keeper
 from memwall.apply.streaming.keeper import ParameterKeeper
 from memwall.apply.streaming.parameters import ParameterStreaming

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.block_counts import BlockCounts
+from memwall.apply.blocks.counts import BlockCounts
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import LeavingForm
 from memwall.trace.attached import wrap_forward
