@@ -15,6 +15,7 @@ from memwall.apply.block_counts import BlockCounts
 from memwall.apply.recompute import recomputed
 from memwall.errors import ApplyError
 from memwall.planning.actions import Action, LeavingForm, Offload, Rebuild, Recompute
+from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import wrap_forward
 from memwall.triton_kernels import recompute_handles
 
@@ -129,7 +130,7 @@ class BlockExecutor:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             counts.num_calls += 1
-            if torch._C._current_autograd_node() is not None:
+            if current_node() is not None:
                 counts.num_in_backward += 1
             key = None
             if engine is not None:

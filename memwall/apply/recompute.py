@@ -22,6 +22,8 @@ from torch.utils.checkpoint import (
 
 from memwall.errors import ApplyError
 from memwall.planning.actions import Recompute
+from memwall.torch_internals.modules import own_buffers
+from memwall.torch_internals.operators import schema_of
 from memwall.trace.modules import is_batch_norm
 
 __all__ = ["recomputed"]
@@ -100,7 +102,7 @@ class _Policy:
             _log.debug("operation %d is %s and not %s: nothing more is kept in this call", number, op, expected)
             left.clear()
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if op.is_view or op._schema.is_mutable:
+        if op.is_view or schema_of(op).is_mutable:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if _is_random(op):
             self._kept_random = str(op)
@@ -127,11 +129,11 @@ class _SparedStatistics:
         self._originals: list[dict[str, Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self._originals = [dict(norm._buffers) for norm in self._norms]
+        self._originals = [dict(own_buffers(norm)) for norm in self._norms]
         for norm in self._norms:
-            for name, buffer in norm._buffers.items():
+            for name, buffer in own_buffers(norm).items():
                 if buffer is not None:
-                    norm._buffers[name] = buffer.clone()
+                    own_buffers(norm)[name] = buffer.clone()
         self._inner.__enter__()
 
     def __exit__(self, *failure: Any) -> None:
@@ -139,7 +141,7 @@ class _SparedStatistics:
             self._inner.__exit__(*failure)
         finally:
             for norm, buffers in zip(self._norms, self._originals, strict=True):
-                norm._buffers.update(buffers)
+                own_buffers(norm).update(buffers)
             self._originals = []
 
 

@@ -1,5 +1,6 @@
 """Lower precision and accumulation: seen at the model's own call, whoever carries them out."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,9 +9,12 @@ from torch import nn
 
 from memwall.apply.microbatch import MicroBatches, tensors_in
 from memwall.planning.actions import Accumulate, Autocast
+from memwall.torch_internals.autograd import current_node, has_input_dtypes, input_dtypes
 from memwall.trace.attached import attach_hook
 
 __all__ = ["AccumulationEffect", "AutocastEffect"]
+
+_log = logging.getLogger(__name__)
 
 
 class AutocastEffect:
@@ -23,8 +27,11 @@ class AutocastEffect:
         self.name = f"autocast to {action.dtype}"
         self.expected = f"operations of the forward compute in {action.dtype}"
         self._dtype = torch.bfloat16 if action.dtype == "bfloat16" else torch.float16
-        self._is_seen = False
         self._num_nodes = 0
+        # Where torch does not tell dtypes, whether autocast has an effect is not known, and nothing is said.
+        self._is_seen = not has_input_dtypes
+        if not has_input_dtypes:
+            _log.warning("%s: whether it has an effect cannot be seen with torch %s", self.name, torch.__version__)
         self._handle = attach_hook(model.register_forward_hook, self._after_forward)
 
     def _after_forward(self, _: nn.Module, args: Any, out: Any) -> None:
@@ -33,7 +40,7 @@ class AutocastEffect:
         for node in _nodes(out):
             self._num_nodes += 1
             if type(node).__name__ == "CheckpointFunctionBackward" or any(
-                metadata.dtype == self._dtype for metadata in node._input_metadata
+                dtype == self._dtype for dtype in input_dtypes(node)
             ):  # what a reentrant checkpoint holds is no part of the graph
                 self._is_seen = True
                 return
@@ -74,7 +81,7 @@ class AccumulationEffect:
         self._handle = attach_hook(model.register_forward_pre_hook, self._before_forward, with_kwargs=True)
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
+        if not torch.is_grad_enabled() or current_node() is not None:
             return
         self._num_calls += 1
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dim() > 0]
