@@ -4,9 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from memwall.torch_internals.names import function, kind
+from memwall.torch_internals.names import find, function, kind
 
 __all__ = [
     "TorchDispatchMode",
@@ -96,19 +94,20 @@ make_wrapper: Callable[..., Any] = function(
 Raises NotAvailableError without it.
 """
 
+_WATCHED = "looking at parameters on disk without fetching them"
+_PROPERTIES = [
+    find(f"torch.Tensor.{name}", _WATCHED) for name in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
+]
+_is_view = find("torch.Tensor._is_view", _WATCHED)
+
 
 def reading_no_elements() -> list[Any]:
     """Returns the private getters, setters and methods of tensors that read no element; those that this torch has."""
-    tensor: Any = Tensor
-    getters = [
-        getattr(tensor, name).__get__
-        for name in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
-        if hasattr(tensor, name)
+    accessors = [
+        accessor
+        for found in _PROPERTIES
+        if found is not None
+        for accessor in (found.__get__, getattr(found, "__set__", None))
+        if accessor is not None
     ]
-    setters = [
-        getattr(tensor, name).__set__
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-        if hasattr(tensor, name)
-    ]
-    methods = [getattr(tensor, name) for name in ("_is_view",) if hasattr(tensor, name)]
-    return [*getters, *setters, *methods]
+    return [*accessors, *([] if _is_view is None else [_is_view])]

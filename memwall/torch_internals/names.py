@@ -43,14 +43,14 @@ def error(name: Name) -> NotAvailableError:
 
 def find(path: str, needed_for: str) -> Any:
     """Returns what a path names; None where this torch lacks it."""
-    REGISTRY[path] = Name(path, needed_for)
+    REGISTRY.setdefault(path, Name(path, needed_for))
     return _walk(path)
 
 
 def function(path: str, needed_for: str) -> Callable[..., Any]:
     """Returns torch's own function, at no cost per call; one that raises `NotAvailableError` where it is missing."""
     found = find(path, needed_for)
-    return _raising(REGISTRY[path]) if found is None else found  # type: ignore[no-any-return]
+    return _raising(Name(path, needed_for)) if found is None else found  # type: ignore[no-any-return]
 
 
 def kind(path: str, needed_for: str, base: type = object) -> Any:
@@ -61,7 +61,7 @@ def kind(path: str, needed_for: str, base: type = object) -> Any:
     """
     found = find(path, needed_for)
     if found is None:
-        found = type(path.rpartition(".")[2], (base,), {"__init__": _raising(REGISTRY[path])})
+        found = type(path.rpartition(".")[2], (base,), {"__init__": _raising(Name(path, needed_for))})
     return found
 
 
@@ -72,14 +72,14 @@ def attribute(path: str, needed_for: str) -> Callable[[Any], Any]:
         path: of the attribute on the class, or on an object that all others are like.
     """
     if find(path, needed_for) is None:
-        return _raising(REGISTRY[path])
+        return _raising(Name(path, needed_for))
     return operator.attrgetter(path.rpartition(".")[2])
 
 
 def method(path: str, needed_for: str) -> Callable[[Any], Any]:
     """Returns what calls a method without arguments; it raises `NotAvailableError` where the class has none."""
     if find(path, needed_for) is None:
-        return _raising(REGISTRY[path])
+        return _raising(Name(path, needed_for))
     return operator.methodcaller(path.rpartition(".")[2])
 
 

@@ -83,14 +83,14 @@ flop_formulas: Mapping[Any, Callable[..., int]] = (
 _register_formula = find("torch.utils.flop_counter.register_flop_formula", "counting floating-point operations")
 
 
-def flop_formula_of(packets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that has torch count an operator's floating-point operations by a function of its shapes.
+def flop_formula_of(packet: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator that has torch count an operator's floating-point operations by a function of its arguments.
 
     In a torch without such a registry the function is left as it is.
     """
     if _register_formula is None:
         return lambda formula: formula
-    made: Callable[[Callable[..., Any]], Callable[..., Any]] = _register_formula(packets)
+    made: Callable[[Callable[..., Any]], Callable[..., Any]] = _register_formula(packet, get_raw=True)
     return made
 
 

@@ -27,6 +27,7 @@ FILES = sorted(path for folder in ("memwall", "triton_kernels") for path in (ROO
 LIBRARIES = ("torch", "transformers", "accelerate")
 UNDOCUMENTED = (
     "torch.fx.experimental",
+    "torch.testing",
     "torch.utils.flop_counter",
     "torch.utils.weak",
     "torch.multiprocessing.reductions",
@@ -125,9 +126,8 @@ def found_in(code: str) -> list[str]:
                 asked = node.args[1] if len(node.args) > 1 else None
                 if isinstance(asked, ast.Constant) and asked.value in FOREIGN - own:
                     yield node.lineno, str(asked.value)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if PATH.fullmatch(node.value) and is_private(node.value):
-                    yield node.lineno, node.value
+            elif isinstance(node, ast.Constant) and PATH.fullmatch(str(node.value)) and is_private(str(node.value)):
+                yield node.lineno, str(node.value)
 
     return [f"{line}: {name}" for line, name in sorted(set(found()))]
 
