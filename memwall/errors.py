@@ -22,6 +22,18 @@ class UsageError(MemwallError):
     """A value given by the user cannot be understood: a size, a path, an option, a script."""
 
 
+class NotAvailableError(MemwallError):
+    """The installed torch lacks what a technique or a figure needs of its insides.
+
+    Attributes:
+        name: what is missing, e.g. "torch._C._storage_Use_Count".
+    """
+
+    def __init__(self, message: str, *, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class TraceError(MemwallError):
     """A trace could not be recorded, or a trace file could not be read."""
 

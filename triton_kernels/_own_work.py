@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from memwall.torch_internals.operators import flop_formula_of
 from memwall.trace.own_work import OWN_WORK, OwnWork, Part
 
 from . import _linear_cross_entropy_ops, _norm_ops  # noqa: F401  (they define the operators)
@@ -69,18 +69,18 @@ def _parts(work: list[Work]) -> tuple[Part, ...]:
     return tuple(Part(part.bytes_moved, part.flops) for part in work)
 
 
-@register_flop_formula(_OPS.linear_cross_entropy_sum, get_raw=True)
+@flop_formula_of(_OPS.linear_cross_entropy_sum)
 def _(*inputs: Any, out_val: Any = None) -> int:
     call = LossCall(*inputs)
     return _loss_flops(call, 1 + call.want_x + call.want_w)
 
 
-@register_flop_formula(_OPS.linear_cross_entropy_rows, get_raw=True)
+@flop_formula_of(_OPS.linear_cross_entropy_rows)
 def _(*inputs: Any, out_val: Any = None) -> int:
     return _loss_flops(LossCall(*inputs), 1)
 
 
-@register_flop_formula(_OPS.linear_cross_entropy_rows_backward, get_raw=True)
+@flop_formula_of(_OPS.linear_cross_entropy_rows_backward)
 def _(grad: Tensor, *inputs: Any, out_val: Any = None) -> int:
     call = LossCall(*inputs)
     return _loss_flops(call, 1 + call.want_x + call.want_w)

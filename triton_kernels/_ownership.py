@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from memwall.errors import UsageError
+from memwall.torch_internals.autograd import base_of
 
 __all__ = ["check_given_away"]
 
@@ -20,7 +21,8 @@ def check_given_away(option: str, tensor: Tensor) -> None:
     Raises:
         UsageError: it is not to be written over.
     """
-    source = tensor._base if tensor._base is not None else tensor
+    base = base_of(tensor)
+    source = tensor if base is None else base
     if source.is_leaf and source.requires_grad and torch.is_grad_enabled():
         raise UsageError(
             f"{option} would write over a leaf that requires a gradient, a parameter for instance; it is for what a "

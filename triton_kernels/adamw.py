@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from memwall.errors import UsageError
+from memwall.torch_internals.operators import foreach_add_
 
 from ._adamw_cost import AdamWShape, cost
 from ._adamw_ops import adamw_op, square_sum_op
@@ -158,7 +159,7 @@ class FusedAdamW(Optimizer):
         )
         states = [[self.state[p] for p, _ in kind] for kind in kinds]
         steps = [state["step"] for kind_states in states for state in kind_states]
-        torch._foreach_add_(steps, 1.0)
+        foreach_add_(steps, 1.0)
         scalars = _scalars(group, torch.stack(steps).double(), factor)
         begin = 0
         for kind, kind_states in zip(kinds, states, strict=True):

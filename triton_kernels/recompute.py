@@ -21,10 +21,11 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memwall.errors import ApplyError
+from memwall.torch_internals.autograd import innermost_saved_tensor_hooks, version_of
+from memwall.torch_internals.dispatch import is_wrapper
+from memwall.torch_internals.storages import StorageWeakRef, identity_of
 
 __all__ = ["RecomputeHandles", "RecomputeModifiedError", "publish", "recompute_handles"]
 
@@ -80,7 +81,7 @@ class _Recipe(NamedTuple):
     def is_valid_for(self, tensor: Tensor) -> bool:
         """Whether neither the result nor an input was written since, and `tensor` has the result's elements."""
         versions = tuple(_version(value) for value in self.inputs)
-        return tensor.dtype == self.dtype and tensor._version == self.version and versions == self.input_versions
+        return tensor.dtype == self.dtype and version_of(tensor) == self.version and versions == self.input_versions
 
 
 class _Result:
@@ -146,12 +147,12 @@ class RecomputeHandles:
         """Remembers how `result`, contiguous and alone in its storage, is rebuilt; forgets results that died."""
         self._forget_the_dead()
         storage = result.untyped_storage()
-        self._results.pop(storage._cdata, None)
-        self._recipes[storage._cdata] = _Recipe(
+        self._results.pop(identity_of(storage), None)
+        self._recipes[identity_of(storage)] = _Recipe(
             StorageWeakRef(storage),
             result.dtype,
             result.nbytes,
-            result._version,
+            version_of(result),
             rebuild,
             tuple(value.detach() if isinstance(value, Tensor) else value for value in inputs),
             tuple(_version(value) for value in inputs),
@@ -162,7 +163,7 @@ class RecomputeHandles:
         self._forget_the_dead()
         if not _is_plain(tensor):
             return self._otherwise.pack(tensor)
-        address = tensor.untyped_storage()._cdata
+        address = identity_of(tensor.untyped_storage())
         recipe = self._recipes.get(address)
         if recipe is None or not recipe.is_valid_for(tensor):
             return self._otherwise.pack(tensor)
@@ -238,22 +239,22 @@ def publish(result: Tensor, rebuild: Callable[..., Tensor], *inputs: Any) -> Non
     handles: RecomputeHandles | None = getattr(_THREAD, "handles", None)
     if handles is None or not result.requires_grad or not _is_plain(result):
         return
-    innermost = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    innermost = innermost_saved_tensor_hooks()
     if innermost is not None and innermost[0] == handles.pack:
         handles.publish(result, rebuild, inputs)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return not (tensor.is_inference() or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor))
+    return not (tensor.is_inference() or tensor.layout != torch.strided or is_wrapper(tensor))
 
 
 def _version(value: Any) -> int | None:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+    return version_of(value) if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 def _modified(tensor: Tensor, version: int | None) -> RecomputeModifiedError:
     return RecomputeModifiedError(
         f"a tensor needed for backward was modified in place after the forward saved it: {tensor.dtype} "
-        f"{list(tensor.shape)} is at version {tensor._version}, expected {version}. Replace the in-place operation by "
-        "one that returns a new tensor, or write into a clone()"
+        f"{list(tensor.shape)} is at version {version_of(tensor)}, expected {version}. Replace the in-place operation "
+        "by one that returns a new tensor, or write into a clone()"
     )

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from memwall.store.checksum import crc32
 from memwall.store.transfer import memory_at
+from memwall.torch_internals.autograd import innermost_saved_tensor_hooks, version_of
+from memwall.torch_internals.dispatch import without_dispatch
+from memwall.torch_internals.modules import own_buffers
 
 __all__ = ["Digest", "Digesting", "difference", "digest_of", "weighted_sum"]
 
@@ -39,7 +42,7 @@ def digest_of(tensor: Tensor) -> Digest:
     is_readable = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not is_readable or tensor.is_quantized or not tensor.numel():
         return Digest(shape, tensor.dtype, (), 0)
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with without_dispatch(), torch.no_grad():
         words = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
         words = words.view(_WORDS[words.element_size()])
         strides = words.stride()
@@ -129,10 +132,10 @@ class Digesting:
         self._passed_by: frozenset[int] = frozenset()
 
     def __enter__(self) -> Self:
-        buffers = (buffer for norm in self._norms for buffer in norm._buffers.values() if buffer is not None)
+        buffers = (buffer for norm in self._norms for buffer in own_buffers(norm).values() if buffer is not None)
         self._passed_by = frozenset(buffer.data_ptr() for buffer in buffers)
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._pack_outer, self._unpack_outer = outer or (_same, _same)
+        outer: tuple[Any, Any] = innermost_saved_tensor_hooks() or (_same, _same)
+        self._pack_outer, self._unpack_outer = outer
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         return self
@@ -167,16 +170,16 @@ class _Kept:
     __slots__ = ("outer", "tensor", "version")
 
     def __init__(self, outer: Any, tensor: Tensor) -> None:
-        self.outer, self.version = outer, tensor._version
+        self.outer, self.version = outer, version_of(tensor)
         self.tensor: Tensor | None = tensor
 
     def unchanged(self) -> Tensor:
         """The tensor; torch looks for writes into it itself only where there are no hooks."""
         assert self.tensor is not None
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{_name(digest_of(self.tensor))} is at version {self.tensor._version}; expected {self.version}"
+                f"{_name(digest_of(self.tensor))} is at version {version_of(self.tensor)}; expected {self.version}"
             )
         return self.tensor
 

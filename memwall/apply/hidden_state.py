@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.numpy_random import numpy_state, set_numpy_state
+from memwall.torch_internals.autograd import version_of
+from memwall.torch_internals.dispatch import without_dispatch
+from memwall.torch_internals.modules import own_buffers
 from memwall.trace.modules import is_batch_norm
 from memwall.units import format_bytes
 
@@ -49,11 +52,11 @@ class HiddenState:
         self._tensors: list[_Held] = []
         self.unrestorable = ""
         """After `settle`: what forward wrote into that is too large to be remembered."""
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             for path, module in modules:
                 own = vars(module)
                 self._own(own, {name: own[name] for name in own.keys() - _NOT_PLAIN}, path)
-                buffers = own["_buffers"]
+                buffers = own_buffers(module)
                 if buffers and not is_batch_norm(module):
                     self._own(buffers, dict(buffers), path)
 
@@ -64,7 +67,7 @@ class HiddenState:
         if self._numpy is not None and _is_same(self._numpy, numpy_state()):
             self._numpy = None
         self._generators = [found for found in self._generators if not _is_same(found[1], found[2]())]
-        self._tensors = [held for held in self._tensors if held.tensor._version != held.version]
+        self._tensors = [held for held in self._tensors if version_of(held.tensor) != held.version]
         large = [held for held in self._tensors if held.before is None]
         self.unrestorable = ", ".join(f"{held.name} ({format_bytes(held.tensor.nbytes)})" for held in large)
 
@@ -122,7 +125,7 @@ class HiddenState:
             owner.update(values)
         for live, copied in self._contents:
             _refill(live, copied)
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             for held in self._tensors:
                 # Another tensor in its place: autograd may still need what the first one holds.
                 before = held.tensor.detach() if held.before is None else held.before
@@ -142,7 +145,7 @@ class _Held:
 
     def __init__(self, owner: Any, key: Any, tensor: Tensor, name: str) -> None:
         self.owner, self.key, self.tensor, self.name = owner, key, tensor, name
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.before = tensor.detach().clone() if tensor.nbytes <= MAX_CLONED_BYTES else None
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from memwall.errors import ApplyError
+from memwall.torch_internals.operators import schema_of
 
 __all__ = ["KeptOperations"]
 
@@ -43,7 +44,7 @@ class KeptOperations:
             _log.debug("operation %d is %s and not %s: nothing more is kept in this call", number, op, expected)
             left.clear()
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if op.is_view or op._schema.is_mutable:
+        if op.is_view or schema_of(op).is_mutable:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if _is_random(op):
             self._kept_random = str(op)

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.errors import ApplyError
+from memwall.torch_internals.storages import sparse_values
 from memwall.trace.attached import attach_hook, wrap_forward
 
 __all__ = ["GradientScaling", "LowerPrecision", "lower_dtype"]
@@ -199,7 +200,7 @@ class GradientScaling:
     def _unscale(self, key: int, gradient: Tensor) -> Tensor:
         if not self._is_inside:
             return gradient
-        values = gradient._values() if gradient.is_sparse else gradient
+        values = sparse_values(gradient) if gradient.is_sparse else gradient
         if values.numel():
             largest, before = torch.linalg.vector_norm(values.detach(), float("inf")), self._largest.get(key)
             self._largest[key] = largest if before is None else torch.maximum(before, largest)

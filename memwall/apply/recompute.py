@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -29,6 +28,8 @@ from memwall.apply.kv_caches import OwnCaches
 from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.recompute import Recompute
+from memwall.torch_internals.dispatch import TorchDispatchMode, without_dispatch
+from memwall.torch_internals.modules import own_buffers
 from memwall.trace.modules import is_batch_norm
 from memwall.units import format_bytes
 
@@ -233,12 +234,12 @@ class _Watched(TorchDispatchMode):
 @contextmanager
 def _spared(norms: Sequence[nn.Module]) -> Iterator[None]:
     """BatchNorm layers write to copies of their running statistics within; a batch must be counted once."""
-    originals = [dict(norm._buffers) for norm in norms]
-    with torch._C._DisableTorchDispatch():
+    originals = [dict(own_buffers(norm)) for norm in norms]
+    with without_dispatch():
         for norm in norms:
-            norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
+            own_buffers(norm).update({name: None if b is None else b.clone() for name, b in own_buffers(norm).items()})
     try:
         yield
     finally:
         for norm, buffers in zip(norms, originals, strict=True):
-            norm._buffers.update(buffers)
+            own_buffers(norm).update(buffers)

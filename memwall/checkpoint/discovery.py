@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from memwall.apply.precision import GradientScaling
+from memwall.torch_internals.optimizers import inner_schedulers
 
 __all__ = ["HELPERS", "Helpers", "find_models", "find_optimizer", "objects_of"]
 
@@ -59,7 +60,7 @@ class Helpers:
             for value in objects
             if isinstance(value, HELPERS) and id(value) not in known and _belongs(value, model, optimizer)
         ]
-        inner = {id(part) for value in [*self._found, *new] for part in getattr(value, "_schedulers", ())}
+        inner = {id(part) for value in [*self._found, *new] for part in inner_schedulers(value)}
         # Two of a class are told apart by the state they have when they are found, which is the same in each process.
         self._found += sorted(
             (value for value in new if id(value) not in inner), key=lambda v: (_name(v), repr(v.state_dict()))

@@ -36,6 +36,7 @@ from memwall.errors import MemwallError, UsageError
 from memwall.planning.planfile import Plan
 from memwall.store.backend import IOBackend, round_up
 from memwall.store.journal import Journal, Stored
+from memwall.torch_internals.autograd import current_node, version_of
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import joint_name, trains
 
@@ -272,7 +273,7 @@ class StepCheckpoint:
     def _before_forward(self, *_: Any) -> None:
         if self.failure is not None:
             raise self.failure.without_frames()
-        if self._writer is None or not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
+        if self._writer is None or not torch.is_grad_enabled() or current_node() is not None:
             return
         try:
             is_first_forward, self._is_between_steps = self._is_between_steps, False
@@ -336,11 +337,11 @@ class StepCheckpoint:
         if self._num_commits == 1:
             num_bytes = sum(bucket.num_bytes for bucket in buckets) + sum(stored.num_bytes for stored in there)
             self._journal.data.reserve(2 * (num_bytes + round_up(2 * len(content))))
-        versions = [(part.name, part.tensor, part.tensor._version) for part in present if part.kind != "volatile"]
+        versions = [(part.name, part.tensor, version_of(part.tensor)) for part in present if part.kind != "volatile"]
         step, is_first = self.steps_done, self._num_commits == 1
 
         def finish(stored: tuple[Stored, ...]) -> None:
-            changed = next((name for name, tensor, version in versions if tensor._version != version), None)
+            changed = next((name for name, tensor, version in versions if version_of(tensor) != version), None)
             if changed is None:
                 self._journal.commit(step, (*stored, *there), content)
                 self._layout.stored, self._committed_steps = stored, step

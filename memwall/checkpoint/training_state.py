@@ -21,6 +21,7 @@ from memwall.apply.optimizer_state.low_bit_form import facts_of, is_low_bit, pie
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.errors import ApplyError, StoreError
 from memwall.store.buckets import is_dense
+from memwall.torch_internals.modules import without_state_dict_entry
 
 __all__ = [
     "Part",
@@ -124,7 +125,7 @@ def state_dict_names(model: nn.Module) -> dict[str, str]:
     hidden = {
         f"{path}{'.' if path else ''}{name}"
         for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
+        for name in without_state_dict_entry(module)
     }
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: parts[id(tensor)] for name, tensor in every if name not in hidden}

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memwall.apply.kernels.head import HEAD_KERNEL, chunk_rows_of
 from memwall.apply.kernels.match import Candidate, candidates, disagreement
 from memwall.apply.kernels.patched import PatchedKernels, objection, patch_kernels
 from memwall.planning.techniques.kernels import FusedKernels, kernels_in
+from memwall.torch_internals.dispatch import without_dispatch_modes
+from memwall.torch_internals.modules import with_parameters
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
@@ -33,12 +34,13 @@ def without_values(module: nn.Module, candidate: Candidate) -> str | None:
         return "its forward was replaced already"
     if list(module.children()) or candidate.kernel == HEAD_KERNEL:
         return None
-    with _disable_current_modes():
+    with without_dispatch_modes():
         made = copy.copy(module)
-        made.__dict__["_parameters"] = {
-            name: None if p is None else nn.Parameter(torch.rand(p.shape, dtype=p.dtype) + 0.5)
+        made_up = {
+            name: nn.Parameter(torch.rand(p.shape, dtype=p.dtype) + 0.5)
             for name, p in module.named_parameters(recurse=False)
         }
+        with_parameters(made, made_up)
         same = next(found for found in candidates(made) if found.kernel == candidate.kernel)
         return disagreement(made, same)
 

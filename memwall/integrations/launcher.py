@@ -30,6 +30,7 @@ from memwall.observe.history import MemoryHistory
 from memwall.session.measurements import standing_bytes
 from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
+from memwall.torch_internals.autograd import current_node
 from memwall.trace.optimizers import trains
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Machine, Trace
@@ -70,7 +71,7 @@ class _Watch:
         """Whether this call is the first one of what is being trained."""
         return (
             torch.is_grad_enabled()
-            and torch._C._current_autograd_node() is None
+            and current_node() is None
             and any(parameter.requires_grad for parameter in module.parameters())
         )
 

@@ -55,7 +55,8 @@ def _loss(loss: Callable[[Any, Any], "Tensor"], dtype: str, model: "nn.Module", 
 
 def _in_float32(out: Any) -> Any:
     import torch
-    from torch.utils._pytree import tree_map_only
+
+    from memwall.torch_internals.trees import tree_map_only
 
     def widened(tensor: "Tensor") -> "Tensor":
         return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memwall.errors import IntegrationError
+from memwall.torch_internals.modules import checkpointing_function_of
 
 __all__ = ["check_arguments", "check_config", "check_model"]
 
@@ -92,7 +93,7 @@ def _check_wrapped(*, finds_unused: bool, is_reentrant: bool) -> None:
 
 def _is_reentrant(module: nn.Module) -> bool:
     """Whether a layer of transformers checkpoints itself so (`_set_gradient_checkpointing` gives it the function)."""
-    function = getattr(module, "_gradient_checkpointing_func", None)
+    function = checkpointing_function_of(module)
     keywords = getattr(function, "keywords", {})
     return bool(getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant", False))
 

@@ -20,10 +20,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from memwall.apply.memory.cuda_setting import effective_setting
-from memwall.errors import UsageError
+from memwall.errors import NotAvailableError, UsageError
 from memwall.observe.history_marks import Marks, TimedCall, TimedPhase, marks_path
 from memwall.predict.cuda_allocator.advice import VARIABLES
+from memwall.torch_internals.allocator import (
+    CHANGING_CALLS,
+    attach_out_of_memory_observer,
+    record_memory_history,
+    settings_in_force,
+)
+from memwall.torch_internals.allocator import snapshot as snapshot_of_allocator
 from memwall.trace.attached import AttachedHook, attach_hook
 from memwall.trace.file import save_trace
 from memwall.trace.records import Trace
@@ -37,8 +43,6 @@ DEFAULT_MAX_ENTRIES = 100_000
 # A loop that catches the error and goes on would fill the disk.
 _MOST_DUMPS = 3
 _MOST_MARKS = 10_000
-# What changes the allocator without an event of its own.
-_WATCHED = ("empty_cache", "set_per_process_memory_fraction", "_set_allocator_settings")
 
 
 class MemoryHistory:
@@ -96,15 +100,18 @@ class MemoryHistory:
                 "before the model is built",
                 format_bytes(self._allocated_before_bytes),
             )
-        torch.cuda.memory._record_memory_history(
-            enabled="all", context="all", stacks="python", max_entries=self._max_entries
-        )
+        record_memory_history(enabled="all", context="all", stacks="python", max_entries=self._max_entries)
         self._is_recording = True
         self.mark("build")
-        for name in _WATCHED:
+        for name in CHANGING_CALLS:
             self._watch(name)
         # torch has no way to take an observer away; after `close` it does nothing.
-        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
+        if not attach_out_of_memory_observer(self._out_of_memory):
+            _log.warning(
+                "history: a snapshot at the moment when memory runs out is not available with torch %s; one is written "
+                "at the end of a run that ends well, if that was asked for",
+                torch.__version__,
+            )
 
     def attach(self, model: nn.Module) -> None:
         """Marks where the phases of this model's steps begin."""
@@ -160,7 +167,7 @@ class MemoryHistory:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        torch.cuda.memory._record_memory_history(enabled=None)
+        record_memory_history(enabled=None)
 
     def _out_of_memory(self, device: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
         """torch calls this when a request has failed, before the error is raised."""
@@ -180,7 +187,7 @@ class MemoryHistory:
         path = self.directory / self._name(name)
         time_us = _now_us()
         try:
-            snapshot = torch.cuda.memory._snapshot()
+            snapshot = snapshot_of_allocator()
             num_entries = max((len(events) for events in snapshot["device_traces"]), default=0)
             marks = Marks(
                 snapshot=path.name,
@@ -188,7 +195,7 @@ class MemoryHistory:
                 time_us=time_us,
                 torch_version=str(torch.__version__),
                 device=torch.cuda.get_device_name(device),
-                settings=effective_setting(),
+                settings=settings_in_force() or "",
                 environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
                 total_bytes=total_bytes,
                 free_bytes=free_bytes,
@@ -205,7 +212,7 @@ class MemoryHistory:
                 pickle.dump(snapshot, file)
             marks_path(path).write_bytes(msgspec.json.format(msgspec.json.encode(marks), indent=2) + b"\n")
             partial.replace(path)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, NotAvailableError) as error:
             path.with_name(path.name + ".part").unlink(missing_ok=True)
             _log.warning(
                 "history: the snapshot could not be written to %s: %s; free space there, or give another folder",

@@ -20,6 +20,7 @@ from memwall.apply.optimizer_state.partial_step import with_closure_called
 from memwall.errors import ApplyError
 from memwall.rows.store import RowColumns
 from memwall.rows.table import RowUpdate, TableWeight
+from memwall.torch_internals.storages import sparse_indices, sparse_values
 
 __all__ = ["RowwiseAdagrad", "clip_grad_norm_", "install_hooks"]
 
@@ -65,7 +66,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         if not state:
             state["sum"] = parameter.new_zeros(parameter.shape[0], 1)
         gradient = gradient.coalesce()
-        rows, values = gradient._indices()[0], gradient._values()
+        rows, values = sparse_indices(gradient)[0], sparse_values(gradient)
         sums = state["sum"][rows] + values.pow(2).mean(dim=1, keepdim=True)
         state["sum"][rows] = sums
         parameter.index_add_(0, rows, values / (sums.sqrt() + group["eps"]), alpha=-group["lr"])

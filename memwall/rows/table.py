@@ -17,6 +17,8 @@ from memwall.errors import ApplyError, UsageError
 from memwall.rows.exchange import Passes, RowExchange
 from memwall.rows.initial import InitialRows
 from memwall.rows.store import RowColumns, RowLayout, RowStore
+from memwall.torch_internals.autograd import current_backward
+from memwall.torch_internals.storages import sparse_indices, sparse_nnz, sparse_values
 
 __all__ = ["RowTable", "RowUpdate", "TableWeight"]
 
@@ -63,7 +65,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         table: RowTable = ctx.table
         if gradient.is_sparse:
-            table.receive(ctx.ids[gradient._indices()[0].cpu()], gradient._values().cpu())
+            table.receive(ctx.ids[sparse_indices(gradient)[0].cpu()], sparse_values(gradient).cpu())
         else:
             table.receive(ctx.ids, gradient.cpu())
         return torch.zeros_like(table.weight), None, None, None
@@ -167,10 +169,10 @@ class RowTable:
         """Takes the gradient of one lookup: `values[i]` for row `ids[i]`, also repeated."""
         self.withdraw()
         # One backward may run inside another, and one that breaks off leaves what nobody will ask for.
-        self._arriving.setdefault(torch._C._current_graph_task_id(), []).append((ids, values))
+        self._arriving.setdefault(current_backward(), []).append((ids, values))
 
     def _end_backward(self, _: Tensor) -> None:
-        arrived = self._arriving.pop(torch._C._current_graph_task_id(), [])
+        arrived = self._arriving.pop(current_backward(), [])
         if self.exchange is not None:
             self._to_exchange += reversed(arrived)  # nodes run from the last use to the first
             self._is_gathered = False
@@ -219,7 +221,7 @@ class RowTable:
         if self._shown is None:
             assert self._sum is not None
             whole = self._sum.coalesce()
-            self._shown = whole._indices()[0], whole._values(), whole._values().clone()
+            self._shown = sparse_indices(whole)[0], sparse_values(whole), sparse_values(whole).clone()
         return self._shown
 
     def replace_gradient(self, value: Tensor | None) -> None:
@@ -270,18 +272,18 @@ class RowTable:
             StoreError: rows cannot be read.
         """
         self.withdraw()
-        if torch._C._current_graph_task_id() == -1:
+        if current_backward() == -1:
             self._arriving.clear()
         self.gather_gradient()
         whole = self._sum_so_far()
         if whole is None:
             return
         if update.is_linear:
-            rows, places = torch.unique(whole._indices()[0], return_inverse=True)
+            rows, places = torch.unique(sparse_indices(whole)[0], return_inverse=True)
         else:
             # Between ranks it has been added up already: a part of a batch might be in another order than the whole.
             whole = self._sparse(*self._coalesced()[:2]) if whole is self._sum else whole
-            rows, places = whole._indices()[0], torch.arange(whole._nnz(), device="cpu")
+            rows, places = sparse_indices(whole)[0], torch.arange(sparse_nnz(whole), device="cpu")
         self._adopt(update.columns)
         records = self.store.records(rows)
         state = optimizer.state[self.weight]
@@ -293,7 +295,7 @@ class RowTable:
         self.weight.data = records[:, : self.dim].contiguous()
         gradient = torch.sparse_coo_tensor(
             places[None],
-            whole._values(),
+            sparse_values(whole),
             self.weight.shape,
             check_invariants=False,
             is_coalesced=not update.is_linear,

@@ -6,6 +6,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.machine.meter import HostMeter, Meter
+from memwall.torch_internals.storages import sparse_indices, sparse_values
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
@@ -76,4 +77,4 @@ def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """What holds a tensor's bytes; a sparse one has no storage of its own."""
     if tensor.layout is torch.strided:
         return (tensor,)
-    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else ()
+    return (sparse_indices(tensor), sparse_values(tensor)) if tensor.layout is torch.sparse_coo else ()

@@ -22,6 +22,7 @@ from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES
 from memwall.planning.techniques.parameters import as_streamed
 from memwall.predict.process import calibrated
 from memwall.session.measurements import standing_bytes
+from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.optimizers import joint_name
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Trace
@@ -76,7 +77,7 @@ class RecordedStep:
         self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
         self._builder = TraceBuilder([self._model], self._parked.engine)
         # To look at parameters does not bring them in.
-        with self._keeper.shown(), torch._C.DisableTorchFunctionSubclass():
+        with self._keeper.shown(), without_subclass_functions():
             self._builder.start_step(optimizers, running_root=self._model)
         self._parameters.follow(self._builder.stands_for)
         if any(optimizer.state for optimizer in optimizers):
@@ -117,7 +118,7 @@ class RecordedStep:
         self.stop()
         self._allocator.trim()
         trace = builder.trace(optimizers, machine=machine, autocast=self._settings.autocast or "none")
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
         modules, is_streamed = trace.modules, self._parameters.away_bytes > 0
         trace = calibrated(

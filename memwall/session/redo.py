@@ -15,6 +15,7 @@ from memwall.session.measurements import Measurements
 from memwall.session.replanning import budget_after
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_state import StepState
+from memwall.torch_internals.autograd import version_of
 from memwall.units import format_bytes
 
 __all__ = ["MAX_RECOVERIES", "Redo"]
@@ -111,7 +112,7 @@ class Redo:
 
     def _gradients_now(self) -> list[tuple[int, int]]:
         gradients = (p.grad for p in self._model.parameters())
-        return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
+        return [(0, 0) if g is None else (id(g), version_of(g)) for g in gradients]
 
     def _exhaustion_of(self, error: BaseException) -> Exhaustion | None:
         return exhaustion_of(error, self._borders.phase, self._measured.meter)

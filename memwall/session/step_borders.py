@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import Phase
+from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
 
 __all__ = ["StepBorders", "StepListener"]
@@ -127,7 +128,7 @@ class StepBorders:
         self._listener.step_began()
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch._C._current_autograd_node() is None:
+        if current_node() is None:
             self.enter_forward()
 
     def _before_saving(self, *_: Any) -> None:

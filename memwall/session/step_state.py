@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from memwall.torch_internals.autograd import version_of
+from memwall.torch_internals.modules import own_buffers
+
 __all__ = ["StepState"]
 
 
@@ -34,7 +37,7 @@ class StepState:
         self._buffers = {
             (path, name): buffer
             for path, module in self._model.named_modules()
-            for name, buffer in module._buffers.items()
+            for name, buffer in own_buffers(module).items()
         }
         for key, tensor in self._buffers.items():
             if tensor is None or self._constant.get(key) is tensor:
@@ -45,7 +48,7 @@ class StepState:
             else:
                 kept.copy_(tensor)
         parameters = [*self._model.named_parameters(), *((".".join(key), t) for key, t in self._constant.items())]
-        self._versions = [(name.lstrip("."), t, t._version) for name, t in parameters if not t.is_inference()]
+        self._versions = [(name.lstrip("."), t, version_of(t)) for name, t in parameters if not t.is_inference()]
         self._gradients = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
         self._has_gradients = any(g is not None and bool(g.any()) for _, g in self._gradients)
 
@@ -61,7 +64,7 @@ class StepState:
         """Why the step cannot be done again from its beginning, if something speaks against it."""
         if self._has_gradients:
             return "gradients from before the step were there when it began"
-        changed = next((name for name, tensor, version in self._versions if tensor._version != version), None)
+        changed = next((name for name, tensor, version in self._versions if version_of(tensor) != version), None)
         return None if changed is None else f"{changed} was changed before the optimizer stepped"
 
     @torch.no_grad()
@@ -73,6 +76,6 @@ class StepState:
                 gradient.zero_()
         modules = dict(self._model.named_modules())
         for (path, name), tensor in self._buffers.items():
-            modules[path]._buffers[name] = tensor
+            own_buffers(modules[path])[name] = tensor
             if tensor is not None and (path, name) in self._copies:
                 tensor.copy_(self._copies[path, name])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.torch_internals.storages import identity_of
 from memwall.trace.records import Category, Phase
 
 __all__ = ["EventLog"]
@@ -89,7 +90,7 @@ class EventLog:
 
     def _stands_for(self, tensor: Tensor, index: int) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = identity_of(storage)
         if key in self._live:
             return
         self._live[key] = index
@@ -101,7 +102,7 @@ class EventLog:
 
     def _find(self, tensor: Tensor) -> int:
         try:
-            return self._live.get(tensor.untyped_storage()._cdata, -1)
+            return self._live.get(identity_of(tensor.untyped_storage()), -1)
         except (NotImplementedError, RuntimeError):  # tensors without a storage of their own, e.g. sparse ones
             return -2
 
@@ -115,7 +116,7 @@ class EventLog:
         except (NotImplementedError, RuntimeError):
             return -2
         index = len(self.storage_bytes)
-        key = storage._cdata
+        key = identity_of(storage)
         self.storage_bytes.append(storage.nbytes())
         self.storage_device.append(str(tensor.device))
         self.storage_category.append(category)

@@ -6,7 +6,6 @@ view); what a CUDA device does differently is put in afterwards.
 """
 
 import copy
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,10 +13,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from memwall.errors import UsageError
+from memwall.torch_internals.fake import (
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    quiet_fake_tensors,
+    without_truncated_sampling,
+)
+from memwall.torch_internals.trees import tree_map
 from memwall.trace.record import TraceBuilder, run_recorded
 from memwall.trace.records import Trace
 from memwall.trace.scratch import ScratchWorkspaces
@@ -103,13 +108,13 @@ def fake_run(
     with ExitStack() as contexts:
         contexts.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)
-        contexts.enter_context(_quiet())
+        contexts.enter_context(quiet_fake_tensors())
         # Without fallback: it would run kernels for real, on as many zeros as the tensors pretend to have.
         fake_mode = contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False))
         values = contexts.enter_context(KnownValues(place.now, mask_share))
         contexts.enter_context(_copied_as_fake())
         contexts.enter_context(_converted_in_place())
-        with _without_sampling():
+        with without_truncated_sampling():
             model = _made_fake(workload.make_model(), fake_mode)
         contexts.enter_context(_seen_as_eager())  # now that the model has imported its libraries
         values.forget(model.parameters())
@@ -178,17 +183,6 @@ def _with_values(value: Any, fake_mode: FakeTensorMode, values: KnownValues) -> 
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's own log of what fake tensors refuse: the error says it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
 def _copied_as_fake() -> Iterator[None]:
     """`copy.deepcopy` clones fake tensors; torch's own would read as many bytes as they pretend to have.
 
@@ -234,21 +228,6 @@ def _converted_in_place() -> Iterator[None]:
         yield
     finally:
         utils.swap_tensors = swap
-
-
-@contextmanager
-def _without_sampling() -> Iterator[None]:
-    """Without torch's truncated normal distribution, which draws until no value is outside: fake ones never are inside.
-
-    Source: torch/nn/init.py, `_no_grad_trunc_normal_` (2.13), which leaves tensors on `meta` alone for the same reason.
-    """
-    init: Any = torch.nn.init
-    before = init._no_grad_trunc_normal_
-    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
-    try:
-        yield
-    finally:
-        init._no_grad_trunc_normal_ = before
 
 
 @contextmanager

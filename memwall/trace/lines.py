@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from memwall.torch_internals.autograd import next_sequence_number, sequence_number_of
+from memwall.torch_internals.operators import packet_of
+
 __all__ = ["SourceLines", "StepLines"]
 
 
@@ -114,7 +117,7 @@ class StepLines:
         The first operation seen after a node was made need not be its own: views written in place and functions of the
         user's make nodes, too. So the name must agree.
         """
-        sequence = node._sequence_nr()
+        sequence = sequence_number_of(node)
         line = self._line_of_node.get(sequence)
         if line is None:
             line, func = self._made_in_forward.pop(sequence, (-1, None))
@@ -125,7 +128,7 @@ class StepLines:
 
 
 def _newest_node() -> int:
-    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+    return next_sequence_number() - 1
 
 
 def _node_name(func: Any) -> str:
@@ -133,7 +136,7 @@ def _node_name(func: Any) -> str:
 
     Source: pytorch tools/autograd/load_derivatives.py, `_create_op_prefix` (2.13).
     """
-    return str(func._overloadpacket.__name__).replace("_", "").lower().removesuffix("forward")
+    return str(packet_of(func).__name__).replace("_", "").lower().removesuffix("forward")
 
 
 def _owner_of(path: str) -> int:

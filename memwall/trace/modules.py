@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from memwall.torch_internals.modules import is_compiled, is_running_norm
 from memwall.trace.records import Module
 
 __all__ = ["ModuleTable", "fingerprint"]
@@ -54,7 +55,7 @@ class ModuleTable:
                 is_leaf=not children,
                 has_batch_norm=any(is_batch_norm(child) for child in module.modules()),
                 is_wrappable=not isinstance(module, (torch.jit.ScriptModule, nn.ModuleList, nn.ModuleDict))
-                and not hasattr(module, "_orig_mod"),
+                and not is_compiled(module),
                 parameter_bytes=sum(p.nbytes for p in module.parameters(recurse=False)),
             )
         )
@@ -86,7 +87,7 @@ def root_names(roots: Sequence[nn.Module]) -> list[str]:
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether a module updates running statistics from the batches it sees (BatchNorm and its kin)."""
-    return isinstance(module, nn.modules.batchnorm._NormBase) and bool(module.track_running_stats)
+    return is_running_norm(module)
 
 
 def fingerprint(roots: Sequence[nn.Module]) -> str:

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from memwall.errors import TraceError
+from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
+from memwall.torch_internals.dispatch import TorchDispatchMode
+from memwall.torch_internals.operators import flop_formulas, packet_of, schema_of
 from memwall.trace.events import EventLog
 from memwall.trace.lines import SourceLines, StepLines
 from memwall.trace.modules import ModuleTable
@@ -169,10 +170,10 @@ class StepRecorder(TorchDispatchMode):
     def place(self) -> str:
         """What runs now, for messages: "forward of blocks.3 (Block)", "optimizer"."""
         log, phase = self.log, self._phase
-        node = torch._C._current_autograd_node()
+        node = current_node()
         call = log.call_stack[-1] if log.call_stack else -1
         if node is not None:
-            phase, call = "backward", log.call_of_node(node._sequence_nr())
+            phase, call = "backward", log.call_of_node(sequence_number_of(node))
         if call < 0:
             return phase
         module = self.table.records[log.call_module[call]]
@@ -184,13 +185,13 @@ class StepRecorder(TorchDispatchMode):
         index = self.table.index_of(module)
         if index < 0:
             return
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None and id(module) in self._root_ids and not self.log.call_stack:
             if self.num_optimizer_steps and torch.is_grad_enabled():
                 return  # the next step's: whoever records ends this one in a hook that runs after this
             self._set_phase("forward" if torch.is_grad_enabled() else "eval")
             self._note_input(_tensors(args, []))
-        self.log.enter_call(index, torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self.log.enter_call(index, next_sequence_number())
 
     def _note_input(self, tensors: list[Tensor]) -> None:
         """The first tensor that the model is called with tells the batch; later calls of a step change nothing."""
@@ -208,7 +209,7 @@ class StepRecorder(TorchDispatchMode):
             return
         inputs = _tensors((*args, *kwargs.values()), [])
         outputs = _tensors((output,), [])
-        self.log.leave_call(index, torch.autograd._get_sequence_nr(), inputs, outputs)  # type: ignore[attr-defined]
+        self.log.leave_call(index, next_sequence_number(), inputs, outputs)
         if not self.log.call_stack and self._phase == "forward":
             self._note_input(inputs)
             self._set_phase("loss")
@@ -265,10 +266,10 @@ class StepRecorder(TorchDispatchMode):
         if self._paused or func is torch.ops.prim.device.default:  # a fake tensor was asked where it is
             return func(*args, **kwargs)
         log = self.log
-        node = torch._C._current_autograd_node()
+        node = current_node()
         sequence = -1
         if node is not None:
-            sequence = node._sequence_nr()
+            sequence = sequence_number_of(node)
             if self._phase not in ("backward", "optimizer"):
                 self._set_phase("backward")
         elif self._phase == "backward" and not self._in_optimizer and not log.call_stack:
@@ -285,12 +286,12 @@ class StepRecorder(TorchDispatchMode):
         if device_timer is not None:
             device_timer[1].record()
             self._cuda_events.append((index, *device_timer))
-        flop_formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        flop_formula: Callable[..., int] | None = flop_formulas.get(packet_of(func))
         flops = int(flop_formula(*args, **kwargs, out_val=out)) if flop_formula is not None else 0
         outputs = _tensors((out,), [])
         written = [
             value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument, value in zip(schema_of(func).arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         if "out" in kwargs:

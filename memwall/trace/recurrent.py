@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.torch_internals.dispatch import without_dispatch
+
 __all__ = ["LAYER", "LAYER_BACKWARD", "with_real_workspace", "with_workspace"]
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
@@ -65,7 +67,7 @@ def _workspace_bytes(
     settings: tuple[Any, ...],
     train: bool,
 ) -> int:
-    with torch._C._DisableTorchDispatch(), torch.enable_grad():
+    with without_dispatch(), torch.enable_grad():
         data = torch.zeros(tokens, samples, width, dtype=dtype)
         tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
         workspace: Tensor = LAYER(data, *tensors, reverse, [], *settings, False, train)[3]

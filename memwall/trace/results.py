@@ -10,18 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.torch_internals.operators import operator_named
 from memwall.trace import recurrent
 
 __all__ = ["as_real", "run_fake"]
 
 _aten = torch.ops.aten
+_GROUPED_MM = operator_named("_grouped_mm.default")
+_CTC_LOSS_BACKWARD = operator_named("_ctc_loss_backward.Tensor")
 
 
 def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on fake tensors, also where torch has no fake version or one that refuses what kernels do."""
-    if func is _aten._grouped_mm.default and args[0].dtype not in (torch.bfloat16, torch.float16):
+    if func is _GROUPED_MM and args[0].dtype not in (torch.bfloat16, torch.float16):
         return _grouped_mm(func, args, kwargs)
-    if func is _aten._ctc_loss_backward.Tensor:  # aten/src/ATen/native/LossCTC.cpp: as its `log_probs`, contiguous
+    if func is _CTC_LOSS_BACKWARD:  # aten/src/ATen/native/LossCTC.cpp: as its `log_probs`, contiguous
         return torch.empty_like(args[1], memory_format=torch.contiguous_format)
     return func(*args, **kwargs)
 

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
 
+from memwall.torch_internals.dispatch import without_dispatch
+from memwall.torch_internals.operators import operator_named
+from memwall.torch_internals.storages import identity_of
+from memwall.torch_internals.trees import tree_flatten, tree_map_only
 from memwall.trace import recurrent
 from memwall.trace.workspace import Workspace, Workspaces
 
@@ -31,13 +34,13 @@ _MEASURED = (
     _aten.native_group_norm_backward.default,
     _aten.native_layer_norm.default,
     _aten.native_layer_norm_backward.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    _aten._safe_softmax.default,
-    _aten._softmax.default,
-    _aten._softmax_backward_data.default,
-    _aten._log_softmax.default,
-    _aten._log_softmax_backward_data.default,
+    operator_named("_scaled_dot_product_flash_attention_for_cpu.default"),
+    operator_named("_scaled_dot_product_flash_attention_for_cpu_backward.default"),
+    operator_named("_safe_softmax.default"),
+    operator_named("_softmax.default"),
+    operator_named("_softmax_backward_data.default"),
+    operator_named("_log_softmax.default"),
+    operator_named("_log_softmax_backward_data.default"),
     _aten.embedding_dense_backward.default,
     _aten.mse_loss.default,
     _aten.smooth_l1_loss.default,
@@ -97,7 +100,7 @@ class ScratchWorkspaces(Workspaces):
         """Bytes beyond its results that one real run allocates; 0 for operators too large to be run."""
         if _num_bytes((args, kwargs)) > (_MOST_MATMUL_BYTES if func in _MATMULS else _MOST_BYTES):
             return 0
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             real_args, real_kwargs = tree_map_only(Tensor, _scratch, (args, kwargs))
             if func is recurrent.LAYER_BACKWARD:
                 real_args = recurrent.with_real_workspace(real_args)
@@ -107,9 +110,9 @@ class ScratchWorkspaces(Workspaces):
                     out = func(*real_args, **real_kwargs)
             except (RuntimeError, IndexError):  # zeros are no valid arguments, as for the lengths of a CTC loss
                 return 0
-        before = {tensor.untyped_storage()._cdata for tensor in reals}
+        before = {identity_of(tensor.untyped_storage()) for tensor in reals}
         born = {
-            value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+            identity_of(value.untyped_storage()): value.untyped_storage().nbytes()
             for value in tree_flatten(out)[0]
             if isinstance(value, Tensor)
         }

@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from memwall.errors import NeedsValuesError, TraceError
+from memwall.torch_internals.dispatch import TorchDispatchMode, without_dispatch
+from memwall.torch_internals.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
-
-from memwall.errors import NeedsValuesError, TraceError
+from memwall.torch_internals.operators import operator_named, schema_of
+from memwall.torch_internals.storages import identity_of
+from memwall.torch_internals.trees import tree_flatten, tree_map
 from memwall.trace.results import as_real, run_fake
 
 __all__ = ["KnownValues"]
@@ -39,6 +41,8 @@ _MOST_FLOATS = 1 << 10
 _ASSUMED_FLOAT = 1.0
 
 _aten = torch.ops.aten
+_LOCAL_SCALAR = operator_named("_local_scalar_dense.default")
+_CTC_LOSS = operator_named("_ctc_loss.Tensor")
 _SELECTIONS = (_aten.nonzero.default, _aten.masked_select.default)
 _CONSTANT = (_aten.ones.default, _aten.zeros.default, _aten.full.default)
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
@@ -66,7 +70,7 @@ class KnownValues(TorchDispatchMode):
         storage, real_storage = fake.untyped_storage(), real.untyped_storage()
         if storage.nbytes() != real_storage.nbytes() or fake.stride() != real.stride():
             return
-        key = storage._cdata
+        key = identity_of(storage)
 
         def died(_: Any) -> None:
             self._real.pop(key, None)
@@ -92,7 +96,7 @@ class KnownValues(TorchDispatchMode):
             )
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         is_known = all(self._has_value(tensor) for tensor in tensors)
-        if func is _aten._local_scalar_dense.default:
+        if func is _LOCAL_SCALAR:
             return self._number(args[0], is_known)
         if func is _aten.index.Tensor and not is_known:
             args = (args[0], self._positions(func, args[1]))
@@ -101,7 +105,7 @@ class KnownValues(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._by_value(func, args, kwargs) if is_known else self._assumed(func, args)
         except UnsupportedOperatorException as error:
-            if func._schema.returns or not func._schema.is_mutable:
+            if schema_of(func).returns or not schema_of(func).is_mutable:
                 raise self._failure(
                     f"{func} has no fake version",
                     "register one (torch.library.register_fake), or record this workload live",
@@ -137,7 +141,7 @@ class KnownValues(TorchDispatchMode):
         if not all(_is_small(tensor, most_floats) for tensor in (*results, *written)):
             self.forget(written)
             return
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             real_out = func(*tree_map(self._value, args), **tree_map(self._value, kwargs))
             if func in _EMPTY:
                 real_out.zero_()
@@ -148,7 +152,7 @@ class KnownValues(TorchDispatchMode):
 
     def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation whose result's shape or number hangs on values, all of them known."""
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             real_out = func(*tree_map(self._value, args), **tree_map(self._value, kwargs))
 
         def faked(real: Any) -> Any:
@@ -164,7 +168,7 @@ class KnownValues(TorchDispatchMode):
 
     def _number(self, tensor: Tensor, is_known: bool) -> Any:
         if is_known:
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 return self._value(tensor).item()
         if tensor.is_floating_point():
             return _ASSUMED_FLOAT
@@ -184,9 +188,9 @@ class KnownValues(TorchDispatchMode):
         return found
 
     def _assumed(self, func: Any, args: Any) -> Any:
-        if func is _aten._ctc_loss.Tensor and self._has_value(args[3]):
+        if func is _CTC_LOSS and self._has_value(args[3]):
             num_frames, batch, _ = args[0].shape
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 longest = int(self._value(args[3]).max())
             return args[0].new_empty((batch,)), args[0].new_empty((batch, num_frames, 2 * longest + 1))
         if func not in _SELECTIONS:
@@ -218,15 +222,15 @@ class KnownValues(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> int:
     """What tells a storage from others while it lives; 0 for tensors without one of their own."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return identity_of(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors that an operation changes in place."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
     found = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += [tensor for tensor in tree_flatten(value)[0] if isinstance(tensor, Tensor)]

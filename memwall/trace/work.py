@@ -6,6 +6,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from memwall.torch_internals.storages import identity_of
 from memwall.trace.own_work import OwnWork, Part
 
 __all__ = ["OpWork", "work_of"]
@@ -41,9 +42,9 @@ def work_of(
     What it does inside is `own`, if it is known. Sparse tensors count nothing: they have no storage of their own.
     """
     dense = [tensor for tensor in inputs if tensor.layout is torch.strided]
-    storages = {tensor.untyped_storage()._cdata for tensor in dense}
+    storages = {identity_of(tensor.untyped_storage()) for tensor in dense}
     results = [tensor for tensor in outputs if tensor.layout is torch.strided]
-    new = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
+    new = [tensor for tensor in results if identity_of(tensor.untyped_storage()) not in storages]
     changed = [tensor for tensor in written if tensor.layout is torch.strided]
     dtypes = [tensor.dtype for tensor in (*inputs, *outputs)]
     is_view = not new and not changed

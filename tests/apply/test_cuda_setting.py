@@ -9,9 +9,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import torch
 
+from memwall.apply.memory import cuda_setting
 from memwall.apply.memory.cuda_setting import effective_setting, lint_variables, require_cuda_setting
 from memwall.errors import ApplyError
 from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.torch_internals import allocator
 
 SETTING = "expandable_segments:False,large_segment_size_mb:20,max_split_size_mb:64"
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -46,10 +48,10 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Torch:
     for name in NAMES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", found.get)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.set)
+    monkeypatch.setattr(allocator, "_get_settings", found.get)
+    monkeypatch.setattr(cuda_setting, "set_settings", found.set)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": found.in_force})
+    monkeypatch.setattr(cuda_setting, "snapshot_of_allocator", lambda: {"allocator_settings": found.in_force})
     return found
 
 
@@ -95,7 +97,7 @@ def test_after_a_refusal_the_previous_complete_string_is_sent_again(
 
 def test_a_string_that_torch_does_not_take_over_is_an_error(settings: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     effective_setting()
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.calls.append)
+    monkeypatch.setattr(cuda_setting, "set_settings", settings.calls.append)
     with pytest.raises(ApplyError, match=f"torch took '' where the plan needs {SETTING}"):
         require_cuda_setting(SETTING)
 

@@ -19,11 +19,13 @@ from torch import nn
 
 from memwall.cli.app import main
 from memwall.errors import UsageError
+from memwall.observe import history
 from memwall.observe.history import MemoryHistory
 from memwall.observe.history_marks import Marks, load_marks_beside
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.torch_internals import allocator
 
 LINE = frame("/home/me/train.py", 3, "step")
 NO_DEVICE = (
@@ -71,15 +73,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
             "empty_cache": empty_cache,
         },
         torch.cuda.memory: {
-            "_record_memory_history": lambda **options: stand_in.recordings.append(options),
-            "_snapshot": lambda: stand_in.snapshot,
             "empty_cache": empty_cache,
         },
+        history: {
+            "record_memory_history": lambda **options: stand_in.recordings.append(options),
+            "snapshot_of_allocator": lambda: stand_in.snapshot,
+        },
+        allocator: {"_attach_observer": attach},
     }
     for module, names in patched.items():
         for name, value in names.items():
             monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attach, raising=False)
     return stand_in
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import LeavingForm
+from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import wrap_forward
 
 __all__ = ["BlockCall", "BlockExecutor", "BlockLayer", "Forward", "OffloadEngine", "resolve_blocks"]
@@ -158,7 +159,7 @@ class BlockExecutor:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             counts.num_calls += 1
-            if torch._C._current_autograd_node() is not None:
+            if current_node() is not None:
                 counts.num_in_backward += 1
             self._num_calls += 1
             call = BlockCall((path, self._num_calls), counts)

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from memwall.apply.kernels.deferred_product import DeferredGradient, LossCounts, Product, check_unchanged, versions_of
+from memwall.torch_internals.dispatch import make_wrapper, without_subclass_functions
+from memwall.torch_internals.operators import schema_of
+from memwall.torch_internals.trees import tree_map_only
 from memwall.triton_kernels import linear_cross_entropy
 
 __all__ = ["DeferredLogits", "LossCounts", "Product"]
@@ -54,7 +56,7 @@ class DeferredLogits(Tensor):
         seen = dtype or product.dtype
 
         def wrapper() -> Tensor:
-            made: Tensor = Tensor._make_wrapper_subclass(
+            made: Tensor = make_wrapper(
                 DeferredLogits, (*hidden.shape[:-1], weight.shape[0]), dtype=seen, device=hidden.device
             )
             return made
@@ -111,7 +113,7 @@ class DeferredLogits(Tensor):
     ) -> Any:
         """What torch calls in place of its functions, methods and properties."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             if func in _DESCRIPTIONS:
                 return func(*args, **kwargs)
             found = _without_values(func, args, kwargs)
@@ -126,7 +128,7 @@ class DeferredLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         """Where code below torch's functions meets them: autograd is done there, so they stay as they are."""
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             raise NotImplementedError(f"{func} writes into logits that are not there; leave out --allow kernels")
         return _with_logits(func, args, kwargs or {}, DeferredLogits.values)
 
@@ -154,7 +156,7 @@ def _with_logits(
     """What a function gives for the logits themselves."""
 
     def computed(logits: DeferredLogits) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             logits.product.counts.asked_by = getattr(func, "__name__", str(func))
             return of(logits)
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memwall.errors import ApplyError
+from memwall.torch_internals.autograd import version_of
 
 __all__ = ["DeferredGradient", "LossCounts", "Product", "check_unchanged", "versions_of"]
 
@@ -56,7 +57,7 @@ class Product(NamedTuple):
 def versions_of(product: Product) -> tuple[int, ...]:
     """How often each factor was written in place."""
     factors = (product.hidden, product.weight, product.bias)
-    return tuple(-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in factors)
+    return tuple(-1 if tensor is None or tensor.is_inference() else version_of(tensor) for tensor in factors)
 
 
 def check_unchanged(product: Product, versions: tuple[int, ...]) -> None:

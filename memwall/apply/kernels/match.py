@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from memwall.torch_internals.fake import unset_fake_temporarily
 from memwall.triton_kernels import geglu, layer_norm, rms_norm, swiglu
 
 __all__ = ["MAX_DIFFERENCE", "Candidate", "candidates", "disagreement", "obstacle", "relative_difference"]

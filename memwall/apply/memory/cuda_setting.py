@@ -17,6 +17,8 @@ from memwall.errors import ApplyError, UsageError
 from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, VARIABLES
 from memwall.predict.cuda_allocator.settings import AllocatorSettings, check, format_settings, parse_settings
 from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
+from memwall.torch_internals.allocator import set_settings, settings_in_force
+from memwall.torch_internals.allocator import snapshot as snapshot_of_allocator
 
 __all__ = ["effective_setting", "lint_variables", "require_cuda_setting"]
 
@@ -63,8 +65,12 @@ def require_cuda_setting(setting: str) -> None:
 
 
 def effective_setting() -> str:
-    """The string that torch took last, from the environment or by its setter."""
-    return str(torch._C._accelerator_getAllocatorSettings())
+    """The string that torch took last, from the environment or by its setter.
+
+    Where this torch cannot tell, what the environment says, which is right unless the setter was called.
+    """
+    found = settings_in_force()
+    return next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "") if found is None else found
 
 
 def lint_variables(environment: Mapping[str, str], profile: VersionProfile) -> tuple[str, ...]:
@@ -97,7 +103,7 @@ def lint_variables(environment: Mapping[str, str], profile: VersionProfile) -> t
 
 def _require_in_force(setting: str, profile: VersionProfile) -> None:
     """Asks the allocator itself, which runs: a release may take the string and ignore an option (pytorch 183387)."""
-    present = torch.cuda.memory._snapshot()["allocator_settings"]
+    present = snapshot_of_allocator()["allocator_settings"]
     wanted = parse_settings(setting, profile)
     found = {
         "expandable_segments": (wanted.expandable_segments, present.get("expandable_segments")),
@@ -121,20 +127,22 @@ def _note(what: str, setting: str) -> None:
 
 def _make_effective(setting: str, profile: VersionProfile) -> None:
     """Has torch take the setting if it read the environment before; a refusal leaves the previous settings."""
-    before = effective_setting()
+    before = settings_in_force()
     if before == setting:
         return
     try:
         _note("sent", setting)
-        torch._C._accelerator_setAllocatorSettings(setting)
+        set_settings(setting)
     except (ValueError, RuntimeError) as error:
         # A refused string has been half applied by now.
         previous = before or format_settings(AllocatorSettings(), profile)
         _note("refused, sent again those before", previous)
-        torch._C._accelerator_setAllocatorSettings(previous)
-        raise ApplyError(f"torch refuses the allocator setting {setting}: {error}; '{before}' stays") from error
-    found = effective_setting()
-    if found != setting:
+        set_settings(previous)
+        raise ApplyError(f"torch refuses the allocator setting {setting}: {error}; '{before or ''}' stays") from error
+    found = settings_in_force()
+    if found is None:
+        _log.warning("the CUDA allocator's settings cannot be read back with torch %s", torch.__version__)
+    elif found != setting:
         raise ApplyError(
             f"torch took '{found}' where the plan needs {setting}; set {' and '.join(VARIABLES)} before it starts"
         )

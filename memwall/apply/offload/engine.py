@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.offload.entry import Entry, EntryList, Kept, Saved, byte_range, described, guard_of, quiet
@@ -25,6 +24,8 @@ from memwall.planning.techniques.offload import LeavingForm
 from memwall.store.pinned_tier import PinnedTier
 from memwall.store.tier import ByteRange, DiskTier, Tier
 from memwall.store.transfer import TransferPool
+from memwall.torch_internals.autograd import execution_is_transformed, version_of
+from memwall.torch_internals.storages import StorageWeakRef, identity_of
 
 __all__ = ["ActivationOffload", "SavedTensorModifiedError"]
 
@@ -195,7 +196,7 @@ class ActivationOffload:
             if end - start < self._min_bytes or self._is_excluded(tensor):
                 return Kept(tensor)
             guard = guard_of(tensor)  # before anything is queued, for which workers ask for the interpreter
-            place = (storage._cdata, storage.data_ptr(), start, end, tensor._version)
+            place = (identity_of(storage), storage.data_ptr(), start, end, version_of(tensor))
             entry = self._by_range.get(place)
             if entry is None and form != "exact":
                 entry = self._by_range.get((*place, form, tensor.dtype))
@@ -268,7 +269,7 @@ class ActivationOffload:
             and (tensor.is_cuda or (tensor.is_cpu and self._pool is not None))
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-            and torch._C._functorch.peek_interpreter_stack() is None
+            and not execution_is_transformed()
         )
 
     def _tier(self, device: torch.device) -> Tier[Any, Any]:

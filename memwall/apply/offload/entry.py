@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memwall.store.tier import Tier
+from memwall.torch_internals.autograd import version_of
+from memwall.torch_internals.dispatch import has_modes, without_dispatch_modes, without_function_modes
+from memwall.torch_internals.storages import StorageWeakRef
 
 __all__ = ["Entry", "EntryList", "Kept", "Saved", "byte_range", "described", "guard_of", "quiet"]
 
@@ -23,14 +24,14 @@ _NOTHING_TO_HIDE_FROM = nullcontext()
 
 def quiet() -> AbstractContextManager[None]:
     """Hide the tensor operations inside from recorders and other torch modes; costs nothing where none is active."""
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if has_modes():
         return _hidden()
     return _NOTHING_TO_HIDE_FROM
 
 
 @contextmanager
 def _hidden() -> Iterator[None]:
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with without_function_modes(), without_dispatch_modes():
         yield
 
 
@@ -96,12 +97,12 @@ class Entry:
         """Let later readers share `buffer` for as long as somebody else keeps it, and nobody writes into it."""
         self._restored = weakref.ref(buffer.untyped_storage())
         self._restored_offset = int(buffer.storage_offset())
-        self._restored_guard, self._restored_version = guard_of(buffer), buffer._version
+        self._restored_guard, self._restored_version = guard_of(buffer), version_of(buffer)
 
     @property
     def was_written(self) -> bool:
         """True when a reader wrote into the remembered buffer: autograd makes a gradient of what a function returns."""
-        return self._restored_guard is not None and self._restored_guard._version != self._restored_version
+        return self._restored_guard is not None and version_of(self._restored_guard) != self._restored_version
 
     def restored_buffer(self) -> Tensor | None:
         """The buffer last remembered, if it still lives and is as it was."""
@@ -172,7 +173,7 @@ class Kept:
             with quiet():
                 tensor = tensor.detach()
         self.tensor = tensor
-        self.version = -1 if tensor.is_inference() else tensor._version
+        self.version = -1 if tensor.is_inference() else version_of(tensor)
 
     @property
     def label(self) -> str:
@@ -181,7 +182,7 @@ class Kept:
 
     def current_version(self) -> int:
         """How often it has been written by now."""
-        return self.version if self.version < 0 else self.tensor._version
+        return self.version if self.version < 0 else version_of(self.tensor)
 
     def was_modified(self) -> bool:
         """True when it was written since it was saved."""
@@ -199,7 +200,7 @@ class Saved:
         self.entry = entry
         entry.num_handles += 1
         entry.num_unread += 1
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -216,11 +217,11 @@ class Saved:
 
     def current_version(self) -> int:
         """How often the source has been written by now."""
-        return self._guard._version
+        return version_of(self._guard)
 
     def was_modified(self) -> bool:
         """True when the source was written since it was saved."""
-        return self._guard._version != self.version
+        return version_of(self._guard) != self.version
 
     def mark_read(self) -> None:
         """Note that backward has asked for it."""

@@ -21,6 +21,7 @@ from memwall.machine.link_speed import link_speed
 from memwall.predict.malloc.policies import fault_seconds_per_byte
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
+from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.records import Machine
 
 __all__ = [
@@ -42,7 +43,7 @@ backward, as that of a generator does while its discriminator steps."""
 
 def parameter_guard(roots: Sequence[nn.Module]) -> Callable[[Tensor], bool]:
     """Says which tensors share memory with a parameter or buffer: autograd saves those too, and they stay."""
-    with torch._C.DisableTorchFunctionSubclass():  # an address does not bring a parameter in
+    with without_subclass_functions():  # an address does not bring a parameter in
         addresses = {
             tensor.untyped_storage().data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())
         }

@@ -26,6 +26,7 @@ from memwall.errors import MemwallError, StoreError
 from memwall.predict.cpu_step import NUM_STAGES
 from memwall.store.backend import round_up
 from memwall.store.pinned_tier import PinnedArena
+from memwall.torch_internals.operators import foreach_div_
 
 __all__ = ["CpuStep"]
 
@@ -193,7 +194,7 @@ class CpuStep:
         if scale is None:
             return
         divisor = scale if found_inf is None else torch.where(found_inf == 1, 1.0, scale)
-        torch._foreach_div_([p.grad for p in parameters if p.grad is not None], divisor.to(self._device))
+        foreach_div_([p.grad for p in parameters if p.grad is not None], divisor.to(self._device))
 
     def _begin_down(self, stage: _Stage, members: Sequence[tuple[int, Tensor]]) -> _Down:
         down = _Down(stage, members)

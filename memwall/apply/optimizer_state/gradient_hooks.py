@@ -2,9 +2,10 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
+
+from memwall.torch_internals.autograd import accumulation_hooks
 
 __all__ = ["OwnHook", "has_foreign_hook"]
 
@@ -30,5 +31,4 @@ class OwnHook:
 
 def has_foreign_hook(parameter: torch.Tensor) -> bool:
     """Whether somebody else's hook runs when the parameter's gradient is accumulated."""
-    hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(not isinstance(hook, OwnHook) for hook in hooks.values())
+    return any(not isinstance(hook, OwnHook) for hook in accumulation_hooks(parameter).values())

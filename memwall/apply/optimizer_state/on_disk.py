@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.read_ahead import ReadAhead
@@ -28,6 +27,7 @@ from memwall.apply.optimizer_state.state_ahead import StateAhead
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError
 from memwall.store.buckets import DiskBucket, padded_bytes
+from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.units import format_bytes
 
 __all__ = ["OptimizerState"]
@@ -75,7 +75,7 @@ class OptimizerState:
         self._ahead = self._new_ahead(())
         self._shares = self._new_shares(resident_bytes, bucket_bytes)
         space.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
-        with _disable_current_modes(), torch.no_grad():
+        with without_dispatch_modes(), torch.no_grad():
             self._put_all_away()
         self.on_return: Callable[[Sequence[Tensor]], None] = lambda _: None
         """Called by `undo` for parameters whose state is in memory again, before the next ones' is."""

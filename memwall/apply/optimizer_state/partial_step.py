@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memwall.errors import ApplyError
 from memwall.planning.stepped_alone import STEPPED_ALONE
+from memwall.torch_internals.optimizers import group_initialiser_of
 
 __all__ = [
     "Arguments",
@@ -133,7 +134,7 @@ def is_stepped_alone(kind: Any) -> bool:
     return (
         known is not None
         and getattr(step, "steps_as", step) is below_hooks(known.step)
-        and getattr(kind, "_init_group", None) is getattr(known, "_init_group", None)
+        and group_initialiser_of(kind) is group_initialiser_of(known)
     )
 
 

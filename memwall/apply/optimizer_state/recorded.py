@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memwall.store.buckets import Bucket, Entry
+from memwall.torch_internals.dispatch import without_dispatch_modes
 
 __all__ = ["RecordedState", "emptiable"]
 
@@ -48,7 +48,7 @@ class RecordedState:
         Raises:
             StoreError: no room on disk, or a transfer failed.
         """
-        with _disable_current_modes():
+        with without_dispatch_modes():
             entries = emptiable(entries)
             tensors = [holder[key] for holder, key in entries]
             bucket.put_away(entries, None)
@@ -70,7 +70,7 @@ class RecordedState:
         Raises:
             StoreError: the bytes cannot be had, or came back different.
         """
-        with _disable_current_modes():
+        with without_dispatch_modes():
             copies = bucket.copies()
             for (holder, key), tensor, away, num_bytes in self._emptied.pop(bucket, []):
                 tensor.untyped_storage().resize_(num_bytes)

@@ -4,15 +4,16 @@ The optimizer object stays what its loop, its schedulers and its scaler hold. It
 update, and its state dict the state as torch would have it.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memwall.apply.optimizer_state.partial_step import Arguments, with_closure_called, without_closure
 from memwall.errors import ApplyError, MemwallError
+from memwall.torch_internals.optimizers import step_post_hooks, step_pre_hooks
 
 __all__ = ["TakenStep"]
 
@@ -48,7 +49,7 @@ class TakenStep:
         """The first error of a step."""
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
-        _order(optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
+        step_post_hooks(optimizer).move_to_end(after.id, last=False)
         self._before_id = before.id
         self._handles: list[Any] = [
             before,
@@ -73,7 +74,7 @@ class TakenStep:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Does the step; what is left for the optimizer is one without parameters."""
         self._give_groups_back()
-        if next(reversed(_order(optimizer._optimizer_step_pre_hooks))) != self._before_id:
+        if next(reversed(step_pre_hooks(optimizer))) != self._before_id:
             raise ApplyError(
                 f"a step pre-hook was registered on the {type(optimizer).__name__} after memwall {self._done_to_state},"
                 " and would run after the update that it belongs before; register it before the session starts"
@@ -91,7 +92,7 @@ class TakenStep:
     def _after_step(self, *_: Any) -> None:
         self._give_groups_back()
         # Pre-hooks registered meanwhile come before the next step.
-        _order(self._optimizer._optimizer_step_pre_hooks).move_to_end(self._before_id)
+        step_pre_hooks(self._optimizer).move_to_end(self._before_id)
 
     def _give_groups_back(self) -> None:
         if self._withheld is not None:
@@ -119,8 +120,3 @@ class TakenStep:
     @torch.no_grad()
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._load()
-
-
-def _order(hooks: Any) -> "OrderedDict[int, Any]":
-    """Step hooks by number, in the order in which they run (torch.optim.Optimizer.__init__)."""
-    return cast("OrderedDict[int, Any]", hooks)

@@ -5,18 +5,20 @@ or clips it in place is noted and done when its elements are next in memory; wha
 good. Clipping by norm therefore runs torch's own code, on a few gradients at a time.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from memwall.errors import ApplyError
 from memwall.store.paged import PagedTensor, WriteBehind
 from memwall.store.transfer import TransferPool
+from memwall.torch_internals.dispatch import disabled_torch_function, make_wrapper, without_dispatch_modes
+from memwall.torch_internals.operators import schema_of
+from memwall.torch_internals.storages import weak_tensor_dict
+from memwall.torch_internals.trees import tree_leaves, tree_map
 
 __all__ = ["GradientStore", "Reductions", "SpilledGradient", "StandsFor"]
 
@@ -56,8 +58,11 @@ class Reductions:
 StandsFor = Callable[[Tensor, Tensor], None]
 """Tells a recorder that the first tensor holds what the second one held, which stays without memory."""
 
-_PLAIN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Gradients of a recorded plain step, by the tensors that stand for them in memory."""
+
+@functools.cache
+def _plain_gradients() -> MutableMapping[Tensor, Tensor]:
+    """Gradients of a recorded plain step, by the tensors that stand for them in memory, for as long as these live."""
+    return weak_tensor_dict()
 
 
 class GradientStore:
@@ -110,7 +115,7 @@ class GradientStore:
         Args:
             stands_for: who is to be told, while the step is recorded.
         """
-        with _disable_current_modes():  # a move is no part of the step
+        with without_dispatch_modes():  # a move is no part of the step
             self._add(new, stands_for)
 
     def _add(self, new: Tensor, stands_for: StandsFor | None) -> None:
@@ -148,7 +153,7 @@ class GradientStore:
         if self._num_done < len(self._deferred):
             paged.finish_write()
             # On disk it stays as it was: what is noted is done again at the next load.
-            with _disable_current_modes():
+            with without_dispatch_modes():
                 for func, args, kwargs in self._deferred[self._num_done :]:
                     func(paged.tensor, *args, **kwargs)
             self._num_done = len(self._deferred)
@@ -173,12 +178,12 @@ class GradientStore:
     def take(self) -> Tensor:
         """Puts the gradient back into memory for good."""
         assert self.handle is not None
-        with _disable_current_modes():
+        with without_dispatch_modes():
             handle, taken = self.handle, self.load().clone()
         if self._plain is not None:
             plain, stands_for = self._plain
             stands_for(taken, plain)
-            _PLAIN[taken] = plain  # which the record has for as long as it lives
+            _plain_gradients()[taken] = plain  # which the record has for as long as it lives
         self.drop()
         handle.taken = taken
         self._put_back(taken)
@@ -217,11 +222,11 @@ class SpilledGradient(Tensor):
     taken: Tensor | None
     """The gradient, once it is in memory for good."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, store: GradientStore, like: Tensor) -> "SpilledGradient":
-        made: SpilledGradient = torch.Tensor._make_wrapper_subclass(
+        made: SpilledGradient = make_wrapper(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
         )
         made._store, made.taken = store, None
@@ -246,7 +251,7 @@ class SpilledGradient(Tensor):
             if func in _DEFERRED and all(_is_number(value) for value in tree_leaves((args[1:], kwargs))):
                 away[0]._store.defer((func, *tree_map(_own, (args[1:], kwargs))))
                 return away[0]
-            if not func._schema.is_mutable and not func.is_view:
+            if not schema_of(func).is_mutable and not func.is_view:
                 return away[0]._store.compute(operation)
         return _run(func, args, kwargs, away)
 
@@ -292,7 +297,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], away: list[Sp
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation writes to."""
     found = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return found

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from memwall.torch_internals.dispatch import reading_no_elements, without_subclass_functions
+from memwall.torch_internals.trees import tree_leaves
 
 __all__ = ["Guard", "GuardedParameter", "guarded", "unguarded"]
 
@@ -59,7 +61,7 @@ class GuardedParameter(nn.Parameter):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             if func in _WITHOUT_ELEMENTS:
                 return func(*args, **kwargs)
             used = [_guards[id(v)] for v in _unique(tree_leaves((args, kwargs))) if id(v) in _guards]
@@ -109,14 +111,15 @@ def _properties(*names: str) -> list[Any]:
 
 _WITHOUT_ELEMENTS = frozenset(
     (
-        *_properties("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "_version"),
+        *_properties("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim"),
         *_properties("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "names"),
-        *_properties("_backward_hooks", "_post_accumulate_grad_hooks", "output_nr", "is_nested", "is_mkldnn"),
-        *(_Tensor._backward_hooks.__set__, _Tensor._post_accumulate_grad_hooks.__set__, _Tensor.requires_grad.__set__),
+        *_properties("output_nr", "is_nested", "is_mkldnn"),
+        _Tensor.requires_grad.__set__,
+        *reading_no_elements(),
         *(Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.element_size, Tensor.__len__),
         *(Tensor.storage_offset, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.data_ptr),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_, Tensor.get_device),
-        *(Tensor.is_conj, Tensor.is_neg, Tensor.is_inference, Tensor._is_view, Tensor.is_pinned, Tensor.is_shared),
+        *(Tensor.is_conj, Tensor.is_neg, Tensor.is_inference, Tensor.is_pinned, Tensor.is_shared),
         torch.autograd.grad,  # blocks bring in what it needs
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size),
         *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like),

@@ -23,6 +23,7 @@ from memwall.apply.streaming.building import Building
 from memwall.apply.streaming.tier import ParameterTier
 from memwall.errors import ApplyError
 from memwall.store.transfer import memory_at
+from memwall.torch_internals.modules import own_buffers, own_parameters, without_state_dict_entry
 
 __all__ = ["load_safetensors", "save_safetensors", "streamed_init"]
 
@@ -109,7 +110,7 @@ def _fill(places: list[tuple[nn.Module, str]], present: Tensor, tensor: Tensor, 
         if isinstance(present, nn.Parameter):
             loaded = nn.Parameter(loaded, requires_grad=present.requires_grad)
         for module, key in places:
-            (module._parameters if key in module._parameters else module._buffers)[key] = loaded  # type: ignore[assignment]
+            (own_parameters(module) if key in own_parameters(module) else own_buffers(module))[key] = loaded  # type: ignore[assignment]
         if isinstance(loaded, nn.Parameter):
             member = tier.adopt(loaded, name)
             if member is not None:
@@ -189,16 +190,16 @@ def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     names: dict[int, list[str]] = {}
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        own = {**module._parameters, **module._buffers}
+        own = {**own_parameters(module), **own_buffers(module)}
         for key, tensor in own.items():
-            if tensor is not None and key not in module._non_persistent_buffers_set:
+            if tensor is not None and key not in without_state_dict_entry(module):
                 names.setdefault(id(tensor), []).append(f"{path}.{key}" if path else key)
                 places.setdefault(id(tensor), []).append((module, key))
     return {name: places[key] for key, every in names.items() for name in every}
 
 
 def _own(module: nn.Module, key: str) -> Tensor:
-    found = module._parameters[key] if key in module._parameters else module._buffers[key]
+    found = own_parameters(module)[key] if key in own_parameters(module) else own_buffers(module)[key]
     assert found is not None
     return found
 

@@ -22,6 +22,8 @@ from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 from memwall.apply.streaming.units import find_units, hooked_parameters, repeated_blocks, tensors_in
 from memwall.errors import ApplyError, MemwallError
 from memwall.store.scratch import Slot
+from memwall.torch_internals.autograd import after_backward, current_node
+from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.attached import wrap_forward
 
 __all__ = ["ParameterStreaming"]
@@ -100,7 +102,7 @@ class ParameterStreaming:
         Raises:
             StoreError: no room on disk, or a transfer failed.
         """
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), without_subclass_functions():
             self._tier.settle()
         members = [(member, member.values.slot) for member in self._members()]
         for member, _ in members:
@@ -156,7 +158,7 @@ class ParameterStreaming:
 
     def end_showing(self) -> int:
         """See `ParameterTier`; to be called between a step and the next forward."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), without_subclass_functions():
             return self._tier.end_showing()
 
     def undo(self) -> None:
@@ -182,7 +184,7 @@ class ParameterStreaming:
         self._unwrap.append(wrap_forward(stream.unit.module, partial(self._run, stream), stream.unit.name))
 
     def _run(self, stream: Stream, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        is_in_backward = torch._C._current_autograd_node() is not None
+        is_in_backward = current_node() is not None
         begin = next(self._numbers)
         self._enter(stream, is_in_backward)
         try:
@@ -296,7 +298,7 @@ class ParameterStreaming:
 
     def _hold_recomputed(self, stream: Stream) -> None:
         """Has a unit in memory that runs again in backward, with the others that the same node has made run again."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         for other, reason in list(self._held.items()):
             if not isinstance(reason, int) and reason is not node:
                 self._release_held(other)
@@ -309,7 +311,7 @@ class ParameterStreaming:
             reason: when the call began whose backward begins, or the node that needs it to run again.
         """
         if not self._held:
-            torch.autograd.Variable._execution_engine.queue_callback(self._let_go_of_backward)
+            after_backward(self._let_go_of_backward)
         if stream not in self._held:
             self._tier.hold(stream.members)
             for member in stream.members:
@@ -349,7 +351,7 @@ class ParameterStreaming:
                         "elements were on disk: an intermediate result left the block on another way than as its "
                         "output; return it from forward, or plan without streaming parameters"
                     )
-                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                with torch.no_grad(), without_subclass_functions():
                     member.spill_gradient()
 
         if member.parameter.requires_grad:

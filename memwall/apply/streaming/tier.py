@@ -4,6 +4,7 @@ A parameter keeps its identity: the optimizer's groups, tied modules and hooks r
 storage keeps its address too, so that what autograd has saved of it is valid again as soon as the bytes are back.
 """
 
+import functools
 import logging
 import sys
 import weakref
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from memwall.apply.streaming.gradients import GradientStore, Reductions, StandsFor
 from memwall.apply.streaming.guard import Guard, guarded, unguarded
@@ -22,6 +22,10 @@ from memwall.store.buckets import can_move
 from memwall.store.paged import PagedTensor, WriteBehind
 from memwall.store.pages import is_of_file, is_page_map, return_file_pages
 from memwall.store.transfer import TransferPool
+from memwall.torch_internals.autograd import version_of
+from memwall.torch_internals.dispatch import without_subclass_functions
+from memwall.torch_internals.storages import num_references
+from memwall.torch_internals.trees import tree_leaves
 from memwall.units import format_bytes
 
 __all__ = ["ParameterTier", "StreamedParameter"]
@@ -79,7 +83,7 @@ class StreamedParameter:
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient, here or away."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             return self.gradient.handle is not None or self.parameter.grad is not None
 
     def spill_gradient(self) -> None:
@@ -119,7 +123,7 @@ def _put_gradient(reference: "weakref.ref[nn.Parameter]", value: Tensor) -> None
     """Not a method: who leaves the tier must be forgotten at once, or its memory seems to be shared."""
     parameter = reference()
     assert parameter is not None  # the tier has it
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_functions():
         parameter.grad = value
 
 
@@ -182,7 +186,7 @@ class ParameterTier:
             return self._members[id(parameter)]
         if type(parameter) is not nn.Parameter or parameter.is_inference():
             return None
-        if _num_references(parameter) > _USUAL_REFERENCES or not can_move(parameter.detach(), self.min_bytes):
+        if _num_references(parameter) > _usual_references() or not can_move(parameter.detach(), self.min_bytes):
             return None
         if parameter.untyped_storage().nbytes() != parameter.nbytes or parameter.is_shared():
             return None
@@ -246,14 +250,14 @@ class ParameterTier:
             member.values.want()
             member.values.finish_write()
             self._used.pop(member, None)
-        versions = [member.parameter._version for member in members]
+        versions = [version_of(member.parameter) for member in members]
         try:
             result = run()
         finally:
             for member, version in zip(members, versions, strict=True):
                 is_held = member.num_holders > 0
                 # Some operations on lists of tensors change them and leave their versions as they were.
-                if not is_held or member.parameter._version != version:
+                if not is_held or version_of(member.parameter) != version:
                     member.values.changed()
                 if not is_held:
                     self._used[member] = None
@@ -362,7 +366,7 @@ class ParameterTier:
         """
         if id(member.parameter) not in self._members:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             member.values.stay()
             if member.gradient.handle is not None:
                 member.gradient.take()
@@ -376,8 +380,8 @@ class ParameterTier:
 
 def _num_references(parameter: nn.Parameter) -> int:
     """How many tensors, and other objects, hold the parameter's storage."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
+    with without_subclass_functions():
+        return num_references(parameter.untyped_storage())
 
 
 def _is_nobody_elses(address: int) -> bool:
@@ -387,4 +391,9 @@ def _is_nobody_elses(address: int) -> bool:
 
 # The member's own, and that of the call which counts.
 _OWN_REFERENCES = 2
-_USUAL_REFERENCES = _num_references(nn.Parameter(torch.empty(1)))
+
+
+@functools.cache
+def _usual_references() -> int:
+    """What counts for a parameter that nobody else holds."""
+    return _num_references(nn.Parameter(torch.empty(1)))

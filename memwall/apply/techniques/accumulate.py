@@ -10,6 +10,7 @@ from memwall.apply.microbatch import MicroBatches, tensors_in
 from memwall.apply.technique import Handler, Target, register
 from memwall.errors import ApplyError
 from memwall.planning.techniques.accumulate import Accumulate
+from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
 
 __all__ = ["AccumulateHandler", "AccumulationEffect"]
@@ -52,7 +53,7 @@ class AccumulationEffect(Effect):
         self._handle = attach_hook(model.register_forward_pre_hook, self._before_forward, with_kwargs=True)
 
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
+        if not torch.is_grad_enabled() or current_node() is not None:
             return
         self._num_calls += 1
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dim() > 0]

@@ -1,5 +1,6 @@
 """Autocast: the model's forward runs in a lower precision where torch's lists allow it."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,10 @@ from memwall.apply.microbatch import tensors_in
 from memwall.apply.precision import LowerPrecision
 from memwall.apply.technique import Handler, Target, register
 from memwall.planning.techniques.autocast import Autocast
+from memwall.torch_internals.autograd import has_input_dtypes, input_dtypes
 from memwall.trace.attached import attach_hook
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["AutocastEffect", "AutocastHandler"]
 
@@ -42,7 +46,10 @@ class AutocastEffect(Effect):
         self.name = f"autocast to {action.dtype}"
         self.expected = f"operations of the forward compute in {action.dtype}"
         self._dtype = torch.bfloat16 if action.dtype == "bfloat16" else torch.float16
-        self._is_seen = False
+        # Where torch does not tell dtypes, whether autocast has an effect is not known, and nothing is said.
+        self._is_seen = not has_input_dtypes
+        if not has_input_dtypes:
+            _log.warning("%s: whether it has an effect cannot be seen with torch %s", self.name, torch.__version__)
         self._num_nodes = 0
         self._handle = attach_hook(model.register_forward_hook, self._after_forward)
 
@@ -52,7 +59,7 @@ class AutocastEffect(Effect):
         for node in _nodes(out):
             self._num_nodes += 1
             if type(node).__name__ == "CheckpointFunctionBackward" or any(
-                metadata.dtype == self._dtype for metadata in node._input_metadata
+                dtype == self._dtype for dtype in input_dtypes(node)
             ):  # what a reentrant checkpoint holds is no part of the graph
                 self._is_seen = True
                 return

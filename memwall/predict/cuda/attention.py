@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memwall.predict.cuda.attention_calls import mark_math_attention
 from memwall.predict.cuda.autocast import without_autocast
+from memwall.torch_internals.operators import operator_named
 
 __all__ = ["AttentionCall", "AttentionKernel", "attention_kernel", "run_attention"]
 
@@ -206,20 +207,20 @@ def _run(
     """The call made with the operators of a kernel."""
     out: Tensor
     if kernel == "cudnn":
-        out = _aten._scaled_dot_product_cudnn_attention(
+        out = operator_named("_scaled_dot_product_cudnn_attention.default")(
             query, key, value, mask, needs_gradient, dropout, is_causal, False, scale=scale
         )[0]
     elif kernel == "flash":
         size = query.shape[-1]
         padded = (_padded(tensor, 8) for tensor in (query, key, value))
-        out = _aten._scaled_dot_product_flash_attention(
+        out = operator_named("_scaled_dot_product_flash_attention.default")(
             *padded, dropout, is_causal, False, scale=1 / math.sqrt(size) if scale is None else scale
         )[0]
         out = out[..., :size] if out.shape[-1] != size else out
     elif kernel == "efficient":
         if mask is not None:
             mask = _aligned(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        out = _aten._scaled_dot_product_efficient_attention(
+        out = operator_named("_scaled_dot_product_efficient_attention.default")(
             query, key, value, mask, needs_gradient, dropout, is_causal, scale=scale
         )[0]
     else:
@@ -227,7 +228,7 @@ def _run(
         kept = None
         if dropout:  # given, it is one of bools, as a device's fused dropout saves it; on a CPU it would be of numbers
             kept = torch.empty((*query.shape[:-1], key.shape[-2]), dtype=torch.bool, device=query.device)
-        out = _aten._scaled_dot_product_attention_math(
+        out = operator_named("_scaled_dot_product_attention_math.default")(
             query, key, value, mask, dropout, is_causal, kept, scale=scale, enable_gqa=enable_gqa
         )[0]
     return out

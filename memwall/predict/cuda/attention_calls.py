@@ -5,8 +5,8 @@ recording marks where such a call begins.
 """
 
 from msgspec import Struct
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from memwall.torch_internals.dispatch import active_dispatch_modes
 from memwall.trace.recorder import StepRecorder
 from memwall.trace.records import Step, Trace
 
@@ -34,7 +34,7 @@ class AttentionCalls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def mark_math_attention() -> None:
     """Notes in the step that is being recorded, if one is, that a call without an operator of its own begins."""
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in active_dispatch_modes():
         if isinstance(mode, StepRecorder):
             mode.log.mark(_MATH_MARK)
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from memwall.torch_internals.operators import has_kernel, library_for_now, without_cpu_autocast
+from memwall.torch_internals.trees import tree_map_only
 
 __all__ = ["cuda_autocast_lists", "without_autocast"]
 
@@ -30,13 +32,12 @@ _FLOAT32_RESULT = ("cumsum", "cumprod", "sum", "sum.dim_IntList", "linalg_vector
 _FUSED_CAST = {"softmax.int": "_softmax", "log_softmax.int": "_log_softmax"}
 # On the CPU's list alone; on CUDA what it consists of is on the lists.
 _CPU_ONLY = ("cross_entropy_loss",)
-_KEY = torch._C.DispatchKey.AutocastCPU
 
 
 @contextmanager
 def cuda_autocast_lists() -> Iterator[None]:
     """Within, autocast on a CPU treats the operators on CUDA's lists as CUDA does."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with library_for_now("aten", "IMPL") as library:
         for name in _FLOAT32:
             _register(library, name, _in_float32)
         for name in _FLOAT32_RESULT:
@@ -52,7 +53,6 @@ def cuda_autocast_lists() -> Iterator[None]:
 
 def _register(library: Any, name: str, make: Callable[[str], Callable[..., Any]]) -> None:
     """Registers a kernel for an operator that is on CUDA's lists and on none of the CPU's."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if has_kernel(f"aten::{name}", "AutocastCUDA") and not has_kernel(f"aten::{name}", "AutocastCPU"):
         library.impl(name, make(name), "AutocastCPU")
 
@@ -64,7 +64,7 @@ def _operator(name: str) -> Any:
 
 def without_autocast() -> Any:
     """A context within which autocast, if it is on, casts nothing: where a kernel of its own has cast already."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY))
+    return without_cpu_autocast()
 
 
 def _is_castable(value: Any) -> bool:

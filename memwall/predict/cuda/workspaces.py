@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.torch_internals.operators import operator_named
 from memwall.trace.own_work import own_work_of
 from memwall.trace.workspace import Workspace, Workspaces
 
@@ -138,13 +139,17 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def _attention_backward(kernel: str) -> Any:
+    return operator_named(f"_scaled_dot_product_{kernel}_attention_backward.default")
+
+
 FORMULAS: dict[str, tuple[tuple[Any, ...], Formula]] = {
-    "flash-backward": ((_aten._scaled_dot_product_flash_attention_backward.default,), _flash_backward),
-    "efficient-backward": ((_aten._scaled_dot_product_efficient_attention_backward.default,), _efficient_backward),
-    "cudnn-backward": ((_aten._scaled_dot_product_cudnn_attention_backward.default,), _cudnn_backward),
+    "flash-backward": ((_attention_backward("flash"),), _flash_backward),
+    "efficient-backward": ((_attention_backward("efficient"),), _efficient_backward),
+    "cudnn-backward": ((_attention_backward("cudnn"),), _cudnn_backward),
     "embedding-backward": ((_aten.embedding_dense_backward.default,), _embedding_backward),
     "index-backward": (
-        (_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default),
+        (_aten.index_put.default, _aten.index_put_.default, operator_named("_index_put_impl_.default")),
         _index_put,
     ),
 }

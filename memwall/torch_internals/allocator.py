@@ -1,0 +1,71 @@
+"""The CUDA caching allocator's settings and history.
+
+A torch built for CPUs lacks some of the names; nobody asks for them there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from memwall.torch_internals.names import find, function
+
+__all__ = [
+    "CHANGING_CALLS",
+    "attach_out_of_memory_observer",
+    "record_memory_history",
+    "set_settings",
+    "settings_in_force",
+    "snapshot",
+]
+
+CHANGING_CALLS = ("empty_cache", "set_per_process_memory_fraction", "_set_allocator_settings")
+"""Functions of torch.cuda and torch.cuda.memory that change the allocator without an event of its own, if there."""
+
+_get_settings = find("torch._C._accelerator_getAllocatorSettings", "reading the CUDA allocator's settings back")
+
+
+def settings_in_force() -> str | None:
+    """Returns the string that torch took last, from the environment or by its setter; None where it does not tell.
+
+    torch 2.11 has no such function: what it was given cannot be read back then.
+    """
+    return None if _get_settings is None else str(_get_settings())
+
+
+set_settings: Callable[[str], None] = function(
+    "torch._C._accelerator_setAllocatorSettings", "setting the CUDA allocator up after torch was imported"
+)
+"""Has torch take a complete string of settings.
+
+Raises ValueError or RuntimeError for one that it refuses, NotAvailableError without the function: the variables must be
+set before torch is imported then.
+"""
+
+snapshot: Callable[[], dict[str, Any]] = function("torch.cuda.memory._snapshot", "the CUDA allocator's own snapshot")
+"""Returns the allocator's segments, settings and recorded events, as torch's documentation of snapshots has them.
+
+Raises NotAvailableError without it.
+"""
+
+record_memory_history: Callable[..., None] = function(
+    "torch.cuda.memory._record_memory_history", "the history of the CUDA allocator (--history)"
+)
+"""Begins or ends the recording of the allocator's events.
+
+Raises NotAvailableError without it.
+"""
+
+_attach_observer = find(
+    "torch._C._cuda_attach_out_of_memory_observer", "a snapshot at the moment when CUDA's memory runs out"
+)
+
+
+def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> bool:
+    """Has `observer` called with device, asked, total and free bytes before torch raises an error of CUDA's memory.
+
+    Returns:
+        Whether this torch does so; without it, a history is written at the end of a run alone.
+    """
+    if _attach_observer is None:
+        return False
+    _attach_observer(observer)
+    return True

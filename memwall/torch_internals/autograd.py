@@ -1,0 +1,141 @@
+"""Autograd's insides: the node that runs, the numbers of nodes and backward passes, versions of tensors."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memwall.torch_internals.names import attribute, find, function, method
+
+__all__ = [
+    "accumulation_hooks",
+    "after_backward",
+    "base_of",
+    "current_backward",
+    "current_node",
+    "execution_is_transformed",
+    "has_input_dtypes",
+    "innermost_saved_tensor_hooks",
+    "input_dtypes",
+    "next_sequence_number",
+    "sequence_number_of",
+    "version_of",
+]
+
+current_node: Callable[[], Any] = function("torch._C._current_autograd_node", "telling forward from backward")
+"""Returns the autograd node that runs in this thread; None outside of backward.
+
+Raises NotAvailableError without it: no step can be recorded or watched.
+"""
+
+sequence_number_of: Callable[[Any], int] = method(
+    "torch._C._functions.AccumulateGrad._sequence_nr", "telling which forward operation a backward one belongs to"
+)
+"""Returns the number of an autograd node, which grows with every node made in a thread.
+
+Raises NotAvailableError without it: no step can be recorded.
+"""
+
+next_sequence_number: Callable[[], int] = function(
+    "torch.autograd._get_sequence_nr", "telling which autograd nodes a module's forward makes"
+)
+"""Returns the number that the next autograd node of this thread gets.
+
+Raises NotAvailableError without it: no step can be recorded.
+"""
+
+current_backward: Callable[[], int] = function(
+    "torch._C._current_graph_task_id", "telling a backward from one that runs inside it, for tables of rows,"
+)
+"""Returns what tells the backward that runs in this thread from all others; -1 outside of one.
+
+Raises NotAvailableError without it: tables of rows take no gradients.
+"""
+
+version_of: Callable[[Tensor], int] = attribute("torch.Tensor._version", "seeing that a tensor was written in place")
+"""Returns how often a tensor, or what shares its memory by autograd's knowledge, was written in place.
+
+Raises NotAvailableError without it, where a changed tensor would otherwise go unseen; RuntimeError for tensors made in
+inference mode, as torch does.
+"""
+
+base_of: Callable[[Tensor], Tensor | None] = attribute("torch.Tensor._base", "seeing what a tensor is a view of")
+"""Returns the tensor that this one is a view of, by autograd's knowledge; None if it is no view.
+
+Raises NotAvailableError without it: kernels write over nothing that a caller gives away.
+"""
+
+_top_hooks = function(
+    "torch._C._autograd._top_saved_tensors_default_hooks", "rebuilding saved results from recipes (recompute_handles)"
+)
+
+
+def innermost_saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Returns the pack and the unpack hook that the next saved tensor goes through; None where there are none.
+
+    Raises:
+        NotAvailableError: this torch does not tell; results cannot be rebuilt from recipes then.
+    """
+    found: tuple[Any, Any] | None = _top_hooks(True)
+    return found
+
+
+_queue_callback = function(
+    "torch.autograd.Variable._execution_engine.queue_callback", "letting parameters go when a backward ends"
+)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Has `callback` called when the backward that runs now ends; to be called inside one.
+
+    Raises:
+        NotAvailableError: this torch has no such callbacks; parameters cannot be streamed from disk then.
+    """
+    _queue_callback(callback)
+
+
+_top_of_functorch = function("torch._C._functorch.peek_interpreter_stack", "moving saved tensors away")
+
+
+def execution_is_transformed() -> bool:
+    """Returns whether a transform of torch.func (vmap, grad, ...) runs, whose tensors have no memory of their own.
+
+    Raises:
+        NotAvailableError: this torch does not tell; saved tensors cannot be moved then.
+    """
+    return _top_of_functorch() is not None
+
+
+has_input_dtypes: bool = (
+    find("torch._C._functions.AccumulateGrad._input_metadata", "seeing in which precision a forward has computed")
+    is not None
+)
+"""Whether `input_dtypes` can tell."""
+
+_metadata = attribute(
+    "torch._C._functions.AccumulateGrad._input_metadata", "seeing in which precision a forward has computed"
+)
+
+
+def input_dtypes(node: Any) -> Iterable[torch.dtype]:
+    """Returns the dtypes of an autograd node's gradients, which are those of what its forward computed.
+
+    Raises:
+        NotAvailableError: this torch does not tell; who watches precision asks `has_input_dtypes` first.
+    """
+    return (metadata.dtype for metadata in _metadata(node))
+
+
+_accumulation_hooks = attribute(
+    "torch.Tensor._post_accumulate_grad_hooks", "telling memwall's own hooks on gradients from those of others"
+)
+
+
+def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
+    """Returns the hooks that run when a gradient has been accumulated, by number.
+
+    Raises:
+        NotAvailableError: this torch does not show them; hooks of others could go unseen.
+    """
+    return _accumulation_hooks(parameter) or {}

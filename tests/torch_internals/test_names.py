@@ -1,0 +1,510 @@
+"""torch's private names: each is there and does what memwall needs; without it, the door says what is missing.
+
+A name is taken away from torch itself where torch lets it go, and from the look-up where it does not (attributes of
+classes written in C). The door's modules are then loaded afresh, as copies beside those that memwall uses.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memwall.errors import NotAvailableError
+from memwall.torch_internals import (
+    allocator,
+    autograd,
+    dispatch,
+    fake,
+    modules,
+    names,
+    operators,
+    optimizers,
+    profiler,
+    storages,
+    trees,
+)
+
+SUBJECTS = (allocator, autograd, dispatch, fake, modules, operators, optimizers, profiler, storages, trees)
+ROOT = Path(__file__).parent.parent.parent
+# What a torch built for CPUs has no use for.
+OF_CUDA = ("torch._C._cuda_attach_out_of_memory_observer",)
+# torch 2.11 has none; what is done there is said in memwall/torch_internals/allocator.py.
+OF_LATER_RELEASES = ("torch._C._accelerator_getAllocatorSettings",)
+PRESENT = [path for path in sorted(names.REGISTRY) if path not in OF_CUDA + OF_LATER_RELEASES]
+ON_CLASSES = [path for path in PRESENT if not names.REGISTRY[path].is_on_instances]
+
+
+def leaf() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3))
+
+
+# -- what memwall needs of them ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ON_CLASSES)
+def test_a_name_is_there(path: str) -> None:
+    assert names.find(path, names.REGISTRY[path].needed_for) is not None
+
+
+def test_backward_is_told_by_its_node_its_number_and_its_pass() -> None:
+    seen: list[Any] = []
+    before = autograd.next_sequence_number()
+    result = leaf().mul(2)
+    node = result.grad_fn
+    result.register_hook(lambda _: seen.append((autograd.current_backward() >= 0, autograd.current_node())))
+    result.sum().backward()
+    assert autograd.sequence_number_of(node) == before
+    assert seen[0][0]
+    assert seen[0][1] is not None
+    assert (autograd.current_node(), autograd.current_backward()) == (None, -1)
+
+
+def test_a_callback_runs_when_the_backward_ends() -> None:
+    order: list[str] = []
+    parameter = leaf()
+    inner = parameter.mul(2)
+    inner.register_hook(lambda _: autograd.after_backward(lambda: order.append("end")))
+    parameter.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+    inner.sum().backward()
+    assert order == ["gradient", "end"]
+
+
+def test_a_node_tells_the_dtype_of_what_it_computed() -> None:
+    node = leaf().to(torch.bfloat16).mul(2).grad_fn
+    assert list(autograd.input_dtypes(node)) == [torch.bfloat16]
+
+
+def test_a_version_counts_writes_also_by_views_and_a_view_knows_its_base() -> None:
+    tensor = torch.zeros(4)
+    view = tensor[:2]
+    before = autograd.version_of(tensor)
+    view.add_(1)
+    assert autograd.version_of(tensor) == before + 1
+    assert autograd.base_of(view) is tensor
+    assert autograd.base_of(tensor) is None
+
+
+def test_the_innermost_hooks_and_those_on_gradients_are_shown() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert autograd.innermost_saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert autograd.innermost_saved_tensor_hooks() == (pack, pack)
+    parameter = leaf()
+    assert autograd.accumulation_hooks(parameter) == {}
+    parameter.register_post_accumulate_grad_hook(print)
+    assert list(autograd.accumulation_hooks(parameter).values()) == [print]
+
+
+def test_a_transform_of_functions_is_seen() -> None:
+    seen: list[bool] = []
+
+    def square(x: Tensor) -> Tensor:
+        seen.append(autograd.execution_is_transformed())
+        return x * x
+
+    torch.func.vmap(square)(torch.ones(2))
+    assert seen == [True]
+    assert not autograd.execution_is_transformed()
+
+
+class Counting(dispatch.TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("unseen", [dispatch.without_dispatch_modes, dispatch.without_dispatch])
+def test_a_mode_sees_operations_but_not_those_that_are_hidden(unseen: Callable[[], Any]) -> None:
+    assert not dispatch.has_modes()
+    with Counting() as mode:
+        assert dispatch.has_modes()
+        assert dispatch.active_dispatch_modes() == [mode]
+        torch.ones(1)
+        with unseen():
+            torch.ones(1)
+    assert mode.num_seen == 1
+
+
+class Wrapping(Tensor):
+    """A tensor without memory."""
+
+    __torch_function__ = dispatch.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.full((2, 3), len(str(func)))
+
+
+def test_a_wrapper_has_a_shape_and_answers_operations_itself() -> None:
+    made = dispatch.make_wrapper(Wrapping, (2, 3), dtype=torch.bfloat16, device="cpu")
+    assert (type(made), made.shape, made.dtype) == (Wrapping, (2, 3), torch.bfloat16)
+    assert made.neg().tolist() == [[len("aten.neg.default")] * 3] * 2
+    assert not dispatch.is_wrapper(torch.ones(1))
+
+
+@pytest.mark.parametrize("unseen", [dispatch.without_subclass_functions, dispatch.without_function_modes])
+def test_a_subclass_is_left_alone(unseen: Callable[[], Any]) -> None:
+    seen: list[Any] = []
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensor = torch.ones(1).as_subclass(Watched)
+    with unseen():
+        tensor.neg()
+    assert seen == []
+    tensor.neg()
+    assert seen
+
+
+def test_an_operator_tells_what_it_is_called_and_what_it_writes() -> None:
+    add_ = torch.ops.aten.add_.Tensor
+    assert operators.packet_of(add_) is torch.ops.aten.add_
+    assert operators.schema_of(add_).is_mutable
+    assert operators.operator_named("_softmax.default") is torch.ops.aten._softmax.default
+    assert operators.flop_formulas[torch.ops.aten.mm]((2, 3), (3, 4)) == 48
+
+
+def test_a_kernel_for_autocast_can_be_added_for_a_time_and_passed_by() -> None:
+    assert operators.has_kernel("aten::mm", "AutocastCPU")
+    assert not operators.has_kernel("aten::exp", "AutocastCPU")
+    with operators.library_for_now("aten", "IMPL") as library:
+        library.impl("exp", lambda x: x, "AutocastCPU")
+        with torch.autocast("cpu"):
+            assert torch.exp(torch.zeros(1)).item() == 0.0
+            with operators.without_cpu_autocast():
+                assert torch.exp(torch.zeros(1)).item() == 1.0
+    assert not operators.has_kernel("aten::exp", "AutocastCPU")
+
+
+def test_lists_of_tensors_are_added_to_and_divided() -> None:
+    tensors = [torch.ones(1), torch.ones(2)]
+    operators.foreach_add_(tensors, 1.0)
+    operators.foreach_div_(tensors, torch.tensor(4.0))
+    assert [tensor.tolist() for tensor in tensors] == [[0.5], [0.5, 0.5]]
+
+
+def test_fake_tensors_have_shapes_and_no_values() -> None:
+    with fake.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False) as mode:
+        tensor = torch.ones(2, 3)
+        assert isinstance(tensor, fake.FakeTensor)
+        with pytest.raises(fake.DataDependentOutputException):
+            tensor.sum().item()
+        with pytest.raises(fake.DynamicOutputShapeException):
+            torch.nonzero(tensor)
+        with fake.unset_fake_temporarily():
+            assert torch.ones(1).item() == 1.0
+        with fake.without_truncated_sampling():
+            nn.init.trunc_normal_(tensor)
+    with fake.FakeCopyMode(mode):
+        assert isinstance(type(tensor).__torch_dispatch__, object)
+
+
+def test_storages_are_known_by_identity_and_by_who_refers_to_them() -> None:
+    tensor = torch.ones(2)
+    storage = tensor.untyped_storage()
+    num_before = storages.num_references(storage)
+    view = tensor[:1]
+    assert storages.num_references(storage) == num_before + 1
+    assert storages.identity_of(view.untyped_storage()) == storages.identity_of(storage)
+    reference = storages.StorageWeakRef(storage)
+    assert not reference.expired()
+    del storage, view, tensor
+    assert reference.expired()
+
+
+def test_a_weak_dict_forgets_the_tensors_that_died() -> None:
+    found, kept, other = storages.weak_tensor_dict(), torch.zeros(1), torch.zeros(1)
+    found[kept], found[other] = "kept", "other"
+    assert (found[kept], found[other]) == ("kept", "other")
+    del other
+    assert list(found.values()) == ["kept"]
+
+
+def test_a_sparse_tensor_shows_what_has_not_been_summed_up() -> None:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,), check_invariants=False)
+    assert storages.sparse_indices(tensor).tolist() == [[1, 1]]
+    assert storages.sparse_values(tensor).tolist() == [2.0, 3.0]
+    assert storages.sparse_nnz(tensor) == 2
+
+
+def test_allocations_are_reported_to_the_legacy_profiler() -> None:
+    assert profiler.begin_watching_allocations()
+    assert not profiler.begin_watching_allocations()
+    tensor = torch.empty(1000)
+    del tensor
+    assert profiler.end_watching_allocations() == [4000, -4000]
+
+
+def test_step_hooks_are_in_an_order_that_can_be_changed() -> None:
+    parameter = leaf()
+    optimizer = torch.optim.SGD([parameter])
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("first"))
+    second = optimizer.register_step_pre_hook(lambda *_: seen.append("second"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("third"))
+    after = optimizer.register_step_post_hook(lambda *_: seen.append("fourth"))
+    optimizers.step_pre_hooks(optimizer).move_to_end(second.id, last=False)
+    optimizers.step_post_hooks(optimizer).move_to_end(after.id, last=False)
+    optimizer.step()
+    assert seen == ["second", "first", "fourth", "third"]
+    assert optimizers.group_initialiser_of(torch.optim.AdamW) is not optimizers.group_initialiser_of(torch.optim.SGD)
+
+
+def test_schedulers_inside_another_are_shown() -> None:
+    inner = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([leaf()]))
+    assert list(optimizers.inner_schedulers(torch.optim.lr_scheduler.ChainedScheduler([inner]))) == [inner]
+    assert optimizers.inner_schedulers(inner) == ()
+
+
+def test_what_is_put_into_a_modules_dicts_is_the_modules() -> None:
+    norm = nn.BatchNorm1d(2)
+    norm.register_buffer("scratch", torch.zeros(1), persistent=False)
+    weight, mean = nn.Parameter(torch.zeros(2)), torch.ones(2)
+    modules.own_parameters(norm)["weight"] = weight
+    modules.own_buffers(norm)["running_mean"] = mean
+    assert norm.weight is weight
+    assert norm.running_mean is mean
+    assert modules.without_state_dict_entry(norm) == {"scratch"}
+    modules.with_parameters(norm, {"weight": None})
+    assert norm.weight is None
+
+
+def test_running_norms_and_compiled_modules_are_told() -> None:
+    assert modules.is_running_norm(nn.BatchNorm2d(1))
+    assert not modules.is_running_norm(nn.LayerNorm(1))
+    assert modules.is_compiled(torch.compile(nn.Linear(1, 1)))
+    assert not modules.is_compiled(nn.Linear(1, 1))
+
+
+def test_nested_values_are_walked_through() -> None:
+    nested = {"a": [1, (2.0,)]}
+    assert trees.tree_leaves(nested) == [1, 2.0]
+    assert trees.tree_flatten(nested)[0] == [1, 2.0]
+    assert trees.tree_map(lambda value: value + 1, nested) == {"a": [2, (3.0,)]}
+    assert trees.tree_map_only(int, lambda value: value + 1, nested) == {"a": [2, (2.0,)]}
+
+
+# -- without them --------------------------------------------------------------------------------------------------
+
+RAISES = "raises"
+FAKE = "torch._subclasses.fake_tensor"
+DISPATCH = "torch.utils._python_dispatch"
+Asked = Callable[[ModuleType], Any]
+
+
+def node() -> Any:
+    return leaf().mul(1).grad_fn
+
+
+WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
+    allocator: {
+        "torch._C._accelerator_getAllocatorSettings": (lambda door: door.settings_in_force(), None),
+        "torch._C._accelerator_setAllocatorSettings": (lambda door: door.set_settings(""), RAISES),
+        "torch.cuda.memory._snapshot": (lambda door: door.snapshot(), RAISES),
+        "torch.cuda.memory._record_memory_history": (lambda door: door.record_memory_history(), RAISES),
+        "torch._C._cuda_attach_out_of_memory_observer": (lambda door: door.attach_out_of_memory_observer(print), False),
+    },
+    autograd: {
+        "torch._C._current_autograd_node": (lambda door: door.current_node(), RAISES),
+        "torch._C._functions.AccumulateGrad._sequence_nr": (lambda door: door.sequence_number_of(node()), RAISES),
+        "torch.autograd._get_sequence_nr": (lambda door: door.next_sequence_number(), RAISES),
+        "torch._C._current_graph_task_id": (lambda door: door.current_backward(), RAISES),
+        "torch.Tensor._version": (lambda door: door.version_of(leaf()), RAISES),
+        "torch.Tensor._base": (lambda door: door.base_of(leaf()), RAISES),
+        "torch._C._autograd._top_saved_tensors_default_hooks": (
+            lambda door: door.innermost_saved_tensor_hooks(),
+            RAISES,
+        ),
+        "torch.autograd.Variable._execution_engine.queue_callback": (lambda door: door.after_backward(print), RAISES),
+        "torch._C._functorch.peek_interpreter_stack": (lambda door: door.execution_is_transformed(), RAISES),
+        "torch._C._functions.AccumulateGrad._input_metadata": (lambda door: door.input_dtypes(node()), RAISES),
+        "torch.Tensor._post_accumulate_grad_hooks": (lambda door: door.accumulation_hooks(leaf()), RAISES),
+    },
+    dispatch: {
+        f"{DISPATCH}.TorchDispatchMode": (lambda door: door.TorchDispatchMode(), RAISES),
+        f"{DISPATCH}._disable_current_modes": (lambda door: door.without_dispatch_modes(), RAISES),
+        f"{DISPATCH}._get_current_dispatch_mode_stack": (lambda door: door.active_dispatch_modes(), RAISES),
+        f"{DISPATCH}.is_traceable_wrapper_subclass": (lambda door: door.is_wrapper(leaf()), RAISES),
+        "torch._C._DisableTorchDispatch": (lambda door: door.without_dispatch(), RAISES),
+        "torch._C.DisableTorchFunction": (lambda door: door.without_function_modes(), RAISES),
+        "torch._C.DisableTorchFunctionSubclass": (lambda door: door.without_subclass_functions(), RAISES),
+        "torch._C._disabled_torch_function_impl": (lambda door: door.disabled_torch_function(), RAISES),
+        "torch._C._len_torch_function_stack": (lambda door: door.has_modes(), RAISES),
+        "torch._C._len_torch_dispatch_stack": (lambda door: door.has_modes(), RAISES),
+        "torch.Tensor._make_wrapper_subclass": (lambda door: door.make_wrapper(Wrapping, (1,)), RAISES),
+        "torch.Tensor._backward_hooks": (lambda door: len(door.reading_no_elements()), 5),
+        "torch.Tensor._is_view": (lambda door: len(door.reading_no_elements()), 6),
+    },
+    fake: {
+        **{
+            f"{FAKE}.{name}": (lambda door, name=name: getattr(door, name)(), RAISES)
+            for name in (
+                *("FakeTensor", "FakeTensorMode", "FakeCopyMode", "unset_fake_temporarily"),
+                *("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"),
+            )
+        },
+        "torch.nn.init._no_grad_trunc_normal_": (lambda door: drawn_without_sampling(door), [1.0, 1.0, 1.0]),
+    },
+    modules: {
+        "torch.nn.Module._parameters": (lambda door: door.own_parameters(torch.Generator()), RAISES),
+        "torch.nn.Module._buffers": (lambda door: door.own_buffers(torch.Generator()), RAISES),
+        "torch.nn.Module._non_persistent_buffers_set": (
+            lambda door: door.without_state_dict_entry(torch.Generator()),
+            RAISES,
+        ),
+        "torch.nn.modules.batchnorm._NormBase": (lambda door: door.is_running_norm(nn.BatchNorm2d(1)), True),
+    },
+    operators: {
+        **{
+            f"torch.ops.aten.{name}": (lambda door, name=name: door.operator_named(name)(), RAISES)
+            for name in operators._NEEDED_FOR
+        },
+        "torch.ops.aten.add.Tensor._schema": (lambda door: door.schema_of(torch.ops.aten.mm.default), RAISES),
+        "torch.ops.aten.add.Tensor._overloadpacket": (lambda door: door.packet_of(torch.ops.aten.mm.default), RAISES),
+        "torch._C._dispatch_has_kernel_for_dispatch_key": (lambda door: door.has_kernel("a", "b"), RAISES),
+        "torch.library._scoped_library": (lambda door: door.library_for_now("aten", "IMPL"), RAISES),
+        "torch._C._ExcludeDispatchKeyGuard": (lambda door: door.without_cpu_autocast(), RAISES),
+        "torch._C.DispatchKeySet": (lambda door: door.without_cpu_autocast(), RAISES),
+        "torch._C.DispatchKey.AutocastCPU": (lambda door: door.without_cpu_autocast(), RAISES),
+        "torch._foreach_add_": (lambda door: door.foreach_add_([], 1.0), RAISES),
+        "torch._foreach_div_": (lambda door: door.foreach_div_([], leaf()), RAISES),
+        "torch.utils.flop_counter.flop_registry": (lambda door: dict(door.flop_formulas), {}),
+        "torch.utils.flop_counter.register_flop_formula": (lambda door: door.flop_formula_of(None)(print), print),
+    },
+    optimizers: {
+        "torch.optim.Optimizer._optimizer_step_pre_hooks": (lambda door: door.step_pre_hooks(print), RAISES),
+        "torch.optim.Optimizer._optimizer_step_post_hooks": (lambda door: door.step_post_hooks(print), RAISES),
+        "torch.optim.SGD._init_group": (lambda door: door.group_initialiser_of(object), None),
+    },
+    profiler: {
+        f"torch._C.{name}": (lambda door: (door.has_allocation_events, door.begin_watching_allocations()), RAISES)
+        for name in (
+            *("_autograd._enable_profiler_legacy", "_autograd._disable_profiler_legacy"),
+            *("_profiler.ProfilerConfig", "_profiler.ProfilerState", "_profiler._ExperimentalConfig"),
+        )
+    },
+    storages: {
+        "torch.multiprocessing.reductions.StorageWeakRef": (lambda door: door.StorageWeakRef(), RAISES),
+        "torch.utils.weak.WeakTensorKeyDictionary": (lambda door: door.weak_tensor_dict(), RAISES),
+        "torch.UntypedStorage._cdata": (lambda door: door.identity_of(leaf().untyped_storage()), RAISES),
+        "torch._C._storage_Use_Count": (lambda door: door.num_references(leaf().untyped_storage()), RAISES),
+        **{
+            f"torch.Tensor._{name}": (lambda door, name=name: getattr(door, f"sparse_{name}")(leaf()), RAISES)
+            for name in ("indices", "values", "nnz")
+        },
+    },
+    trees: {
+        f"torch.utils._pytree.{name}": (lambda door, name=name: getattr(door, name)([]), RAISES)
+        for name in ("tree_flatten", "tree_leaves", "tree_map", "tree_map_only")
+    },
+}
+
+
+def drawn_without_sampling(door: ModuleType) -> Any:
+    tensor = torch.ones(3)
+    with door.without_truncated_sampling():
+        nn.init.trunc_normal_(tensor)
+    return tensor.tolist()
+
+
+def take_away(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes a name away from torch, or where torch does not let it go, from the look-up."""
+    walked = names._walk
+    owner, _, last = path.rpartition(".")
+    try:
+        monkeypatch.delattr(walked(owner), last)
+    except (AttributeError, TypeError):
+        monkeypatch.setattr(names, "_walk", lambda asked: None if asked == path else walked(asked))
+    if walked(path) is not None:  # an operator comes back by itself
+        monkeypatch.setattr(names, "_walk", lambda asked: None if asked == path else walked(asked))
+
+
+def afresh(door: ModuleType) -> ModuleType:
+    """A module of the door, loaded once more as a copy."""
+    spec = importlib.util.spec_from_file_location(f"{door.__name__}_afresh", str(door.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def test_each_name_is_tried() -> None:
+    assert {path for cases in WITHOUT.values() for path in cases} == set(names.REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("door", "path"),
+    [pytest.param(door, path, id=path) for door, cases in WITHOUT.items() for path in cases],
+)
+def test_without_a_name_the_door_says_so_when_it_is_asked(
+    door: ModuleType, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, expected = WITHOUT[door][path]
+    take_away(path, monkeypatch)
+    copy = afresh(door)
+    if expected is not RAISES:
+        assert ask(copy) == expected
+        return
+    with pytest.raises(NotAvailableError) as caught:
+        ask(copy)
+    assert f" is not available with torch {torch.__version__}, which has no {path}; take torch " in str(caught.value)
+    assert caught.value.name == path
+
+
+WITHOUT_ALL = """
+import importlib, json, sys
+from memwall.torch_internals import names
+
+paths, modules = map(set, json.loads(sys.argv[1]))
+walked, names._walk = names._walk, lambda path: None if path in paths else walked(path)
+failed = {}
+for module in sorted(modules):
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        failed[module] = repr(error)
+print(json.dumps(failed))
+"""
+
+
+def modules_of_memwall() -> list[str]:
+    """All of them but those with triton's own code, which need triton, and `__main__`, which runs the command."""
+    paths = [*(ROOT / "memwall").rglob("*.py"), *((ROOT / "triton_kernels").rglob("*.py"))]
+    parts = [path.relative_to(ROOT).with_suffix("").parts for path in paths if "import triton" not in path.read_text()]
+    dotted = [".".join(("memwall" if part[0] == "triton_kernels" else "", *part)).strip(".") for part in parts]
+    return [name.removesuffix(".__init__") for name in dotted if not name.endswith("__main__")]
+
+
+def test_all_modules_import_where_torch_has_none_of_the_names() -> None:
+    """In one process the look-up finds none: torch itself, which has uses of its own for them, keeps them."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ALL, json.dumps([sorted(names.REGISTRY), modules_of_memwall()])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
