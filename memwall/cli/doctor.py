@@ -11,7 +11,6 @@ from memwall.units import format_bytes
 if TYPE_CHECKING:
     from memwall.observe.doctor import Finding, Machine
     from memwall.observe.doctor_deepspeed import DeepSpeedPart
-    from memwall.observe.doctor_disk import Disk
 
 
 def doctor(
@@ -91,24 +90,7 @@ def _rows(machine: "Machine") -> list[tuple[str, str]]:
             f"{format_bytes(disk.write_bytes_per_second)}/s, read {format_bytes(disk.read_bytes_per_second)}/s"
         )
     rows.append(("disk", speed))
-    if disk is not None and (disk.engines is not None or disk.engine_problem):
-        rows.append(("disk engine", _engine_text(disk)))
     for library in machine.libraries:
         missing = f"not installed (pip install 'torch-memwall[{library.extra}]')" if library.extra else "not installed"
         rows.append((library.name, library.version or missing))
     return rows
-
-
-def _engine_text(disk: "Disk") -> str:
-    """Which of the two it is there, and the quartiles of both."""
-    engines = disk.engines
-    if engines is None:
-        return f"system calls; {disk.engine_problem}"
-    calls, uring = (
-        f"{1000 * first:.1f}-{1000 * last:.1f} ms" for first, _, last in (engines.system_seconds, engines.uring_seconds)
-    )
-    verdict = "io_uring is faster" if engines.faster == "io_uring" else "io_uring is not faster"
-    return (
-        f"{engines.faster}; {verdict}: {format_bytes(engines.turn_bytes)} out and back take {calls} with system calls, "
-        f"{uring} with io_uring (quartiles)"
-    )

@@ -57,9 +57,6 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequenc
                 f"forward, backward and optimizer step, {format_bytes(action.written_bytes)} are written in a step"
                 + (f"; the parameters of {len(action.staying)} modules stay in memory" if action.staying else "")
             )
-    uses_disk = moved_bytes or any(isinstance(action, OptimizerPlacement | ParameterPlacement) for action in actions)
-    if uses_disk and trace.machine.disk_engine == "io_uring":
-        reasons.append("the disk's speed is that of io_uring, which was measured faster than system calls there")
     return tuple(reasons)
 
 

@@ -130,15 +130,3 @@ int64_t uring_take(struct uring *ring, uint64_t *tag) {
         usleep(1000); /* under way, and not to be waited for: its memory is the kernel's until there is a result */
     }
 }
-
-/* One request and its result, in one call that no signal handler can come between. */
-int64_t uring_move(struct uring *ring, int is_write, int fd, void *data, uint64_t num_bytes, uint64_t offset) {
-    uint64_t tag;
-    int64_t moved;
-    do {
-        int error = uring_queue(ring, is_write, fd, data, num_bytes, offset, 0);
-        if (error) return -error;
-        moved = uring_take(ring, &tag);
-    } while (moved == -EINTR);
-    return moved;
-}
