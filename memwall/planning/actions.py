@@ -4,7 +4,6 @@ A technique is five pieces: its record here, its legality in `planning.legality`
 its handler in `apply`, and its test. `tests/planning/test_actions.py` enumerates them.
 """
 
-from itertools import pairwise
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -23,7 +22,6 @@ __all__ = [
     "ParameterPlacement",
     "Rebuild",
     "Recompute",
-    "StateAhead",
     "kinds",
 ]
 
@@ -133,15 +131,6 @@ class AllocatorReuse(Struct, frozen=True, kw_only=True, tag_field="kind", tag="a
     exactness: Exactness = "bit-exact"
 
 
-class StateAhead(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From one gradient of a step on, so much of the optimizer's state may be in memory before the optimizer runs."""
-
-    after_gradients: int
-    """Counted as parameters get them, from 1."""
-    buffer_bytes: int
-    """Of buffers, together with those of earlier gradients."""
-
-
 class OptimizerPlacement(
     Struct, frozen=True, kw_only=True, tag_field="kind", tag="optimizer-placement", forbid_unknown_fields=True
 ):
@@ -164,8 +153,6 @@ class OptimizerPlacement(
     name it then, and an older memwall reads it."""
     engine: Literal["deepspeed"] | UnsetType = UNSET
     """Whose kernel the CPU steps with; unset for torch's fused one."""
-    ahead: tuple[StateAhead, ...] | UnsetType = UNSET
-    """Both figures grow. Unset, nothing is read before the optimizer runs."""
     saved_bytes: int | None = None
     cost_seconds: float | None = None
     exactness: Exactness = "bit-exact"
@@ -178,17 +165,6 @@ class OptimizerPlacement(
             raise ValueError("the CPU steps state that is in host memory, and all of it")
         if self.engine == "deepspeed" and self.stepped_on != "cpu":
             raise ValueError("DeepSpeed's kernel steps on the CPU, and the plan does not have the step there")
-        ahead = self.steps_ahead
-        if self.stepped_on == "cpu" and ahead:
-            raise ValueError("nothing of the state is read where the CPU steps it")
-        figures = [(0, 0), *((one.after_gradients, one.buffer_bytes) for one in ahead)]
-        if any(b[0] <= a[0] or b[1] <= a[1] for a, b in pairwise(figures)):
-            raise ValueError("what is read ahead must grow from gradient to gradient")
-
-    @property
-    def steps_ahead(self) -> tuple[StateAhead, ...]:
-        """See `ahead`."""
-        return () if self.ahead is UNSET else self.ahead
 
 
 class LowBitState(Struct, frozen=True, kw_only=True, tag_field="kind", tag="low-bit-state", forbid_unknown_fields=True):

@@ -29,15 +29,12 @@ from memwall.planning.low_bit import LIBRARY_BYTES
 from memwall.planning.menu import Costs, Menu, build_instance, build_menus
 from memwall.planning.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.planning.parameters import built_bytes, streamed_bytes
-from memwall.planning.placement import with_state_ahead
-from memwall.planning.read_ahead import is_worth_it, may_read_ahead, state_ahead
 from memwall.planning.search_inputs import Problem
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.solve import smallest_feasible_bytes, solve
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.process import Resident
-from memwall.predict.state_on_disk import bytes_read_early, state_sizes
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step
 
@@ -45,8 +42,6 @@ __all__ = ["PlacedSearch"]
 
 # What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
 _SECONDS_PER_OP = 8e-6
-# Of the room that backward leaves, what is tried for state: what it needs beside other tensors' gaps is not known.
-_AHEAD_SHARES = (1.0, 0.75, 0.5)
 
 
 class PlacedSearch:
@@ -119,8 +114,7 @@ class PlacedSearch:
             plain = self._process.untreated(model.step)
             budget_bytes = self._settings.budget_bytes - self._library_bytes
             if self._process.fits_untouched(plain.process_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
-                untreated = self._found(model, num_parts, {}, plain, None, 0)
-                return self._with_state_ahead(untreated, model, {}, None, limit_bytes)
+                return self._found(model, num_parts, {}, plain, None, 0)
         best: Candidate | None = None
         for with_disk in self._tiers():
             found = self._solve_for(model, num_parts, with_disk, limit_bytes, at_most)
@@ -151,7 +145,6 @@ class PlacedSearch:
         menus, instance = self._instance(model, num_parts, with_disk)
         room_bytes = limit_bytes - self._process.base_bytes - self._process.workspace_bytes
         best: Candidate | None = None
-        best_choice: Choice | None = None
         tried: set[tuple[int, ...]] = set()
         # What a choice costs besides its own seconds; of page faults it can save no more than there are.
         least_seconds = self._split_seconds(model, num_parts) + self._place.seconds - self._problem.plain_fault_seconds
@@ -173,67 +166,8 @@ class PlacedSearch:
                 continue
             found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:
-                best, best_choice = found, choice
-        if best is None or best_choice is None:
-            return None
-        return self._with_state_ahead(
-            best, model, treatments_of_choice(menus, best_choice), (menus, best_choice), limit_bytes
-        )
-
-    def _with_state_ahead(
-        self,
-        found: Candidate,
-        model: StepModel,
-        treatments: dict[str, Treatment],
-        solved: tuple[Sequence[Menu], Choice] | None,
-        limit_bytes: int,
-    ) -> Candidate:
-        """The candidate with state read during backward, where its peak has room for that and the step is shorter."""
-        state = self._place.state
-        if state is None or not may_read_ahead(self._trace, state, found):
-            return found
-        step = model.treated(treatments) if treatments else model.step
-        sizes = state_sizes(self._steady, state.min_bytes)
-        for share in _AHEAD_SHARES:
-            ahead = state_ahead(step, sizes, self._trace.device, state, share=share)
-            read_bytes = bytes_read_early(
-                step,
-                sizes,
-                [(one.after_gradients, one.buffer_bytes) for one in ahead],
-                away_bytes=state.saved_bytes or 0,
-                bucket_bytes=state.bucket_bytes,
-                read_bytes_per_second=self._trace.machine.disk_read_bytes_per_second,
-            )
-            earlier = with_state_ahead(self._trace, self._steady, state, ahead, read_bytes)
-            if not ahead or not is_worth_it(step, state, earlier):
-                return found
-            place = self._place._replace(state=earlier)
-            if self._problem.writable_bytes(place) < 0:  # in a shorter step the same bytes are more in a day
-                return found
-            search = PlacedSearch(self._problem, place, packs=self._packs)
-            other = search._replayed(model, treatments, solved, limit_bytes)
-            if other is not None:
-                return other
-        return found
-
-    def _replayed(
-        self,
-        model: StepModel,
-        treatments: dict[str, Treatment],
-        solved: tuple[Sequence[Menu], Choice] | None,
-        limit_bytes: int,
-    ) -> Candidate | None:
-        """What was chosen for another place that the blocks are treated alike in, if it fits in this one."""
-        model = StepModel(place_step(self._trace, self._steady, self._place), self._trace.names, model.blocks)
-        if solved is None:
-            plain = self._process.untreated(model.step)
-            budget_bytes = self._settings.budget_bytes - self._library_bytes
-            fits = self._process.fits_untouched(plain.process_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes)
-            return self._found(model, 1, {}, plain, None, 0) if fits else None
-        window_bytes = window_bytes_of(*solved)
-        resident = self._resident(model.treated(treatments), limit_bytes - window_bytes)
-        fits = resident.process_bytes + window_bytes <= limit_bytes
-        return self._found(model, 1, treatments, resident, solved, window_bytes) if fits else None
+                best = found
+        return best
 
     @staticmethod
     def _split_seconds(model: StepModel, num_parts: int) -> float:

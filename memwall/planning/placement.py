@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import msgspec
 from msgspec import UNSET
 
-from memwall.planning.actions import OptimizerPlacement, StateAhead
+from memwall.planning.actions import OptimizerPlacement
 from memwall.planning.legality import can_move_optimizer_state, can_step_on_cpu
 from memwall.predict.cpu_step import gradient_bytes, pipelined_seconds, staging_bytes
 from memwall.predict.state_on_disk import (
@@ -26,7 +25,6 @@ __all__ = [
     "optimizer_placements",
     "placed",
     "with_more_resident",
-    "with_state_ahead",
 ]
 
 MIN_STATE_BYTES = 64 << 10
@@ -89,19 +87,6 @@ def with_more_resident(
     if resident_bytes - placement.resident_bytes < _LEAST_FILLED_SHARE * (placement.saved_bytes or 0):
         return None
     return _placement(trace, steady, resident_bytes, placement.bucket_bytes)
-
-
-def with_state_ahead(
-    trace: Trace, steady: Step, placement: OptimizerPlacement, ahead: tuple[StateAhead, ...], read_bytes: int
-) -> OptimizerPlacement:
-    """The placement with state read before the optimizer runs.
-
-    Args:
-        read_bytes: how much of it is there by then.
-    """
-    sizes = state_sizes(steady, placement.min_bytes)
-    seconds = _seconds(trace, steady, sizes, placement.saved_bytes or 0, placement.bucket_bytes, ahead, read_bytes)
-    return msgspec.structs.replace(placement, ahead=ahead, cost_seconds=seconds)
 
 
 def _placement(trace: Trace, steady: Step, resident_bytes: int, bucket_bytes: int) -> OptimizerPlacement:
@@ -172,7 +157,6 @@ def placed(step: Step, placement: OptimizerPlacement) -> Step:
         bucket_bytes=placement.bucket_bytes,
         min_bytes=placement.min_bytes,
         comes_back=placement.stepped_on != "cpu",
-        ahead=[(one.after_gradients, one.buffer_bytes) for one in placement.steps_ahead],
     )
 
 
@@ -202,38 +186,24 @@ def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int, cpu_bytes_pe
     return max(0.0, seconds - sum(op.seconds for op in steady.ops if op.phase == "optimizer"))
 
 
-def _seconds(
-    trace: Trace,
-    steady: Step,
-    sizes: Sequence[int],
-    away_bytes: int,
-    bucket_bytes: int,
-    ahead: Sequence[StateAhead] = (),
-    read_ahead_bytes: int = 0,
-) -> float:
+def _seconds(trace: Trace, steady: Step, sizes: Sequence[int], away_bytes: int, bucket_bytes: int) -> float:
     """What a step takes longer than with all state in memory.
 
     The disk either reads or writes, and so does a link to host memory here: that copies pass each other on it at full
     speed is not counted on. Buckets pass while the optimizer computes, which shares a CPU's cores with the threads that
     move them; the first read and the last write overlap nothing. Larger parameters' state is read, stepped and written
-    one after the other. What was read before the optimizer runs is read no more: larger parameters' first.
+    one after the other.
     """
     machine: Machine = trace.machine
-    per_read_byte = 1 / machine.disk_read_bytes_per_second
-    per_byte = per_read_byte + 1 / machine.disk_write_bytes_per_second
+    per_byte = 1 / machine.disk_read_bytes_per_second + 1 / machine.disk_write_bytes_per_second
     computing_seconds = sum(op.seconds for op in steady.ops if op.phase == "optimizer")
     total_bytes = sum(sizes)
     alone_share = sum(size for size in sizes if size > bucket_bytes) / total_bytes
     moving_share = (1 - alone_share) * away_bytes / total_bytes
-    ahead_bytes = max((one.buffer_bytes for one in ahead), default=0)
-    fitting_share = sum(size for size in sizes if bucket_bytes < size <= ahead_bytes) / total_bytes
-    alone_ahead_bytes = min(read_ahead_bytes, fitting_share * away_bytes)
-    ring_ahead_bytes = min(read_ahead_bytes - alone_ahead_bytes, (1 - alone_share) * away_bytes)
-    disk_seconds = (1 - alone_share) * away_bytes * per_byte - ring_ahead_bytes * per_read_byte
+    disk_seconds = (1 - alone_share) * away_bytes * per_byte
     seconds_per_byte = CPU_SECONDS_PER_BYTE if trace.device == "cpu" else 0.0
     cpu_seconds = 2 * (1 - alone_share) * away_bytes * seconds_per_byte / max(1, trace.num_threads)
-    edge_bytes = min(bucket_bytes, (1 - alone_share) * away_bytes)
-    edge_seconds = edge_bytes * per_byte - min(edge_bytes, ring_ahead_bytes) * per_read_byte
+    edge_seconds = min(bucket_bytes, (1 - alone_share) * away_bytes) * per_byte
     overlapped_seconds = computing_seconds * moving_share
     ring_seconds = max(disk_seconds, overlapped_seconds + cpu_seconds + edge_seconds) - overlapped_seconds
-    return alone_share * away_bytes * per_byte - alone_ahead_bytes * per_read_byte + ring_seconds
+    return alone_share * away_bytes * per_byte + ring_seconds

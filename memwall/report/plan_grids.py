@@ -248,10 +248,9 @@ def _where(actions: Sequence[Action]) -> str:
             return f"process, before CUDA starts: {setting}"
         case AllocatorReuse(limit_bytes=limit_bytes):
             return "process" + (f"; free pages returned above {format_bytes(limit_bytes)}" if limit_bytes else "")
-        case OptimizerPlacement(resident_bytes=resident_bytes, steps_ahead=ahead):
-            early = max((one.buffer_bytes for one in ahead), default=0)
+        case OptimizerPlacement(resident_bytes=resident_bytes):
             stays = f"; {format_bytes(resident_bytes)} stay" if resident_bytes else ""
-            return f"between steps{stays}" + (f"; up to {format_bytes(early)} read in backward" if early else "")
+            return f"between steps{stays}"
         case LowBitState():
             return "between steps"
         case ParameterPlacement(staying=staying):

@@ -157,9 +157,7 @@ class StateKeeper:
             self._opened.close()
         if self._state is not None:
             self._state.end_recording()
-            self._state.settle(
-                resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes, ahead=action.steps_ahead
-            )
+            self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
             return
         if action.tier == "host":
             self._opened.hold(
@@ -169,7 +167,6 @@ class StateKeeper:
                     bucket_bytes=action.bucket_bytes,
                     min_bytes=action.min_bytes,
                     limit_bytes=host_limit_bytes,
-                    ahead=action.steps_ahead,
                 )
             )
             return
@@ -181,7 +178,6 @@ class StateKeeper:
                 resident_bytes=action.resident_bytes,
                 bucket_bytes=action.bucket_bytes,
                 min_bytes=action.min_bytes,
-                ahead=action.steps_ahead,
                 around_step=self._around_step,
             )
         )
@@ -233,11 +229,6 @@ class StateKeeper:
             _log.info("the first step keeps the optimizer's state in memory: %s", reason)
             return False
         return True
-
-    def begin_forward(self) -> None:
-        """To be called before each forward: state that was read for a step that has not come is dropped."""
-        if self._state is not None:
-            self._state.begin_forward()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
