@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from planner_dynamic import Chain, ChainBlock, ChainOption, chain_instance
 
 from memwall.errors import PlanError
 from memwall.planning.solver import solve as solve_module
-from memwall.planning.solver.dynamic import Chain, ChainBlock, ChainOption, chain_instance
 from memwall.planning.solver.evaluate import Evaluation, evaluate
 from memwall.planning.solver.greedy import solve_greedy
 from memwall.planning.solver.instance import Choice, Instance
@@ -193,7 +193,7 @@ for share in (0.5, 0.15):
 
 def test_two_processes_choose_the_same_and_print_nothing() -> None:
     # P27: HiGHS inside scipy 1.17 wrote debug lines to file descriptor 1; the JSON of `memwall plan` goes there.
-    root = Path(solve_module.__file__).parents[2]
+    root = Path(solve_module.__file__).parents[3]
     runs = []
     for hash_seed in ("1", "2"):
         run = subprocess.run(
@@ -201,7 +201,7 @@ def test_two_processes_choose_the_same_and_print_nothing() -> None:
             env={
                 **os.environ,
                 "PYTHONHASHSEED": hash_seed,
-                "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests"))),
+                "PYTHONPATH": os.pathsep.join(str(root / name) for name in ("", "tests", "benchmarks")),
             },
             capture_output=True,
             check=False,
