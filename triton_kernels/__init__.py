@@ -1,4 +1,4 @@
-"""Fused kernels: one operation per file, beside its plain torch reference. Imported as `memwall.triton_kernels`.
+"""Fused kernels: one operation per package, beside its plain torch reference. Imported as `memwall.triton_kernels`.
 
 Importing this needs torch only. A kernel's own module is loaded by its first launch; where triton is not installed, and
 on the CPU, the reference runs instead: the same mathematics, chunked alike.

@@ -16,7 +16,7 @@ import memwall.triton_kernels as package
 # Kernel module and what it is called with: `rows` are four rows of 128 fp16 elements, 2^30 apart.
 CASES: dict[str, tuple[str, str]] = {
     "pack": (
-        "_pack_kernel",
+        "pack/_kernel",
         """
 codes, units = torch.empty(512, dtype=torch.int8), torch.empty(4)
 module.launch_pack(rows, codes, units, "int8")
@@ -27,10 +27,10 @@ found, expected = codes.view(4, 128) * units[:, None], rows.float()
 CHILD = """
 import importlib.util, json, os, sys
 import numpy as np, torch
-import memwall.triton_kernels._store  # before the forks: it takes seconds
+import memwall.triton_kernels._store, memwall.triton_kernels.pack  # before the forks: it takes seconds
 folder, cases = sys.argv[1], json.loads(sys.argv[2])
 def load(path, name):
-    spec = importlib.util.spec_from_file_location("memwall.triton_kernels." + name, path)
+    spec = importlib.util.spec_from_file_location("memwall.triton_kernels.pack." + name, path)
     module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module; spec.loader.exec_module(module)
     return module
 def run(path, code):
