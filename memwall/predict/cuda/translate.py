@@ -5,12 +5,13 @@ while the step is recorded on fake tensors; those of the stage "trace" change th
 live on a CPU as well. What could not be established is in no rule: `not_modelled` lists it for a trace at hand.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
+from memwall.errors import UsageError
 from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.recording import CudaRecording
 from memwall.predict.roofline import Roofline, with_least_seconds
@@ -26,6 +27,7 @@ class Rule(Struct, frozen=True, kw_only=True):
     """One difference between a step on a CPU and on CUDA."""
 
     name: str
+    """What switches it off."""
     stage: Literal["recording", "trace"]
     changes: str
     source: str
@@ -139,22 +141,40 @@ def _is_rocm(hardware: Hardware) -> bool:
     return hardware.product.startswith("AMD")
 
 
-def recording_for(hardware: Hardware) -> CudaRecording:
-    """Returns what to record a step with so that it is the device's."""
-    rules = _rules("recording")
+def recording_for(hardware: Hardware, *, without: Collection[str] = ()) -> CudaRecording:
+    """What to record a step with so that it is the device's.
+
+    Args:
+        without: names of rules to leave out.
+
+    Raises:
+        UsageError: a rule of that name does not exist.
+    """
+    rules = _rules("recording", without)
     if _is_rocm(hardware):
         rules = [name for name in rules if name not in _CUDA_ONLY]
     return CudaRecording(_capability_of(hardware), rules)
 
 
-def translated(trace: Trace, hardware: Hardware, *, autocast: Autocast = "none", host_bytes: int = 0) -> Trace:
+def translated(
+    trace: Trace,
+    hardware: Hardware,
+    *,
+    autocast: Autocast = "none",
+    host_bytes: int = 0,
+    without: Collection[str] = (),
+) -> Trace:
     """The trace as it would have been recorded on the device; of one that was recorded on CUDA the steps stay.
 
     Args:
         autocast: the precision that forward ran in, if it was seen while recording.
         host_bytes: host memory that saved tensors may move to; 0 for none.
+        without: names of rules to leave out.
+
+    Raises:
+        UsageError: a rule of that name does not exist.
     """
-    rules = _rules("trace")
+    rules = _rules("trace", without)
     steps = trace.steps
     if trace.device == "cpu" and trace.source == "recorded":  # measured on another machine
         steps = tuple(with_least_seconds(step, trace, Roofline(hardware)) for step in steps)
@@ -163,7 +183,7 @@ def translated(trace: Trace, hardware: Hardware, *, autocast: Autocast = "none",
     return msgspec.structs.replace(
         trace,
         steps=steps,
-        device="cuda",
+        device="cuda" if "device-names" in rules else trace.device,
         autocast=trace.autocast if autocast == "none" else autocast,
         base_bytes=hardware.context_bytes[0],
         workspace_bytes=0,
@@ -221,8 +241,12 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _rules(stage: str) -> list[str]:
-    return [rule.name for rule in RULES if rule.stage == stage]
+def _rules(stage: str, without: Collection[str]) -> list[str]:
+    known = [rule.name for rule in RULES]
+    unknown = sorted(set(without) - set(known))
+    if unknown:
+        raise UsageError(f"there is no translation rule '{unknown[0]}'; there are {', '.join(known)}")
+    return [rule.name for rule in RULES if rule.stage == stage and rule.name not in without]
 
 
 # -- changes of the records --------------------------------------------------------------------------------------------
