@@ -5,8 +5,8 @@ import sys
 from setuptools import Extension, setup
 
 # Plain C without Python's headers, loaded by ctypes. Where no compiler is found the installation goes on without it,
-# and memwall has malloc return each large tensor, at the price of page faults, zlib compute checksums, tensors stand in
-# for loops, and threads read and write.
+# and memwall has malloc return each large tensor, at the price of page faults, zlib compute checksums, and tensors
+# stand in for loops.
 TENSOR_HEAP = Extension(
     "memwall.native.tensor_heap",
     sources=["memwall/native/tensor_heap.c", "memwall/native/tensor_heap_hook.c"],
@@ -21,15 +21,9 @@ CRC32 = Extension(
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
 )
-URING = Extension(
-    "memwall.native.uring",
-    sources=["memwall/native/uring.c"],
-    extra_compile_args=["-O2", "-Wall", "-Wextra"],
-    optional=True,
-)
 PAGES = Extension(
     "memwall.rows.native.pages",
-    sources=["memwall/rows/native/pages.c", "memwall/native/crc32.c", "memwall/native/uring.c"],
+    sources=["memwall/rows/native/pages.c", "memwall/native/crc32.c", "memwall/rows/native/uring.c"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     libraries=["pthread"],
     optional=True,
@@ -41,4 +35,4 @@ ROWS = Extension(
     optional=True,
 )
 
-setup(ext_modules=[TENSOR_HEAP, CRC32, PAGES, ROWS, URING] if sys.platform == "linux" else [])
+setup(ext_modules=[TENSOR_HEAP, CRC32, PAGES, ROWS] if sys.platform == "linux" else [])

@@ -14,7 +14,7 @@ REQUIRED = (
 )
 
 LIBRARIES = (
-    *(f"memwall/native/{name}" for name in ("tensor_heap", "crc32", "uring")),
+    *(f"memwall/native/{name}" for name in ("tensor_heap", "crc32")),
     *(f"memwall/rows/native/{name}" for name in ("pages", "rows")),
 )
 

@@ -11,20 +11,16 @@ from torch import Tensor
 
 from memwall.triton_kernels import (
     add_rms_norm,
-    dropout,
     geglu,
     layer_norm,
     linear_cross_entropy,
     pack,
     rms_norm,
-    rope,
-    softmax_cross_entropy,
     swiglu,
     unpack,
 )
 
 Run = Callable[..., Tensor]
-_DROPPED, _THRESHOLD, _SEED = 0.1, round(0.1 * 65_536), 1
 CHUNKS = (256, 1024, 2048, 4096)
 
 
@@ -56,10 +52,6 @@ def eager_loss(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, w).float(), target)
 
 
-def eager_softmax_loss(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), target)
-
-
 def eager_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
@@ -80,38 +72,6 @@ def eager_add_rms_norm(x: Tensor, residual: Tensor, w: Tensor) -> Tensor:
 
 def eager_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], w, b)
-
-
-def eager_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As transformers' Llama has it, of tokens x [T, heads, D] and tables of T."""
-    cos, sin = (torch.cat((table, table), -1)[:, None].to(x.dtype) for table in (cos, sin))
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def _rope_inputs(num_tokens: int, num_features: int) -> tuple[Tensor, ...]:
-    angles = torch.arange(num_tokens, device="cuda")[:, None] * 10_000.0 ** (-torch.arange(64, device="cuda") / 64)
-    return _normal(num_tokens, num_features), angles.cos(), angles.sin()
-
-
-def _by_heads(run: Run) -> Run:
-    """Of tokens [T, heads * 128], as a projection gives them."""
-    return lambda x, *tables: run(x.view(x.shape[0], -1, 128), *tables)
-
-
-def eager_dropout(x: Tensor, residual: Tensor, mask: Tensor) -> Tensor:
-    """With a mask that is known already: random numbers are not counted."""
-    return x * mask.view(x.shape) * (65_536 / (65_536 - _THRESHOLD)) + residual
-
-
-def own_dropout(x: Tensor, residual: Tensor, mask: Tensor) -> Tensor:
-    return F.dropout(x, _DROPPED) + residual
-
-
-def _dropout_inputs(rows: int, columns: int) -> tuple[Tensor, ...]:
-    # Flat: it is no activation.
-    mask = dropout(torch.ones(rows * columns, device="cuda"), _DROPPED, seed=_SEED) > 0.0
-    return _normal(rows, columns), _normal(rows, columns), mask
 
 
 class _Packed(torch.autograd.Function):
@@ -211,19 +171,6 @@ CASES: dict[str, Case] = {
         },
         matmul_flops=lambda rows, hidden, vocabulary: 6 * rows * hidden * vocabulary,
     ),
-    "softmax_cross_entropy": Case(
-        shapes=((8192, 128_256), (16_384, 32_000), (8192, 50_257)),
-        make=lambda rows, vocabulary: (_normal(rows, vocabulary), torch.randint(0, vocabulary, (rows,), device="cuda")),
-        eager=eager_softmax_loss,
-        providers={
-            "memwall": lambda: softmax_cross_entropy,
-            "eager": lambda: eager_softmax_loss,
-            "torch.compile": lambda: torch.compile(eager_softmax_loss),
-            "liger": _imported(_LIGER, "liger_cross_entropy"),
-            "quack": _imported("quack.cross_entropy", "cross_entropy"),
-        },
-        elements_moved=(1, 2),
-    ),
     "swiglu": Case(
         shapes=_TOKENS_BY_WIDTH,
         make=lambda rows, columns: (_normal(rows, columns), _normal(rows, columns)),
@@ -262,33 +209,6 @@ CASES: dict[str, Case] = {
             "liger": lambda: lambda *ts: _imported(_LIGER, "liger_fused_add_rms_norm", 1e-6)()(*ts)[0],
         },
         elements_moved=(4, 3),
-    ),
-    "rope": Case(
-        # Queries of Llama 3 8B, 32 heads of 128, and its keys, 8.
-        shapes=((8192, 4096), (8192, 1024)),
-        make=_rope_inputs,
-        eager=_by_heads(eager_rope),
-        providers={
-            "memwall": lambda: _by_heads(lambda x, cos, sin: rope(x, cos, sin, sequence_dim=-3)),
-            "eager": lambda: _by_heads(eager_rope),
-            "torch.compile": lambda: torch.compile(_by_heads(eager_rope)),
-        },
-        elements_moved=(2, 2),
-    ),
-    "dropout": Case(
-        shapes=((8192, 4096), (8192, 14_336)),
-        make=_dropout_inputs,
-        eager=eager_dropout,
-        providers={
-            "memwall": lambda: lambda x, residual, mask: dropout(x, _DROPPED, residual=residual, seed=_SEED),
-            "eager-known-mask": lambda: eager_dropout,
-            # They draw masks of their own: only time and memory compare.
-            "F.dropout-own-mask": lambda: lambda x, residual, mask: F.dropout(x, _DROPPED) + residual,
-            "torch.compile-own-mask": lambda: torch.compile(
-                lambda x, residual, mask: F.dropout(x, _DROPPED) + residual
-            ),
-        },
-        elements_moved=(3, 2),
     ),
     "pack-int8": _pack_case("int8"),
     "pack-fp8": _pack_case("fp8"),

@@ -73,7 +73,7 @@ def hold_disk(mib_per_second: int) -> None:
     """What is opened on disk from now on passes at that speed; at the disk's own for 0."""
     if mib_per_second:
         HeldDisk.bytes_per_second = mib_per_second * 2.0**20
-        scratch.backend_of = lambda directory: HeldDisk()
+        scratch.SystemBackend = HeldDisk
 
 
 class Stage(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 from planner_chain import chain_of
+from planner_dynamic import solve_chain
 from planner_models import PlannedStep
 from planner_simulator import MIN_MOVED_BYTES, Order, Outcome, Simulator
 from planner_tape import DEVICE
@@ -19,7 +20,6 @@ from planner_tape import DEVICE
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import build_instance, build_menus, treatments_of_choice
 from memwall.planning.menu_records import Costs, Menu
-from memwall.planning.solver.dynamic import solve_chain
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.greedy import solve_greedy
 from memwall.planning.solver.instance import Choice, Instance, Link

@@ -1,6 +1,7 @@
 """Reads a chain out of memory rows, for the dynamic program: the way back from `chain_instance`."""
 
-from memwall.planning.solver.dynamic import Chain, ChainBlock, ChainOption
+from planner_dynamic import Chain, ChainBlock, ChainOption
+
 from memwall.planning.solver.instance import Block, Instance, Row
 
 

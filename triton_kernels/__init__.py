@@ -1,4 +1,4 @@
-"""Fused kernels: one operation per file, beside its plain torch reference. Imported as `memwall.triton_kernels`.
+"""Fused kernels: one operation per package, beside its plain torch reference. Imported as `memwall.triton_kernels`.
 
 Importing this needs torch only. A kernel's own module is loaded by its first launch; where triton is not installed, and
 on the CPU, the reference runs instead: the same mathematics, chunked alike.
@@ -7,29 +7,23 @@ on the CPU, the reference runs instead: the same mathematics, chunked alike.
 from . import _own_work as _own_work
 from .adamw import FusedAdamW
 from .cost import KernelCost
-from .dropout import dropout
 from .glu import geglu, swiglu
 from .linear_cross_entropy import linear_cross_entropy
 from .norms import add_rms_norm, layer_norm, rms_norm
 from .pack import Packed, pack, unpack
 from .recompute import recompute_handles
-from .rope import rope
-from .softmax_cross_entropy import softmax_cross_entropy
 
 __all__ = [
     "FusedAdamW",
     "KernelCost",
     "Packed",
     "add_rms_norm",
-    "dropout",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
     "pack",
     "recompute_handles",
     "rms_norm",
-    "rope",
-    "softmax_cross_entropy",
     "swiglu",
     "unpack",
 ]

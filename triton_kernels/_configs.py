@@ -9,13 +9,11 @@ __all__ = [
     "ADAMW_CHUNK",
     "Launch",
     "adamw_launch",
-    "dropout_launch",
     "glu_launch",
     "norm_backward_launch",
     "norm_launch",
     "num_row_chunks",
     "pack_launch",
-    "rope_launch",
     "row_loss_launch",
     "scaled_copy_launch",
 ]
@@ -50,11 +48,6 @@ def glu_launch(warp_lanes: int) -> Launch:
     return Launch(2048, 256 // warp_lanes)
 
 
-def dropout_launch(warp_lanes: int) -> Launch:
-    """Of dropout: 8 elements per lane, which share one call of the random generator."""
-    return Launch(2048, 256 // warp_lanes)
-
-
 def pack_launch(warp_lanes: int) -> Launch:
     """Of packing and unpacking: 16 blocks of 128 elements, 8 elements per lane."""
     return Launch(2048, 256 // warp_lanes)
@@ -67,17 +60,6 @@ def adamw_launch(is_even: bool) -> Launch:
     where warps have 64 lanes: registers would spill.
     """
     return Launch(2048 if is_even else 512, 8)
-
-
-def rope_launch(num_heads: int, num_pairs: int, warp_lanes: int) -> Launch:
-    """Of the rotation: `block` heads of one token at a time, 1,024 pairs, 8 per lane.
-
-    Half as many where pairs are no multiple of 16 and every one has an address of its own: registers would spill.
-    """
-    per_lane = 8 if num_pairs % 16 == 0 else 4
-    pairs = _power_of_two_from(max(1, num_pairs))
-    heads = min(_power_of_two_from(max(1, num_heads)), max(1, 128 * per_lane // pairs))
-    return Launch(heads, max(1, min(16, heads * pairs // (per_lane * warp_lanes))))
 
 
 def norm_launch(num_columns: int, warp_lanes: int) -> Launch:

@@ -11,11 +11,12 @@ from torch import Tensor
 from memwall.torch_internals.operators import flop_formula_of
 from memwall.trace.own_work import OWN_WORK, OwnWork, Part
 
-from . import _linear_cross_entropy_ops, _norm_ops  # noqa: F401  (they define the operators)
-from ._linear_cross_entropy_chunks import LossCall
-from ._linear_cross_entropy_cost import LossShape, chunks_work, losses_work, rounded_bytes, scratch_bytes
-from ._norm_cost import NormShape, backward_work, partial_bytes
 from .cost import Work
+from .linear_cross_entropy import _ops as _loss_operators  # noqa: F401  (it defines the operators)
+from .linear_cross_entropy._chunks import LossCall
+from .linear_cross_entropy._cost import LossShape, chunks_work, losses_work, rounded_bytes, scratch_bytes
+from .norms import _ops as _norm_operators  # noqa: F401
+from .norms._cost import NormShape, backward_work, partial_bytes
 
 _OPS = torch.ops.memwall
 

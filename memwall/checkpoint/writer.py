@@ -102,11 +102,6 @@ class CommitWriter:
         self._thread = threading.Thread(target=self._run, args=(buckets, finish), name="memwall-commit", daemon=True)
         self._thread.start()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a commit is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self) -> None:
         """Return once what was begun is committed, or was given up.
 

@@ -10,8 +10,6 @@ from memwall.units import format_bytes
 
 if TYPE_CHECKING:
     from memwall.observe.doctor import Finding, Machine
-    from memwall.observe.doctor_deepspeed import DeepSpeedPart
-    from memwall.observe.doctor_disk import Disk
 
 
 def doctor(
@@ -19,26 +17,20 @@ def doctor(
         Path | None,
         typer.Option("--disk", metavar="DIR", help="Folder whose disk is measured; by default the temporary one."),
     ] = None,
-    deepspeed: Annotated[
-        bool, typer.Option("--deepspeed", help="Also what DeepSpeed can do here on CPUs, and what it lacks.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Look at devices, memory, disk and libraries, and say what to mend."""
     from memwall.observe.doctor import inspect_machine, warnings_of
-    from memwall.observe.doctor_deepspeed import deepspeed_parts
 
     machine = inspect_machine(disk)
     warnings = warnings_of(machine)
-    parts = deepspeed_parts(machine.memlock_bytes) if deepspeed else ()
     if as_json:
-        record = {"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings}
-        write_json(record | ({"deepspeed": parts} if deepspeed else {}))
+        write_json({"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings})
     else:
-        _show(machine, warnings, parts)
+        _show(machine, warnings)
 
 
-def _show(machine: "Machine", warnings: "tuple[Finding, ...]", parts: "tuple[DeepSpeedPart, ...]") -> None:
+def _show(machine: "Machine", warnings: "tuple[Finding, ...]") -> None:
     """A table of facts, then the warnings."""
     from rich.console import Console
     from rich.table import Table
@@ -49,9 +41,6 @@ def _show(machine: "Machine", warnings: "tuple[Finding, ...]", parts: "tuple[Dee
     table.add_column(overflow="fold")
     for name, text in _rows(machine):
         table.add_row(name, text)
-    for part in parts:
-        state = f"lacks {'; '.join(part.missing)}" if part.missing else "available"
-        table.add_row(f"DeepSpeed, {part.name}", f"{state} ({part.note})" if part.note else state)
     console.print(table)
     for warning in warnings:
         console.print(f"\nwarning: {warning.found}\n  -> {warning.advice}", soft_wrap=True)
@@ -91,24 +80,7 @@ def _rows(machine: "Machine") -> list[tuple[str, str]]:
             f"{format_bytes(disk.write_bytes_per_second)}/s, read {format_bytes(disk.read_bytes_per_second)}/s"
         )
     rows.append(("disk", speed))
-    if disk is not None and (disk.engines is not None or disk.engine_problem):
-        rows.append(("disk engine", _engine_text(disk)))
     for library in machine.libraries:
         missing = f"not installed (pip install 'torch-memwall[{library.extra}]')" if library.extra else "not installed"
         rows.append((library.name, library.version or missing))
     return rows
-
-
-def _engine_text(disk: "Disk") -> str:
-    """Which of the two it is there, and the quartiles of both."""
-    engines = disk.engines
-    if engines is None:
-        return f"system calls; {disk.engine_problem}"
-    calls, uring = (
-        f"{1000 * first:.1f}-{1000 * last:.1f} ms" for first, _, last in (engines.system_seconds, engines.uring_seconds)
-    )
-    verdict = "io_uring is faster" if engines.faster == "io_uring" else "io_uring is not faster"
-    return (
-        f"{engines.faster}; {verdict}: {format_bytes(engines.turn_bytes)} out and back take {calls} with system calls, "
-        f"{uring} with io_uring (quartiles)"
-    )

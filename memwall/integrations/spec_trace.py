@@ -1,6 +1,6 @@
 """From a SPEC to a trace without a device: a Workload's factory or a Hugging Face configuration."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,11 @@ from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
 from memwall.trace.evaluation import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
-from memwall.trace.fake import record_fake
 from memwall.trace.lengths import DATA_FORMATS, BatchChoice, BatchRule, chosen_batch, read_lengths
-from memwall.trace.records import Trace
 from memwall.trace.spec import describe_error, load_workload
 from memwall.trace.workload import Workload
 
-__all__ = ["batch_of_spec", "device_run_of_spec", "device_trace_of_spec", "workload_of_spec"]
+__all__ = ["batch_of_spec", "device_run_of_spec", "workload_of_spec"]
 
 
 def workload_of_spec(
@@ -125,64 +123,6 @@ def batch_of_spec(
     return choice
 
 
-def device_trace_of_spec(
-    spec: str,
-    hardware: Hardware,
-    *,
-    batch: int | None = None,
-    sequence: int | None = None,
-    dtype: str | None = None,
-    optimizer: str | None = None,
-    autocast: str | None = None,
-    is_checkpointed: bool = False,
-    mask_share: float | None = None,
-    is_padded: bool = False,
-    host_bytes: int = 0,
-    without: Collection[str] = (),
-    changed: Callable[[Workload], Workload] | None = None,
-) -> Trace:
-    """Two steps of a SPEC as a device would run them, with the least seconds that they can take there.
-
-    Args:
-        autocast, is_checkpointed, is_padded: see `workload_of_spec`.
-        host_bytes: host memory that saved tensors may move to; 0 for none.
-        without: names of rules of `memwall.predict.cuda.translate` to leave out.
-        changed: what is recorded in place of the SPEC's own workload.
-
-    Raises:
-        UsageError: the spec, an option or a rule can't be used.
-        TraceError: the step can't be recorded without data.
-    """
-    workload = workload_of_spec(
-        spec,
-        batch=batch,
-        sequence=sequence,
-        dtype=dtype,
-        optimizer=optimizer,
-        autocast=autocast,
-        is_checkpointed=is_checkpointed,
-        is_padded=is_padded,
-    )
-    if changed is not None:
-        workload = changed(workload)
-    recording = recording_for(hardware, without=without)
-    with _failing_as_trace_error(spec):
-        try:
-            trace = record_fake(
-                workload,
-                target="cpu" if "foreach-optimizer" in without else "cuda",
-                seconds_of=Roofline(hardware),
-                mask_share=mask_share,
-                workspaces=recording.workspaces,
-                choices=recording.choices(),
-            )
-        except NeedsValuesError as failure:
-            if recording.autocast != "none":
-                raise
-            return real_trace(workload, hardware, failure, host_bytes=host_bytes)
-    return translated(trace, hardware, autocast=recording.autocast, host_bytes=host_bytes, without=without)
-
-
 def device_run_of_spec(
     spec: str | Workload,
     hardware: Hardware,
@@ -206,7 +146,8 @@ def device_run_of_spec(
         autocast, is_checkpointed, is_padded: see `workload_of_spec`.
         eval_batch: samples that are evaluated at once, with a configuration; None takes the batch of training.
         num_micro_batches: forwards and backwards in each step.
-        host_bytes, changed: see `device_trace_of_spec`.
+        host_bytes: host memory that saved tensors may move to; 0 for none.
+        changed: what is recorded in place of the SPEC's own workload.
 
     Where the step needs values that fake tensors don't have, a real one is recorded on this CPU, if it has the room.
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from memwall.machine.disk_location import check_directory
 from memwall.store.backend import IOBackend
-from memwall.store.engines import EngineName, engine_of
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.store.transfer import DEFAULT_BLOCK_BYTES, Transfer, TransferPool
 
-__all__ = ["DiskSpeed", "probe_disk", "random_buffers", "timed_pass"]
+__all__ = ["DiskSpeed", "probe_disk"]
 
 _PASS_SECONDS = 0.25
 _QUEUE_DEPTH = 4
@@ -23,8 +22,6 @@ class DiskSpeed:
 
     write_bytes_per_second: float
     read_bytes_per_second: float
-    engine: EngineName = "system calls"
-    """What moved the blocks."""
 
 
 def probe_disk(
@@ -41,18 +38,17 @@ def probe_disk(
     block_bytes = min(DEFAULT_BLOCK_BYTES, num_bytes)
     with TransferPool(ScratchFile(directory, backend=backend), block_bytes=block_bytes) as pool:
         slots = [pool.scratch.allocate(block_bytes) for _ in range(max(1, num_bytes // block_bytes))]
-        views = random_buffers(block_bytes)
-        num_warmed, _ = timed_pass(pool, slots, views, is_read=False)
-        num_written, write_seconds = timed_pass(pool, slots[:num_warmed], views, is_read=False)
-        num_read, read_seconds = timed_pass(pool, slots[:num_written], views, is_read=True)
+        views = _random_buffers(block_bytes)
+        num_warmed, _ = _timed_pass(pool, slots, views, is_read=False)
+        num_written, write_seconds = _timed_pass(pool, slots[:num_warmed], views, is_read=False)
+        num_read, read_seconds = _timed_pass(pool, slots[:num_written], views, is_read=True)
     return DiskSpeed(
         write_bytes_per_second=num_written * block_bytes / write_seconds,
         read_bytes_per_second=num_read * block_bytes / read_seconds,
-        engine=engine_of(directory),
     )
 
 
-def random_buffers(block_bytes: int) -> list[memoryview]:
+def _random_buffers(block_bytes: int) -> list[memoryview]:
     """As many blocks as are under way at once. A disk or filesystem that compresses must not look faster than it is."""
     buffers = [mmap.mmap(-1, block_bytes) for _ in range(_QUEUE_DEPTH)]
     for buffer in buffers:
@@ -60,7 +56,7 @@ def random_buffers(block_bytes: int) -> list[memoryview]:
     return [memoryview(buffer) for buffer in buffers]
 
 
-def timed_pass(pool: TransferPool, slots: list[Slot], views: list[memoryview], *, is_read: bool) -> tuple[int, float]:
+def _timed_pass(pool: TransferPool, slots: list[Slot], views: list[memoryview], *, is_read: bool) -> tuple[int, float]:
     """Move one block per slot until the time is up; the number moved and the seconds taken."""
     move = pool.read if is_read else pool.write
     under_way: list[Transfer] = []

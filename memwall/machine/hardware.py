@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from memwall.errors import MemwallError, UsageError
 
-__all__ = ["Dtype", "Hardware", "hardware_named", "hardware_names", "hardware_of_device", "read_hardware"]
+__all__ = ["Dtype", "Hardware", "hardware_named", "hardware_of_device", "read_hardware"]
 
 Dtype = Literal["float32", "tf32", "bfloat16", "float16", "float8"]
 _Bytes = Annotated[int, Meta(gt=0)]
@@ -94,11 +94,6 @@ def hardware_of_device(name: str) -> Hardware:
     if not fitting:
         raise UsageError(f"'{name}' is in no entry of hardware.toml; name the nearest one with --device")
     return _shipped()[max(fitting, key=len)]
-
-
-def hardware_names() -> tuple[str, ...]:
-    """Every name that `hardware_named` takes, in the order of the data file."""
-    return tuple(_shipped())
 
 
 def read_hardware(text: str) -> dict[str, Hardware]:

@@ -1,7 +1,7 @@
-"""C sources, and the libraries built of them: tensor heap, fast crc32, swaps of pages, loops over rows, io_uring.
+"""C sources, and the libraries built of them: tensor heap, fast crc32, swaps of pages, loops over rows.
 
 The installation builds them if it can: they need Linux and a C compiler where no wheel is used. Without them memwall
-goes on with what malloc offers, with zlib, a page at a time, with tensors, and with the system's own reads and writes.
+goes on with what malloc offers, with zlib, a page at a time, and with tensors.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ __all__ = ["load_library"]
 
 
 def load_library(
-    name: Literal["tensor_heap", "crc32", "pages", "rows", "uring"],
+    name: Literal["tensor_heap", "crc32", "pages", "rows"],
     signatures: Mapping[str, tuple[object, tuple[object, ...]]],
     *,
     folder: Path = Path(__file__).parent,

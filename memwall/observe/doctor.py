@@ -2,9 +2,7 @@
 
 import os
 import re
-import resource
 import shutil
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -84,8 +82,6 @@ class Machine(Struct, frozen=True, kw_only=True):
     libraries: tuple[Library, ...]
     foreign_memwall: str | None
     """Version of the unrelated PyPI distribution `memwall`, if it is installed."""
-    memlock_bytes: int | None = None
-    """What a process may lock in memory (ulimit -l), as libraries for direct I/O do; None for no limit."""
     allocator_findings: tuple[str, ...] = ()
     """What is doubtful or wrong about the variables of torch's CUDA allocator, as sentences."""
 
@@ -129,7 +125,6 @@ def inspect_machine(directory: Path | None = None) -> Machine:
         disk_problem=disk_problem,
         libraries=tuple(Library(name=name, version=_version_of(name), extra=extra) for name, extra in _LIBRARIES),
         foreign_memwall=_version_of("memwall"),
-        memlock_bytes=_memlock_bytes(),
         allocator_findings=_allocator_findings(str(torch.__version__)),
     )
 
@@ -226,13 +221,6 @@ def _devices(available_bytes: int) -> tuple[Device, ...]:
         )
     )
     return tuple(devices)
-
-
-def _memlock_bytes() -> int | None:
-    if sys.platform != "linux":
-        return None
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
 
 
 def _num_usable_cores() -> int:

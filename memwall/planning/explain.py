@@ -28,10 +28,6 @@ def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequenc
         reasons.append(f"{format_bytes(moved_bytes)} go to {tier} and come back in each step")
     for technique in techniques():
         reasons += technique.binding(trace, [one for one in actions if technique_of(one) is technique])
-    if trace.machine.disk_engine == "io_uring" and (
-        moved_bytes or any(technique_of(action).uses_tier for action in actions)
-    ):
-        reasons.append("the disk's speed is that of io_uring, which was measured faster than system calls there")
     return tuple(reasons)
 
 

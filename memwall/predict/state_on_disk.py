@@ -2,13 +2,11 @@
 
 In the optimizer the state passes through memory in buckets of whole parameters: while one is stepped, the one before is
 written and the one after is read, in `NUM_BUFFERS` buffers of a bucket each. A parameter whose state is larger than a
-bucket has a buffer of its own, and is alone. Buffers may be there before the optimizer runs, and state in them: as many
-bytes as a plan says from one gradient on.
+bucket has a buffer of its own, and is alone.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 
 import msgspec
 
@@ -19,10 +17,7 @@ __all__ = [
     "CPU_SECONDS_PER_BYTE",
     "NUM_BUFFERS",
     "before_optimizer",
-    "begun_early",
     "buffer_sizes",
-    "bytes_read_early",
-    "gradient_births",
     "movable_state_bytes",
     "state_sizes",
     "with_state_on_disk",
@@ -72,19 +67,12 @@ def buffer_sizes(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
 
 
 def with_state_on_disk(
-    step: Step,
-    *,
-    resident_bytes: int,
-    bucket_bytes: int,
-    min_bytes: int,
-    comes_back: bool = True,
-    ahead: Sequence[tuple[int, int]] = (),
+    step: Step, *, resident_bytes: int, bucket_bytes: int, min_bytes: int, comes_back: bool = True
 ) -> Step:
     """The step with `resident_bytes` of its movable state in memory, and while the optimizer runs its buffers.
 
     Args:
         comes_back: whether state is in memory while it is stepped, and needs buffers there.
-        ahead: after how many gradients there may be how many bytes of these buffers already.
     """
     optimizer_ops = [number for number, op in enumerate(step.ops) if op.phase == "optimizer"]
     away_bytes = movable_state_bytes(step, min_bytes) - resident_bytes
@@ -106,112 +94,15 @@ def with_state_on_disk(
             like,
             nbytes=num_bytes + ALIGNMENT_BYTES,
             category="temporary",
-            birth=birth,
+            birth=begin,
             dropped=end,
             death=end,
             phase="optimizer",
             batched=False,
         )
-        for birth, num_bytes in _births_of_buffers(buffers, gradient_births(step), ahead, begin)
+        for num_bytes in buffers
     )
     return msgspec.structs.replace(step, storages=tuple(storages))
-
-
-def begun_early(
-    sizes: Sequence[int], *, ring_bytes: int, allowed_bytes: int, most_bytes: int, held_bytes: int
-) -> tuple[int, ...]:
-    """Which shares' reads begin before the optimizer runs, once so many bytes of buffers may be there.
-
-    Large shares come first: in the optimizer their reads overlap nothing. While one does not fit yet, others pass it,
-    as long as it will fit beside them in the end.
-
-    Args:
-        sizes: of the buffers of the shares that are not begun, large ones first, then those of the ring.
-        ring_bytes: what a buffer of the ring holds.
-        allowed_bytes: of all buffers, now.
-        most_bytes: the same, at the end of backward.
-        held_bytes: of the buffers of those that were begun before.
-
-    Returns:
-        Their places in `sizes`.
-    """
-    found, kept_bytes = [], 0
-    for number, num_bytes in enumerate(sizes):
-        if held_bytes + kept_bytes + num_bytes > most_bytes:
-            continue
-        if held_bytes + num_bytes <= allowed_bytes:
-            found.append(number)
-            held_bytes += num_bytes
-        elif num_bytes > ring_bytes:
-            kept_bytes += num_bytes
-    return tuple(found)
-
-
-def bytes_read_early(
-    step: Step,
-    sizes: Sequence[int],
-    ahead: Sequence[tuple[int, int]],
-    *,
-    away_bytes: int,
-    bucket_bytes: int,
-    read_bytes_per_second: float,
-) -> int:
-    """What of the state on disk is in memory when the optimizer begins.
-
-    Args:
-        sizes: the state of each parameter, wherever it is.
-        ahead: after how many gradients there may be how many bytes of buffers.
-        away_bytes: of all state, what is on disk.
-    """
-    shared_bytes = sum(size for size in sizes if size <= bucket_bytes)
-    waiting = [size for size in sizes if size > bucket_bytes]
-    # Whose state stays in memory is not known: of each kind the same part.
-    num_buckets = round(
-        _num_buckets(sorted(sizes)[: len(sizes) - len(waiting)], bucket_bytes) * away_bytes / sum(sizes)
-    )
-    waiting += [min(bucket_bytes, shared_bytes)] * num_buckets
-    births = gradient_births(step)
-    clock = list(accumulate((op.seconds for op in step.ops), initial=0.0))
-    begin = next((number for number, op in enumerate(step.ops) if op.phase == "optimizer"), 0)
-    most_bytes = max((num_bytes for _, num_bytes in ahead), default=0)
-    held_bytes, read_bytes, done_seconds = 0, 0.0, 0.0
-    for num_gradients, allowed_bytes in ahead:
-        begun = begun_early(
-            waiting, ring_bytes=bucket_bytes, allowed_bytes=allowed_bytes, most_bytes=most_bytes, held_bytes=held_bytes
-        )
-        more_bytes = sum(waiting[number] for number in begun)
-        waiting = [size for number, size in enumerate(waiting) if number not in begun]
-        held_bytes += more_bytes
-        done_seconds = max(done_seconds, clock[births[num_gradients - 1]])
-        in_time_bytes = min(more_bytes, max(0.0, clock[begin] - done_seconds) * read_bytes_per_second)
-        read_bytes += in_time_bytes
-        done_seconds += in_time_bytes / read_bytes_per_second
-    return min(int(read_bytes), away_bytes)
-
-
-def gradient_births(step: Step) -> list[int]:
-    """Operations that make the gradients of a step, in their order; fewer than gradients where some are there before.
-
-    A gradient is accumulated no sooner than it is made.
-    """
-    return sorted(s.birth for s in step.storages if s.category == "gradient" and s.birth >= 0)
-
-
-def _births_of_buffers(
-    buffers: Sequence[int], births: Sequence[int], ahead: Sequence[tuple[int, int]], optimizer_begins: int
-) -> list[tuple[int, int]]:
-    """When buffers come, and how large they are: those read ahead as a plan has them, and the rest in the optimizer."""
-    found, ahead_bytes = [], 0
-    for num_gradients, buffer_bytes in ahead:
-        if num_gradients <= len(births):
-            found.append((births[num_gradients - 1], buffer_bytes - ahead_bytes))
-            ahead_bytes = buffer_bytes
-    for num_bytes in buffers:
-        early_bytes = min(num_bytes, ahead_bytes)
-        ahead_bytes -= early_bytes
-        if num_bytes > early_bytes:
-            found.append((optimizer_begins, num_bytes - early_bytes))
-    return found
 
 
 def before_optimizer(step: Step, min_bytes: int) -> Step:

@@ -19,7 +19,7 @@ from memwall.machine.disk_location import check_directory
 from memwall.rows.index import RowIndex
 from memwall.rows.initial import InitialRows
 from memwall.rows.pages import PageCache
-from memwall.store.backend import IOBackend, SystemBackend
+from memwall.store.backend import IOBackend
 from memwall.store.scratch import ScratchFile
 
 __all__ = ["RowColumns", "RowLayout", "RowStore"]
@@ -112,8 +112,6 @@ class RowStore:
         self._recent: list[tuple[Tensor, Tensor, int]] = []
         self._begun: tuple[Tensor, Tensor] | None = None
         self._max_begun_bytes = cache_bytes // 16
-        # Pages are smaller than the blocks that engines race with, and many go in a call.
-        backend = backend if backend is not None else SystemBackend()
         self._scratch = ScratchFile(directory, backend=backend, capacity_bytes=capacity_bytes, step_bytes=1 << 24)
         try:
             self._pages = PageCache(

@@ -284,7 +284,6 @@ class Session:
 
     def before_forward(self) -> None:
         """Raises again what ended the run."""
-        self._live.keeper.begin_forward()
         self._note_engine_failure()
         if self.failure is not None:
             raise self.failure.without_frames()

@@ -8,8 +8,7 @@ import os
 from collections.abc import Sequence
 
 from memwall.errors import StoreError
-from memwall.store.backend import ALIGNMENT_BYTES, IOBackend, OpenScratch
-from memwall.store.engines import backend_of
+from memwall.store.backend import ALIGNMENT_BYTES, IOBackend, OpenScratch, SystemBackend
 from memwall.store.scratch import ScratchFile, Slot
 
 __all__ = ["DataFile", "open_kept"]
@@ -47,7 +46,7 @@ class DataFile(ScratchFile):
 
     def __init__(self, path: str, *, backend: IOBackend | None = None, is_read_only: bool = False) -> None:
         self._is_read_only = is_read_only
-        backend = backend if backend is not None else backend_of(os.path.dirname(path) or ".")
+        backend = backend if backend is not None else SystemBackend()
         # Growing by a little: the space is reserved for the whole run before its first commit.
         super().__init__(path, backend=backend, step_bytes=ALIGNMENT_BYTES)
         self._committed: set[int] = set()

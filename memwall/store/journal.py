@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from memwall.errors import OffloadIOError, StoreError
-from memwall.store.backend import ALIGNMENT_BYTES, IOBackend, read_fully, round_up, write_fully
+from memwall.store.backend import ALIGNMENT_BYTES, IOBackend, SystemBackend, read_fully, round_up, write_fully
 from memwall.store.checksum import crc32
 from memwall.store.commit_format import (
     COMMIT_BYTES,
@@ -42,7 +42,6 @@ from memwall.store.commit_format import (
 )
 from memwall.store.data_file import DataFile, open_kept
 from memwall.store.directory_lock import DirectoryLock
-from memwall.store.engines import backend_of
 from memwall.store.scratch import Slot
 from memwall.store.transfer import DEFAULT_BLOCK_BYTES, TransferPool
 from memwall.units import format_bytes
@@ -123,7 +122,7 @@ class Journal:
                     f"--checkpoint {self.directory}: this directory cannot be made: {os.strerror(error.errno or 0)}; "
                     "give another one"
                 ) from error
-        self._backend = backend if backend is not None else backend_of(self.directory)
+        self._backend = backend if backend is not None else SystemBackend()
         self._lock = DirectoryLock(self.directory, is_read_only=is_read_only)
         try:
             self._fd = open_kept(self._backend, self._commit_path, is_read_only=is_read_only).fd

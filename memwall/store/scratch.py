@@ -8,7 +8,6 @@ from typing import Self
 
 from memwall.errors import StoreError
 from memwall.store.backend import IOBackend, OpenScratch, SystemBackend, read_fully, round_up, write_fully
-from memwall.store.engines import backend_of
 from memwall.store.extents import FreeExtents
 from memwall.store.pages import PageMap
 from memwall.units import format_bytes
@@ -61,7 +60,7 @@ class ScratchFile:
         step_bytes: int = 64 << 20,
     ) -> None:
         self.path = os.fspath(directory)
-        self._backend = backend if backend is not None else backend_of(directory)
+        self._backend = backend if backend is not None else SystemBackend()
         self._capacity_bytes = capacity_bytes
         self._step_bytes = round_up(step_bytes)
         self._free = FreeExtents()

@@ -141,8 +141,6 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     disk_free_bytes: int = 0
     disk_total_bytes: int = 0
     """The size of the disk; 0 in files written before it was looked up."""
-    disk_engine: Literal["system calls", "io_uring"] = "system calls"
-    """What moves blocks there, at these speeds."""
     cpu_step_bytes_per_second: float = 0.0
     """What torch's fused AdamW reads and writes in memory on the CPU, all its threads together."""
     deepspeed_step_bytes_per_second: float = 0.0

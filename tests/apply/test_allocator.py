@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from memwall.predict.malloc.policies import is_glibc, unavailable_reason
+from memwall.predict.malloc.policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 needs_heap = pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
-needs_glibc = pytest.mark.skipif(not is_glibc(), reason=f"no glibc malloc: {unavailable_reason()}")
+needs_glibc = pytest.mark.skipif(bool(unavailable_reason()), reason=f"no glibc malloc: {unavailable_reason()}")
 
 _PRELUDE = """
 import ctypes, os, threading
@@ -151,7 +151,7 @@ print(handler.policy)
 
 
 def test_the_tightest_way_is_the_heap_and_without_it_mallocs_own_mappings() -> None:
-    expected = "tensor-heap" if not heap_unavailable_reason() else "mmap" if is_glibc() else "None"
+    expected = "tensor-heap" if not heap_unavailable_reason() else "mmap" if not unavailable_reason() else "None"
     assert output_of("""
 handler.apply_tight()
 print(handler.policy)

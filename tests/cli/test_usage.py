@@ -18,7 +18,7 @@ OPTIONS = {
     "checkpoint": {"--to", "--output", "--json"},
     "demo": {"--budget", "--out", "--json"},
     "diff": {"--fail-over", "--output", "--json"},
-    "doctor": {"--disk", "--deepspeed", "--json"},
+    "doctor": {"--disk", "--json"},
     "explain": {"--torch", "--device", "--json"},
     "export": {"--to", "--output", "--world-size", "--disk", "--json"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}

@@ -13,7 +13,7 @@ from memwall.errors import UsageError
 from memwall.integrations.dtypes import DTYPES
 from memwall.integrations.hf_optimizers import OPTIMIZERS
 from memwall.integrations.hf_spec import hugging_face_workload
-from memwall.integrations.spec_trace import device_trace_of_spec
+from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes, peak_of
 from memwall.trace.fake import record_fake
@@ -165,7 +165,7 @@ def test_without_architectures_a_model_gets_the_usual_head_of_its_type(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_have_the_dtype_asked_for(dtype: str, written: Any) -> None:
-    trace = device_trace_of_spec(written(LLAMA), A100, batch=1, sequence=8, dtype=dtype)
+    trace = device_run_of_spec(written(LLAMA), A100, batch=1, sequence=8, dtype=dtype).training
     held = {share.name: share.num_bytes for share in peak_of(trace, trace.steps[1]).by_category}
     num_parameters = held["parameter"] // (4 if dtype == "float32" else 2)
     assert num_parameters == sum(p.numel() for p in hugging_face_workload(written(LLAMA)).make_model().parameters())
@@ -249,7 +249,7 @@ FOREACH = ("adamw", "adamw-foreach", "adam", "sgd", "sgd-momentum", "rmsprop", "
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_optimizer_is_the_one_asked_for(optimizer: str, written: Any) -> None:
-    trace = device_trace_of_spec(written(LLAMA), A100, batch=1, sequence=8, optimizer=optimizer)
+    trace = device_run_of_spec(written(LLAMA), A100, batch=1, sequence=8, optimizer=optimizer).training
     held = {share.name: share.num_bytes for share in peak_of(trace, trace.steps[1]).by_category}
     class_name, copies = STATES[optimizer]
     assert trace.optimizer == class_name
@@ -306,12 +306,12 @@ def test_batch_and_sequence_are_those_asked_for_and_have_defaults(written: Any) 
 _MEASURED = """
 import json, resource, sys, time
 from memwall.errors import InfeasibleError
-from memwall.integrations.spec_trace import device_trace_of_spec
+from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.planning.search import plan
 from memwall.predict.curve import peak_of
 from memwall.machine.hardware import hardware_named
 a100 = hardware_named("a100-80gb")
-trace = device_trace_of_spec(sys.argv[1], a100, sequence=2048, dtype="bfloat16", optimizer="adamw-foreach")
+trace = device_run_of_spec(sys.argv[1], a100, sequence=2048, dtype="bfloat16", optimizer="adamw-foreach").training
 seconds = time.process_time()
 peak = peak_of(trace, trace.steps[1])
 begin = time.process_time()
@@ -389,7 +389,7 @@ def test_nothing_is_fetched_whatever_a_configuration_names(written: Any, monkeyp
     monkeypatch.setattr(socket.socket, "connect", refused)
     monkeypatch.setattr(socket, "getaddrinfo", refused)
     config = {**LLAMA, "_name_or_path": "somebody/something", "attn_implementation": "somebody/kernels"}
-    trace = device_trace_of_spec(written(config), A100, sequence=8)
+    trace = device_run_of_spec(written(config), A100, sequence=8).training
     assert trace.source == "fake"
     assert is_offline == [True]
     assert constants.HF_HUB_OFFLINE is False

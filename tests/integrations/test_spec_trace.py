@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from memwall.errors import TraceError, UsageError
-from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec, device_trace_of_spec, workload_of_spec
+from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec, workload_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.fake import record_fake
@@ -39,7 +39,7 @@ def broken():
 def test_a_spec_may_be_a_factory_which_leaves_nothing_open(tmp_path: Path) -> None:
     path = tmp_path / "training.py"
     path.write_text(FACTORY)
-    assert device_trace_of_spec(f"{path}:small", A100).source == "fake"
+    assert device_run_of_spec(f"{path}:small", A100).training.source == "fake"
     refused = (
         r"^--batch, --dtype: '.*training\.py:small' is a factory, which decides that itself; leave it out, or give a "
         r"Hugging Face config\.json$"
@@ -48,7 +48,7 @@ def test_a_spec_may_be_a_factory_which_leaves_nothing_open(tmp_path: Path) -> No
         workload_of_spec(f"{path}:small", batch=2, dtype="bfloat16")
     failed = r"broken': a step on fake tensors failed: RuntimeError: a and b must have same .*training\.py, line \d+\)$"
     with pytest.raises(TraceError, match=failed):
-        device_trace_of_spec(f"{path}:broken", A100)
+        device_run_of_spec(f"{path}:broken", A100)
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3-8B", "gpt2"])
@@ -93,8 +93,8 @@ def test_autocast_is_that_of_the_trainer(tmp_path: Path, written: Any) -> None:
     spec = written(TINY)
     path = tmp_path / "training.py"
     path.write_text(UNDER_AUTOCAST.replace("CONFIG", repr(spec)))
-    asked = device_trace_of_spec(spec, A100, batch=2, sequence=16, autocast="bfloat16")
-    by_hand = device_trace_of_spec(f"{path}:workload", A100)
+    asked = device_run_of_spec(spec, A100, batch=2, sequence=16, autocast="bfloat16").training
+    by_hand = device_run_of_spec(f"{path}:workload", A100).training
     assert asked.autocast == by_hand.autocast == "bfloat16"
     assert [live_peak_bytes(step, "cuda") for step in asked.steps] == [
         live_peak_bytes(step, "cuda") for step in by_hand.steps
@@ -127,7 +127,7 @@ def test_autocast_halves_activations_and_keeps_weights(dtype: str, written: Any)
 def test_a_factory_may_be_run_under_autocast_and_leaves_no_hook(tmp_path: Path) -> None:
     path = tmp_path / "training.py"
     path.write_text(FACTORY)
-    assert device_trace_of_spec(f"{path}:small", A100, autocast="float16").autocast == "float16"
+    assert device_run_of_spec(f"{path}:small", A100, autocast="float16").training.autocast == "float16"
     workload = workload_of_spec(f"{path}:small", autocast="bfloat16")
     model = workload.make_model()
     assert workload.loss(model, torch.ones(4, 8)).dtype == torch.float32
@@ -255,7 +255,7 @@ def test_a_factory_decides_its_batches_itself(tmp_path: Path) -> None:
 def test_training_is_recorded_the_same_with_and_without_an_evaluation(written: Any) -> None:
     spec = written(TINY)
     run = device_run_of_spec(spec, A100, batch=2, sequence=16, eval_batch=4)
-    assert run.training.steps == device_trace_of_spec(spec, A100, batch=2, sequence=16).steps
+    assert run.training.steps == device_run_of_spec(spec, A100, batch=2, sequence=16).training.steps
     path = Path(spec) / "training.py"
     path.write_text(FACTORY)
     with pytest.raises(TraceError, match=r"broken': a step on fake tensors failed: RuntimeError"):

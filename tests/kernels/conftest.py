@@ -248,6 +248,13 @@ def laid_out(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
     return make
 
 
+def package_of(path: Path) -> str:
+    """Returns the name of the package that a file of the kernels is in."""
+    from memwall import triton_kernels
+
+    return ".".join((triton_kernels.__name__, *path.parent.relative_to(Path(triton_kernels.__file__).parent).parts))
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Counts kernel launches. In the interpreter's process there must be some: a fall-back would prove nothing."""
@@ -258,8 +265,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     if not is_interpreting():
         yield counted
         return
-    for path in Path(triton_kernels.__file__).parent.glob("_*_kernel.py"):
-        module = importlib.import_module(f"memwall.triton_kernels.{path.stem}")
+    for path in Path(triton_kernels.__file__).parent.rglob("_*kernel.py"):
+        module = importlib.import_module(f"{package_of(path)}.{path.stem}")
         for name in [name for name in vars(module) if name.startswith("launch_")]:
             original = getattr(module, name)
 
@@ -279,7 +286,7 @@ def mutant(tmp_path: Path) -> Callable[..., Any]:
     def loaded(source: Path, text: str) -> Any:
         path = tmp_path / source.name
         path.write_text(text)
-        spec = importlib.util.spec_from_file_location(f"memwall.triton_kernels._mutant_{source.stem}", path)
+        spec = importlib.util.spec_from_file_location(f"{package_of(source)}._mutant_{source.stem}", path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

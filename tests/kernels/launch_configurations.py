@@ -22,8 +22,7 @@ class Configuration(NamedTuple):
 
 def configurations(warp_lanes: int) -> Iterator[Configuration]:
     """All that _configs.py can give, over the dtypes, each once."""
-    kinds = (loss_configurations, glu_configurations, norm_configurations, adamw_configurations)
-    kinds += (softmax_loss_configurations, rope_configurations, dropout_configurations, pack_configurations)
+    kinds = (loss_configurations, glu_configurations, norm_configurations, adamw_configurations, pack_configurations)
     yield from {found.name: found for kind in kinds for found in kind(warp_lanes)}.values()
 
 
@@ -190,115 +189,6 @@ def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
                 aligned=("source_ptr", "result_ptr", *(("num_elements",) if kind == "even" else ())),
                 num_warps=launch.num_warps,
             )
-
-
-def softmax_loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """Of the loss of given logits: rows that start aligned, and rows that do not."""
-    from memwall.triton_kernels._configs import row_loss_launch
-
-    wanted = [("bf16", False, 32_000), ("bf16", True, 50_257), ("fp16", True, 128_256), ("fp32", True, 128_256)]
-    for dtype, full, vocabulary in wanted:
-        launch = row_loss_launch(vocabulary, warp_lanes)
-        kind = "even" if vocabulary % 16 == 0 else "odd"
-        pointers = ["logits_ptr", "result_ptr"]
-        rows = [f"{name}_ptr" for name in ("loss", "upstream", "largest", "total")]
-        strides = [f"{prefix}{name}_stride" for prefix in ("", "result_") for name in ("outer", "inner")]
-        for kernel in ("softmax_loss", "softmax_gradient"):
-            yield Configuration(
-                name=f"{kernel}-{dtype}-{launch.block}-{'all' if full else 'plain'}-{kind}",
-                kernel=f"{kernel}_kernel",
-                signature={
-                    **dict.fromkeys(pointers, f"*{dtype}"),
-                    **dict.fromkeys(rows, "*fp32"),
-                    "target_ptr": "*i64",
-                    **dict.fromkeys((*strides, "num_inner", "vocabulary", "ignore_index", "upstream_stride"), "i32"),
-                    **dict.fromkeys(("label_smoothing", "z_loss", "softcap", "logit_scale"), "fp32"),
-                },
-                constants={
-                    "column_stride": 1,
-                    "result_column_stride": 1,
-                    "HAS_SOFTCAP": full,
-                    "HAS_SMOOTHING": full,
-                    "INTERPRETED": False,
-                    "BLOCK": launch.block,
-                },
-                aligned=(*pointers, *((*strides, "vocabulary") if kind == "even" else ())),
-                num_warps=launch.num_warps,
-            )
-
-
-def rope_configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """Of the rotation, as [batch, T, heads, D] lies in memory: both orders of pairs, heads that are rotated in part."""
-    from memwall.triton_kernels._configs import rope_launch
-
-    wanted = [("bf16", 32, 64, 0), ("bf16", 32, 32, 64), ("bf16", 16, 20, 40)]
-    for dtype, num_heads, num_pairs, num_rest in wanted:
-        launch = rope_launch(num_heads, num_pairs, warp_lanes)
-        kind = "even" if num_pairs % 16 == 0 else "odd"
-        strides = [
-            f"{name}_{axis}_stride"
-            for name, axes in (("x", ("batch", "head", "token")), ("cos", ("batch", "token")))
-            for axis in axes
-        ]
-        strides += [name.replace("x_", "result_") for name in strides if name.startswith("x_")]
-        strides += [name.replace("cos_", "sin_") for name in strides if name.startswith("cos_")]
-        for order in ("halves", "interleaved") if kind == "even" and not num_rest else ("halves",):
-            yield Configuration(
-                name=f"rope-{order}-{dtype}-{launch.block}x{num_pairs}-{'part' if num_rest else 'whole'}-{kind}",
-                kernel="rope_kernel",
-                signature={
-                    **dict.fromkeys(("x_ptr", "result_ptr"), f"*{dtype}"),
-                    **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
-                    **dict.fromkeys(("num_heads", "num_tokens", "num_pairs", "num_columns", "num_head_blocks"), "i32"),
-                    **dict.fromkeys(strides, "i32"),
-                    "sin_sign": "fp32",
-                },
-                constants={
-                    **{f"{name}_column_stride": 1 for name in ("x", "cos", "sin", "result")},
-                    "INTERLEAVED": order == "interleaved",
-                    "COPIES_REST": num_rest > 0,
-                    "INTERPRETED": False,
-                    "HEADS": launch.block,
-                    "PAIRS": 1 << (num_pairs - 1).bit_length(),
-                    "REST": 1 << max(0, num_rest - 1).bit_length(),
-                },
-                aligned=(
-                    *("x_ptr", "cos_ptr", "sin_ptr", "result_ptr"),
-                    *((*strides, "num_pairs", "num_columns") if kind == "even" else ()),
-                ),
-                num_warps=launch.num_warps,
-            )
-
-
-def dropout_configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """Of dropout: contiguous tensors, and rows of others."""
-    from memwall.triton_kernels._configs import dropout_launch
-
-    launch = dropout_launch(warp_lanes)
-    pointers, strides = ("x_ptr", "residual_ptr", "result_ptr"), ("x_row_stride", "residual_row_stride")
-    wanted = (("bf16", True, "flat"), ("fp32", True, "flat"), ("bf16", True, "rows"))
-    for dtype, adds, layout in wanted:
-        yield Configuration(
-            name=f"dropout-{'add' if adds else 'plain'}-{dtype}-{launch.block}-{layout}-even",
-            kernel="dropout_kernel",
-            signature={
-                **dict.fromkeys(pointers, f"*{dtype}"),
-                "seed_ptr": "*i64",
-                **dict.fromkeys(("num_elements", "num_columns", *strides, "threshold", "site"), "i32"),
-                "scale": "fp32",
-            },
-            constants={
-                "x_column_stride": 1,
-                "residual_column_stride": 1,
-                "ADDS": adds,
-                "IS_FLAT": layout == "flat",
-                "INTERPRETED": False,
-                "BLOCK": launch.block,
-            },
-            aligned=(*pointers, *strides, "num_elements", "num_columns"),
-            num_warps=launch.num_warps,
-            fuses=False,
-        )
 
 
 def pack_configurations(warp_lanes: int) -> Iterator[Configuration]:

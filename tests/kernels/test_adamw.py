@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.triton_kernels import FusedAdamW
-from memwall.triton_kernels._philox import random_bits
+from memwall.triton_kernels.adamw._philox import random_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

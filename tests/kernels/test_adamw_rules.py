@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memwall.errors import UsageError
 from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import FusedAdamW, KernelCost
-from memwall.triton_kernels._adamw_ops import adamw_op, square_sum_op
-from memwall.triton_kernels._adamw_state import new_state
-from memwall.triton_kernels._adamw_terms import Scalar
 from memwall.triton_kernels.adamw import AdamWShape, cost
+from memwall.triton_kernels.adamw._ops import adamw_op, square_sum_op
+from memwall.triton_kernels.adamw._state import new_state
+from memwall.triton_kernels.adamw._terms import Scalar
 from memwall.triton_kernels.cost import Calibration
 
 H200 = hardware_named("h200")

@@ -43,8 +43,10 @@ def kernel_named(name: str) -> Any:
     """The kernel of that name in any of the package's modules."""
     from memwall import triton_kernels
 
-    for path in Path(triton_kernels.__file__).parent.glob("_*_kernel.py"):
-        module = importlib.import_module(f"memwall.triton_kernels.{path.stem}")
+    root = Path(triton_kernels.__file__).parent
+    for path in root.rglob("_*kernel.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        module = importlib.import_module(".".join((triton_kernels.__name__, *parts)))
         if hasattr(module, name):
             return getattr(module, name)
     raise LookupError(name)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.triton_kernels import add_rms_norm, geglu, layer_norm, recompute_handles, rms_norm, swiglu
-from memwall.triton_kernels._norm_ops import add_norm_op, norm_apply_op, norm_op
+from memwall.triton_kernels.norms._ops import add_norm_op, norm_apply_op, norm_op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.requires("triton")]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memwall.machine.hardware import hardware_named
-from memwall.triton_kernels import _linear_cross_entropy_chunks as chunks
-from memwall.triton_kernels._linear_cross_entropy_ops import sum_op
 from memwall.triton_kernels.linear_cross_entropy import LossShape, cost
+from memwall.triton_kernels.linear_cross_entropy import _chunks as chunks
+from memwall.triton_kernels.linear_cross_entropy._ops import sum_op
 
 
 class Meter(TorchDispatchMode):

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memwall.errors import UsageError
 from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import geglu, swiglu
-from memwall.triton_kernels import glu as module
 from memwall.triton_kernels.cost import Calibration
 from memwall.triton_kernels.glu import GluShape, cost
+from memwall.triton_kernels.glu import activations as module
 
 H200 = hardware_named("h200")
 

@@ -221,7 +221,7 @@ def test_runs_on_fake_tensors_of_a_real_shape(recompute: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("max_valid_rows", [None, 20])
 def test_operators_follow_torchs_rules(losses: Any, dtype: torch.dtype, max_valid_rows: int | None) -> None:
-    from memwall.triton_kernels import _linear_cross_entropy_ops as ops
+    from memwall.triton_kernels.linear_cross_entropy import _ops as ops
 
     p = losses.make(dtype=dtype, with_bias=True)
     leaves = [t.requires_grad_() for t in (p.x, p.w, p.bias)]

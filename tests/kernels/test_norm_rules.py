@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memwall.errors import UsageError
 from memwall.machine.hardware import hardware_named
-from memwall.triton_kernels import _norm_ops as ops
 from memwall.triton_kernels import add_rms_norm, layer_norm, rms_norm
 from memwall.triton_kernels.cost import Calibration
 from memwall.triton_kernels.norms import NormShape, cost
+from memwall.triton_kernels.norms import _ops as ops
 
 H200 = hardware_named("h200")
 # A copy bandwidth of 4.3 TB/s.

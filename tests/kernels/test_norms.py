@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.triton_kernels import add_rms_norm, layer_norm, recompute_handles, rms_norm
-from memwall.triton_kernels._norm_ops import add_norm_op, norm_apply_op, norm_op
+from memwall.triton_kernels.norms._ops import add_norm_op, norm_apply_op, norm_op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-6

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from memwall.triton_kernels import pack, unpack
-from memwall.triton_kernels._pack_reference import reference_pack, reference_unpack
 from memwall.triton_kernels.pack import BLOCK_ELEMENTS, error_bound, pack_into, unpack_into
+from memwall.triton_kernels.pack._reference import reference_pack, reference_unpack
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FORMS = ["int8", "fp8"]

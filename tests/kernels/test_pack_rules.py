@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memwall.errors import UsageError
 from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import pack, unpack
-from memwall.triton_kernels._pack_ops import pack_op, unpack_op
 from memwall.triton_kernels.cost import Calibration
 from memwall.triton_kernels.pack import BLOCK_ELEMENTS, PackShape, cost, error_bound, pack_into, unpack_into
+from memwall.triton_kernels.pack._ops import pack_op, unpack_op
 
 H200 = hardware_named("h200")
 FORMS: list[Any] = ["int8", "fp8"]

@@ -42,7 +42,7 @@ class Recorder(TorchDispatchMode):
 
 def recorded(p: Any, frozen: tuple[str, ...] = (), **how: Any) -> Recorder:
     """Forward and backward of the operators' own code, which a dispatch mode outside of them does not see."""
-    from memwall.triton_kernels._linear_cross_entropy_ops import sum_op
+    from memwall.triton_kernels.linear_cross_entropy._ops import sum_op
 
     wanted = [name not in frozen for name in ("x", "w")]
     given = {"chunk_rows": 8, "max_valid_rows": None, **how}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "triton_kernels"
-SOURCES = sorted(FOLDER.glob("*.py"))
+SOURCES = sorted(FOLDER.rglob("*.py"))
 # Without an interpreter, or wrong in it, or a choice that a forecast could not repeat.
 BANNED = {"libdevice", "inline_asm_elementwise", "make_block_ptr", "autotune", "atomic_add"}
 # Class indices, seeds, and the tables of a launch over many tensors: the only values that are loaded as integers.
@@ -67,7 +67,7 @@ def test_every_program_id_is_64_bits_wide(kernel: ast.FunctionDef) -> None:
     assert {ast.unparse(call) for call in calls(kernel, "tl.program_id")} <= converted(kernel, "tl.int64")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(FOLDER).as_posix())
 def test_nothing_banned_and_no_import_from_outside(path: Path) -> None:
     tree = ast.parse(path.read_text())
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

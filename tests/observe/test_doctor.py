@@ -8,14 +8,11 @@ from msgspec.structs import replace
 
 from memwall.cli.app import main
 from memwall.errors import StoreError
-from memwall.machine.disk_probe import DiskSpeed
 from memwall.machine.limits import CgroupLimit
 from memwall.observe import doctor as subject
 from memwall.observe import doctor_disk as disk
 from memwall.observe.doctor import Device, Library, Machine, inspect_machine, warnings_of
-from memwall.observe.doctor_disk import Disk, Engines
-from memwall.store.engines import EngineName
-from memwall.store.uring import UringBackend
+from memwall.observe.doctor_disk import Disk
 
 GIB = 1 << 30
 HEALTHY = Machine(
@@ -66,55 +63,6 @@ def test_table_of_a_healthy_machine(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         "",
         "nothing to mend",
     ]
-
-
-def raced(
-    system_seconds: tuple[float, float, float], uring_seconds: tuple[float, float, float], faster: EngineName
-) -> dict[str, Engines]:
-    engines = Engines(turn_bytes=16 << 20, system_seconds=system_seconds, uring_seconds=uring_seconds, faster=faster)
-    return {"engines": engines}
-
-
-@pytest.mark.parametrize(
-    ("change", "shown"),
-    [
-        (
-            raced((0.02, 0.021, 0.0224), (0.019, 0.02, 0.0221), "system calls"),
-            "system calls; io_uring is not faster: 16.0 MiB out and back take 20.0-22.4 ms with system calls, "
-            "19.0-22.1 ms with io_uring (quartiles)",
-        ),
-        (
-            raced((0.002, 0.0021, 0.0022), (0.0016, 0.0017, 0.0018), "io_uring"),
-            "io_uring; io_uring is faster: 16.0 MiB out and back take 2.0-2.2 ms with system calls, "
-            "1.6-1.8 ms with io_uring (quartiles)",
-        ),
-        (
-            {"engine_problem": "io_uring cannot be had (Operation not permitted)"},
-            "system calls; io_uring cannot be had (Operation not permitted)",
-        ),
-    ],
-)
-def test_the_engine_of_the_disk_is_named_with_what_was_measured(
-    change: dict[str, object], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert HEALTHY.disk is not None
-    lines = show(replace(HEALTHY, disk=replace(HEALTHY.disk, **change)), monkeypatch, capsys)
-    first = next(index for index, line in enumerate(lines) if line.startswith("disk engine"))
-    assert " ".join(" ".join(lines[first : lines.index(LIBRARIES)]).split()) == f"disk engine {shown}"
-
-
-def test_why_the_engines_of_a_disk_were_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> UringBackend:
-        raise PermissionError(1, "Operation not permitted")
-
-    fast = DiskSpeed(write_bytes_per_second=1e9, read_bytes_per_second=1e9)
-    monkeypatch.setattr("memwall.machine.disk_race.UringBackend", refuse)
-    assert disk._race_engines("/data", fast) == (None, "io_uring cannot be had (Operation not permitted)")
-    slow = DiskSpeed(write_bytes_per_second=1e8, read_bytes_per_second=1e9)
-    assert disk._race_engines("/data", slow) == (
-        None,
-        "not compared with io_uring, since threads wait for a disk of this speed, whatever the engine",
-    )
 
 
 def test_table_ends_with_warnings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,13 +160,6 @@ def test_this_machine_as_an_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["memory_limit_bytes"] <= found["ram_total_bytes"]
     assert found["disk"]["write_bytes_per_second"] > 0
     assert found["disk"]["read_bytes_per_second"] > 0
-    engines = found["disk"]["engines"]
-    assert (engines is None) == bool(found["disk"]["engine_problem"])
-    if engines is not None:
-        for name in ("system_seconds", "uring_seconds"):
-            assert 0 < engines[name][0] <= engines[name][1] <= engines[name][2]
-        is_faster = engines["uring_seconds"][2] < engines["system_seconds"][0]
-        assert engines["faster"] == ("io_uring" if is_faster else "system calls")
     assert found["libraries"][0]["name"] == "torch"
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from planner_dynamic import Chain, ChainBlock, ChainOption
 from zoo import MODELS, Case, trained_parameters
 
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import Hardware, hardware_named
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
-from memwall.planning.solver.dynamic import Chain, ChainBlock, ChainOption
 from memwall.planning.solver.evaluate import Evaluation, evaluate
 from memwall.planning.solver.instance import Block, Instance, Link, Option, Row
 from memwall.predict import process

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 
 import pytest
+from planner_dynamic import Chain, ChainBlock, ChainOption, chain_instance, solve_chain
 
-from memwall.planning.solver.dynamic import Chain, ChainBlock, ChainOption, chain_instance, solve_chain
 from memwall.planning.solver.evaluate import Evaluation, evaluate
 from memwall.planning.solver.instance import Instance
 from memwall.planning.solver.milp import solve_milp

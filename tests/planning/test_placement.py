@@ -13,7 +13,7 @@ from memwall.errors import InfeasibleError
 from memwall.planning import located_search as placed_search
 from memwall.planning import search
 from memwall.planning import search_inputs as problem
-from memwall.planning.explain import binding_reasons, disk_wear
+from memwall.planning.explain import disk_wear
 from memwall.planning.forecast import Forecast
 from memwall.planning.planned_step import planned_step, step_under
 from memwall.planning.search import make_plan, plan
@@ -24,7 +24,6 @@ from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, Optimiz
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.link_time import LinkTime
 from memwall.predict.state_on_disk import buffer_sizes, movable_state_bytes, state_sizes
-from memwall.store.engines import EngineName
 from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
 
@@ -216,18 +215,6 @@ def test_a_budget_that_nothing_else_meets_is_met_with_state_on_disk(
     assert forecast.step_seconds >= forecast.plain_step_seconds + (action.cost_seconds or 0.0)
     assert any("of optimizer state are read from disk and written in each step" in line for line in forecast.binding)
     assert any("are written to the disk in a day of such steps" in line for line in forecast.binding)
-
-
-@pytest.mark.parametrize(
-    ("engine", "moved_bytes", "is_said"),
-    [("io_uring", 5 * MIB, True), ("io_uring", 0, False), ("system calls", 5 * MIB, False)],
-)
-def test_where_a_disk_is_as_fast_as_it_is_through_io_uring_a_plan_that_uses_it_says_so(
-    engine: EngineName, moved_bytes: int, is_said: bool, a_trace: Callable[[str], Trace]
-) -> None:
-    trace = on_machine(a_trace("gpt"), disk_engine=engine)
-    reasons = binding_reasons(trace, steady_step(trace), moved_bytes)
-    assert any("io_uring, which was measured faster" in reason for reason in reasons) == is_said
 
 
 def test_with_more_room_more_of_the_state_stays(

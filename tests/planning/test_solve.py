@@ -11,10 +11,10 @@ from pathlib import Path
 import highspy
 import pytest
 from msgspec.structs import replace
+from planner_dynamic import Chain, ChainBlock, ChainOption, chain_instance
 
 from memwall.errors import PlanError
 from memwall.planning.solver import solve as solve_module
-from memwall.planning.solver.dynamic import Chain, ChainBlock, ChainOption, chain_instance
 from memwall.planning.solver.evaluate import Evaluation, evaluate
 from memwall.planning.solver.greedy import solve_greedy
 from memwall.planning.solver.instance import Choice, Instance
@@ -245,7 +245,7 @@ def test_two_processes_choose_the_same_and_print_nothing() -> None:
             env={
                 **os.environ,
                 "PYTHONHASHSEED": hash_seed,
-                "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests"))),
+                "PYTHONPATH": os.pathsep.join(str(root / name) for name in ("", "tests", "benchmarks")),
             },
             capture_output=True,
             check=False,

@@ -12,7 +12,6 @@ from memwall.predict.state_on_disk import (
     NUM_BUFFERS,
     before_optimizer,
     buffer_sizes,
-    gradient_births,
     movable_state_bytes,
     state_sizes,
     with_state_on_disk,
@@ -107,37 +106,6 @@ def test_what_stays_is_the_resident_part_and_in_the_optimizer_its_buffers_beside
     assert set(inside) == {resident_bytes - state_bytes + 3 * (bucket_bytes + 4096)}
     assert treated.ops is step.ops
     assert [s.birth for s in treated.storages[: len(step.storages)]] == [s.birth for s in step.storages]
-
-
-@pytest.mark.parametrize(
-    ("ahead", "in_optimizer_kib"),
-    [
-        (((1, 8 * KIB), (3, 40 * KIB)), 96),
-        (((5, 200 * KIB),), 200),
-        (((4, 96 * KIB),), 96),
-        (((7, 500 * KIB),), 96),
-    ],
-    ids=["less than the ring", "more", "as much", "after more gradients than there are"],
-)
-def test_what_is_read_ahead_is_there_from_its_gradient_on_and_the_optimizer_has_the_rest(
-    ahead: tuple[tuple[int, int], ...], in_optimizer_kib: int
-) -> None:
-    step = steady(ADAMW)
-    settings = {"resident_bytes": 0, "bucket_bytes": 32 * KIB, "min_bytes": MIN_BYTES}
-    early, late = with_state_on_disk(step, **settings, ahead=ahead), with_state_on_disk(step, **settings)
-    births = gradient_births(step)
-    assert len(births) == 6
-    optimizer_ops = [number for number, op in enumerate(step.ops) if op.phase == "optimizer"]
-    end = optimizer_ops[0]
-    curve = live_curve(early.storages, len(step.ops)) - live_curve(late.storages, len(step.ops))
-    expected = [
-        max((num_bytes for count, num_bytes in ahead if count <= len(births) and births[count - 1] <= op), default=0)
-        for op in range(end)
-    ]
-    pages = 4096 * len(early.storages)
-    assert all(0 <= found - least <= pages for found, least in zip(curve[:end], expected, strict=True))
-    assert abs(int(curve[end]) + 3 * 32 * KIB - in_optimizer_kib * KIB) <= 3 * 4096
-    assert set(curve[optimizer_ops]) == {curve[end]}
 
 
 def test_until_the_optimizer_runs_state_on_disk_is_nowhere_in_memory() -> None:

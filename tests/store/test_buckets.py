@@ -17,7 +17,7 @@ from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 
 KIB = 1 << 10
-pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("engine")]
+pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture

@@ -75,7 +75,6 @@ def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.usefixtures("engine")
 def test_the_last_committed_step_is_found(store: Path) -> None:
     assert found_step(store) == 3
 
@@ -90,7 +89,6 @@ def test_an_empty_directory_is_made_and_holds_nothing(tmp_path: Path) -> None:
         assert journal.last is None
 
 
-@pytest.mark.usefixtures("engine")
 def test_the_file_grows_to_two_extents_per_changing_bucket_and_no_further(tmp_path: Path) -> None:
     commit_steps(tmp_path, 1, 2, 3)
     size = (tmp_path / "memwall.data").stat().st_size
@@ -130,7 +128,6 @@ def extents(directory: Path) -> dict[str, Slot]:
         return {"bucket 0": changing, "bucket 1": kept, "the table of contents": journal.last.meta}
 
 
-@pytest.mark.usefixtures("engine")
 def test_damage_to_the_newest_data_falls_back_to_the_step_before(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("bucket 0", "the table of contents"):
         offset = extents(store)[name].offset

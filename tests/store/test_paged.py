@@ -15,7 +15,7 @@ from memwall.store.transfer import TransferPool
 
 KIB, MIB = 1 << 10, 1 << 20
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("engine")]
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture

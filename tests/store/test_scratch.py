@@ -67,7 +67,6 @@ def test_freeing_twice_is_an_error() -> None:
         free.give(6, 1)
 
 
-@pytest.mark.usefixtures("engine")
 def test_a_slot_holds_what_was_written(tmp_path: Path) -> None:
     with ScratchFile(tmp_path) as scratch:
         first, second = scratch.allocate(5000), scratch.allocate(1)
@@ -79,7 +78,6 @@ def test_a_slot_holds_what_was_written(tmp_path: Path) -> None:
         assert bytes(back) == b"\x07" * 8192
 
 
-@pytest.mark.usefixtures("engine")
 def test_freed_space_is_used_again_before_the_file_grows(tmp_path: Path) -> None:
     with ScratchFile(tmp_path, step_bytes=64 * KIB) as scratch:
         for _ in range(50):
@@ -90,7 +88,6 @@ def test_freed_space_is_used_again_before_the_file_grows(tmp_path: Path) -> None
         assert scratch.reserved_bytes == 64 * KIB
 
 
-@pytest.mark.usefixtures("engine")
 def test_growth_is_reserved_not_sparse(tmp_path: Path) -> None:
     with ScratchFile(tmp_path) as scratch:
         scratch.reserve(1 << 20)
@@ -99,7 +96,6 @@ def test_growth_is_reserved_not_sparse(tmp_path: Path) -> None:
         assert found.st_blocks * 512 >= 1 << 20
 
 
-@pytest.mark.usefixtures("engine")
 def test_a_filesystem_that_cannot_reserve_gets_zeros_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, offset: int, num_bytes: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "no")

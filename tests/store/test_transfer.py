@@ -71,7 +71,6 @@ def a_bug(count: int, fd: int, data: memoryview, offset: int) -> int:
     raise ZeroDivisionError("in a worker")
 
 
-@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("has_checksums", [True, False])
 def test_many_transfers_come_back_equal(tmp_path: Path, has_checksums: bool) -> None:
     with TransferPool(ScratchFile(tmp_path), block_bytes=BLOCK, has_checksums=has_checksums) as pool:

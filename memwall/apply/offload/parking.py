@@ -15,7 +15,7 @@ from memwall.apply.offload.packed import pack_seconds_per_element
 from memwall.apply.optimizer_state.cpu_speed import CpuStepSpeeds, cpu_step_speeds
 from memwall.errors import StoreError
 from memwall.machine.disk_location import check_directory, default_directory
-from memwall.machine.disk_race import probe_faster
+from memwall.machine.disk_probe import probe_disk
 from memwall.machine.limits import pinnable_bytes
 from memwall.machine.link_speed import link_speed
 from memwall.predict.malloc.policies import fault_seconds_per_byte
@@ -206,10 +206,7 @@ def _cuda_device(roots: Sequence[nn.Module]) -> torch.device | None:
 
 
 def measured_machine(disk: str) -> Machine:
-    """Speeds of this machine, measured in about half a second: disk as the store uses it, faults, copies, packing.
-
-    From then on the disk is served by the engine that is faster there; see `memwall.machine.disk_race`.
-    """
+    """Speeds of this machine, measured in about half a second: disk as the store uses it, faults, copies, packing."""
     faults = fault_seconds_per_byte()
     found = Machine(
         copy_seconds_per_byte=_copy_seconds_per_byte() + faults,
@@ -219,7 +216,7 @@ def measured_machine(disk: str) -> Machine:
     )
     if not disk:
         return found
-    speed, usage = probe_faster(disk, _PROBE_BYTES), shutil.disk_usage(disk)
+    speed, usage = probe_disk(disk, _PROBE_BYTES), shutil.disk_usage(disk)
     return msgspec.structs.replace(
         found,
         disk=disk,
@@ -227,7 +224,6 @@ def measured_machine(disk: str) -> Machine:
         disk_read_bytes_per_second=speed.read_bytes_per_second,
         disk_free_bytes=usage.free,
         disk_total_bytes=usage.total,
-        disk_engine=speed.engine,
     )
 
 

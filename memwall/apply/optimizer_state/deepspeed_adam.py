@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DeepSpeedAdam", "compiled_when_used", "load_operator"]
+__all__ = ["DeepSpeedAdam", "load_operator"]
 
 _NAME = "cpu_adam"
 # Far from those of DeepSpeed's own optimizers, which count from 0 in the same library.
@@ -33,7 +33,7 @@ def load_operator() -> Any | None:
     if package is None or package.origin is None:
         return None
     built = sorted((Path(package.origin).parent / "ops" / "adam").glob(f"{_NAME}_op*.so"))
-    for name, path in ((f"{_NAME}_op", built[0] if built else None), (_NAME, compiled_when_used(_NAME))):
+    for name, path in ((f"{_NAME}_op", built[0] if built else None), (_NAME, _compiled_when_used(_NAME))):
         if path is None or not path.is_file():
             continue
         spec = importlib.util.spec_from_file_location(name, path)
@@ -60,7 +60,7 @@ def _takes_a_step(operator: Any) -> bool:
     return bool((parameter != 0).all())
 
 
-def compiled_when_used(name: str) -> Path:
+def _compiled_when_used(name: str) -> Path:
     """Where an operator of that name is once it was used, as `torch.utils.cpp_extension.load` builds it."""
     from torch.utils.cpp_extension import get_default_build_root
 

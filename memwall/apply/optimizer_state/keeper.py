@@ -139,10 +139,7 @@ class StateKeeper:
             self._opened.close()
         if self._state is not None:
             self._state.end_recording()
-            self._state.settle(
-                resident_bytes=action.resident_bytes,
-                bucket_bytes=action.bucket_bytes,
-            )
+            self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
             return
         if action.tier == "host":
             self._opened.hold(
@@ -241,11 +238,6 @@ class StateKeeper:
             _log.info("the first step keeps the optimizer's state in memory: %s", reason)
             return False
         return True
-
-    def begin_forward(self) -> None:
-        """To be called before each forward: state that was read for a step that has not come is dropped."""
-        if self._state is not None:
-            self._state.begin_forward()
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -1,9 +1,8 @@
 """An optimizer's state elsewhere, on disk or in the host's memory: the same bits, a few parameters' worth of it here.
 
 Parameters are put into buckets. A step reads one bucket's state, has the optimizer itself step the parameters of that
-bucket, and writes the state back, while the next bucket is being read; the first ones may be read while backward still
-runs. It happens between the step's pre-hooks and its post-hooks, which run once, as closures do; clipping has come
-before, schedulers come after.
+bucket, and writes the state back, while the next bucket is being read. It happens between the step's pre-hooks and its
+post-hooks, which run once, as closures do; clipping has come before, schedulers come after.
 
 Between steps `optimizer.state` has all its keys; large tensors in it are on the meta device, and raise when they are
 read. `optimizer.state_dict()` reads everything back into tensors of its own; `load_state_dict` writes what it is given.
@@ -18,12 +17,10 @@ import torch
 from torch import Tensor
 
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
-from memwall.apply.optimizer_state.read_ahead import ReadAhead
 from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
 from memwall.apply.optimizer_state.ring import in_order, step_through
 from memwall.apply.optimizer_state.shares import Share, Shares
 from memwall.apply.optimizer_state.spaces import StateSpace
-from memwall.apply.optimizer_state.state_ahead import StateAhead
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError
 from memwall.store.buckets import DiskBucket, padded_bytes
@@ -46,7 +43,6 @@ class OptimizerState:
         bucket_bytes: state read at a time; `NUM_BUFFERS` buckets are in memory during a step. A parameter with more is
             a bucket by itself, and then alone in memory.
         min_bytes: smaller tensors of state stay in memory beside those.
-        ahead: what may be read during backward.
         is_recorded: the steps until `end_recording` are recorded, and are to look like plain ones.
         around_step: wraps the step of a few parameters, as `ParameterStreaming.around_step` does to bring them in.
 
@@ -63,7 +59,6 @@ class OptimizerState:
         resident_bytes: int,
         bucket_bytes: int,
         min_bytes: int,
-        ahead: Sequence[StateAhead] = (),
         is_recorded: bool = False,
         around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
     ) -> None:
@@ -72,7 +67,6 @@ class OptimizerState:
         self._min_bytes = min_bytes
         self._recorded = RecordedState() if is_recorded else None
         self._ring_bytes = padded_bytes([bucket_bytes])
-        self._ahead = self._new_ahead(())
         self._shares = self._new_shares(resident_bytes, bucket_bytes)
         space.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
         with without_dispatch_modes(), torch.no_grad():
@@ -85,10 +79,8 @@ class OptimizerState:
             step=self._step_all,
             copier=self._copier,
             saver=self._saver,
-            before_load=lambda: self._ahead.drop(),
             after_load=self._after_load,
         )
-        self._ahead = self._new_ahead(ahead)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -136,7 +128,6 @@ class OptimizerState:
             StoreError: state cannot be read back; it stays on the meta device, so that nothing computes without it.
         """
         self._taken.give_back()
-        self._ahead.close()
         for share in self._shares.every:
             try:
                 share.bucket.bring_back()
@@ -152,12 +143,8 @@ class OptimizerState:
             share.bucket.release()
             self.on_return(share.parameters)
 
-    def begin_forward(self) -> None:
-        """What was read for a step that does not come now is dropped."""
-        self._ahead.drop()
-
     @torch.no_grad()
-    def settle(self, *, resident_bytes: int, bucket_bytes: int, ahead: Sequence[StateAhead] = ()) -> None:
+    def settle(self, *, resident_bytes: int, bucket_bytes: int) -> None:
         """Goes over to other sizes, with no more of the state in memory at a time than the buckets concerned.
 
         To be called between steps.
@@ -165,7 +152,6 @@ class OptimizerState:
         Raises:
             StoreError: no room on disk, or a transfer failed.
         """
-        self._ahead.close()
         self._ring_bytes = padded_bytes([bucket_bytes])
         before, after = self._shares, self._new_shares(resident_bytes, bucket_bytes)
         as_before = {share.key: share for share in before.every}
@@ -188,7 +174,6 @@ class OptimizerState:
             for whole in [one for one in waiting if absent.isdisjoint(one.parameters)]:
                 whole.bucket.put_away(after.entries(whole), None)
                 waiting.remove(whole)
-        self._ahead = self._new_ahead(ahead)
 
     def keeps_low_bits(self, _: Tensor) -> bool:
         """None is in 8 bits."""
@@ -232,9 +217,6 @@ class OptimizerState:
         shares.adopt()
         return shares
 
-    def _new_ahead(self, allowed: Sequence[StateAhead]) -> ReadAhead:
-        return ReadAhead(self._optimizer, allowed, lambda: self._shares.every, ring_bytes=self._ring_bytes)
-
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _step_all(self, arguments: Arguments) -> None:
@@ -242,15 +224,14 @@ class OptimizerState:
         self._shares.adopt()
         parts = self._shares.parts()
         step_some(self._optimizer, self._inner_step, parts.get(None), arguments)
-        begun = self._ahead.take()
-        shares = in_order(self._shares.every, ring_bytes=self._ring_bytes, early=begun)
+        shares = in_order(self._shares.every, ring_bytes=self._ring_bytes)
         moving = [share for share in shares if share.has_gradient and share in parts]
 
         def step(share: Share) -> None:
             step_some(self._optimizer, self._inner_step, parts[share], arguments)
 
         if self._recorded is None:
-            step_through(moving, step, self._shares.entries, ring_bytes=self._ring_bytes, begun=begun)
+            step_through(moving, step, self._shares.entries, ring_bytes=self._ring_bytes)
             return
         for share in moving:
             self._recorded.bring(share.bucket)

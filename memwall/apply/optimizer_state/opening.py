@@ -1,7 +1,7 @@
 """Opens an optimizer's state elsewhere: the space it goes to, and what brings it back and closes that."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.spaces import DiskSpace
-from memwall.apply.optimizer_state.state_ahead import StateAhead
 from memwall.errors import ApplyError, StoreError
 from memwall.machine.disk_location import check_directory, default_directory
 from memwall.store.scratch import ScratchFile
@@ -33,7 +32,6 @@ def open_optimizer_state(
     resident_bytes: int,
     bucket_bytes: int,
     min_bytes: int,
-    ahead: Sequence[StateAhead] = (),
     is_recorded: bool = False,
     around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
 ) -> tuple[OptimizerState, Callable[[], None]]:
@@ -62,7 +60,6 @@ def open_optimizer_state(
             resident_bytes=resident_bytes,
             bucket_bytes=bucket_bytes,
             min_bytes=min_bytes,
-            ahead=ahead,
             is_recorded=is_recorded,
             around_step=around_step,
         )
@@ -93,7 +90,6 @@ def open_pinned_state(
     bucket_bytes: int,
     min_bytes: int,
     limit_bytes: int,
-    ahead: Sequence[StateAhead] = (),
 ) -> tuple[OptimizerState, Callable[[], None]]:
     """Puts the state of an optimizer of CUDA parameters into pinned host memory, of which it takes the state's size.
 
@@ -117,7 +113,6 @@ def open_pinned_state(
             resident_bytes=resident_bytes,
             bucket_bytes=bucket_bytes,
             min_bytes=min_bytes,
-            ahead=ahead,
         )
     except BaseException:
         space.close()

@@ -26,7 +26,6 @@ class TakenStep:
         step: updates all parameters that have a gradient; called without gradient mode.
         copier: what makes a copy of a tensor of the state as torch would have it; asked for once a state dict.
         saver: the same for a state dict that is asked for to be saved; by default `copier`.
-        before_load: called before a state dict is loaded into the optimizer.
         after_load: called after it was.
     """
 
@@ -38,7 +37,6 @@ class TakenStep:
         step: Callable[[Arguments], None],
         copier: Callable[[], Callable[[Tensor], Tensor]],
         after_load: Callable[[], None],
-        before_load: Callable[[], None] = lambda: None,
         saver: Callable[[], Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self._optimizer, self._done_to_state = optimizer, done_to_state
@@ -55,7 +53,6 @@ class TakenStep:
             before,
             after,
             optimizer.register_state_dict_post_hook(self._gathered, prepend=True),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: before_load()),
             optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
         ]
         # What copy.deepcopy and torch.save ask for; without it they would take what stands in for the state.

@@ -31,7 +31,6 @@ __all__ = [
     "StepPages",
     "candidate_policies",
     "fault_seconds_per_byte",
-    "is_glibc",
     "policy_named",
     "replay",
     "replay_step",
@@ -142,11 +141,6 @@ def unavailable_reason() -> str:
         if f"/lib{name}" in loaded:
             return f"malloc policies need glibc's malloc; {name} is loaded in its place (LD_PRELOAD)"
     return ""
-
-
-def is_glibc() -> bool:
-    """Whether tensors of this process come from glibc's malloc."""
-    return not unavailable_reason()
 
 
 def replay_step(step: Step, policy: MallocPolicy, num_steps: int = 3) -> MallocForecast:

@@ -40,12 +40,8 @@ def state_after(
     num_shares: int,
     order: tuple[str, ...],
     dropped_wait: tuple[str, str] | None,
-    num_ahead: int = 0,
 ) -> list[float]:
-    """What a few steps that add one each have added to each share's state, with waits forgotten or not.
-
-    Before each step so many shares' reads are begun, and a further one that is dropped.
-    """
+    """What a few steps that add one each have added to each share's state, with waits forgotten or not."""
     device = LateDevice(computes_late=True)
     install(device, patch)
     space = PinnedSpace(CPU, limit_bytes=1 << 20)
@@ -62,13 +58,7 @@ def state_after(
             holder_of[share]["momentum"].add_(1)
 
     for _ in range(NUM_STEPS):
-        begun = {share: share.bucket.new_buffer(share.bucket.num_bytes) for share in shares[: num_ahead + 1]}
-        for share, buffer in begun.items():
-            share.bucket.begin_read(buffer)
-        for share in list(begun)[num_ahead:]:
-            share.bucket.drop_read()
-            del begun[share]
-        step_through(shares, step, lambda share: [(holder_of[share], "momentum")], ring_bytes=1 << 20, begun=begun)
+        step_through(shares, step, lambda share: [(holder_of[share], "momentum")], ring_bytes=1 << 20)
     device.run_all(order)
     device.dropped_wait = None
     found = []
@@ -81,13 +71,12 @@ def state_after(
     return found
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, MANY - 2])
 @pytest.mark.parametrize("num_shares", [1, FEW, MANY])
 @pytest.mark.parametrize("order", list(itertools.permutations(STREAMS)), ids="-".join)
 def test_every_order_that_the_events_allow_gives_the_same_state(
-    num_shares: int, order: tuple[str, ...], num_ahead: int, monkeypatch: pytest.MonkeyPatch
+    num_shares: int, order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert state_after(monkeypatch, num_shares, order, None, num_ahead) == [NUM_STEPS] * num_shares
+    assert state_after(monkeypatch, num_shares, order, None) == [NUM_STEPS] * num_shares
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import memwall.triton_kernels._adamw_kernel as kernel_module
-import memwall.triton_kernels._adamw_ops as ops_module
 from memwall.triton_kernels import FusedAdamW
-from memwall.triton_kernels._adamw_kernel import launch_adamw, launch_square_sum
-from memwall.triton_kernels._adamw_reference import reference_adamw, reference_square_sum
-from memwall.triton_kernels._adamw_state import new_state
-from memwall.triton_kernels._adamw_terms import Moments
+from memwall.triton_kernels.adamw import _kernel as kernel_module
+from memwall.triton_kernels.adamw import _ops as ops_module
+from memwall.triton_kernels.adamw._kernel import launch_adamw, launch_square_sum
+from memwall.triton_kernels.adamw._reference import reference_adamw, reference_square_sum
+from memwall.triton_kernels.adamw._state import new_state
+from memwall.triton_kernels.adamw._terms import Moments
 
 SOURCE = Path(kernel_module.__file__)
 # One block and a part of one, several programs, sizes that are multiples of 16 and not; the last are quantised alone.
@@ -175,7 +175,7 @@ def test_a_kernel_with_one_thing_wrong_fails(mutant: Callable[..., Any], old: st
 FAR = """
 import importlib.util, sys
 import numpy as np, torch
-spec = importlib.util.spec_from_file_location("memwall.triton_kernels._far", sys.argv[1])
+spec = importlib.util.spec_from_file_location("memwall.triton_kernels.adamw._far", sys.argv[1])
 far = importlib.util.module_from_spec(spec); sys.modules[spec.name] = far; spec.loader.exec_module(far)
 begin = (1 << 31) + 16384 * 3
 def mapped(name, dtype, numel):

@@ -15,63 +15,22 @@ import memwall.triton_kernels as package
 
 # Kernel module and what it is called with: `rows` are four rows of 128 fp16 elements, 2^30 apart.
 CASES: dict[str, tuple[str, str]] = {
-    "dropout": (
-        "_dropout_kernel",
-        """
-found, seed = torch.empty(4, 128), torch.tensor(5)
-module.launch_dropout(rows, rows, found, seed, 1 << 15, 2.0, 0)
-from memwall.triton_kernels._dropout_reference import reference_dropout
-expected, near = torch.empty(4, 128), rows.clone()
-reference_dropout(near, near, expected, seed, 1 << 15, 2.0, 0)
-""",
-    ),
     "pack": (
-        "_pack_kernel",
+        "pack/_kernel",
         """
 codes, units = torch.empty(512, dtype=torch.int8), torch.empty(4)
 module.launch_pack(rows, codes, units, "int8")
 found, expected = codes.view(4, 128) * units[:, None], rows.float()
 """,
     ),
-    "rope": (
-        "_rope_kernel",
-        """
-wide, (cos, sin) = rows.float().clone(), torch.full((2, 1, 4, 64), 0.6)
-module.launch_rope(rows[None, None], cos, sin, rows[None, None], interleaved=False, is_inverse=False)
-found, first, second = rows.float(), *wide.chunk(2, 1)
-expected = torch.cat((0.6 * first - 0.6 * second, 0.6 * second + 0.6 * first), 1)
-""",
-    ),
-    "softmax_loss": (
-        "_softmax_loss_kernel",
-        """
-from memwall.triton_kernels._loss_terms import LossTerms
-from memwall.triton_kernels._softmax_loss_reference import RowSums
-found = torch.empty(4)
-sums = RowSums(torch.empty(4), torch.empty(4))
-module.launch_softmax_loss(rows[None], torch.arange(4), found, sums, LossTerms(-100, 0.0, 0.0, 0.0, 1.0))
-expected = torch.nn.functional.cross_entropy(rows.float(), torch.arange(4), reduction="none")
-""",
-    ),
-    "softmax_gradient": (
-        "_softmax_loss_kernel",
-        """
-from memwall.triton_kernels._loss_terms import LossTerms
-from memwall.triton_kernels._softmax_loss_reference import RowSums
-sums = RowSums(torch.zeros(4), rows.float().exp().sum(1))
-terms, wide, target = LossTerms(-100, 0.0, 0.0, 0.0, 1.0), rows.float(), torch.arange(4)
-module.launch_softmax_gradient(torch.ones(4), rows[None], target, sums, rows[None], terms)
-found, expected = rows.float(), torch.softmax(wide, 1) - torch.nn.functional.one_hot(target, 128)
-""",
-    ),
 }
 CHILD = """
 import importlib.util, json, os, sys
 import numpy as np, torch
-import memwall.triton_kernels._store  # before the forks: it takes seconds
+import memwall.triton_kernels._store, memwall.triton_kernels.pack  # before the forks: it takes seconds
 folder, cases = sys.argv[1], json.loads(sys.argv[2])
 def load(path, name):
-    spec = importlib.util.spec_from_file_location("memwall.triton_kernels." + name, path)
+    spec = importlib.util.spec_from_file_location("memwall.triton_kernels.pack." + name, path)
     module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module; spec.loader.exec_module(module)
     return module
 def run(path, code):

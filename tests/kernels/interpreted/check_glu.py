@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import memwall.triton_kernels._glu_kernel as kernel_module
 from memwall.triton_kernels import geglu, swiglu
+from memwall.triton_kernels.glu import _kernel as kernel_module
 
 SOURCE = Path(kernel_module.__file__)
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh")}
@@ -73,7 +73,7 @@ FAR_ROWS = """
 import sys
 import numpy as np, torch
 import importlib.util
-spec = importlib.util.spec_from_file_location("memwall.triton_kernels._far", sys.argv[1])
+spec = importlib.util.spec_from_file_location("memwall.triton_kernels.glu._far", sys.argv[1])
 module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module; spec.loader.exec_module(module)
 stride, columns = 1 << 30, 100
 memory = np.memmap(sys.argv[2] + "/rows", dtype=np.float16, mode="w+", shape=(3 * stride + 4096,))

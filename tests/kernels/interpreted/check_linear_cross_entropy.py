@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import memwall.triton_kernels._linear_cross_entropy_kernel as kernel_module
 import memwall.triton_kernels._scaled_copy_kernel as scaled_copy_module
 from memwall.triton_kernels import linear_cross_entropy
-from memwall.triton_kernels._linear_cross_entropy_reference import Rows, reference_row_loss
-from memwall.triton_kernels._loss_terms import LossTerms
+from memwall.triton_kernels.linear_cross_entropy import _kernel as kernel_module
+from memwall.triton_kernels.linear_cross_entropy._reference import Rows, reference_row_loss
+from memwall.triton_kernels.linear_cross_entropy._terms import LossTerms
 from memwall.triton_kernels.scaled_copy import scaled_copy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -182,10 +182,10 @@ FAR_ROWS = """
 import sys
 import numpy as np, torch
 sys.path.insert(0, sys.argv[2])
-from memwall.triton_kernels._linear_cross_entropy_reference import Rows
-from memwall.triton_kernels._loss_terms import LossTerms
+from memwall.triton_kernels.linear_cross_entropy._reference import Rows
+from memwall.triton_kernels.linear_cross_entropy._terms import LossTerms
 import importlib.util
-spec = importlib.util.spec_from_file_location("memwall.triton_kernels._far", sys.argv[1])
+spec = importlib.util.spec_from_file_location("memwall.triton_kernels.linear_cross_entropy._far", sys.argv[1])
 module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module; spec.loader.exec_module(module)
 stride, vocabulary = 1 << 30, 100
 memory = np.memmap(sys.argv[2] + "/slab", dtype=np.float16, mode="w+", shape=(3 * stride + 4096,))

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import memwall.triton_kernels._norm_backward_kernel as backward_module
-import memwall.triton_kernels._norm_kernel as forward_module
 from memwall.triton_kernels import add_rms_norm, layer_norm, rms_norm
+from memwall.triton_kernels.norms import _backward_kernel as backward_module
+from memwall.triton_kernels.norms import _kernel as forward_module
 
 FORWARD, BACKWARD = Path(forward_module.__file__), Path(backward_module.__file__)
 
@@ -86,9 +86,9 @@ FAR_ROWS = """
 import sys
 import numpy as np, torch
 import importlib.util
-from memwall.triton_kernels._norm_terms import NormTerms
+from memwall.triton_kernels.norms._terms import NormTerms
 def load(path, name):
-    spec = importlib.util.spec_from_file_location("memwall.triton_kernels." + name, path)
+    spec = importlib.util.spec_from_file_location("memwall.triton_kernels.norms." + name, path)
     module = importlib.util.module_from_spec(spec); sys.modules[spec.name] = module; spec.loader.exec_module(module)
     return module
 forward, backward = load(sys.argv[1], "_far_forward"), load(sys.argv[2], "_far_backward")

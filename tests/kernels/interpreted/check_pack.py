@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-import memwall.triton_kernels._pack_kernel as kernel_module
 from memwall.triton_kernels import pack
-from memwall.triton_kernels._pack_reference import reference_pack, reference_unpack
+from memwall.triton_kernels.pack import _kernel as kernel_module
+from memwall.triton_kernels.pack._reference import reference_pack, reference_unpack
 
 SOURCE = Path(kernel_module.__file__)
 

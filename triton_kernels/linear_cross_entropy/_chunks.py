@@ -1,0 +1,182 @@
+"""The loop of `linear_cross_entropy` over chunks of rows: library GEMMs around the loss of each row.
+
+One slab holds the logits of one chunk, then their gradient; the next chunk overwrites it. It is freed on return.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._launch import on_device, runs_triton
+from .._rows import compute_dtype
+from ._reference import Rows, reference_row_loss
+from ._terms import LossTerms
+
+__all__ = ["ROW_ALIGNMENT", "Gradients", "Loss", "LossCall", "chunked_loss", "empty_gradients"]
+
+# Rows of the slab start at multiples of this many elements: one 128-byte line of a 16-bit dtype.
+ROW_ALIGNMENT = 64
+# Columns of the head that the CPU widens at a time: it has no GEMM of 16-bit inputs into fp32.
+_CPU_COLUMNS = 8192
+
+
+class LossCall(NamedTuple):
+    """One call of the operators: their arguments, in their order."""
+
+    x: Tensor
+    w: Tensor
+    target: Tensor
+    bias: Tensor | None
+    token_weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    logit_scale: float
+    chunk_rows: int
+    max_valid_rows: int | None
+    accum_dtype: torch.dtype
+    want_x: bool
+    want_w: bool
+    want_bias: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What autograd may save."""
+        return (self.x, self.w, self.target, self.bias, self.token_weight)
+
+    @property
+    def terms(self) -> LossTerms:
+        """What a row's loss consists of."""
+        return LossTerms(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logit_scale)
+
+    @property
+    def wanted(self) -> tuple[bool, bool, bool]:
+        """Whether a gradient is wanted for input, weight and bias."""
+        return (self.want_x, self.want_w, self.want_bias)
+
+
+class Gradients(NamedTuple):
+    """Gradients of input, weight and bias; an empty tensor where none is wanted."""
+
+    x: Tensor
+    w: Tensor
+    bias: Tensor
+
+
+class Loss(NamedTuple):
+    """What each row contributes."""
+
+    rows: Tensor
+    """[M]: loss times coefficient; 0 where ignored."""
+    lse: Tensor
+    """[M]: log-sum-exp of the scaled logits; 0 where ignored."""
+
+
+def empty_gradients(x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool], weight_dtype: torch.dtype) -> Gradients:
+    """Room for the wanted gradients; the weight's in `weight_dtype`, in which chunks are added up."""
+    want_x, want_w, want_bias = wanted
+    num_columns, wide = w.shape[0], compute_dtype(x.dtype)
+    return Gradients(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_x else x.new_empty(0),
+        torch.empty(w.shape, dtype=weight_dtype, device=w.device) if want_w else w.new_empty(0, dtype=weight_dtype),
+        x.new_empty(num_columns if want_bias else 0, dtype=wide),
+    )
+
+
+def chunked_loss(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradients: Gradients) -> Loss:
+    """Loss of every row of `x @ w.T`, and gradients of its sum.
+
+    Args:
+        call: what the loss is taken of, and in which chunks.
+        coefficient: [M], factor of each row's loss.
+        rows: int64, the rows to look at, distinct; the others count as ignored. None is all of them.
+        gradients: tensors to fill; empty ones are skipped.
+    """
+    x, w, target, bias, _ = call.tensors
+    chunk_rows, terms = call.chunk_rows, call.terms
+    num_rows, num_columns = x.shape[0], w.shape[0]
+    writes_gradient = any(gradient.numel() > 0 for gradient in gradients)
+    wide = compute_dtype(x.dtype)
+    found = Loss(
+        # Zero, and NaN where the coefficient is: also of rows that are not among `rows`.
+        coefficient.to(wide) * 0.0,
+        torch.zeros(num_rows, dtype=wide, device=x.device),
+    )
+    if rows is not None:
+        gradients.x.zero_()
+    num_used = num_rows if rows is None else rows.shape[0]
+    if num_used == 0:
+        gradients.w.zero_()
+        gradients.bias.zero_()
+        return found
+    w = _matrix(w)
+    row_loss = _row_loss(x)
+    stride = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    slab = x.new_empty(min(chunk_rows, num_used), stride)
+    # oneDNN's products in bfloat16 read what lies between the rows, and a NaN there is one in the gradient.
+    slab[:, num_columns:].zero_()
+    with on_device(x):
+        for begin in range(0, num_used, chunk_rows):
+            end = min(begin + chunk_rows, num_used)
+            part = slice(begin, end) if rows is None else rows[begin:end]
+            x_part, logits = x[part], slab[: end - begin, :num_columns]
+            if bias is None:
+                torch.mm(x_part, w.t(), out=logits)
+            else:
+                torch.addmm(bias, x_part, w.t(), out=logits)
+            # Copies where rows are gathered, views of the results where not.
+            found_part = Rows(logits, target[part].contiguous(), coefficient[part], found.rows[part], found.lse[part])
+            row_loss(found_part, terms, writes_gradient=writes_gradient)
+            if rows is not None:
+                found.rows.index_copy_(0, rows[begin:end], found_part.loss)
+                found.lse.index_copy_(0, rows[begin:end], found_part.lse)
+            if gradients.x.numel() > 0:
+                if rows is None:
+                    torch.mm(logits, w, out=gradients.x[part])
+                else:
+                    gradients.x.index_copy_(0, rows[begin:end], logits @ w)
+            _add_to_head(gradients, logits, x_part, is_first=begin == 0)
+    return found
+
+
+def _row_loss(x: Tensor) -> Callable[..., None]:
+    if not runs_triton(x):
+        return reference_row_loss
+    from ._kernel import launch_row_loss
+
+    return launch_row_loss
+
+
+def _matrix(w: Tensor) -> Tensor:
+    """`w` as GEMMs take it, row- or column-major; any other layout is copied once here, not once per chunk."""
+    rows, columns = w.shape
+    is_row_major = w.stride(1) == 1 and w.stride(0) >= columns
+    is_column_major = w.stride(0) == 1 and w.stride(1) >= rows
+    return w if is_row_major or is_column_major else w.contiguous()
+
+
+def _add_to_head(gradients: Gradients, dlogits: Tensor, x: Tensor, *, is_first: bool) -> None:
+    """Adds one chunk to the gradients of weight and bias; the first chunk overwrites."""
+    if gradients.bias.numel() > 0:
+        total = dlogits.sum(0, dtype=gradients.bias.dtype)
+        gradients.bias.copy_(total if is_first else gradients.bias + total)
+    w = gradients.w
+    if w.numel() == 0:
+        return
+    if w.dtype == x.dtype:
+        if is_first:
+            torch.mm(dlogits.t(), x, out=w)
+        else:
+            torch.addmm(w, dlogits.t(), x, out=w)
+    elif x.device.type == "cpu":
+        wide = x.to(w.dtype)
+        for begin in range(0, w.shape[0], _CPU_COLUMNS):
+            part = slice(begin, begin + _CPU_COLUMNS)
+            torch.addmm(w[part], dlogits[:, part].t().to(w.dtype), wide, beta=0 if is_first else 1, out=w[part])
+    elif is_first:
+        torch.mm(dlogits.t(), x, out_dtype=w.dtype, out=w)
+    else:
+        torch.addmm(w, dlogits.t(), x, out_dtype=w.dtype, out=w)

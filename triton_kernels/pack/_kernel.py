@@ -1,0 +1,152 @@
+"""The Triton half of `pack` and `unpack`. Needs triton.
+
+fp8 is made and read by integer arithmetic: sm_80 and gfx942 have no e4m3fn, and Triton's interpreter rounds it wrongly.
+Nothing is fused: the CPU's reference gives the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._configs import pack_launch
+from .._launch import is_interpreting, on_device, warp_size
+from .._store import store_rounded
+from ._terms import BLOCK_ELEMENTS, LEVELS, SMALLEST_UNIT
+
+__all__ = ["launch_pack", "launch_unpack", "pack_kernel", "unpack_kernel"]
+
+_UNIT = tl.constexpr(BLOCK_ELEMENTS)
+_SMALLEST_UNIT = tl.constexpr(SMALLEST_UNIT)
+# Added to an fp32 number below 2^22 it rounds to the nearest integer, which then stands in the low bits.
+_ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _integers(values) -> tl.tensor:
+    """The nearest integers, modulo 2^22: cheaper than a conversion."""
+    return (values + _ROUNDER).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _fp8_bits(values) -> tl.tensor:
+    """e4m3fn of fp32 `values` up to 448, to nearest even: sign, 4 bits of exponent (bias 7), 3 of fraction."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # 960 = (127 - 7) << 3: the biases apart.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+    # Below 2^-6 steps are 2^-9.
+    small = _integers(tl.abs(values) * 512.0) & 0xFF
+    return tl.where(magnitude < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _fp8_values(codes) -> tl.tensor:
+    """fp32 of e4m3fn `codes`, 0 to 255, none of which is NaN."""
+    magnitude = codes & 0x7F
+    normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    values = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    return tl.where(codes >= 0x80, -values, values)
+
+
+@triton.jit
+def pack_kernel(
+    x_ptr,
+    codes_ptr,
+    units_ptr,
+    num_elements,
+    num_columns,
+    row_stride,
+    column_stride,
+    IS_FP8: tl.constexpr,
+    LEVELS: tl.constexpr,
+    IS_FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Codes of several blocks, and their units."""
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    lanes = tl.arange(0, BLOCK // _UNIT)
+    elements = begin + lanes[:, None] * _UNIT + tl.arange(0, _UNIT)[None, :]
+    mask = elements < num_elements
+    offsets = elements
+    if not IS_FLAT:
+        rows = elements // num_columns
+        offsets = rows * row_stride + (elements - rows * num_columns) * column_stride
+    values = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    is_finite = tl.abs(values) < float("inf")
+    largest = tl.max(tl.where(is_finite, tl.abs(values), 0.0), 1)
+    units = tl.div_rn(largest, tl.zeros_like(largest) + LEVELS)
+    units = tl.where(units >= _SMALLEST_UNIT, units, 0.0)
+    inverses = tl.div_rn(tl.zeros_like(units) + 1.0, tl.where(units > 0.0, units, 1.0))
+    scaled = tl.where(is_finite, values * inverses[:, None], 0.0)
+    scaled = tl.maximum(tl.minimum(scaled, LEVELS), -LEVELS)
+    if IS_FP8:
+        tl.store(codes_ptr + elements, _fp8_bits(scaled).to(tl.uint8), mask=mask)
+    else:
+        tl.store(codes_ptr + elements, _integers(scaled).to(tl.int8), mask=mask)
+    num_bad = tl.max((is_finite == 0).to(tl.int32), 1)
+    blocks = begin // _UNIT + lanes
+    tl.store(units_ptr + blocks, tl.where(num_bad > 0, float("nan"), units), mask=blocks * _UNIT < num_elements)
+
+
+@triton.jit
+def unpack_kernel(
+    codes_ptr,
+    units_ptr,
+    result_ptr,
+    num_elements,
+    IS_FP8: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Codes times the units of their blocks."""
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    lanes = tl.arange(0, BLOCK // _UNIT)
+    elements = begin + lanes[:, None] * _UNIT + tl.arange(0, _UNIT)[None, :]
+    mask = elements < num_elements
+    blocks = begin // _UNIT + lanes
+    units = tl.load(units_ptr + blocks, mask=blocks * _UNIT < num_elements, other=0.0).to(tl.float32)
+    codes = tl.load(codes_ptr + elements, mask=mask, other=0).to(tl.int32)
+    values = _fp8_values(codes) if IS_FP8 else codes.to(tl.float32)
+    store_rounded(result_ptr + elements, values * units[:, None], mask, INTERPRETED)
+
+
+def launch_pack(tensor: Tensor, codes: Tensor, units: Tensor, form: str) -> None:
+    """`reference_pack` in Triton, which copies nothing."""
+    launch = pack_launch(warp_size(tensor))
+    with on_device(tensor):
+        pack_kernel[(triton.cdiv(tensor.numel(), launch.block),)](
+            tensor,
+            _as_integers(codes),
+            units,
+            tensor.numel(),
+            tensor.shape[1],
+            *tensor.stride(),
+            IS_FP8=form == "fp8",
+            LEVELS=LEVELS[form],
+            IS_FLAT=tensor.is_contiguous(),
+            BLOCK=launch.block,
+            num_warps=launch.num_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def launch_unpack(codes: Tensor, units: Tensor, result: Tensor) -> None:
+    """`reference_unpack` in Triton."""
+    launch = pack_launch(warp_size(result))
+    with on_device(result):
+        unpack_kernel[(triton.cdiv(codes.numel(), launch.block),)](
+            _as_integers(codes),
+            units,
+            result,
+            codes.numel(),
+            IS_FP8=codes.dtype != torch.int8,
+            INTERPRETED=is_interpreting(),
+            BLOCK=launch.block,
+            num_warps=launch.num_warps,
+            enable_fp_fusion=False,
+        )
+
+
+def _as_integers(codes: Tensor) -> Tensor:
+    return codes if codes.dtype == torch.int8 else codes.view(torch.uint8)
