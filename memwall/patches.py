@@ -19,7 +19,8 @@ import os
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 from msgspec import Struct
 
@@ -107,13 +108,14 @@ class Patches:
         self._why = why
         self._made: list[Patch] = []
 
-    def replace(self, owner: Any, name: str, value: Any) -> Patch:
+    def replace(self, owner: Any, name: str, value: Any, *, permanent: str = "") -> Patch:
         """Puts a value in place of an attribute of a module, a class or an object; "__class__" is one as well.
 
         `undo` restores what was there if the value still is. A function has to be made by `wrap`.
         """
         what = "class" if name == "__class__" else "attribute"
-        return self.push(_Value(what, f"{_name_of(owner)}.{name}", _Attribute(owner, name), value, why=self._why))
+        place = f"{_name_of(owner)}.{name}"
+        return self.push(_Value(what, place, _Attribute(owner, name), value, why=self._why, permanent=permanent))
 
     def wrap(self, owner: Any, name: str, run: Callable[..., Any]) -> Patch:
         """Has calls of a function, a method of a class or a static method run `run(original, *args, **kwargs)`.
@@ -159,10 +161,21 @@ class Patches:
         """
         return self.push(Patch(what, where, why=self._why, undo=undo, owner=owner, permanent=permanent))
 
+    def enter(self, what: str, where: str, context: AbstractContextManager[object]) -> Patch:
+        """Enters a context that makes a change; `undo` leaves it, as if nothing had been raised in it."""
+        context.__enter__()
+        return self.add(what, where, lambda: context.__exit__(None, None, None))
+
     def push(self, patch: Patch) -> Patch:
         """Makes a change that was made elsewhere one of this group."""
         self._made.append(patch)
         return patch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
     def undo(self) -> None:
         """Takes everything back, the last one first, whatever of it fails; raises the first failure at the end.
@@ -184,11 +197,13 @@ class Patches:
 class _Value(Patch):
     """A value that stands where another one stood, or none."""
 
-    def __init__(self, what: str, where: str, slot: "_Attribute | _Variable", value: Any, *, why: str) -> None:
+    def __init__(
+        self, what: str, where: str, slot: "_Attribute | _Variable", value: Any, *, why: str, permanent: str = ""
+    ) -> None:
         self.slot, self.value, self.before = slot, value, slot.get()
         self._where = where
         slot.set(value)
-        super().__init__(what, where, why=why, undo=lambda: None, owner=slot.mortal())
+        super().__init__(what, where, why=why, undo=lambda: None, owner=slot.mortal(), permanent=permanent)
         _values.add(self)
 
     def _take_back(self) -> None:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils._pytree import tree_map
 
 from memwall.errors import UsageError
+from memwall.patches import Patches
 from memwall.trace.record import TraceBuilder, run_recorded
 from memwall.trace.records import Trace
 from memwall.trace.scratch import ScratchWorkspaces
@@ -27,6 +28,8 @@ from memwall.trace.workload import Workload
 from memwall.trace.workspace import Workspaces
 
 __all__ = ["FakeRun", "fake_run", "record_fake"]
+
+_WHY = "records a step on fake tensors"
 
 
 def record_fake(
@@ -181,11 +184,9 @@ def _with_values(value: Any, fake_mode: FakeTensorMode, values: KnownValues) -> 
 def _quiet() -> Iterator[None]:
     """Without torch's own log of what fake tensors refuse: the error says it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
+    with Patches(_WHY) as patches:
+        patches.replace(logger, "disabled", True)
         yield
-    finally:
-        logger.disabled = before
 
 
 @contextmanager
@@ -205,12 +206,9 @@ def _copied_as_fake() -> Iterator[None]:
         found: Tensor = memo[id(tensor)]
         return found
 
-    fake_class: Any = FakeTensor
-    fake_class.__deepcopy__ = copied
-    try:
+    with Patches(_WHY) as patches:
+        patches.replace(FakeTensor, "__deepcopy__", copied)
         yield
-    finally:
-        del fake_class.__deepcopy__
 
 
 @contextmanager
@@ -220,20 +218,16 @@ def _converted_in_place() -> Iterator[None]:
     Source: torch/nn/modules/module.py, `Module._apply` (2.13): fake parameters go through `torch.utils.swap_tensors`,
     which refuses those that anything refers to weakly, as the fake mode itself does.
     """
-    utils: Any = torch.utils
-    swap = utils.swap_tensors
 
-    def swapped(tensor: Tensor, other: Tensor) -> None:
+    def swapped(swap: Callable[[Tensor, Tensor], None], tensor: Tensor, other: Tensor) -> None:
         if isinstance(tensor, FakeTensor) and isinstance(other, FakeTensor):
             tensor.data = other.detach()
         else:
             swap(tensor, other)
 
-    utils.swap_tensors = swapped
-    try:
+    with Patches(_WHY) as patches:
+        patches.wrap(torch.utils, "swap_tensors", swapped)
         yield
-    finally:
-        utils.swap_tensors = swap
 
 
 @contextmanager
@@ -242,13 +236,9 @@ def _without_sampling() -> Iterator[None]:
 
     Source: torch/nn/init.py, `_no_grad_trunc_normal_` (2.13), which leaves tensors on `meta` alone for the same reason.
     """
-    init: Any = torch.nn.init
-    before = init._no_grad_trunc_normal_
-    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
-    try:
+    with Patches(_WHY) as patches:
+        patches.wrap(torch.nn.init, "_no_grad_trunc_normal_", lambda _, tensor, *args, **kwargs: tensor)
         yield
-    finally:
-        init._no_grad_trunc_normal_ = before
 
 
 @contextmanager
@@ -258,12 +248,7 @@ def _seen_as_eager() -> Iterator[None]:
     Transformers 5 (`utils/import_utils.py`, `is_tracing`) would build attention masks that an eager step leaves out.
     """
     module: Any = sys.modules.get("transformers.utils.import_utils")
-    asked = getattr(module, "is_fake_tensor", None)
-    if asked is None:
+    with Patches(_WHY) as patches:
+        if hasattr(module, "is_fake_tensor"):
+            patches.wrap(module, "is_fake_tensor", lambda _, value: False)
         yield
-        return
-    module.is_fake_tensor = lambda value: False
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = asked

@@ -7,7 +7,6 @@ the step, whatever was read is dropped.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.optimizer_state.ring import in_order
 from memwall.apply.optimizer_state.shares import Share
 from memwall.errors import StoreError
+from memwall.patches import Patches
 from memwall.planning.actions import StateAhead
 from memwall.predict.state_on_disk import begun_early
 from memwall.store.buckets import BucketBuffer, drop_reads
@@ -57,12 +57,10 @@ class ReadAhead:
         self._num_drops = 0
         """In a row, of something that was read."""
         hook = OwnHook(self._after_gradient)
-        self._handles: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(hook)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if self._allowed_bytes and parameter.requires_grad
-        ]
+        self._patches = Patches("reads the optimizer's state ahead of its step")
+        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+            if self._allowed_bytes and parameter.requires_grad:
+                self._patches.hook(parameter.register_post_accumulate_grad_hook, hook)
 
     def take(self) -> dict[Share, BucketBuffer]:
         """What was begun, for the step that begins; whoever takes it waits for it, or drops it."""
@@ -82,10 +80,10 @@ class ReadAhead:
 
     def close(self) -> None:
         """Nothing is read any more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self.drop()
+        try:
+            self._patches.undo()
+        finally:
+            self.drop()
 
     def _stop(self, reason: object) -> None:
         if self._allowed_bytes:
