@@ -18,13 +18,13 @@ import logging
 import os
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 from msgspec import Struct
 
-__all__ = ["InEffect", "Patch", "Patches", "active", "note_permanent"]
+__all__ = ["InEffect", "Patch", "Patches", "active", "note_permanent", "undo_all"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +63,20 @@ def note_permanent(what: str, where: str, *, why: str, reason: str) -> None:
     if not any(entry.permanent and (entry.what, entry.where) == (what, where) for entry in active()):
         number = next(_numbers)
         _active[number] = InEffect(number=number, what=what, where=where, why=why, permanent=reason), None
+
+
+def undo_all(undos: Sequence[Callable[[], object]]) -> None:
+    """Calls all of them, the last one first, whatever of it fails; raises the first failure at the end."""
+    first: BaseException | None = None
+    for undo in reversed(undos):
+        try:
+            undo()
+        except BaseException as error:  # an interruption as well: half a restored process is worse than a late one
+            if first is not None:
+                _log.warning("a further change could not be taken back: %s: %s", type(error).__name__, error)
+            first = first or error
+    if first is not None:
+        raise first
 
 
 class Patch:
@@ -182,16 +196,8 @@ class Patches:
 
         Safe to call twice. What failed stays in `active`, and is not tried again.
         """
-        first: BaseException | None = None
-        while self._made:
-            try:
-                self._made.pop().undo()
-            except BaseException as error:  # an interruption as well: half a restored process is worse than a late one
-                if first is not None:
-                    _log.warning("a further change could not be taken back: %s", error)
-                first = first or error
-        if first is not None:
-            raise first
+        made, self._made = self._made, []
+        undo_all([patch.undo for patch in made])
 
 
 class _Value(Patch):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from memwall.patches import note_permanent
 from memwall.trace.own_work import OWN_WORK, OwnWork, Part
 
 from . import _linear_cross_entropy_ops, _norm_ops  # noqa: F401  (they define the operators)
@@ -104,3 +105,9 @@ OWN_WORK[_OPS.linear_cross_entropy_sum.default] = _loss_work
 OWN_WORK[_OPS.linear_cross_entropy_rows.default] = _rows_work
 OWN_WORK[_OPS.linear_cross_entropy_rows_backward.default] = _rows_backward_work
 OWN_WORK[_OPS.norm_backward.default] = _norm_backward
+note_permanent(
+    "registry",
+    "torch.utils.flop_counter.flop_registry",
+    why="says what memwall's own operators compute",
+    reason="the operators exist as long as the process, and nobody else's entry is changed",
+)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from memwall.apply.allocator import AllocatorHandler
-from memwall.apply.cuda_setting import require_cuda_setting
+from memwall.apply.cuda_setting import require_cuda_setting, restore_variables
 from memwall.apply.executor import BlockExecutor, resolve_blocks
 from memwall.apply.offload.parking import open_engine
 from memwall.errors import IntegrationError
 from memwall.integrations.deepspeed_resume import check_resumable, restore_swapped
 from memwall.integrations.preflight import check_config
+from memwall.patches import undo_all
 from memwall.planning.actions import AllocatorReuse, Offload, Recompute
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.planning.planfile import Plan
@@ -69,9 +70,9 @@ class Rest:
             raise
 
     def undo(self) -> None:
-        """Takes everything back, last first."""
-        while self._undo:
-            self._undo.pop()()
+        """Takes everything back, last first, whatever of it fails."""
+        undos, self._undo = self._undo, []
+        undo_all(undos)
 
     def _apply_blocks(self, plan: Plan, disk: str | None) -> None:
         model, offload = self._engine.module, [a for a in plan.actions if isinstance(a, Offload)]
@@ -99,6 +100,7 @@ class Rest:
     def _apply_allocator(self, action: AllocatorReuse) -> None:
         if action.cuda_setting:
             require_cuda_setting(action.cuda_setting)
+            self._undo.append(restore_variables)
             return
         # The plan's limit is of a process without DeepSpeed in it, whose buffers would count against the heap.
         self._allocator.apply(action.policy)

@@ -10,6 +10,7 @@ from torch import nn
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.applied import AppliedPlan
+from memwall.apply.cuda_setting import restore_variables
 from memwall.apply.exhaustion import Exhaustion
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
@@ -17,6 +18,7 @@ from memwall.apply.precision import LowerPrecision, lower_dtype
 from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.machine.limits import pinnable_bytes
+from memwall.patches import undo_all
 from memwall.planning.actions import AllocatorReuse, ParameterPlacement
 from memwall.planning.blocks import find_blocks
 from memwall.planning.legality import can_autocast, can_pack, can_step_on_cpu
@@ -307,10 +309,8 @@ class LivePlan:
 
     def end(self) -> None:
         """The process is as before, too."""
-        self._end_autocast()
-        self._kernels.end()
-        self.parameters.end_building()
-        self.allocator.undo()
+        undos = (self.allocator.undo, restore_variables, self.parameters.end_building, self._kernels.end)
+        undo_all((*undos, self._end_autocast))
 
     def _end_autocast(self) -> None:
         if self._undo_autocast is not None:
