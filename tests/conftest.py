@@ -1,10 +1,16 @@
 """What every test gets: a fixed terminal width, its environment restored, and one way to say what it requires."""
 
+import gc
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from memwall.patches import InEffect
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +23,24 @@ def _restored_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_changed(_restored_environment: None) -> Iterator[None]:
+    """Whatever memwall changes on objects that are not its own, a test has taken back when it ends."""
+    before = {change.number for change in _changes()}
+    yield
+    left = [change for change in _changes() if change.number not in before]
+    if left:
+        gc.collect()  # a change of an object ends with it
+        left = [change for change in _changes() if change.number not in before]
+    assert not left, "left changed:\n" + "\n".join(f"{one.what} {one.where}: {one.why}" for one in left)
+
+
+def _changes() -> "list[InEffect]":
+    """What has to be taken back; nothing where memwall's book of changes was not imported."""
+    patches = sys.modules.get("memwall.patches")
+    return [] if patches is None else [change for change in patches.active() if not change.permanent]
 
 
 @pytest.fixture

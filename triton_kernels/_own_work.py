@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.patches import note_permanent
 from memwall.torch_internals.operators import flop_formula_of
 from memwall.trace.own_work import OWN_WORK, OwnWork, Part
 
@@ -105,3 +106,9 @@ OWN_WORK[_OPS.linear_cross_entropy_sum.default] = _loss_work
 OWN_WORK[_OPS.linear_cross_entropy_rows.default] = _rows_work
 OWN_WORK[_OPS.linear_cross_entropy_rows_backward.default] = _rows_backward_work
 OWN_WORK[_OPS.norm_backward.default] = _norm_backward
+note_permanent(
+    "registry",
+    "the registry of FLOP formulas",
+    why="says what memwall's own operators compute",
+    reason="the operators exist as long as the process, and nobody else's entry is changed",
+)

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.errors import ApplyError
+from memwall.patches import Patches
 from memwall.torch_internals.storages import sparse_values
 from memwall.trace.attached import attach_hook, wrap_forward
 
@@ -104,11 +105,11 @@ class GradientScaling:
         self._is_inside = False
         self._scale_inside = self.scale
         """A step inside backward changes the next pass's."""
-        self._hooked: dict[int, tuple[nn.Parameter, Any]] = {}
+        self._hooked: dict[int, nn.Parameter] = {}
         """By id; with the parameter, so that no other takes its id."""
         self._largest: dict[int, Tensor] = {}
         """Of each parameter's scaled gradients since its last step, the largest magnitude: later ones are clipped."""
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches("scales gradients of float16")
 
     def apply(self) -> None:
         """From now on backward passes are scaled.
@@ -117,10 +118,14 @@ class GradientScaling:
             ApplyError: a trainable parameter is not in float32; its own gradient would vanish.
         """
         self._hook_parameters()
-        original, original_grad = torch.autograd.backward, torch.autograd.grad
 
         def backward(
-            tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, **rest: Any
+            original: Callable[..., None],
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: Any = None,
+            create_graph: bool = False,
+            **rest: Any,
         ) -> None:
             if self._is_inside:  # reentrant checkpointing: what it was given is scaled already
                 original(tensors, grad_tensors, retain_graph, create_graph, **rest)
@@ -136,27 +141,22 @@ class GradientScaling:
             finally:
                 self._is_inside = False
 
-        def grad(*args: Any, **kwargs: Any) -> Any:
+        def grad(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             # Called by a node of the backward pass, what it returns goes on as a scaled gradient.
             was_inside, self._is_inside = self._is_inside, False
             try:
-                return original_grad(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 self._is_inside = was_inside
 
-        setattr(torch.autograd, "backward", backward)  # noqa: B010  (an assignment has another type)
-        setattr(torch.autograd, "grad", grad)  # noqa: B010
-        self._undo.append(lambda: setattr(torch.autograd, "backward", original))
-        self._undo.append(lambda: setattr(torch.autograd, "grad", original_grad))
-        self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._patches.wrap(torch.autograd, "backward", backward)
+        self._patches.wrap(torch.autograd, "grad", grad)
+        self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
 
     def undo(self) -> None:
         """Backward passes are as before."""
-        while self._undo:
-            self._undo.pop()()
-        for _, handle in self._hooked.values():
-            handle.remove()
         self._hooked, self._largest = {}, {}
+        self._patches.undo()
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it scales the gradients of this model."""
@@ -177,7 +177,7 @@ class GradientScaling:
 
     def __getstate__(self) -> dict[str, Any]:
         """A model that is saved whole takes this along, without what is in force in this process."""
-        return {**vars(self), "_undo": [], "_hooked": {}, "_largest": {}}
+        return {**vars(self), "_patches": Patches(""), "_hooked": {}, "_largest": {}}
 
     def _hook_parameters(self) -> None:
         """Also those that a loop unfreezes later."""
@@ -194,8 +194,8 @@ class GradientScaling:
                     "float32, or leave precision alone"
                 )
         for _, parameter in new:
-            handle = parameter.register_hook(partial(self._unscale, id(parameter)))
-            self._hooked[id(parameter)] = parameter, handle
+            self._patches.hook(parameter.register_hook, partial(self._unscale, id(parameter)))
+            self._hooked[id(parameter)] = parameter
 
     def _unscale(self, key: int, gradient: Tensor) -> Tensor:
         if not self._is_inside:

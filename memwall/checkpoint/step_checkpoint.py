@@ -33,6 +33,7 @@ from memwall.checkpoint.training_state import (
 )
 from memwall.checkpoint.writer import CommitTimes, CommitWriter, Packed
 from memwall.errors import MemwallError, UsageError
+from memwall.patches import Patches
 from memwall.planning.planfile import Plan
 from memwall.store.backend import IOBackend, round_up
 from memwall.store.journal import Journal, Stored
@@ -105,7 +106,7 @@ class StepCheckpoint:
         """Buckets of the first commit, to be compared with memory just before the update."""
         self._was_asked = False
         self._loop = LoopState()
-        self._handles: list[Any] = []
+        self._patches = Patches("commits steps to a checkpoint")
 
     def _open(self, *, is_resuming: bool) -> None:
         found = self._journal.last
@@ -193,11 +194,9 @@ class StepCheckpoint:
         except MemwallError as error:
             self.failure = error.without_frames()
             raise
-        self._handles = [
-            attach_hook(model.register_forward_pre_hook, self._before_forward),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._patches.push(attach_hook(model.register_forward_pre_hook, self._before_forward))
+        self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
+        self._patches.hook(register_optimizer_step_post_hook, self._after_step)
 
     def _begin(self, model: nn.Module) -> None:
         restoration = self._restoration
@@ -234,9 +233,7 @@ class StepCheckpoint:
 
         What fails is in `failure`.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._patches.undo()
         try:
             if self._writer is not None and self.failure is None:
                 self._writer.wait()

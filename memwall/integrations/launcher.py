@@ -27,6 +27,7 @@ from memwall.integrations.preflight import check_model
 from memwall.machine.disk_location import default_directory
 from memwall.machine.meter import meter_of, return_free_memory
 from memwall.observe.history import MemoryHistory
+from memwall.patches import Patches
 from memwall.session.measurements import standing_bytes
 from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
@@ -127,7 +128,7 @@ def run_script(
                 check_model(module)
                 session.attach(module, None)
                 watch.model = module
-                handle.remove()
+                forward_hook.undo()
                 if checkpoint is not None:
                     checkpoint.prepare(module)  # before parameters go there
                 # The hook just attached is not in the list this call is going through: call it for this first time.
@@ -147,8 +148,9 @@ def run_script(
         if history is not None:
             history.failed(error, session.trace)
 
-    handle = register_module_forward_pre_hook(before_forward)
-    step_handle = register_optimizer_step_pre_hook(before_step)
+    patches = Patches("finds the model and the optimizer of a script")
+    forward_hook = patches.hook(register_module_forward_pre_hook, before_forward)
+    patches.hook(register_optimizer_step_pre_hook, before_step)
     status = 1
     if checkpoint is None:
         session.watch_building()
@@ -160,8 +162,7 @@ def run_script(
             raise note_failure(checkpoint.directory, session.budget_bytes, error) from error
         raise
     finally:
-        handle.remove()
-        step_handle.remove()
+        patches.undo()
         completed = status == 0 and watch.failure is None
         if history is not None:
             history.close(completed=completed)
@@ -226,7 +227,9 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
         with watch.guarded():
             watch.check_optimizer(optimizer)
 
-    handles = [register_module_forward_pre_hook(before_forward), register_optimizer_step_pre_hook(before_step)]
+    patches = Patches("records the steps of a script")
+    patches.hook(register_module_forward_pre_hook, before_forward)
+    patches.hook(register_optimizer_step_pre_hook, before_step)
     try:
         status = _execute(name, args, is_module=is_module)
         is_last_whole = builder is not None and builder.is_recording and builder.num_optimizer_steps > 0
@@ -236,8 +239,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
     except ScriptEnded:
         status = 0
     finally:
-        for handle in handles:
-            handle.remove()
+        patches.undo()
         if builder is not None:
             builder.cancel_step()
     if watch.failure is not None:
@@ -321,9 +323,13 @@ def _execute(
 def _as_main(name: str, args: Sequence[str], *, is_module: bool) -> Iterator[None]:
     """The argument list and import path that a script finds when Python runs it."""
     argv, path = list(sys.argv), list(sys.path)
-    sys.argv = [name, *args]
-    sys.path.insert(0, os.getcwd() if is_module else str(Path(name).resolve().parent))
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
+        """Puts both back even where the script has changed them: they were its own."""
         sys.argv, sys.path[:] = argv, path
+
+    with Patches("runs a script as Python would") as patches:
+        patches.add("attribute", "sys.argv and sys.path", undo)
+        sys.argv = [name, *args]
+        sys.path.insert(0, os.getcwd() if is_module else str(Path(name).resolve().parent))
+        yield

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from memwall.integrations.dtypes import parse_dtype
+from memwall.patches import Patches
 from memwall.trace.workload import Workload
 
 if TYPE_CHECKING:
@@ -45,12 +46,10 @@ def _loss(loss: Callable[[Any, Any], "Tensor"], dtype: str, model: "nn.Module", 
         entered.pop().__exit__(None, None, None)
         return _in_float32(out)
 
-    handles = (model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True))
-    try:
+    with Patches("runs a model's forward under autocast") as patches:
+        patches.hook(model.register_forward_pre_hook, enter)
+        patches.hook(model.register_forward_hook, leave, always_call=True)
         return loss(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _in_float32(out: Any) -> Any:

@@ -10,9 +10,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
+from memwall.patches import Patches
 from memwall.session.session import Session
 
 __all__ = ["TrainerSteps", "trainer_of"]
+
+
+_LASTS = "a second train() of this Trainer is followed as well; it ends with the Trainer"
 
 
 class _Owner(Protocol):
@@ -50,7 +54,8 @@ class TrainerSteps:
         kind = type(trainer)
         named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         trainer._memwall_steps = self
-        trainer.__class__ = type(kind.__name__, (_Watched, kind), named)
+        self._patches = Patches("hands training steps over to a session")
+        self._patches.replace(trainer, "__class__", type(kind.__name__, (_Watched, kind), named), permanent=_LASTS)
 
     def hand_over(self) -> None:
         """From now on the session runs the training steps."""

@@ -11,6 +11,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +19,10 @@ import msgspec
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from memwall.errors import NotAvailableError, UsageError
 from memwall.observe.history_marks import Marks, TimedCall, TimedPhase, marks_path
+from memwall.patches import Patches, note_permanent
 from memwall.predict.cuda_allocator.advice import VARIABLES
 from memwall.torch_internals.allocator import (
     CHANGING_CALLS,
@@ -30,7 +31,7 @@ from memwall.torch_internals.allocator import (
     settings_in_force,
 )
 from memwall.torch_internals.allocator import snapshot as snapshot_of_allocator
-from memwall.trace.attached import AttachedHook, attach_hook
+from memwall.trace.attached import attach_hook
 from memwall.trace.file import save_trace
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
@@ -75,7 +76,7 @@ class MemoryHistory:
         self._allocated_before_bytes = 0
         self._phases: deque[TimedPhase] = deque(maxlen=_MOST_MARKS)
         self._calls: deque[TimedCall] = deque(maxlen=_MOST_MARKS)
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches("records the CUDA allocator's history")
 
     def begin(self, *, is_step_recorded: bool = False) -> None:
         """Has torch record from here on; to be called before the model is built.
@@ -101,17 +102,13 @@ class MemoryHistory:
                 format_bytes(self._allocated_before_bytes),
             )
         record_memory_history(enabled="all", context="all", stacks="python", max_entries=self._max_entries)
+        self._patches.add("setting", "the allocator's history", lambda: record_memory_history(enabled=None))
         self._is_recording = True
         self.mark("build")
         for name in CHANGING_CALLS:
             self._watch(name)
-        # torch has no way to take an observer away; after `close` it does nothing.
-        if not attach_out_of_memory_observer(self._out_of_memory):
-            _log.warning(
-                "history: a snapshot at the moment when memory runs out is not available with torch %s; one is written "
-                "at the end of a run that ends well, if that was asked for",
-                torch.__version__,
-            )
+        _recording.add(self)
+        _observe()
 
     def attach(self, model: nn.Module) -> None:
         """Marks where the phases of this model's steps begin."""
@@ -124,13 +121,10 @@ class MemoryHistory:
         def after_forward(*_: Any) -> None:
             self.mark("backward" if torch.is_grad_enabled() else "other")
 
-        handles: list[AttachedHook | RemovableHandle] = [
-            attach_hook(model.register_forward_pre_hook, before_forward, prepend=True),
-            attach_hook(model.register_forward_hook, after_forward),
-            register_optimizer_step_pre_hook(lambda *_: self.mark("optimizer")),
-            register_optimizer_step_post_hook(lambda *_: self.mark("other")),
-        ]
-        self._undo += [handle.remove for handle in handles]
+        self._patches.push(attach_hook(model.register_forward_pre_hook, before_forward, prepend=True))
+        self._patches.push(attach_hook(model.register_forward_hook, after_forward))
+        self._patches.hook(register_optimizer_step_pre_hook, lambda *_: self.mark("optimizer"))
+        self._patches.hook(register_optimizer_step_post_hook, lambda *_: self.mark("other"))
 
     def mark(self, phase: str) -> None:
         """A phase begins."""
@@ -164,13 +158,11 @@ class MemoryHistory:
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             self._write("end", device, None, total_bytes, free_bytes)
         self._is_recording = False
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
-        record_memory_history(enabled=None)
+        _recording.discard(self)
+        self._patches.undo()
 
-    def _out_of_memory(self, device: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
-        """torch calls this when a request has failed, before the error is raised."""
+    def out_of_memory(self, device: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
+        """Writes what is in memory when a request has failed, before torch raises the error."""
         if self._is_recording and len(self.written) < _MOST_DUMPS:
             self._write("out-of-memory", device, requested_bytes, total_bytes, free_bytes)
 
@@ -227,21 +219,46 @@ class MemoryHistory:
     def _watch(self, name: str) -> None:
         """Notes the calls of a function of torch.cuda that the allocator records no event for."""
         for module in (torch.cuda.memory, torch.cuda):
-            original = getattr(module, name, None)
-            if original is None:
-                continue
+            if getattr(module, name, None) is not None:
+                self._patches.wrap(module, name, partial(self._noted, name))
 
-            def noted(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:
-                shown = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
-                self._calls.append(TimedCall(name=name, arguments=shown, time_us=_now_us()))
-                return _original(*args, **kwargs)
-
-            setattr(module, name, noted)
-            self._undo.append(lambda module=module, original=original: setattr(module, name, original))  # type: ignore[misc]
+    def _noted(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        shown = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+        self._calls.append(TimedCall(name=name, arguments=shown, time_us=_now_us()))
+        return original(*args, **kwargs)
 
     def _name(self, name: str) -> str:
         """A file name that the other processes of a distributed run do not use."""
         return name if os.environ.get("WORLD_SIZE", "1") == "1" else f"rank{os.environ.get('RANK', '0')}-{name}"
+
+
+_recording: set[MemoryHistory] = set()
+_is_observing = False
+
+
+def _observe() -> None:
+    """Has torch tell those that record when a request fails: one observer for the life of the process."""
+    global _is_observing
+    if not _is_observing:
+        if not attach_out_of_memory_observer(_tell):
+            _log.warning(
+                "history: a snapshot at the moment when memory runs out is not available with torch %s; one is written "
+                "at the end of a run that ends well, if that was asked for",
+                torch.__version__,
+            )
+            return
+        _is_observing = True
+        note_permanent(
+            "observer",
+            "the out-of-memory observer of the CUDA allocator",
+            why="writes the CUDA allocator's history when memory runs out",
+            reason="torch has no way to take an observer away; it does nothing while no history is recorded",
+        )
+
+
+def _tell(device: int, requested_bytes: int, total_bytes: int, free_bytes: int) -> None:
+    for history in tuple(_recording):
+        history.out_of_memory(device, requested_bytes, total_bytes, free_bytes)
 
 
 def _now_us() -> int:

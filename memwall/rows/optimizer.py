@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memwall.apply.optimizer_state.partial_step import with_closure_called
 from memwall.errors import ApplyError
+from memwall.patches import note_permanent
 from memwall.rows.store import RowColumns
 from memwall.rows.table import RowUpdate, TableWeight
 from memwall.torch_internals.storages import sparse_indices, sparse_values
@@ -105,8 +106,17 @@ def install_hooks() -> None:
     global _is_installed
     if not _is_installed:
         _is_installed = True
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+        for register, hook in (
+            (register_optimizer_step_pre_hook, _before_step),
+            (register_optimizer_step_post_hook, _after_step),
+        ):
+            register(hook)  # type: ignore[arg-type]
+            note_permanent(
+                "hook",
+                f"torch.optim.optimizer.{register.__name__}",
+                why="steps tables of rows",
+                reason="a table ends when it is collected, which may be while an optimizer goes through its hooks",
+            )
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from memwall.apply.applied import AppliedPlan
 from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.apply.memory.cuda_setting import restore_variables
 from memwall.apply.memory.exhaustion import Exhaustion
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
@@ -18,6 +19,7 @@ from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
 from memwall.apply.technique import handler_of
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.machine.limits import pinnable_bytes
+from memwall.patches import undo_all
 from memwall.planning.blocks import find_blocks
 from memwall.planning.planfile import Plan
 from memwall.planning.settings import Settings
@@ -338,10 +340,8 @@ class LivePlan:
 
     def end(self) -> None:
         """The process is as before, too."""
-        self._end_autocast()
-        self._kernels.end()
-        self.parameters.end_building()
-        self.allocator.undo()
+        undos = (self.allocator.undo, restore_variables, self.parameters.end_building, self._kernels.end)
+        undo_all((*undos, self._end_autocast))
 
     def _note_not_recomputed(self) -> bool:
         """Has plans from now on recompute no block that was found not to repeat itself; whether one is new."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import Phase
+from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
 
@@ -48,7 +49,7 @@ class StepBorders:
 
     def __init__(self, listener: StepListener) -> None:
         self._listener = listener
-        self._handles: list[Any] = []
+        self._patches = Patches("finds where training steps begin and end")
         self.model: nn.Module | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.stepped: list[torch.optim.Optimizer] = []
@@ -67,33 +68,28 @@ class StepBorders:
     def attach(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begins to follow a model, and its optimizers as far as they are known."""
         self.model = model
-        self._handles += (
-            attach_hook(model.register_forward_pre_hook, self._before_forward, with_kwargs=True, prepend=True),
-            attach_hook(model.register_state_dict_pre_hook, self._before_saving),
-        )
+        before = self._before_forward
+        self._patches.push(attach_hook(model.register_forward_pre_hook, before, with_kwargs=True, prepend=True))
+        self._patches.push(attach_hook(model.register_state_dict_pre_hook, self._before_saving))
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins to follow an optimizer."""
         self.optimizers += (optimizer,)
-        self._handles += (
-            optimizer.register_step_pre_hook(self._enter_optimizer),
-            optimizer.register_step_post_hook(self._after_optimizer),
-            optimizer.register_state_dict_pre_hook(self._before_saving),
-        )
+        self._patches.hook(optimizer.register_step_pre_hook, self._enter_optimizer)
+        self._patches.hook(optimizer.register_step_post_hook, self._after_optimizer)
+        self._patches.hook(optimizer.register_state_dict_pre_hook, self._before_saving)
 
     def watch_optimizers(self) -> None:
         """From now on the listener is told before an optimizer steps, after every other hook of it."""
         if not self._is_watching:
             self._is_watching = True
-            self._handles.append(register_optimizer_step_pre_hook(self._before_optimizer))
+            self._patches.hook(register_optimizer_step_pre_hook, self._before_optimizer)
 
     def detach(self) -> None:
         """Takes all hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._patches.undo()
 
     def begin_part(self) -> None:
         """Says that a part of a step begins: what fails from here on fails in a forward, or in its backward."""

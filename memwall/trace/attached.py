@@ -6,28 +6,26 @@ memwall to be loaded, nor anything that a `weights_only` load would not take.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memwall.errors import ApplyError
+from memwall.patches import Patch, Patches
 
 __all__ = ["AttachedHook", "attach_hook", "wrap_forward"]
 
 _ASKED = "__getstate__"
 
 
-class AttachedHook:
+class AttachedHook(Patch):
     """A registered hook; `remove` takes it away."""
-
-    def __init__(self, module: nn.Module, handle: RemovableHandle) -> None:
-        self._module, self._handle = module, handle
 
     def remove(self) -> None:
         """Takes the hook away. Safe to call twice."""
-        self._handle.remove()
-        _show(self._module)
+        self.undo()
 
 
 def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any) -> AttachedHook:
@@ -38,9 +36,15 @@ def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., An
         options: for that method.
     """
     module: nn.Module = register.__self__  # type: ignore[attr-defined]
-    attached = AttachedHook(module, register(_Hook(hook), **options))
+    handle = register(_Hook(hook), **options)
     _hide(module)
-    return attached
+
+    def undo() -> None:
+        handle.remove()
+        _show(module)
+
+    where = f"{type(module).__name__}.{register.__name__}"
+    return AttachedHook("hook", where, why=_purpose_of(hook), undo=undo, owner=module)
 
 
 def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Callable[[], None]:
@@ -52,21 +56,26 @@ def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Calla
     Raises:
         ApplyError: the module takes none, as scripted ones; `name` is what it is called.
     """
-    original, was_own = module.forward, "forward" in module.__dict__
+    forward = _Forward(module.forward, run, was_own="forward" in module.__dict__)
+    patches = Patches(_purpose_of(run))
     try:
-        module.forward = _Forward(original, run, was_own=was_own)
+        forward.patch = patches.replace(module, "forward", forward)
     except Exception as error:
         raise ApplyError(f"the forward of '{name}' ({type(module).__name__}) cannot be wrapped: {error}") from error
     _hide(module)
 
     def undo() -> None:
-        if was_own:
-            module.forward = original
-        else:
-            del module.__dict__["forward"]
+        patches.undo()
         _show(module)
 
     return undo
+
+
+def _purpose_of(function: Callable[..., Any]) -> str:
+    """What is called, as whoever reads the list of changes finds it in the code."""
+    while isinstance(function, partial):
+        function = function.func
+    return f"calls {function.__module__}.{function.__qualname__}"
 
 
 class _Hook:
@@ -80,9 +89,12 @@ class _Hook:
 class _Forward:
     def __init__(self, original: Callable[..., Any], run: Callable[..., Any], *, was_own: bool) -> None:
         self._run, self.was_own = run, was_own
+        self.patch: Patch | None = None
         self.__wrapped__ = original  # its signature is this one's (inspect.signature)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.patch is not None and self.patch.is_over:  # somebody else has wrapped it in turn
+            return self.__wrapped__(*args, **kwargs)
         return self._run(self.__wrapped__, *args, **kwargs)
 
 

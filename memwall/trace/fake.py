@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.errors import UsageError
+from memwall.patches import Patches
 from memwall.torch_internals.fake import (
     FakeCopyMode,
     FakeTensor,
@@ -32,6 +33,8 @@ from memwall.trace.workload import Workload
 from memwall.trace.workspace import Workspaces
 
 __all__ = ["FakeRun", "fake_run", "record_fake"]
+
+_WHY = "records a step on fake tensors"
 
 
 def record_fake(
@@ -199,12 +202,9 @@ def _copied_as_fake() -> Iterator[None]:
         found: Tensor = memo[id(tensor)]
         return found
 
-    fake_class: Any = FakeTensor
-    fake_class.__deepcopy__ = copied
-    try:
+    with Patches(_WHY) as patches:
+        patches.replace(FakeTensor, "__deepcopy__", copied)
         yield
-    finally:
-        del fake_class.__deepcopy__
 
 
 @contextmanager
@@ -214,20 +214,16 @@ def _converted_in_place() -> Iterator[None]:
     Source: torch/nn/modules/module.py, `Module._apply` (2.13): fake parameters go through `torch.utils.swap_tensors`,
     which refuses those that anything refers to weakly, as the fake mode itself does.
     """
-    utils: Any = torch.utils
-    swap = utils.swap_tensors
 
-    def swapped(tensor: Tensor, other: Tensor) -> None:
+    def swapped(swap: Callable[[Tensor, Tensor], None], tensor: Tensor, other: Tensor) -> None:
         if isinstance(tensor, FakeTensor) and isinstance(other, FakeTensor):
             tensor.data = other.detach()
         else:
             swap(tensor, other)
 
-    utils.swap_tensors = swapped
-    try:
+    with Patches(_WHY) as patches:
+        patches.wrap(torch.utils, "swap_tensors", swapped)
         yield
-    finally:
-        utils.swap_tensors = swap
 
 
 @contextmanager
@@ -237,12 +233,7 @@ def _seen_as_eager() -> Iterator[None]:
     Transformers 5 (`utils/import_utils.py`, `is_tracing`) would build attention masks that an eager step leaves out.
     """
     module: Any = sys.modules.get("transformers.utils.import_utils")
-    asked = getattr(module, "is_fake_tensor", None)
-    if asked is None:
+    with Patches(_WHY) as patches:
+        if hasattr(module, "is_fake_tensor"):
+            patches.wrap(module, "is_fake_tensor", lambda _, value: False)
         yield
-        return
-    module.is_fake_tensor = lambda value: False
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = asked

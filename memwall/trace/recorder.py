@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memwall.errors import TraceError
+from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from memwall.torch_internals.dispatch import TorchDispatchMode
 from memwall.torch_internals.operators import flop_formulas, packet_of, schema_of
@@ -102,7 +103,7 @@ class StepRecorder(TorchDispatchMode):
         self._in_optimizer = False
         self.num_optimizer_steps = 0
         self._paused = 0
-        self._hook_handles: list[Any] = []
+        self._patches = Patches("records a step")
         self._saved_hooks: Any = None
         self._root_ids = {id(root) for root in roots}
         self._cuda_events: list[tuple[int, Any, Any]] = []
@@ -125,12 +126,11 @@ class StepRecorder(TorchDispatchMode):
         for tensor in _state_of(optimizers):
             self.log.existing(tensor, "optimizer_state")
         hooks = torch.nn.modules.module
-        self._hook_handles = [
-            hooks.register_module_forward_pre_hook(self._enter_module),
-            hooks.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
-            register_optimizer_step_pre_hook(self._enter_optimizer),
-            register_optimizer_step_post_hook(self._leave_optimizer),
-        ]
+        self._patches.hook(hooks.register_module_forward_pre_hook, self._enter_module)
+        leave = self._leave_module
+        self._patches.hook(hooks.register_module_forward_hook, leave, with_kwargs=True, always_call=True)
+        self._patches.hook(register_optimizer_step_pre_hook, self._enter_optimizer)
+        self._patches.hook(register_optimizer_step_post_hook, self._leave_optimizer)
         self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._saved_hooks.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -144,9 +144,7 @@ class StepRecorder(TorchDispatchMode):
         self._saved_hooks.__exit__(None, None, None)
         self._saved_hooks = None
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        for handle in self._hook_handles:
-            handle.remove()
-        self._hook_handles = []
+        self._patches.undo()
 
     def finish(self, optimizers: Optimizers) -> EventLog:
         """Ends recording and settles what only the end of the step can tell: gradients, state, device times."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from memwall.errors import MemwallError, UsageError
+from memwall.patches import note_permanent
 from memwall.trace.workload import Workload
 
 __all__ = ["describe_error", "load_workload"]
@@ -83,6 +84,8 @@ def _load_module(spec: str, source: str) -> ModuleType:
 def _add_to_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+        reason = "what a model is made by may import from there at any later moment"
+        note_permanent("attribute", f"sys.path, {folder}", why="finds the modules of a factory", reason=reason)
 
 
 def describe_error(error: Exception) -> str:

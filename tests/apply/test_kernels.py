@@ -303,13 +303,21 @@ def test_no_module_is_patched_twice() -> None:
     assert "forward" not in model[0].__dict__
 
 
-def test_undo_after_somebody_elses_patch_names_it() -> None:
+def test_undo_leaves_what_others_have_put_over_a_forward_which_then_calls_the_modules_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = nn.Sequential(Rms(), nn.LayerNorm(8))
     patched = patch_kernels(model)
-    model[0].forward = lambda x: x
-    with pytest.raises(ApplyError, match=r"1 forwards \(Rms\) were replaced by others"):
-        patched.undo()
+    kernel = model[0].forward
+    foreign = model[0].forward = lambda x: kernel(x) + 1
+    counts = patched.num_calls
+    patched.undo()
+    assert model[0].forward is foreign
+    x = torch.randn(2, 8)
+    assert torch.equal(model[0](x), Rms.forward(model[0], x) + 1)
+    assert counts == {"0": 0, "1": 0}
     assert "forward" not in model[1].__dict__
+    assert "Rms.forward was changed by somebody else after memwall" in caplog.text
 
 
 def test_copies_and_pickles_are_models_without_kernels() -> None:

@@ -8,7 +8,7 @@ import json
 import logging
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from memwall.cli.app import main
 from memwall.errors import UsageError
 from memwall.observe import history
-from memwall.observe.history import MemoryHistory
+from memwall.observe.history import MemoryHistory, _recording
 from memwall.observe.history_marks import Marks, load_marks_beside
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
@@ -52,8 +52,8 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    """A stand-in for a CUDA device."""
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    """A stand-in for a CUDA device; what a test still records when it ends is closed."""
     stand_in = Cuda()
 
     def attach(observer: Callable[[int, int, int, int], None]) -> None:
@@ -84,7 +84,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     for module, names in patched.items():
         for name, value in names.items():
             monkeypatch.setattr(module, name, value)
-    return stand_in
+    monkeypatch.setattr("memwall.observe.history._is_observing", False)  # this torch has no observer yet
+    yield stand_in
+    for recording in tuple(_recording):
+        recording.close(completed=False)
 
 
 def marks_of(path: Path) -> Marks:

@@ -19,6 +19,7 @@ from memwall.apply.kernels.deferred_logits import LossCounts
 from memwall.apply.kernels.head import HEAD_KERNEL, head_candidate, head_disagreement, head_of
 from memwall.apply.kernels.match import Candidate, candidates, disagreement, obstacle
 from memwall.errors import ApplyError
+from memwall.patches import undo_all
 from memwall.trace.attached import wrap_forward
 
 __all__ = ["KernelRow", "PatchedKernels", "apply_kernels", "objection", "patch_kernels"]
@@ -46,16 +47,10 @@ class _Kernel:
         self.num_calls = 0
         self._candidate = candidate
         self._unwrap = wrap_forward(module, self._run, path)
-        self._forward = module.__dict__["forward"]
 
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.num_calls += 1
         return self._candidate.forward(*args, **kwargs)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether nobody has replaced it since."""
-        return self.module.__dict__.get("forward") is self._forward
 
     def undo(self) -> None:
         """The module has its own forward again."""
@@ -95,23 +90,9 @@ class PatchedKernels:
         return {kernel.path: kernel.num_calls for kernel in self._replaced}
 
     def undo(self) -> None:
-        """Every module runs its own forward again.
-
-        Raises:
-            ApplyError: somebody replaced one in between; all others are restored.
-        """
-        foreign = []
-        for kernel in self._replaced:
-            if kernel.is_there:
-                kernel.undo()
-            else:
-                foreign.append(type(kernel.module).__name__)
-        self._replaced = []
-        if foreign:
-            raise ApplyError(
-                f"{len(foreign)} forwards ({', '.join(sorted(set(foreign)))}) were replaced by others after memwall; "
-                "undo what came later first"
-            )
+        """Every module runs its own forward again; what others have put over one since stays, and calls that."""
+        replaced, self._replaced = self._replaced, []
+        undo_all([kernel.undo for kernel in replaced])
 
     def table(self) -> str:
         """One line for each kind of module and outcome."""

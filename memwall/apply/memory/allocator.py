@@ -10,6 +10,7 @@ import torch
 
 from memwall.errors import ApplyError
 from memwall.machine.meter import process_bytes, return_free_memory
+from memwall.patches import Patches
 from memwall.predict.malloc.policies import policy_named, restored_policy, settings_of, unavailable_reason
 from memwall.predict.malloc.tensor_heap import (
     MIN_TENSOR_BYTES,
@@ -70,7 +71,7 @@ class AllocatorHandler:
         """What is in force; None for torch's and malloc's own."""
         self._heap: TensorHeap | None = None
         self._limit_bytes = self._outside_bytes = self._others_bytes = 0
-        self._has_thresholds = False
+        self._patches = Patches("has CPU tensors allocated in another way")
 
     def apply(self, policy: str, limit_bytes: int = 0, outside_bytes: int = 0) -> None:
         """Sets a way of reuse; it replaces the one in force. To be called between steps.
@@ -87,12 +88,15 @@ class AllocatorHandler:
             if self._heap is None:
                 self.undo()
                 self._heap = _own_heap(self)
+                self._patches.add("native function", f"malloc's in {TORCH_LIBRARY.decode()}", _release_heap)
             self._limit_bytes, self._outside_bytes = limit_bytes, outside_bytes
             self._others_bytes = self._present_others_bytes()
             self.hold_limit()
         else:
             self.undo()
-            self._has_thresholds = _set_malloc(policy)
+            if _set_malloc(policy):
+                restored = settings_of(restored_policy())
+                self._patches.add("setting", "mallopt of glibc", lambda: _mallopt(restored))
         self.policy = policy
         _log.debug("tensors are allocated under '%s'", policy)
 
@@ -156,13 +160,8 @@ class AllocatorHandler:
 
     def undo(self) -> None:
         """Takes it back, as far as that goes."""
-        if self._heap is not None:
-            _release_heap()
-            self._heap = None
-        elif self._has_thresholds:
-            _mallopt(settings_of(restored_policy()))
-            self._has_thresholds = False
-        self.policy = None
+        self._heap = self.policy = None
+        self._patches.undo()
 
 
 _owners: list[AllocatorHandler] = []

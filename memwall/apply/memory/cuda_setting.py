@@ -14,15 +14,18 @@ from datetime import UTC, datetime
 import torch
 
 from memwall.errors import ApplyError, UsageError
+from memwall.patches import Patches, note_permanent
 from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, VARIABLES
 from memwall.predict.cuda_allocator.settings import AllocatorSettings, check, format_settings, parse_settings
 from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
 from memwall.torch_internals.allocator import set_settings, settings_in_force
 from memwall.torch_internals.allocator import snapshot as snapshot_of_allocator
 
-__all__ = ["effective_setting", "lint_variables", "require_cuda_setting"]
+__all__ = ["effective_setting", "lint_variables", "require_cuda_setting", "restore_variables"]
 
 _log = logging.getLogger(__name__)
+
+_variables = Patches("names the plan's allocator setting to processes that are started")
 
 # c10/cuda/CUDACachingAllocator.cpp, forceUncachedAllocator.
 _UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
@@ -59,9 +62,22 @@ def require_cuda_setting(setting: str) -> None:
             )
         return
     # Both, for this process and those that it starts.
-    os.environ.update(dict.fromkeys(VARIABLES, setting))
+    for name in VARIABLES:
+        if os.environ.get(name) != setting:
+            _variables.environment(name, setting)
     _make_effective(setting, profile)
     _note("in effect", setting)
+    note_permanent(
+        "setting",
+        "torch's CUDA allocator settings",
+        why="makes the plan's allocator setting effective",
+        reason="once CUDA runs there are segments made under it",
+    )
+
+
+def restore_variables() -> None:
+    """Gives the environment back as it was before `require_cuda_setting`; torch's allocator keeps its settings."""
+    _variables.undo()
 
 
 def effective_setting() -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memwall.apply.optimizer_state.partial_step import Arguments, with_closure_called, without_closure
 from memwall.errors import ApplyError, MemwallError
+from memwall.patches import Patches
 from memwall.torch_internals.optimizers import step_post_hooks, step_pre_hooks
 
 __all__ = ["TakenStep"]
@@ -45,26 +46,23 @@ class TakenStep:
         self._withheld: list[dict[str, Any]] | None = None
         self.failure: MemwallError | None = None
         """The first error of a step."""
-        before = optimizer.register_step_pre_hook(self._before_step)
-        after = optimizer.register_step_post_hook(self._after_step)
-        step_post_hooks(optimizer).move_to_end(after.id, last=False)
-        self._before_id = before.id
-        self._handles: list[Any] = [
-            before,
-            after,
-            optimizer.register_state_dict_post_hook(self._gathered, prepend=True),
-            optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
-        ]
+        self._patches = Patches(f"{done_to_state}, and takes its step over")
+        self._patches.hook(optimizer.register_step_pre_hook, self._before_step)
+        self._before_id = next(reversed(step_pre_hooks(optimizer)))
+        self._patches.hook(optimizer.register_step_post_hook, self._after_step)
+        after = step_post_hooks(optimizer)
+        after.move_to_end(next(reversed(after)), last=False)
+        self._patches.hook(optimizer.register_state_dict_post_hook, self._gathered, prepend=True)
+        self._patches.hook(optimizer.register_load_state_dict_post_hook, self._after_load, prepend=True)
         # What copy.deepcopy and torch.save ask for; without it they would take what stands in for the state.
-        vars(optimizer)["__getstate__"] = self._whole
+        self._patches.replace(optimizer, "__getstate__", self._whole)
 
     def give_back(self) -> None:
         """The optimizer steps by itself again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        vars(self._optimizer).pop("__getstate__", None)
-        self._give_groups_back()
+        try:
+            self._patches.undo()
+        finally:
+            self._give_groups_back()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 from memwall.machine.meter import process_bytes, return_free_memory
+from memwall.patches import Patches
 from memwall.planning.techniques.parameters import passing_bytes
 
 __all__ = ["Building", "leaves_no_room", "num_processes"]
@@ -73,12 +74,11 @@ class Building:
         self._thread = threading.get_ident()
         self._lock = threading.RLock()  # parameters may die in any thread
         self._num_left, self._next_sweep = 0, _FIRST_SWEEP
-        self._handle: Any = register_module_parameter_registration_hook(self._registered)
+        self._patches = Patches("puts parameters on disk while modules are built")
+        self._patches.hook(register_module_parameter_registration_hook, self._registered)
         # Modules that are copied, as the layers of nn.Transformer are, get their parameters without a word.
-        self._copy: Callable[..., Any] = nn.Parameter.__deepcopy__
-        nn.Parameter.__deepcopy__ = self._copying()  # type: ignore[method-assign]
-        self._new: Any = vars(nn.Parameter)["__new__"]
-        nn.Parameter.__new__ = self._making()  # type: ignore[method-assign]
+        self._patches.wrap(nn.Parameter, "__deepcopy__", self._copied)
+        self._patches.wrap(nn.Parameter, "__new__", _made_of)
 
     def __enter__(self) -> Self:
         return self
@@ -103,32 +103,16 @@ class Building:
         if self._is_over:
             return
         self._is_over = True
-        self._handle.remove()
-        nn.Parameter.__deepcopy__ = self._copy  # type: ignore[method-assign]
-        nn.Parameter.__new__ = self._new  # type: ignore[method-assign]
+        self._patches.undo()
         self._waiting.clear()
         self._shared.clear()
         if self.tier is not None:
             self.tier.on_replaced = None
 
-    def _copying(self) -> Callable[..., Any]:
-        original, made = self._copy, self._made
-
-        def copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
-            result = original(parameter, memo)
-            made(result, "the copy of a parameter")
-            return result
-
-        return copied
-
-    def _making(self) -> Any:
-        """A parameter made of one that has left, as parametrizations make theirs: torch asks for an ordinary tensor."""
-        original = self._new.__func__
-
-        def made(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
-            return original(cls, data.detach() if type(data) is GuardedParameter else data, requires_grad)
-
-        return staticmethod(made)
+    def _copied(self, original: Callable[..., Any], parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+        result = original(parameter, memo)
+        self._made(result, "the copy of a parameter")
+        return result
 
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
         self._made(parameter, f"{type(module).__name__}.{name}")
@@ -196,3 +180,10 @@ class Building:
         elif type(parameter) is nn.Parameter and parameter.nbytes >= tier.min_bytes:
             # Somebody holds a tensor over its memory, if only the code that has just given it that.
             self._shared.append((reference, name))
+
+
+def _made_of(
+    original: Callable[..., Any], cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True
+) -> Any:
+    """Makes a parameter of one that has left, as parametrizations do: torch asks for an ordinary tensor."""
+    return original(cls, data.detach() if type(data) is GuardedParameter else data, requires_grad)

@@ -21,6 +21,7 @@ from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
 from memwall.apply.streaming.units import find_units, hooked_parameters, repeated_blocks, tensors_in
 from memwall.errors import ApplyError, MemwallError
+from memwall.patches import Patches
 from memwall.store.scratch import Slot
 from memwall.torch_internals.autograd import after_backward, current_node
 from memwall.torch_internals.dispatch import without_subclass_functions
@@ -355,7 +356,8 @@ class ParameterStreaming:
                     member.spill_gradient()
 
         if member.parameter.requires_grad:
-            member.gradient_hook = member.parameter.register_post_accumulate_grad_hook(accumulated)
+            register = member.parameter.register_post_accumulate_grad_hook
+            member.gradient_hook = Patches("puts gradients on disk").hook(register, accumulated)
 
     # -- step ------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from memwall.apply.streaming.gradients import GradientStore, Reductions, StandsFor
 from memwall.apply.streaming.guard import Guard, guarded, unguarded
 from memwall.errors import ApplyError
+from memwall.patches import Patch, Patches
 from memwall.store.buckets import can_move
 from memwall.store.paged import PagedTensor, WriteBehind
 from memwall.store.pages import is_of_file, is_page_map, return_file_pages
@@ -46,7 +47,7 @@ class StreamedParameter:
         """Whether it is in memory between its uses as well: only its gradient leaves."""
         self.has_graph = False
         """Whether a graph may have saved it, so that references to its storage tell nothing."""
-        self.gradient_hook: Any = None
+        self.gradient_hook: Patch | None = None
         """Sees its gradient arrive; goes when it leaves the tier."""
         self.values = PagedTensor(tier.values_pool, parameter.detach(), name)
         self.values.tensor.copy_(parameter.detach())
@@ -151,6 +152,7 @@ class ParameterTier:
         self.on_replaced: Callable[[StreamedParameter], None] | None = None
         """While models are built: who is told that a parameter has left the tier, to be given other memory."""
         self._members: dict[int, StreamedParameter] = {}
+        self._patch: Patch | None = None  # one for all of them: each is exposed and guarded again in every step
         # Used outside blocks, the longest ago first; in memory until the window is full.
         self._used: dict[StreamedParameter, None] = {}
 
@@ -194,6 +196,9 @@ class ParameterTier:
             return None
         member = StreamedParameter(self, parameter, name)
         self._members[id(parameter)] = member
+        if self._patch is None:
+            where = "torch.nn.Parameter.__class__ and .data, of parameters on disk"
+            self._patch = Patches("keeps parameters on disk").add("class", where, lambda: None)
         return member
 
     # -- in memory for a time --------------------------------------------------------------------------------------
@@ -355,8 +360,7 @@ class ParameterTier:
                 self._used.pop(member, None)
                 self.writes.drain()
                 member.values.forget()
-                del self._members[id(member.parameter)]
-                unguarded(member.parameter)
+                self._leave(member)
 
     def give_up(self, member: StreamedParameter) -> None:
         """Leaves a parameter and its gradient in memory for good.
@@ -372,10 +376,16 @@ class ParameterTier:
                 member.gradient.take()
             member.gradient.forget()
         if member.gradient_hook is not None:
-            member.gradient_hook.remove()
+            member.gradient_hook.undo()
         self._used.pop(member, None)
+        self._leave(member)
+
+    def _leave(self, member: StreamedParameter) -> None:
         del self._members[id(member.parameter)]
         unguarded(member.parameter)
+        if not self._members and self._patch is not None:
+            self._patch.undo()
+            self._patch = None
 
 
 def _num_references(parameter: nn.Parameter) -> int:

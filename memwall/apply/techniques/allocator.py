@@ -7,7 +7,7 @@ import torch
 
 from memwall.apply.effect import Effect
 from memwall.apply.memory.allocator import AllocatorHandler
-from memwall.apply.memory.cuda_setting import effective_setting, require_cuda_setting
+from memwall.apply.memory.cuda_setting import effective_setting, require_cuda_setting, restore_variables
 from memwall.apply.technique import Handler, Target, Zero, register
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.predict.malloc.policies import policy_named
@@ -33,6 +33,7 @@ class ReuseHandler(Handler[AllocatorReuse]):
     def apply(self, target: Target) -> None:
         if self.action.cuda_setting:
             require_cuda_setting(self.action.cuda_setting)
+            target.on_undo(restore_variables)
             return
         target.allocator.apply(self.action.policy, self.action.limit_bytes, self.action.outside_bytes)
         target.on_undo(target.allocator.undo)

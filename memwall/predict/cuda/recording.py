@@ -6,14 +6,14 @@ choices in place of the CPU's, and autocast to CUDA is not silently off.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memwall.patches import Patches
 from memwall.predict.cuda.attention import run_attention
 from memwall.predict.cuda.autocast import cuda_autocast_lists
 from memwall.predict.cuda.norms import fused_rms_norm
@@ -40,54 +40,44 @@ class CudaRecording:
     @contextmanager
     def choices(self) -> Iterator[None]:
         """Within, torch's functions choose as on the device."""
-        replaced: list[tuple[Any, str, Any]] = [(torch.autocast, "__init__", self._autocast(torch.autocast.__init__))]
-        if "attention-kernel" in self._rules:
-            replaced.append((F, "scaled_dot_product_attention", partial(run_attention, self._capability)))
-        if "dropout-mask" in self._rules:
-            replaced.append((F, "dropout", _fused_dropout(F.dropout)))
-        before = [getattr(owner, name) for owner, name, _ in replaced]
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
-        try:
-            with ExitStack() as operators:
-                for rule, registered in (("autocast-lists", cuda_autocast_lists), ("rms-norm", fused_rms_norm)):
-                    if rule in self._rules:
-                        operators.enter_context(registered())
-                yield
-        finally:
-            for (owner, name, _), function in zip(replaced, before, strict=True):
-                setattr(owner, name, function)
+        with Patches("records a step for a device that is not here") as patches:
+            patches.wrap(torch.autocast, "__init__", self._begin_autocast)
+            if "attention-kernel" in self._rules:
+                patches.wrap(F, "scaled_dot_product_attention", self._attention)
+            if "dropout-mask" in self._rules:
+                patches.wrap(F, "dropout", _fused_dropout)
+            for rule, registered in (("autocast-lists", cuda_autocast_lists), ("rms-norm", fused_rms_norm)):
+                if rule in self._rules:
+                    patches.enter("operators", f"torch.ops.aten, {rule}", registered())
+            yield
 
-    def _autocast(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Autocast of `cuda` for tensors that stand for CUDA's; torch would switch it off without a device."""
+    def _attention(self, _: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return run_attention(self._capability, *args, **kwargs)
 
-        @wraps(init)
-        def wrapped(
-            autocast: Any,
-            device_type: str,
-            dtype: torch.dtype | None = None,
-            enabled: bool = True,
-            cache_enabled: bool | None = None,
-        ) -> None:
-            if device_type == "cuda":
-                dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
-            init(autocast, "cpu" if device_type == "cuda" else device_type, dtype, enabled, cache_enabled)
-            if enabled:
-                self.autocast = "float16" if autocast.fast_dtype == torch.float16 else "bfloat16"
-
-        return wrapped
+    def _begin_autocast(
+        self,
+        init: Callable[..., None],
+        autocast: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        """Begins autocast of `cuda` for tensors that stand for CUDA's; torch would switch it off without a device."""
+        if device_type == "cuda":
+            dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        init(autocast, "cpu" if device_type == "cuda" else device_type, dtype, enabled, cache_enabled)
+        if enabled:
+            self.autocast = "float16" if autocast.fast_dtype == torch.float16 else "bfloat16"
 
 
-def _fused_dropout(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Dropout that saves a mask of bools: Dropout.cpp, `is_fused_kernel_acceptable`, true on CUDA for 0 < p < 1.
+def _fused_dropout(
+    original: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Runs a dropout that saves a mask of bools, where Dropout.cpp's `is_fused_kernel_acceptable` holds on CUDA.
 
-    On a CPU the mask has the dtype of the input.
+    That is so for 0 < p < 1. On a CPU the mask has the dtype of the input.
     """
-
-    @wraps(original)
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if inplace or not training or not 0 < p < 1 or input.numel() == 0:
-            return original(input, p, training, inplace)
-        return torch.native_dropout(input, p, True)[0]
-
-    return dropout
+    if inplace or not training or not 0 < p < 1 or input.numel() == 0:
+        return original(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
