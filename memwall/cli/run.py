@@ -91,6 +91,7 @@ def run(
     from memwall.checkpoint.resumption import open_checkpoint
     from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
+    from memwall.machine.limits import num_local_ranks
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
     from memwall.planning.actions import AllocatorReuse, Offload, OptimizerPlacement, ParameterPlacement
@@ -101,6 +102,9 @@ def run(
     from memwall.session.next_budget import read_next_budget
     from memwall.session.session import Session
 
+    # Each rank that a launcher started here is given the same command.
+    limit_bytes = None if disk_tier is None else disk_tier.limit_bytes
+    disk_bytes = None if limit_bytes is None else max(1, limit_bytes // num_local_ranks())
     given = None if plan_path is None else Plan.load(plan_path)
     with ExitStack() as opened:
         checkpoint = None
@@ -131,7 +135,7 @@ def run(
             budget_bytes=budget_bytes if given is None else None,
             plan=given,
             disk=None if disk_tier is None else str(disk_tier.directory),
-            disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
+            disk_capacity_bytes=disk_bytes,
             disk_bytes_per_day=disk_bytes_per_day,
             allow=allowed,
             within_bytes=None if following is None else following.within_bytes,
