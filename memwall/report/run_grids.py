@@ -96,7 +96,8 @@ def run_grid(report: RunReport) -> Grid:
     forecast, measured = report.forecast, report.measured
     predicted_bytes, measured_bytes = steady_process_bytes(report), measured_steady_bytes(report)
     moved_bytes = measured.bytes_moved_per_step
-    first = forecast.phases.get("first_step")
+    # What was measured already is no prediction.
+    first = None if "first_step" in forecast.measured_phases else forecast.phases.get("first_step")
     first_bytes = first.process_bytes if first is not None else None
     rows = [
         (

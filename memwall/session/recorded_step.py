@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
@@ -20,7 +22,8 @@ from memwall.planning.block_actions import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.planning.parameters import as_streamed
 from memwall.planning.placement import MIN_STATE_BYTES
 from memwall.planning.settings import Settings
-from memwall.predict.process import calibrated
+from memwall.predict.first_step import FirstStep
+from memwall.predict.process import TENSOR_HEAP, calibrated, parked_bytes
 from memwall.session.measurements import standing_bytes
 from memwall.trace.optimizers import joint_name
 from memwall.trace.record import TraceBuilder
@@ -56,6 +59,7 @@ class RecordedStep:
         self.moved_bytes = 0
         """Saved tensors that left the device; known once the recording has ended."""
         self._builder: TraceBuilder | None = None
+        self._hooks: list[RemovableHandle] = []
         self._parked: Parked | None = Parked(
             [model],
             disk=settings.disk,
@@ -75,6 +79,7 @@ class RecordedStep:
         assert self._parked is not None
         self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
         self._builder = TraceBuilder([self._model], self._parked.engine)
+        self._hooks = self._limit_held()
         # To look at parameters does not bring them in.
         with self._keeper.shown(), torch._C.DisableTorchFunctionSubclass():
             self._builder.start_step(optimizers, running_root=self._model)
@@ -99,11 +104,11 @@ class RecordedStep:
             reason = f"the state of {joint_name(optimizers)} stays in memory"
             self._parameters.bring_back_within(self._settings.budget_bytes, reason)
 
-    def finish(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Trace, int]:
+    def finish(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Trace, FirstStep]:
         """Ends the recording.
 
         Returns:
-            The trace, and the step's peak in bytes of the process.
+            The trace, and what the step needed and would need under another budget.
 
         Raises:
             TraceError: it was no whole step.
@@ -115,25 +120,39 @@ class RecordedStep:
             step = builder.finish_step(optimizers)
         window_bytes, min_bytes = self._parked.engine.staging_bytes, self._parked.min_bytes
         self.stop()
+        kept_bytes = self._allocator.kept_bytes()
         self._allocator.trim()
         trace = builder.trace(optimizers, machine=machine, autocast=self._settings.autocast or "none")
         with torch._C.DisableTorchFunctionSubclass():
             present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
         modules, is_streamed = trace.modules, self._parameters.away_bytes > 0
+        away_min_bytes = MIN_STATE_BYTES if self._keeper.is_away else None
         trace = calibrated(
             trace,
             base_bytes=meter_of(self._model).base_bytes(present_bytes),
             window_bytes=window_bytes,
             min_bytes=min_bytes,
-            away_min_bytes=MIN_STATE_BYTES if self._keeper.is_away else None,
+            away_min_bytes=away_min_bytes,
             peak_before_optimizer_bytes=self._peak_before_optimizer_bytes,
+            kept_bytes=kept_bytes,
             as_run=(lambda plain: as_streamed(plain, modules)) if is_streamed else (lambda plain: plain),
         )
-        return trace, step.process_peak_bytes
+        in_memory_bytes = 0
+        if is_streamed:
+            tensor_bytes = parked_bytes(trace, step, min_bytes=min_bytes, away_min_bytes=away_min_bytes, kept_bytes=0)
+            in_memory_bytes = trace.base_bytes + trace.workspace_bytes + window_bytes + tensor_bytes
+        return trace, FirstStep(
+            needed_bytes=step.process_peak_bytes - (kept_bytes or 0),
+            in_memory_bytes=in_memory_bytes,
+            stays_from_bytes=self._parameters.stays_from_bytes,
+        )
 
     def stop(self) -> None:
         """Takes the recording away. Safe to call twice."""
         self._parameters.follow(None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self._builder is not None:
             self._builder.cancel_step()
             self._builder = None
@@ -144,6 +163,20 @@ class RecordedStep:
     @property
     def _is_on_cpu(self) -> bool:
         return all(parameter.device.type == "cpu" for parameter in self._model.parameters())
+
+    def _limit_held(self) -> list[RemovableHandle]:
+        """Hooks that leave the heap less as the process grows outside it: by how much no plan has said yet."""
+        if self._allocator.policy != TENSOR_HEAP:
+            return []
+
+        def hold(*_: object) -> None:
+            self._allocator.hold_limit()
+
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return [
+            register_module_forward_pre_hook(hold),
+            *(parameter.register_post_accumulate_grad_hook(hold) for parameter in trained),
+        ]
 
     def _steps_alone(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether there is one optimizer, which leaves no gradient to another that has not shown itself yet."""
