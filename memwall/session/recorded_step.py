@@ -6,11 +6,10 @@ none for gradients beside parameters, both are on disk already when the step beg
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
 
 from memwall.apply.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
@@ -23,10 +22,11 @@ from memwall.planning.parameters import as_streamed
 from memwall.planning.placement import MIN_STATE_BYTES
 from memwall.planning.settings import Settings
 from memwall.predict.first_step import FirstStep
-from memwall.predict.process import TENSOR_HEAP, calibrated, parked_bytes
+from memwall.predict.process import calibrated, parked_bytes
 from memwall.session.measurements import standing_bytes
 from memwall.trace.optimizers import joint_name
 from memwall.trace.record import TraceBuilder
+from memwall.trace.recorder import Parking
 from memwall.trace.records import Trace
 
 __all__ = ["RecordedStep"]
@@ -59,7 +59,6 @@ class RecordedStep:
         self.moved_bytes = 0
         """Saved tensors that left the device; known once the recording has ended."""
         self._builder: TraceBuilder | None = None
-        self._hooks: list[RemovableHandle] = []
         self._parked: Parked | None = Parked(
             [model],
             disk=settings.disk,
@@ -78,8 +77,7 @@ class RecordedStep:
     def _start(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         assert self._parked is not None
         self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
-        self._builder = TraceBuilder([self._model], self._parked.engine)
-        self._hooks = self._limit_held()
+        self._builder = TraceBuilder([self._model], _UnderLimit(self._parked.engine, self._allocator))
         # To look at parameters does not bring them in.
         with self._keeper.shown(), torch._C.DisableTorchFunctionSubclass():
             self._builder.start_step(optimizers, running_root=self._model)
@@ -150,9 +148,6 @@ class RecordedStep:
     def stop(self) -> None:
         """Takes the recording away. Safe to call twice."""
         self._parameters.follow(None)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         if self._builder is not None:
             self._builder.cancel_step()
             self._builder = None
@@ -163,20 +158,6 @@ class RecordedStep:
     @property
     def _is_on_cpu(self) -> bool:
         return all(parameter.device.type == "cpu" for parameter in self._model.parameters())
-
-    def _limit_held(self) -> list[RemovableHandle]:
-        """Hooks that leave the heap less as the process grows outside it: by how much no plan has said yet."""
-        if self._allocator.policy != TENSOR_HEAP:
-            return []
-
-        def hold(*_: object) -> None:
-            self._allocator.hold_limit()
-
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        return [
-            register_module_forward_pre_hook(hold),
-            *(parameter.register_post_accumulate_grad_hook(hold) for parameter in trained),
-        ]
 
     def _steps_alone(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether there is one optimizer, which leaves no gradient to another that has not shown itself yet."""
@@ -202,3 +183,21 @@ class RecordedStep:
 def _may_be_stepped(parameter: nn.Parameter) -> bool:
     """Whether an optimizer has something to do with it, in this step or, on disk, in a later one."""
     return parameter.grad is not None or (is_streamed(parameter) and parameter.requires_grad)
+
+
+class _UnderLimit:
+    """Parking that leaves the heap less as the process grows outside it: by how much no plan has said yet.
+
+    Saved tensors come by all through forward and backward.
+    """
+
+    def __init__(self, parking: Parking, allocator: AllocatorHandler) -> None:
+        self._parking, self._allocator = parking, allocator
+
+    def pack(self, tensor: Tensor, /) -> object:
+        self._allocator.hold_limit()
+        return self._parking.pack(tensor)
+
+    def unpack(self, saved: Any, /) -> Tensor:
+        self._allocator.hold_limit()
+        return self._parking.unpack(saved)

@@ -81,7 +81,8 @@ def test_the_recorded_step_leaves_the_heap_less_as_the_process_grows_beside_it(m
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setattr(AllocatorHandler, "hold_limit", lambda _: seen.append("held"))
     with memwall.fit(model, optimizer, budget="20GiB") as session:
-        loss = model(torch.ones(4, 64)).sum()
+        seen.clear()
+        loss = model(torch.ones(4, 64)).square().sum()
         in_forward = len(seen)
         loss.backward()
         in_backward = len(seen) - in_forward
@@ -89,5 +90,7 @@ def test_the_recorded_step_leaves_the_heap_less_as_the_process_grows_beside_it(m
         optimizer.zero_grad()
         session.end_step()
         seen.clear()
-        model[1](torch.ones(1, 64)).sum().backward()
-    assert (in_forward >= 2, in_backward, seen) == (True, 4, [])
+        model[1](torch.ones(1, 64)).square().sum().backward()
+    assert in_forward >= 3  # an input, a weight, a result
+    assert in_backward >= 3
+    assert seen == []
