@@ -252,7 +252,14 @@ def run_verdict(report: RunReport) -> Verdict:
     if status == 4:
         above, steady = format_bytes(unexplained_bytes(report)), format_bytes(measured_steady_bytes(report))
         return "inside-margin", f"within the budget of {budget}, but {above} above the forecast: {steady} measured"
-    return "fits", f"within the budget: {format_bytes(overall_process_bytes(report))} measured of {budget}"
+    verdict = f"within the budget: {format_bytes(overall_process_bytes(report))} measured of {budget}"
+    first_bytes = report.measured.first_step_peak_bytes
+    if first_bytes > report.budget_bytes:
+        verdict += (
+            f" from the second step on; the first, recorded with all optimizer state on {report.forecast.device}, took "
+            f"{format_bytes(first_bytes)}"
+        )
+    return "fits", verdict
 
 
 def verify_status(report: RunReport) -> int:

@@ -141,6 +141,7 @@ class LivePlan:
         begin = time.perf_counter()
         self.trace, first = self.recorded.finish(optimizers)
         self.stop_recording()
+        self._measured.note_peak()  # planning begins another one
         self._measured.note_first_step(self.trace.steps[0].process_peak_bytes)
         self.settings = msgspec.structs.replace(
             self.settings,
