@@ -157,6 +157,7 @@ def test_wheel_installs_memwall_only(tmp_path: Path) -> None:
         "pyproject.toml",
         "setup.py",
         "README.md",
+        "LICENSE",
         "memwall",
         "triton_kernels",
         "recipes",
@@ -177,6 +178,20 @@ def test_wheel_installs_memwall_only(tmp_path: Path) -> None:
     expected |= {f"memwall/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("triton_kernels/**/*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
     assert check_wheel(wheel).returncode == 0
+    (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    told = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
+    assert {"License-Expression: Apache-2.0", "License-File: LICENSE", "Author: The memwall authors"} <= set(told)
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_projects_own_files_are_there_and_lead_to_each_other() -> None:
+    """GIVEN a link in a page WHEN it names a file THEN that is in the repository."""
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
+    for name in ("README", "CHANGELOG", "SECURITY", "CONTRIBUTING"):
+        page = (ROOT / f"{name}.md").read_text()
+        links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link]
+        assert [link for link in links if link and not (ROOT / link).exists()] == []
+    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_wheel_check_names_what_is_wrong(tmp_path: Path) -> None:

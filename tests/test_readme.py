@@ -1,4 +1,4 @@
-"""The examples of the README run as they are printed."""
+"""The examples of the README and of the pages in docs/ run as they are printed, and the pages are short to read."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-README = Path(__file__).parent.parent / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [
+    pytest.param(example, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+]
+MOST_LINES, MOST_LINES_OF_A_PARAGRAPH = 150, 5
 
 
 def names_of_a_script(folder: Path) -> dict[str, object]:
@@ -42,21 +48,61 @@ def names_of_a_script(folder: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_runs(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN the names an example uses WHEN it runs THEN it trains: the weights have changed."""
-    pytest.importorskip("transformers", reason="the README shows the Trainer too")
+    pytest.importorskip("transformers", reason="the pages show the Trainer too")
     monkeypatch.chdir(tmp_path)
     names = names_of_a_script(tmp_path)
-    if "Trainer(" in EXAMPLES[number]:
+    if "Trainer(" in example:
         names["model"] = names["language_model"]
     model = names["model"]
     assert isinstance(model, nn.Module)
     before = [p.detach().clone() for p in model.parameters()]
-    exec(compile(EXAMPLES[number], f"README example {number}", "exec"), names)
+    exec(compile(example, "example", "exec"), names)
     assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
 def test_there_are_examples() -> None:
-    """GIVEN the README WHEN its examples are collected THEN there are some, or nothing above was tested."""
-    assert len(EXAMPLES) >= 2
+    """GIVEN the pages WHEN examples are collected THEN the README's two and three more are, or nothing was tested."""
+    assert sum(str(example.id).startswith("README") for example in EXAMPLES) >= 2
+    assert len(EXAMPLES) >= 5
+
+
+def paragraphs(page: Path) -> list[str]:
+    """Runs of prose; each item of a list is one. Tables, headings and code are none."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(?=\s*(?:[-*]|\d+\.) )", "\n", text, flags=re.MULTILINE)
+    return [
+        part for part in re.split(r"\n\s*\n", text) if part.strip() and not part.lstrip().startswith(("#", "|", "<!--"))
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_paragraph_is_long(page: Path) -> None:
+    assert [part for part in paragraphs(page) if len(part.splitlines()) > MOST_LINES_OF_A_PARAGRAPH] == []
+
+
+def test_the_front_page_is_short_and_leads_to_every_other_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
+    for link in links:
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        headings = (
+            [
+                re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+                for line in target.read_text().splitlines()
+                if line.startswith("#")
+            ]
+            if target.suffix == ".md"
+            else []
+        )
+        assert not heading or heading in headings, link

@@ -1,4 +1,4 @@
-"""Every measured figure of the front page is that of the result file it comes from; `prediction` has a test of its own.
+"""Every measured figure of the front page and docs/ is that of its result file; `prediction` has a test of its own.
 
 A figure that is measured again must be written again, and nobody can write one that was not measured.
 """
@@ -12,7 +12,8 @@ import knob_report
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = " ".join((ROOT / "README.md").read_text().split())
+# One line for all of them: which page a figure is on is the reader's matter.
+PAGE = " ".join(" ".join(page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))).split())
 WORKLOADS = {
     "gpt": "GPT, 12 layers",
     "vit": "ViT, 12 layers",

@@ -141,7 +141,8 @@ class Digesting:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._hooks.__exit__()
+        hooks = self.__dict__.pop("_hooks")  # they hold this: without a cycle it goes with the graph
+        hooks.__exit__()
 
     def release(self) -> None:
         """Lets go of the tensors: from now on backward has what the outer hooks give."""

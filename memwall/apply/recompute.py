@@ -101,7 +101,7 @@ class _Block:
             if is_exhaustion(error) or isinstance(error, MemwallError):
                 raise
             found = f"the second run ends in {type(error).__name__}: {error}"
-        call.digesting, self._is_proven = None, True
+        self._is_proven = True
         if not found:
             first.release()
             call.expected = saved
@@ -160,8 +160,10 @@ class _Call:
     def _run(self, *tensors: Tensor) -> Any:
         if self._given is not None:
             (args, kwargs), self._given = self._given, None
+            # Hooks that hold torch's own, which hold this: neither would go before the garbage collector comes.
+            digesting, self.digesting = self.digesting, None
             try:
-                with self.digesting or nullcontext():
+                with digesting or nullcontext():
                     return self._forward(*args, **kwargs)
             finally:
                 self.hidden.settle()

@@ -140,33 +140,32 @@ class Script(Struct, frozen=True, kw_only=True):
 
 
 def parse_budget(text: str, *, device: str | None = None, whole_bytes: int | None = None) -> int:
-    """Bytes of `--budget`; a percentage is of the device, which on a CPU is the memory limit in force.
+    """Returns the bytes of `--budget`; a percentage is of what this process has of the device.
 
     Args:
-        device: `cpu`, `cuda` or `cuda:N`; None for the first CUDA device, or the CPU where there is none.
+        device: `cpu`, `cuda` or `cuda:N`; None for the CUDA device of this process's rank, or the CPU where there is
+            none.
         whole_bytes: what a percentage is of, where that is known already.
 
     Raises:
         UsageError: the text is no size, or the device is unknown.
     """
     if whole_bytes is None and text.strip().endswith("%"):
-        import torch
+        from memwall.machine.limits import own_bytes, own_device
 
-        from memwall.machine.limits import device_total_bytes
-
-        whole_bytes = device_total_bytes(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        whole_bytes = own_bytes(device or own_device())
     return _parse_size_of("--budget", text, whole_bytes)
 
 
 def parse_host(text: str | None) -> int | None:
-    """Bytes of `--host`; a percentage is of the memory limit in force."""
+    """Returns the bytes of `--host`; a percentage is of this process's part of the memory limit in force."""
     if text is None:
         return None
     whole_bytes = None
     if text.strip().endswith("%"):
-        from memwall.machine.limits import memory_limit_bytes
+        from memwall.machine.limits import own_bytes
 
-        whole_bytes = memory_limit_bytes()
+        whole_bytes = own_bytes("cpu")
     return _parse_size_of("--host", text, whole_bytes)
 
 

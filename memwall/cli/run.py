@@ -1,5 +1,7 @@
 """`memwall run`: run a script under a budget, or under a plan made earlier."""
 
+import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -91,6 +93,7 @@ def run(
     from memwall.checkpoint.resumption import open_checkpoint
     from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
+    from memwall.machine.limits import num_local_ranks
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
     from memwall.planning.planfile import Plan
@@ -103,6 +106,9 @@ def run(
     from memwall.session.next_budget import read_next_budget
     from memwall.session.session import Session
 
+    # Each rank that a launcher started here is given the same command.
+    limit_bytes = None if disk_tier is None else disk_tier.limit_bytes
+    disk_bytes = None if limit_bytes is None else max(1, limit_bytes // num_local_ranks())
     given = None if plan_path is None else Plan.load(plan_path)
     with ExitStack() as opened:
         checkpoint = None
@@ -132,7 +138,7 @@ def run(
             budget_bytes=budget_bytes if given is None else None,
             plan=given,
             disk=None if disk_tier is None else str(disk_tier.directory),
-            disk_capacity_bytes=None if disk_tier is None else disk_tier.limit_bytes,
+            disk_capacity_bytes=disk_bytes,
             disk_bytes_per_day=disk_bytes_per_day,
             allow=allowed,
             within_bytes=None if following is None else following.within_bytes,
@@ -164,4 +170,33 @@ def run(
     if report_path is not None:
         report.save(report_path)
     show(run_table(report), report, as_json=as_json, to_error=True)
-    raise typer.Exit(status or (5 if not report.within_budget else 0))
+    if status or report.within_budget:
+        raise typer.Exit(status)
+    rank = launched_rank(os.environ)
+    if rank is None:
+        raise typer.Exit(5)
+    typer.echo(
+        f"memwall: {rank} exceeded its budget; the exit status is 0 all the same, and not 5: the launcher takes any "
+        "other for a failure, and would end or restart all ranks of a run that is complete"
+        + ("" if report_path is None else f" (within_budget is false in {report_path})"),
+        err=True,
+    )
+    raise typer.Exit(0)
+
+
+def launched_rank(environment: Mapping[str, str]) -> str | None:
+    """The name of this process among those of a launcher that reads an exit status of 5 as a failure.
+
+    Returns:
+        None where there is no such launcher: the process stands for itself.
+
+    >>> launched_rank({"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"})
+    'rank 1 of 4'
+    >>> launched_rank({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}) is launched_rank({}) is None
+    True
+    """
+    num_ranks = environment.get("WORLD_SIZE", "1")
+    is_one_of_many = "LOCAL_RANK" in environment and num_ranks.isdecimal() and int(num_ranks) > 1
+    if not is_one_of_many and "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    return f"rank {environment.get('RANK') or environment.get('LOCAL_RANK', '0')} of {num_ranks}"

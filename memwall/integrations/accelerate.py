@@ -11,18 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from memwall.errors import IntegrationError, UsageError
+from memwall.errors import IntegrationError
 from memwall.integrations.preflight import check_model
-from memwall.machine.limits import device_total_bytes
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan, parts_of
 from memwall.planning.technique import technique_of, techniques
+from memwall.session.fit import open_session
 from memwall.session.session import Session
-from memwall.trace.optimizers import Optimizers
-from memwall.units import parse_size
 
-__all__ = ["MemwallPlugin", "open_session", "torch_optimizer"]
+__all__ = ["MemwallPlugin", "set_by_loop", "torch_optimizer"]
 
 
 class MemwallPlugin:
@@ -36,7 +34,8 @@ class MemwallPlugin:
                 ...  # the loop as it was
 
     Args:
-        budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
+        budget: what the process may use: a size, or a percentage of the model's device. Either this or `plan`. Ranks
+            that a launcher started on one host have equal parts of a CPU's memory limit.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
@@ -86,6 +85,7 @@ class MemwallPlugin:
             disk=self._disk,
             disk_writes=self._disk_writes,
             allow=self._allow,
+            set_by_loop=set_by_loop() if self._plan is not None else (),
         )
         return prepared
 
@@ -144,36 +144,9 @@ class MemwallPlugin:
         return run_report(self.session)
 
 
-def open_session(
-    model: nn.Module,
-    optimizers: Optimizers,
-    *,
-    budget: str | int | None,
-    plan: Plan | None,
-    disk: str | None,
-    disk_writes: str | int | None,
-    allow: tuple[str, ...],
-) -> Session:
-    """A session on a model whose loop carries out accumulation and a given plan's precision itself.
-
-    Raises:
-        UsageError: neither or both of budget and plan; a budget that is no size; a limit for a plan that is given.
-        PlanError: the plan was made for another model.
-    """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    budget_bytes = None if budget is None else parse_size(budget, whole_bytes=device_total_bytes(str(device)))
-    if disk_writes is not None and plan is not None:
-        raise UsageError("disk_writes is for a plan that is made in the run, and this one is given")
-    session = Session(
-        budget_bytes=budget_bytes,
-        plan=plan,
-        disk=disk,
-        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
-        allow=allow,
-        set_by_loop=tuple(one.tag for one in techniques() if one.is_set_by_loop and plan is not None),
-    )
-    session.attach(model, optimizers)
-    return session
+def set_by_loop() -> tuple[str, ...]:
+    """Returns the tags of actions that loops of Accelerate's, and the Trainer's, carry out of a plan they are given."""
+    return tuple(technique.tag for technique in techniques() if technique.is_set_by_loop)
 
 
 def _optimizers_among(prepared: Iterable[Any]) -> list[torch.optim.Optimizer]:

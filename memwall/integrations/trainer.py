@@ -14,7 +14,7 @@ from torch import nn
 
 from memwall.apply.technique import handler_of
 from memwall.errors import InfeasibleError, IntegrationError
-from memwall.integrations.accelerate import open_session, torch_optimizer
+from memwall.integrations.accelerate import set_by_loop, torch_optimizer
 from memwall.integrations.data_lengths import LengthWatch, longest_sample
 from memwall.integrations.preflight import check_arguments
 from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
@@ -25,6 +25,7 @@ from memwall.planning.planfile import Plan, parts_of
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
+from memwall.session.fit import open_session
 from memwall.session.session import Session
 from memwall.units import format_bytes
 
@@ -50,7 +51,8 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
     what runs out elsewhere ends in `memwall.errors.OutOfMemoryError`. However training ends, the model is given back.
 
     Args:
-        budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
+        budget: what the process may use: a size, or a percentage of the model's device. Either this or `plan`. Ranks
+            that a launcher started on one host have equal parts of a CPU's memory limit.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
@@ -207,6 +209,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             disk=self._disk,
             disk_writes=self._disk_writes,
             allow=self._allow,
+            set_by_loop=set_by_loop() if self._plan is not None else (),
         )
 
     def _with_arguments(self, error: InfeasibleError) -> InfeasibleError:

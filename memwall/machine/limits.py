@@ -13,13 +13,18 @@ from typing import Literal
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.units import parse_size
 
 __all__ = [
     "CgroupLimit",
+    "budget_bytes",
     "cgroup_limit",
     "device_total_bytes",
     "free_memory_bytes",
     "memory_limit_bytes",
+    "num_local_ranks",
+    "own_bytes",
+    "own_device",
     "pinnable_bytes",
 ]
 
@@ -44,6 +49,46 @@ class _Mount(Struct, frozen=True, kw_only=True):
     point: PurePosixPath
     kind: str
     options: frozenset[str]
+
+
+def budget_bytes(text: str | int, device: str) -> int:
+    """Returns the bytes of a budget: a size, or a percentage of `own_bytes`.
+
+    Args:
+        device: `cpu` or `cuda[:N]`; asked only where the budget is a percentage.
+
+    Raises:
+        UsageError: the text is no size; it is a percentage, and the device is unknown here.
+    """
+    return parse_size(text, whole_bytes=own_bytes(device) if str(text).strip().endswith("%") else None)
+
+
+def own_bytes(device: str) -> int:
+    """Returns what this process has of a device: all of a CUDA device, of a CPU's memory limit its rank's equal part.
+
+    Raises:
+        UsageError: the device is unknown here, or has no driver.
+    """
+    total_bytes = device_total_bytes(device)
+    return total_bytes // num_local_ranks() if device == "cpu" else total_bytes
+
+
+def own_device() -> str:
+    """Returns the device on which a script that is yet to start trains: the CUDA device of its rank, or `cpu`.
+
+    A rank that sees fewer devices than its number was given one of its own, which is the first.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    rank = _counted("LOCAL_RANK", 0)
+    return f"cuda:{rank if rank < torch.cuda.device_count() else 0}"
+
+
+def num_local_ranks() -> int:
+    """Returns how many processes a launcher started on this host, as torchrun counts them; 1 without one."""
+    return max(1, _counted("LOCAL_WORLD_SIZE", 1))
 
 
 def device_total_bytes(device: str = "cpu", *, root: Path = _ROOT) -> int:
@@ -105,14 +150,13 @@ def free_memory_bytes(*, root: Path = _ROOT) -> int:
 def pinnable_bytes(*, root: Path = _ROOT) -> int:
     """Host memory that this process may pin: its part of nine tenths of what is free.
 
-    Beyond that a run raises, where the kernel would kill. Processes that a launcher started on one host, as torchrun
-    counts them in LOCAL_WORLD_SIZE, have equal parts.
+    Beyond that a run raises, where the kernel would kill. Processes that a launcher started on one host have equal
+    parts.
 
     Raises:
         UsageError: see `free_memory_bytes`.
     """
-    num_sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return free_memory_bytes(root=root) * 9 // 10 // max(1, int(num_sharing) if num_sharing.isdecimal() else 1)
+    return free_memory_bytes(root=root) * 9 // 10 // num_local_ranks()
 
 
 def cgroup_limit(*, root: Path = _ROOT) -> CgroupLimit | None:
@@ -130,6 +174,12 @@ def cgroup_limit(*, root: Path = _ROOT) -> CgroupLimit | None:
         if limit_bytes < _NO_LIMIT_BYTES and (tightest is None or limit_bytes < tightest.limit_bytes):
             tightest = CgroupLimit(limit_bytes=limit_bytes, path=f"/{path.relative_to(root)}", version=version)
     return tightest
+
+
+def _counted(name: str, default: int) -> int:
+    """Returns the number that a launcher left in the environment."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else default
 
 
 def _total_memory_bytes(root: Path) -> int:

@@ -22,7 +22,7 @@ def run_report(session: Session) -> RunReport:
         raise TraceError("the run ended before its first step was complete; there is nothing to compare")
     budget_bytes = session.budget_bytes
     steady_bytes = measured.peak_bytes or measured.first_step_peak_bytes
-    overall_bytes = max(measured.overall_peak_bytes, steady_bytes)
+    judged_bytes = max(measured.judged_peak_bytes, measured.peak_bytes)
     tier = "disk" if plan.forecast.device == "cpu" else "host"
     planned_bytes = measured.bytes_to_tier - measured.first_step_bytes_to_tier
     return RunReport(
@@ -33,7 +33,7 @@ def run_report(session: Session) -> RunReport:
             tag=measured_tag(plan.forecast.device),
             peak=PeakBytes(
                 allocated_bytes=max(0, steady_bytes - measured.base_bytes),
-                process_bytes=overall_bytes,
+                process_bytes=judged_bytes,
                 disk_bytes=plan.forecast.moved_bytes_per_step if tier == "disk" else None,
             ),
             steady_peak_bytes=steady_bytes,
@@ -48,5 +48,5 @@ def run_report(session: Session) -> RunReport:
             not_recomputed=measured.not_recomputed,
             not_itemised_bytes=steady_bytes - plan.forecast.steady_process_bytes,
         ),
-        within_budget=overall_bytes <= budget_bytes,
+        within_budget=judged_bytes <= budget_bytes,
     )

@@ -22,7 +22,8 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tag: Tag = "cpu-measured"
     """Files that do not say are of runs on a CPU."""
     peak: PeakBytes
-    """Of the whole run. On a CPU, allocated_bytes is what the process held beyond its base."""
+    """Of the whole run; on a CUDA device of what followed the recorded step. On a CPU, allocated_bytes is what the
+    process held beyond its base."""
     steady_peak_bytes: int = 0
     """Process bytes of the steps under the plan."""
     first_step_peak_bytes: int
@@ -52,6 +53,7 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     forecast: Forecast
     measured: Measured
     within_budget: bool
+    """On a CUDA device from the second step on: the recorded one has all optimizer state there by design."""
 
     @property
     def unexplained_bytes(self) -> int:

@@ -55,11 +55,18 @@ def relaxations(trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> tup
 
 
 def infeasible_message(
-    trace: Trace, budget_bytes: int, smallest_bytes: int, helps: tuple[str, ...], *, parameters_stay: str = ""
+    trace: Trace,
+    budget_bytes: int,
+    smallest_bytes: int,
+    helps: tuple[str, ...],
+    *,
+    parameters_stay: str = "",
+    is_running: bool = False,
 ) -> str:
     """Returns one message: what was asked, what was found, what to do.
 
     Args:
+        is_running: a run has begun, and may do other things than its training steps.
         parameters_stay: why parameters and gradients cannot be on disk, if they cannot.
     """
     parameters = sum(s.nbytes for s in trace.steps[0].storages if s.category == "parameter")
@@ -71,6 +78,7 @@ def infeasible_message(
         f"of that, {format_bytes(trace.base_bytes)} are the process before the step, "
         f"{format_bytes(parameters)} parameters"
         + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),
+        *(["what the script does outside its training steps, evaluation say, is not in that"] if is_running else []),
         *([f"parameters and gradients stay in memory: {parameters_stay}"] if parameters_stay else []),
         *(f"  - {help_line}" for help_line in helps),
     ]

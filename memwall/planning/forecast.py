@@ -87,6 +87,13 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to set the CUDA allocator to for the same run without any action; None where it is not simulated."""
 
     @property
+    def passed_phases(self) -> tuple[str, ...]:
+        """The measured phases that held more than the budget."""
+        if self.budget_bytes is None:
+            return ()
+        return tuple(name for name in self.measured_phases if self.phases[name].process_bytes > self.budget_bytes)
+
+    @property
     def steady_process_bytes(self) -> int:
         """What the process needs in a steady step; its overall peak where the forecast does not name that phase."""
         return self.phases.get("steady_step", self.peak).process_bytes

@@ -33,8 +33,6 @@ __all__ = ["make_plan", "plan"]
 # Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk a fifth
 # off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
 _CLEARLY_SHORTER = 1.3
-# Rounds a suggested limit up, whose three digits are shown.
-_ROUNDED_UP = 1.005
 # A lossy technique is chosen only if the step gets 5 % shorter, or nothing else fits.
 _WORTH_DIGITS = 1.05
 # Shares of the room that a candidate's tensors leave, which are tried for state.
@@ -309,14 +307,23 @@ class _Search:
         return msgspec.structs.replace(made, forecast=forecast)
 
     def smallest_bytes(self) -> int:
-        """The smallest budget for which a plan exists, margin included, with every tier that is there."""
+        """The smallest budget for which a plan exists, margin included, with every tier that is there.
+
+        Of a run that has begun, one that its first step keeps to as well.
+        """
         if self._smallest_bytes is None:
             last = [part.plus(self._leanest) for part in self._last_resorts[-1:]]
             lossy = [location for _, location in self._lossy]
             leanest = (next(iter(self._ordinary), IN_MEMORY), *lossy, *last)
-            self._smallest_bytes = min(
+            smallest_bytes = min(
                 LocatedSearch(self._inputs, location, packs=self._can_pack).smallest_bytes() for location in leanest
             )
+            first = self.settings.first_step
+            if first is not None:
+                smallest_bytes = first.least_budget_bytes(
+                    smallest_bytes, asked_bytes=self.settings.budget_bytes, budget_for=self._process.budget_for
+                )
+            self._smallest_bytes = smallest_bytes
         return self._smallest_bytes
 
     def infeasible(self) -> InfeasibleError:
@@ -324,7 +331,12 @@ class _Search:
         helps, smallest = self._relaxations(), self.smallest_bytes()
         return InfeasibleError(
             infeasible_message(
-                self.trace, self.settings.budget_bytes, smallest, helps, parameters_stay=next(iter(self._stays), "")
+                self.trace,
+                self.settings.budget_bytes,
+                smallest,
+                helps,
+                parameters_stay=next(iter(self._stays), ""),
+                is_running=self.settings.first_step is not None,
             ),
             budget_bytes=self.settings.budget_bytes,
             smallest_feasible_bytes=smallest,
@@ -337,7 +349,7 @@ class _Search:
             helps = relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
             if self._barred:
                 per_day = max(self._inputs.written_bytes_per_day(one) for one in self._barred)
-                enough = format_bytes(per_day * _ROUNDED_UP)
+                enough = format_bytes(per_day, rounding="up")
                 helps = (f"let {enough} be written to the disk in a day: --disk-writes SIZE", *helps)
             return helps
         return plan_relaxations(

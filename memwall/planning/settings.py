@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from memwall.machine.hardware import Hardware
 from memwall.planning.action import Action
+from memwall.predict.first_step import FirstStep
 from memwall.trace.records import Trace
 
 __all__ = ["Settings"]
@@ -36,6 +37,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Blocks that a run found to give other results when they run again."""
     hardware: Hardware | None = None
     """The device to plan for where it is not here; the trace is translated to it."""
+    first_step: FirstStep | None = None
+    """What the step that a running session has recorded needs; None where the plan is not for a run that has begun."""
     autocast: Literal["bfloat16", "float16"] | None = None
     """The precision memwall ran the recorded step in, having been allowed to."""
     kernels: Action | None = None

@@ -15,13 +15,19 @@ from msgspec import Struct
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.events import events_of
-from memwall.predict.malloc.policies import MallocPolicy, policy_named, replay_step, restored_policy, unavailable_reason
+from memwall.predict.malloc.policies import (
+    MallocPolicy,
+    policy_named,
+    replay_step,
+    restored_policy,
+    unavailable_reason,
+)
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason, replay_in_heap
 from memwall.predict.state_on_disk import before_optimizer
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 
-__all__ = ["TENSOR_HEAP", "Process", "ProcessModel", "Resident", "calibrated"]
+__all__ = ["TENSOR_HEAP", "Process", "ProcessModel", "Resident", "calibrated", "parked_bytes"]
 
 TENSOR_HEAP = "tensor-heap"
 """Name of the way of reuse that `memwall.predict.malloc.tensor_heap` forecasts, beside malloc's policies."""
@@ -202,6 +208,7 @@ def calibrated(
     min_bytes: int,
     away_min_bytes: int | None = None,
     peak_before_optimizer_bytes: int = 0,
+    kept_bytes: int | None = None,
     as_run: Callable[[Step], Step] = lambda step: step,
 ) -> Trace:
     """The trace with base and workspace as measured after its first step, which was recorded parked.
@@ -213,16 +220,33 @@ def calibrated(
         min_bytes: from which size on saved tensors were moved.
         away_min_bytes: from which size on the optimizer's state was on disk, outside the optimizer; None if none was.
         peak_before_optimizer_bytes: where state was on disk, what the process held at most before the optimizer ran.
+        kept_bytes: free pages that the tensor heap held at the peak, which depend on the budget and are no workspace;
+            None where that is not known, and is forecast.
         as_run: what else differs between the step that the trace describes and the one that ran.
     """
     step = trace.steps[0]
-    peak_bytes = step.process_peak_bytes
-    parked = StepModel(as_run(step), trace.names, ()).parked(min_bytes)
-    if away_min_bytes is not None:
-        parked, peak_bytes = before_optimizer(parked, away_min_bytes), peak_before_optimizer_bytes
-    if trace.device == "cpu" and not heap_unavailable_reason():
-        tensor_bytes = replay_in_heap([events_of(parked, has_small_blocks=False)]).peak_resident_bytes
-    else:
-        tensor_bytes = live_peak_bytes(parked, trace.device)
+    peak_bytes = step.process_peak_bytes if away_min_bytes is None else peak_before_optimizer_bytes
+    tensor_bytes = parked_bytes(
+        trace, as_run(step), min_bytes=min_bytes, away_min_bytes=away_min_bytes, kept_bytes=kept_bytes
+    )
     beyond = peak_bytes - base_bytes - tensor_bytes - window_bytes
     return msgspec.structs.replace(trace, base_bytes=base_bytes, workspace_bytes=max(0, beyond))
+
+
+def parked_bytes(
+    trace: Trace, step: Step, *, min_bytes: int, away_min_bytes: int | None, kept_bytes: int | None = None
+) -> int:
+    """What the tensors of a step that is recorded parked hold at most; where state is on disk, up to its optimizer.
+
+    Args:
+        step: of the trace, or as it ran. min_bytes, away_min_bytes, kept_bytes: see `calibrated`.
+    """
+    parked = StepModel(step, trace.names, ()).parked(min_bytes)
+    if away_min_bytes is not None:
+        parked = before_optimizer(parked, away_min_bytes)
+    if trace.device == "cpu" and not heap_unavailable_reason():
+        # A ceiling of next to nothing has free pages returned at once.
+        ceiling_bytes = 0 if kept_bytes is None else 1
+        events = events_of(parked, has_small_blocks=False)
+        return replay_in_heap([events], ceiling_bytes).peak_resident_bytes + (kept_bytes or 0)
+    return live_peak_bytes(parked, trace.device)

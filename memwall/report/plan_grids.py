@@ -137,7 +137,7 @@ def forecast_phase_grid(forecast: Forecast) -> Grid:
     highest = max(order, key=lambda name: phases[name].process_bytes)
     rows = [
         (
-            name.replace("_", " "),
+            name.replace("_", " ") + (", measured" if name in forecast.measured_phases else ""),
             *(bytes_or_dash(getattr(phases[name], places[place])) for place in known),
             *(("◄ peak" if name == highest else "",) if len(phases) > 1 else ()),
         )

@@ -49,8 +49,8 @@ def steady_process_bytes(report: RunReport) -> int:
 
 
 def overall_process_bytes(report: RunReport) -> int:
-    """Highest measured process peak, the recorded first step included."""
-    return max(report.measured.peak.process_bytes, report.measured.first_step_peak_bytes)
+    """Highest measured process peak of what has to keep to the budget."""
+    return max(report.measured.peak.process_bytes, _judged_first_bytes(report))
 
 
 def measured_steady_bytes(report: RunReport) -> int:
@@ -60,8 +60,13 @@ def measured_steady_bytes(report: RunReport) -> int:
 
 def outside_steps_bytes(report: RunReport) -> int | None:
     """Measured process peak between and after the steps, where it is the run's highest: no forecast is about it."""
-    overall_bytes, first_bytes = report.measured.peak.process_bytes, report.measured.first_step_peak_bytes
+    overall_bytes, first_bytes = report.measured.peak.process_bytes, _judged_first_bytes(report)
     return overall_bytes if overall_bytes > max(measured_steady_bytes(report), first_bytes) else None
+
+
+def _judged_first_bytes(report: RunReport) -> int:
+    """The recorded first step's peak; 0 on a CUDA device, where it has all optimizer state in it by design."""
+    return 0 if report.forecast.device.startswith("cuda") else report.measured.first_step_peak_bytes
 
 
 def unexplained_bytes(report: RunReport) -> int:
@@ -96,7 +101,8 @@ def run_grid(report: RunReport) -> Grid:
     forecast, measured = report.forecast, report.measured
     predicted_bytes, measured_bytes = steady_process_bytes(report), measured_steady_bytes(report)
     moved_bytes = measured.bytes_moved_per_step
-    first = forecast.phases.get("first_step")
+    # What was measured already is no prediction.
+    first = None if "first_step" in forecast.measured_phases else forecast.phases.get("first_step")
     first_bytes = first.process_bytes if first is not None else None
     rows = [
         (

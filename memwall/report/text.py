@@ -191,14 +191,15 @@ def _forecast_verdict(forecast: Forecast) -> Verdict:
         return fit, f"fits: {_what_fits(forecast, with_margin)} in a budget of {budget}"
     if fit == "inside-margin":
         return fit, f"fits only inside the margin: {with_margin}, budget {budget}"
+    if forecast.passed_phases:
+        return fit, f"does not fit: {_what_fits(forecast, with_margin)}, budget {budget}"
     over = format_bytes(peak_bytes + forecast.margin_bytes - forecast.budget_bytes)
     return fit, f"does not fit: {with_margin} is {over} over the budget of {budget}"
 
 
 def _what_fits(forecast: Forecast, with_margin: str) -> str:
     """What keeps to the budget: not what had passed it before there was a plan, and was measured."""
-    phases, budget_bytes = forecast.phases, forecast.budget_bytes or 0
-    over = [name for name in forecast.measured_phases if phases[name].process_bytes > budget_bytes]
+    phases, over = forecast.phases, forecast.passed_phases
     rest_bytes = max((phase.process_bytes for name, phase in phases.items() if name not in over), default=0)
     if not over or not rest_bytes:
         return with_margin
@@ -244,13 +245,21 @@ def run_verdict(report: RunReport) -> Verdict:
         if outside_steps_bytes(report) is not None:
             where = (
                 " outside the training steps, in evaluation, saving or other work of the script; "
-                f"the steps reached {format_bytes(measured_steady_bytes(report))}"
+                f"the steps reached {format_bytes(measured_steady_bytes(report))}; run again with a budget of "
+                f"{format_bytes(measured_bytes + report.forecast.margin_bytes, rounding='up')}"
             )
         return "does-not-fit", f"exceeded the budget of {budget}: {measured}{over}{where}"
     if status == 4:
         above, steady = format_bytes(unexplained_bytes(report)), format_bytes(measured_steady_bytes(report))
         return "inside-margin", f"within the budget of {budget}, but {above} above the forecast: {steady} measured"
-    return "fits", f"within the budget: {format_bytes(overall_process_bytes(report))} measured of {budget}"
+    verdict = f"within the budget: {format_bytes(overall_process_bytes(report))} measured of {budget}"
+    first_bytes = report.measured.first_step_peak_bytes
+    if first_bytes > report.budget_bytes:
+        verdict += (
+            f" from the second step on; the first, recorded with all optimizer state on {report.forecast.device}, took "
+            f"{format_bytes(first_bytes)}"
+        )
+    return "fits", verdict
 
 
 def verify_status(report: RunReport) -> int:

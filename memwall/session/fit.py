@@ -1,4 +1,4 @@
-"""`memwall.fit`: one line around a training loop."""
+"""`memwall.fit`: one line around a training loop, and the session that other loops open likewise."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from memwall.errors import UsageError
-from memwall.machine.limits import device_total_bytes
+from memwall.machine.limits import budget_bytes
 from memwall.planning.planfile import Plan
 from memwall.session.session import Session
 from memwall.trace.optimizers import Optimizers, optimizers_of, trains
 from memwall.units import parse_size
 
-__all__ = ["fit"]
+__all__ = ["fit", "open_session"]
 
 
 def fit(
@@ -43,7 +43,8 @@ def fit(
     Args:
         optimizer: what steps the model: one, or a list of several, as torch.optim.Muon for matrices and AdamW for the
             rest. Of several the state stays in memory, and so do parameters.
-        budget: what the process may use: a size, or a percentage of the device. Either this or `plan`.
+        budget: what the process may use: a size, or a percentage of the model's device. Either this or `plan`. Ranks
+            that a launcher started on one host have equal parts of a CPU's memory limit.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
         allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
@@ -56,15 +57,41 @@ def fit(
         StoreError: the disk directory cannot be used.
     """
     optimizers = _checked(model, optimizer)
-    budget_bytes = None if budget is None else parse_size(budget, whole_bytes=device_total_bytes("cpu"))
+    return open_session(
+        model, optimizers, budget=budget, plan=plan, disk=disk, disk_writes=disk_writes, allow=tuple(allow)
+    )
+
+
+def open_session(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    budget: str | int | None,
+    plan: Plan | None,
+    disk: str | None,
+    disk_writes: str | int | None,
+    allow: tuple[str, ...],
+    set_by_loop: tuple[str, ...] = (),
+) -> Session:
+    """Returns a session on a model, attached; a percentage is of what this process has of the model's device.
+
+    Args:
+        set_by_loop: tags of actions of a given plan that the loop carries out itself.
+
+    Raises:
+        UsageError: neither or both of budget and plan; a budget that is no size; a limit for a plan that is given.
+        PlanError: the plan was made for another model.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if disk_writes is not None and plan is not None:
         raise UsageError("disk_writes is for a plan that is made in the run, and this one is given")
     session = Session(
-        budget_bytes=budget_bytes,
+        budget_bytes=None if budget is None else budget_bytes(budget, str(device)),
         plan=plan,
         disk=disk,
         disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
         allow=allow,
+        set_by_loop=set_by_loop,
     )
     session.attach(model, optimizers)
     return session

@@ -159,10 +159,15 @@ class LivePlan:
         """
         assert self.recorded is not None
         begin = time.perf_counter()
-        self.trace, peak_bytes = self.recorded.finish(optimizers)
+        self.trace, first = self.recorded.finish(optimizers)
         self.stop_recording()
-        self._measured.note_first_step(peak_bytes)
-        self.settings = msgspec.structs.replace(self.settings, kernels=self._kernels.found_in(self.trace))
+        self._measured.note_peak()  # planning begins another one
+        self._measured.note_first_step(self.trace.steps[0].process_peak_bytes)
+        self.settings = msgspec.structs.replace(
+            self.settings,
+            kernels=self._kernels.found_in(self.trace),
+            first_step=first if self.trace.device == "cpu" else None,
+        )
         allow = self.settings.allow
         for technique in techniques():
             reason = technique.why_not(self.trace, allow) if technique.allow in allow else None

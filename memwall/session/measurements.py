@@ -22,6 +22,9 @@ class Measurements(Struct, kw_only=True):
     peak_bytes: int = 0
     """Highest process bytes of the steps under the plan."""
     overall_peak_bytes: int = 0
+    judged_peak_bytes: int = 0
+    """Highest process bytes of what has to keep to the budget: on a CPU of the whole run, on a CUDA device of what
+    follows the recorded step, which has all optimizer state there by design."""
     base_bytes: int = 0
     step_seconds: list[float] = []
     num_steps: int = 0
@@ -35,6 +38,8 @@ class Measurements(Struct, kw_only=True):
     """Of these, what the recorded step moved under the safest plan."""
     bytes_from_tier: int = 0
     plan_seconds: float = 0.0
+    has_plan: bool = False
+    """Whether a plan was in effect already."""
 
     def note_peak(self, shown_bytes: int = 0) -> None:
         """To be called before every reset of the process's peak, and at the end.
@@ -42,11 +47,19 @@ class Measurements(Struct, kw_only=True):
         Args:
             shown_bytes: what of it the system has filled from a file to show parameters there, and can take back.
         """
-        self.overall_peak_bytes = max(self.overall_peak_bytes, self.meter.peak_bytes() - shown_bytes)
+        self.note(self.meter.peak_bytes() - shown_bytes)
+
+    def note(self, peak_bytes: int) -> None:
+        """The process has held so much."""
+        self.overall_peak_bytes = max(self.overall_peak_bytes, peak_bytes)
+        self.judged_peak_bytes = max(self.judged_peak_bytes, peak_bytes)
 
     def begin_plan(self, base_bytes: int | None) -> None:
         """A plan is in effect from now on, in a process that holds so much before each step; None for what it holds."""
         self.meter.reset_peak()
+        if self.meter.device == "cuda" and not self.has_plan:
+            self.judged_peak_bytes = 0
+        self.has_plan = True
         self.base_bytes = self.meter.now_bytes() if base_bytes is None else base_bytes
 
     def forget_steps(self) -> None:
@@ -56,7 +69,7 @@ class Measurements(Struct, kw_only=True):
     def note_first_step(self, peak_bytes: int) -> None:
         """A recorded step has ended; there are two where the first was not the last."""
         self.first_step_peak_bytes = max(self.first_step_peak_bytes, peak_bytes)
-        self.overall_peak_bytes = max(self.overall_peak_bytes, peak_bytes)
+        self.note(peak_bytes)
 
 
 def standing_bytes(model: nn.Module, optimizers: Optimizers, trace: Trace) -> int:

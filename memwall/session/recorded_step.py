@@ -6,9 +6,10 @@ none for gradients beside parameters, both are on disk already when the step beg
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
@@ -20,11 +21,13 @@ from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES
 from memwall.planning.techniques.parameters import as_streamed
-from memwall.predict.process import calibrated
+from memwall.predict.first_step import FirstStep
+from memwall.predict.process import calibrated, parked_bytes
 from memwall.session.measurements import standing_bytes
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.optimizers import joint_name
 from memwall.trace.record import TraceBuilder
+from memwall.trace.recorder import Parking
 from memwall.trace.records import Trace
 
 __all__ = ["RecordedStep"]
@@ -75,7 +78,7 @@ class RecordedStep:
     def _start(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         assert self._parked is not None
         self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
-        self._builder = TraceBuilder([self._model], self._parked.engine)
+        self._builder = TraceBuilder([self._model], _UnderLimit(self._parked.engine, self._allocator))
         # To look at parameters does not bring them in.
         with self._keeper.shown(), without_subclass_functions():
             self._builder.start_step(optimizers, running_root=self._model)
@@ -100,11 +103,11 @@ class RecordedStep:
             reason = f"the state of {joint_name(optimizers)} stays in memory"
             self._parameters.bring_back_within(self._settings.budget_bytes, reason)
 
-    def finish(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Trace, int]:
+    def finish(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Trace, FirstStep]:
         """Ends the recording.
 
         Returns:
-            The trace, and the step's peak in bytes of the process.
+            The trace, and what the step needed and would need under another budget.
 
         Raises:
             TraceError: it was no whole step.
@@ -116,21 +119,32 @@ class RecordedStep:
             step = builder.finish_step(optimizers)
         window_bytes, min_bytes = self._parked.engine.staging_bytes, self._parked.min_bytes
         self.stop()
+        kept_bytes = self._allocator.kept_bytes()
         self._allocator.trim()
         trace = builder.trace(optimizers, machine=machine, autocast=self._settings.autocast or "none")
         with without_subclass_functions():
             present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
         modules, is_streamed = trace.modules, self._parameters.away_bytes > 0
+        away_min_bytes = MIN_STATE_BYTES if self._keeper.is_away else None
         trace = calibrated(
             trace,
             base_bytes=meter_of(self._model).base_bytes(present_bytes),
             window_bytes=window_bytes,
             min_bytes=min_bytes,
-            away_min_bytes=MIN_STATE_BYTES if self._keeper.is_away else None,
+            away_min_bytes=away_min_bytes,
             peak_before_optimizer_bytes=self._peak_before_optimizer_bytes,
+            kept_bytes=kept_bytes,
             as_run=(lambda plain: as_streamed(plain, modules)) if is_streamed else (lambda plain: plain),
         )
-        return trace, step.process_peak_bytes
+        in_memory_bytes = 0
+        if is_streamed:
+            tensor_bytes = parked_bytes(trace, step, min_bytes=min_bytes, away_min_bytes=away_min_bytes, kept_bytes=0)
+            in_memory_bytes = trace.base_bytes + trace.workspace_bytes + window_bytes + tensor_bytes
+        return trace, FirstStep(
+            needed_bytes=step.process_peak_bytes - (kept_bytes or 0),
+            in_memory_bytes=in_memory_bytes,
+            stays_from_bytes=self._parameters.stays_from_bytes,
+        )
 
     def stop(self) -> None:
         """Takes the recording away. Safe to call twice."""
@@ -170,3 +184,21 @@ class RecordedStep:
 def _may_be_stepped(parameter: nn.Parameter) -> bool:
     """Whether an optimizer has something to do with it, in this step or, on disk, in a later one."""
     return parameter.grad is not None or (is_streamed(parameter) and parameter.requires_grad)
+
+
+class _UnderLimit:
+    """Parking that leaves the heap less as the process grows outside it: by how much no plan has said yet.
+
+    Saved tensors come by all through forward and backward.
+    """
+
+    def __init__(self, parking: Parking, allocator: AllocatorHandler) -> None:
+        self._parking, self._allocator = parking, allocator
+
+    def pack(self, tensor: Tensor, /) -> object:
+        self._allocator.hold_limit()
+        return self._parking.pack(tensor)
+
+    def unpack(self, saved: Any, /) -> Tensor:
+        self._allocator.hold_limit()
+        return self._parking.unpack(saved)

@@ -9,7 +9,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.memory.exhaustion import Exhaustion
 from memwall.errors import InfeasibleError, PlanError
 from memwall.machine.limits import cgroup_limit, memory_limit_bytes
-from memwall.machine.meter import process_bytes
+from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
@@ -60,17 +60,35 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
     """A plan that knows what planning left in the process, the solver's code and the trace; and the trace that says so.
 
     Raises:
-        InfeasibleError: nothing fits.
+        InfeasibleError: nothing fits; a run under the smallest budget that it names has room for planning as well.
     """
     _warn_of_limit(trace, settings)
-    before_bytes = process_bytes()
-    plan = make_plan(trace, settings)
+    before_bytes, is_metered = process_bytes(), trace.device == "cpu" and reset_process_peak()
+    try:
+        plan = make_plan(trace, settings)
+    except InfeasibleError:
+        plan = None
+    peak_bytes = process_peak_bytes() if is_metered else 0
     allocator.trim()
     grown_bytes = process_bytes() - before_bytes if trace.device == "cpu" else 0
-    if grown_bytes > plan.forecast.margin_bytes * _GROWTH_SHARE:
+    if plan is None:
+        first = settings.first_step
+        if first is not None:
+            first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, peak_bytes))
+            settings = msgspec.structs.replace(settings, first_step=first)
+        trace = _charged(trace, max(0, grown_bytes))
+        plan = make_plan(trace, settings)
+    elif grown_bytes > plan.forecast.margin_bytes * _GROWTH_SHARE:
         trace = _charged(trace, grown_bytes)
         plan = make_plan(trace, settings)
-    if not plan.forecast.fits:
+    if plan.forecast.passed_phases:
+        first_bytes = plan.forecast.phases["first_step"].process_bytes
+        _log.warning(
+            "the first step, which runs before there is a plan, took %s of a budget of %s; give at least that",
+            format_bytes(first_bytes, rounding="up"),
+            format_bytes(settings.budget_bytes, rounding="down"),
+        )
+    elif not plan.forecast.fits:
         _log.warning(
             "the plan fits only inside its margin: a step may exceed the budget by the forecast's error; "
             "give a larger budget where that must not happen"

@@ -338,7 +338,7 @@ class Session:
             self._redo.end_step()
             self.measured.num_steps += 1
         peak_bytes = self.measured.meter.peak_bytes()
-        self.measured.overall_peak_bytes = max(self.measured.overall_peak_bytes, peak_bytes)
+        self.measured.note(peak_bytes)
         if self.state == "running":
             if not is_first:
                 self.measured.step_seconds.pop()

@@ -7,11 +7,15 @@ import zstandard
 
 from memwall.errors import TraceError
 from memwall.trace.records import Trace
+from memwall.units import format_bytes
 
 __all__ = ["MAGIC", "load_trace", "save_trace"]
 
 MAGIC = b"memwall.trace/"
 _VERSION = 1
+# Traces shrink to a quarter, those of many equal layers further; a file made for it would grow 30,000-fold.
+_LARGEST_RATIO = 200
+_SMALL_BYTES = 64 << 20
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -54,12 +58,25 @@ def load_trace(path: Path) -> Trace:
     payload = content[len(head) + 1 :]
     try:
         size_bytes = zstandard.frame_content_size(payload)
+        if size_bytes > max(_SMALL_BYTES, _LARGEST_RATIO * len(payload)):
+            raise TraceError(
+                f"{path} is cut short or damaged (it claims to hold {format_bytes(size_bytes)} in "
+                f"{format_bytes(len(payload))}); record it again"
+            )
         data = zstandard.ZstdDecompressor().decompress(payload, max_output_size=max(size_bytes, 1))
     except (zstandard.ZstdError, MemoryError) as error:  # its header may claim any size
         raise TraceError(
             f"{path} is cut short or damaged ({str(error) or 'it claims to be huge'}); record it again"
         ) from error
     try:
-        return msgspec.msgpack.decode(data, type=Trace)
+        trace = msgspec.msgpack.decode(data, type=Trace)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise TraceError(f"{path} is not a valid trace: {error}; record it again") from error
+    for index, module in enumerate(trace.modules):
+        # Whoever goes from a module to the root would otherwise not arrive there.
+        if not -1 <= module.parent < index:
+            raise TraceError(
+                f"{path} is not a valid trace: module {index} has parent {module.parent}, expected one before it, or "
+                "-1 - at `$.modules`; record it again"
+            )
+    return trace

@@ -139,6 +139,7 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     disk_write_bytes_per_second: float = 0.0
     disk_read_bytes_per_second: float = 0.0
     disk_free_bytes: int = 0
+    """For the process that measured: of several on one host, its equal part."""
     disk_total_bytes: int = 0
     """The size of the disk; 0 in files written before it was looked up."""
     cpu_step_bytes_per_second: float = 0.0

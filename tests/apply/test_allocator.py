@@ -171,3 +171,18 @@ except ApplyError as error:
 handler.apply_tight()
 print(handler.policy)
 """) == ["cannot give tensors a heap of their own: memwall was installed without its C library", "mmap"]
+
+
+@needs_heap
+@pytest.mark.parametrize(("limit_mib", "kept"), [(1 << 20, "32"), (1, "0")])
+def test_free_pages_at_the_peak_are_those_that_the_limit_had_room_for(limit_mib: int, kept: str) -> None:
+    assert output_of(f"""
+handler.apply("tensor-heap", {limit_mib} * MIB)
+print(handler.kept_bytes())
+first, second = tensor(32), tensor(32)
+del first
+third = tensor(40)  # no room for it where the first was
+print(handler.kept_bytes() // MIB)
+handler.apply("tensor-heap", {limit_mib} * MIB)
+print(handler.kept_bytes())
+""") == ["None", kept, "None"]

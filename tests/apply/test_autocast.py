@@ -72,9 +72,10 @@ def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_preci
                 session.end_step()
     lower = getattr(torch, dtype)
     assert seen == [torch.float32, lower, lower]
-    assert [trace.autocast for trace in traces] == ["none", dtype]
+    # What planning itself took is charged before it is given up.
+    assert [trace.autocast for trace in traces] == ["none", "none", dtype]
     casts = [sum("_to_copy" in trace.names[op.name] for op in trace.steps[0].ops) for trace in traces]
-    assert casts[0] == 0 < casts[1]
+    assert casts[0] == casts[1] == 0 < casts[2]
 
 
 def test_a_call_that_fails_leaves_no_precision_behind():

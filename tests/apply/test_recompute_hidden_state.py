@@ -2,9 +2,11 @@
 
 import collections
 import copy
+import gc
 import itertools
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -420,6 +422,24 @@ def test_a_gradient_of_the_gradient() -> None:
     with under(treated, Recompute(block="0"), Recompute(block="1")):
         assert_same(second(treated), second(plain))
         assert_same(second(treated), second(plain))
+
+
+@pytest.mark.parametrize("kind", [Block, ReadsAGlobal])
+def test_what_a_step_needed_goes_with_its_graph(kind: type[Block]) -> None:
+    """And does not wait for the garbage collector."""
+    model, batch = nn.Sequential(kind()), torch.randn(5, 6).clone()
+    held = weakref.ref(batch)
+    gc.disable()
+    try:
+        with under(model, Recompute(block="0")):
+            model(batch).sum().backward()
+            del batch
+            assert held() is None
+        block = weakref.ref(model)
+        del model
+        assert block() is None
+    finally:
+        gc.enable()
 
 
 def test_a_proven_block_holds_its_input_only() -> None:

@@ -1,14 +1,18 @@
 """`--host`: what may be taken of host memory below a device, by a run there and by a plan of what it recorded."""
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from memwall.apply.offload import parking
 from memwall.cli.app import main
 from memwall.errors import UsageError
+from memwall.machine.disk_probe import DiskSpeed
 from memwall.planning import search
 from memwall.session import session
 from memwall.trace.file import save_trace
@@ -45,6 +49,25 @@ def test_a_run_takes_no_more_of_it(
     assert (told.options["host_capacity_bytes"], told.options["disk_capacity_bytes"]) == (2 * GIB, 3 * GIB)
     main([*common, str(tmp_path / "train.py")])
     assert told.options["host_capacity_bytes"] is None
+
+
+def test_ranks_of_one_host_share_the_disk(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(session, "Session", told)
+    (tmp_path / "train.py").touch()
+    main(["run", "--budget", "1GiB", "--disk", f"{tmp_path}:2GiB", str(tmp_path / "train.py")])
+    assert told.options["disk_capacity_bytes"] == GIB // 2
+
+
+def test_ranks_of_one_host_share_the_room_of_a_disk_without_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=10 * GIB, free=8 * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(parking, "probe_faster", lambda *_: DiskSpeed(1e9, 1e9))
+    assert parking.measured_machine(str(tmp_path)).disk_free_bytes == 8 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert parking.measured_machine(str(tmp_path)).disk_free_bytes == 2 * GIB
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", 2 * GIB), ("cpu", 3 * GIB)])

@@ -4,8 +4,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 
 import memwall
@@ -228,6 +230,16 @@ def test_percentage_of_a_cpu_is_of_the_memory_limit(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("memwall.machine.limits.memory_limit_bytes", lambda *, root=None: 8000)
     assert options.parse_budget("25%", device="cpu") == 2000
     assert options.parse_host("50%") == 4000
+
+
+def test_percentage_of_a_run_is_of_its_rank_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=(4000, 8000)[index])
+    )
+    assert options.parse_budget("25%") == 2000
 
 
 def test_disk_with_and_without_a_size(folder: Path) -> None:

@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from memwall.errors import UsageError
 from memwall.machine.limits import (
     CgroupLimit,
+    budget_bytes,
     cgroup_limit,
     device_total_bytes,
     free_memory_bytes,
     memory_limit_bytes,
+    own_device,
     pinnable_bytes,
 )
 
@@ -239,6 +243,53 @@ def test_what_is_free_under_v1(tree: Path) -> None:
 def test_what_is_free_without_a_cgroup_is_what_the_machine_has(tree: Path) -> None:
     write(tree, {"proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n"})
     assert free_memory_bytes(root=tree) == 8 * GIB
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA devices of 40 and 80 GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=(40 * GIB, 80 * GIB)[index])
+    )
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_a_budget_in_percent_is_of_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert budget_bytes("50%", "cuda") == budget_bytes("50%", "cuda:0") == 20 * GIB
+    assert budget_bytes("50%", "cuda:1") == 40 * GIB
+    assert budget_bytes("3GiB", "cuda:1") == budget_bytes(3 * GIB, "cpu") == 3 * GIB
+
+
+@pytest.mark.parametrize(("ranks", "share"), [("", 1), ("4", 4)])
+def test_ranks_of_one_host_have_equal_parts_of_its_memory(
+    ranks: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr("memwall.machine.limits.memory_limit_bytes", lambda *, root=None: 16 * GIB)
+    assert budget_bytes("50%", "cpu") == 8 * GIB // share
+    assert budget_bytes("2GiB", "cpu") == 2 * GIB
+
+
+def test_a_size_asks_no_device() -> None:
+    assert budget_bytes("2GiB", "meta") == 2 * GIB
+    with pytest.raises(UsageError, match="'meta' is no device of this machine"):
+        budget_bytes("50%", "meta")
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize(("rank", "device"), [("", "cuda:0"), ("0", "cuda:0"), ("1", "cuda:1"), ("2", "cuda:0")])
+def test_a_rank_trains_on_its_own_device(rank: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert own_device() == device
+
+
+def test_without_cuda_a_rank_trains_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert own_device() == "cpu"
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(None, 1), ("", 1), ("4", 4), ("0", 1), ("many", 1)])

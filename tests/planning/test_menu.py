@@ -51,7 +51,11 @@ class Normed(nn.Module):
         return self.down(torch.sin(self.up(self.norm(x))))
 
 
-def menu_names(layer: Callable[[int], nn.Module], pack_seconds_per_element: float | None = None) -> list[set[str]]:
+def menu_names(
+    layer: Callable[[int], nn.Module],
+    pack_seconds_per_element: float | None = None,
+    not_recomputed: tuple[str, ...] = (),
+) -> list[set[str]]:
     torch.manual_seed(0)
     trace = record(
         Workload(
@@ -70,7 +74,7 @@ def menu_names(layer: Callable[[int], nn.Module], pack_seconds_per_element: floa
         can_offload=True,
         pack_seconds_per_element=pack_seconds_per_element,
     )
-    menus = build_menus(trace, StepModel(step, trace.names, blocks), costs)
+    menus = build_menus(trace, StepModel(step, trace.names, blocks), costs, not_recomputed=not_recomputed)
     assert len(menus) == 3
     return [{option.name for option in menu.options} for menu in menus]
 
@@ -118,6 +122,12 @@ def test_what_a_second_run_would_change_is_offered_for_moving_only(layer: Callab
 
 def test_batch_norm_is_offered_since_the_executor_spares_its_statistics() -> None:
     assert all({"keep", "full", "offload"} <= names for names in menu_names(Normed))
+
+
+def test_a_block_that_a_run_found_not_to_repeat_itself_is_offered_for_moving_only() -> None:
+    first, second, third = menu_names(Normed, not_recomputed=("2",))
+    assert second == {"keep", "offload"}
+    assert "full" in first & third
 
 
 def test_where_numbers_may_leave_packed_both_ways_are_offered_but_not_for_what_runs_again() -> None:

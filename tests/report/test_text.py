@@ -148,11 +148,13 @@ class TestPlanVerdict:
         first = msgspec.structs.replace(phases["first_step"], process_bytes=481 * MIB)
         peak = msgspec.structs.replace(plan.forecast.peak, process_bytes=481 * MIB)
         late = _with(plan, peak=peak, phases={**phases, "first_step": first}, measured_phases=("first_step",))
-        assert plan_verdict(late) == (
-            "fits",
-            "fits: after the first step's measured 481.0 MiB, 455.0 MiB predicted + 12.0 MiB margin in a budget of "
-            "480.0 MiB",
+        sizes = "after the first step's measured 481.0 MiB, 455.0 MiB predicted + 12.0 MiB margin"
+        assert plan_verdict(_with(late, fits=False)) == (
+            "does-not-fit",
+            f"does not fit: {sizes}, budget 480.0 MiB",
         )
+        # On a CUDA device it is no part of the promise.
+        assert plan_verdict(late) == ("fits", f"fits: {sizes} in a budget of 480.0 MiB")
 
     def test_without_a_budget(self, plan: Plan) -> None:
         free = _with(plan, fits=None, budget_bytes=None)
@@ -223,6 +225,16 @@ class TestVerify:
         assert verify_status(report) == 5
         assert run_verdict(report)[1] == "exceeded the budget of 480.0 MiB: 500.0 MiB measured, 20.0 MiB over"
 
+    def test_on_a_cuda_device_a_first_step_over_the_budget_is_told_and_does_not_count(self, run: RunReport) -> None:
+        """GIVEN optimizer state that stays on the device until there is a plan THEN later steps are judged."""
+        report = _measured(_peaking_at(run, 450), first_step_peak_bytes=500 * MIB)
+        report = msgspec.structs.replace(report, forecast=msgspec.structs.replace(run.forecast, device="cuda:0"))
+        assert verify_status(report) == 0
+        assert run_verdict(report)[1] == (
+            "within the budget: 450.0 MiB measured of 480.0 MiB from the second step on; the first, recorded with all "
+            "optimizer state on cuda:0, took 500.0 MiB"
+        )
+
     def test_the_run_may_have_seen_more_than_its_steps_show(self, run: RunReport) -> None:
         report = msgspec.structs.replace(run, within_budget=False)
         assert verify_status(report) == 5
@@ -237,12 +249,18 @@ class TestVerify:
         assert verify_status(report) == 5
         assert run_verdict(report)[1] == (
             "exceeded the budget of 480.0 MiB: 500.0 MiB measured, 20.0 MiB over outside the training steps, in "
-            "evaluation, saving or other work of the script; the steps reached 450.0 MiB"
+            "evaluation, saving or other work of the script; the steps reached 450.0 MiB; run again with a budget of "
+            "512.0 MiB"
         )
         rows = {row[0]: row[1:] for row in run_grid(report).rows}
         assert rows["process peak, steady step"] == ("455.0 MiB", "450.0 MiB", "+1.1%")
         assert rows["process peak, outside the steps"] == ("-", "500.0 MiB", "-")
         assert rows["not itemised in the forecast"] == ("-", "-5.0 MiB", "-")
+
+    def test_a_first_step_that_was_measured_before_the_plan_was_not_predicted(self, run: RunReport) -> None:
+        forecast = msgspec.structs.replace(run.forecast, measured_phases=("first_step",))
+        rows = {row[0]: row[1:] for row in run_grid(msgspec.structs.replace(run, forecast=forecast)).rows}
+        assert rows["process peak, first step"] == ("-", "450.0 MiB", "-")
 
     def test_a_peak_outside_the_steps_within_the_budget_is_no_excess(self, run: RunReport) -> None:
         report = _measured(_peaking_at(run, 470), steady_peak_bytes=450 * MIB)

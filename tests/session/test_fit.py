@@ -4,17 +4,20 @@ import copy
 import hashlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from block_models import WIDTH, Model, offload
 from plans import plan_of
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo import MODELS, Case, optimizers, trained_parameters
 
 import memwall
 from memwall.apply.memory.allocator import hooked_heap
 from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
+from memwall.integrations.accelerate import MemwallPlugin
 from memwall.machine.meter import process_bytes
 from memwall.planning.action import Action
 from memwall.planning.blocks import find_blocks
@@ -300,6 +303,39 @@ def test_a_plan_for_micro_batches_needs_a_loop_that_takes_them() -> None:
     plan = plan_of(case.model, Accumulate(micro_batch=1, num_micro_batches=2))
     with pytest.raises(ApplyError, match=r"micro-batches of 1 samples, 2 per step"), Session(plan=plan) as session:
         train(case, case.model, session)
+
+
+@pytest.mark.parametrize(
+    "opens", ["fit", "accelerate", pytest.param("trainer", marks=pytest.mark.requires("transformers"))]
+)
+def test_a_budget_in_percent_is_of_the_model_s_device(opens: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a model on the second CUDA device WHEN it may use 90 % THEN that is of this device, not of the host."""
+    sizes = (1000, 2000)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=sizes[index]))
+    found: list[int | None] = []
+
+    class Told:
+        def __init__(self, *, budget_bytes: int | None, **_: object) -> None:
+            found.append(budget_bytes)
+
+        def attach(self, *_: object) -> None: ...
+
+    monkeypatch.setattr("memwall.session.fit.Session", Told)
+    model = nn.Module()
+    with FakeTensorMode():
+        model.weight = nn.Parameter(torch.empty(2, 2, device="cuda:1"))
+    optimizer = torch.optim.SGD(model.parameters())
+    if opens == "fit":
+        memwall.fit(model, optimizer, budget="90%")
+    elif opens == "accelerate":
+        accelerator = SimpleNamespace(prepare=lambda *given: given, unwrap_model=lambda given: given)
+        MemwallPlugin(budget="90%").prepare(accelerator, model, optimizer)
+    else:
+        from memwall.integrations.trainer import MemwallCallback
+
+        MemwallCallback(budget="90%")._open(model)
+    assert found == [1800]
 
 
 def test_budget_and_plan_exclude_each_other() -> None:

@@ -128,6 +128,31 @@ def test_every_flipped_byte_is_noticed(trace: Trace, path: Path) -> None:
     assert not unnoticed
 
 
+def test_a_file_that_claims_to_be_huge_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN 200 KB that unpack to gigabytes WHEN they are read THEN no memory is taken for them."""
+    target = tmp_path / "bomb"
+    whole = zstandard.ZstdCompressor().compressobj(size=65 << 20)
+    payload = b"".join(whole.compress(bytes(1 << 20)) for _ in range(65)) + whole.flush()
+    target.write_bytes(b"memwall.trace/1\n" + payload)
+
+    def unpacked(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpacked")
+
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", unpacked)
+    assert refusal(target).startswith(f"{target} is cut short or damaged (it claims to hold 65.0 MiB in ")
+
+
+@pytest.mark.parametrize(("index", "parent"), [(0, 0), (0, 1), (1, 1), (1, 2), (1, -2), (2, 1 << 40)])
+def test_modules_whose_parents_do_not_lead_to_the_root(index: int, parent: int, trace: Trace, tmp_path: Path) -> None:
+    modules = list(trace.modules)
+    modules[index] = msgspec.structs.replace(modules[index], parent=parent)
+    target = written(tmp_path / "cycle", msgspec.msgpack.encode(msgspec.structs.replace(trace, modules=tuple(modules))))
+    assert refusal(target) == (
+        f"{target} is not a valid trace: module {index} has parent {parent}, expected one before it, or -1 - at "
+        "`$.modules`; record it again"
+    )
+
+
 def test_a_newer_version(trace: Trace, tmp_path: Path) -> None:
     target = written(tmp_path / "newer", msgspec.msgpack.encode(trace), head=b"memwall.trace/2\n")
     assert refusal(target) == (

@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memwall.apply.kernels.deferred_product import DeferredGradient, LossCounts, Product, check_unchanged, versions_of
+from memwall.apply.kernels.deferred_product import (
+    DeferredGradient,
+    LossCounts,
+    Product,
+    check_unchanged,
+    versions_of,
+)
 from memwall.torch_internals.dispatch import make_wrapper, without_subclass_functions
 from memwall.torch_internals.operators import schema_of
 from memwall.torch_internals.trees import tree_map_only

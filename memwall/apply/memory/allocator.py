@@ -11,7 +11,12 @@ import torch
 from memwall.errors import ApplyError
 from memwall.machine.meter import process_bytes, return_free_memory
 from memwall.patches import Patches
-from memwall.predict.malloc.policies import policy_named, restored_policy, settings_of, unavailable_reason
+from memwall.predict.malloc.policies import (
+    policy_named,
+    restored_policy,
+    settings_of,
+    unavailable_reason,
+)
 from memwall.predict.malloc.tensor_heap import (
     MIN_TENSOR_BYTES,
     TORCH_LIBRARY,
@@ -70,7 +75,7 @@ class AllocatorHandler:
         self.policy: str | None = None
         """What is in force; None for torch's and malloc's own."""
         self._heap: TensorHeap | None = None
-        self._limit_bytes = self._outside_bytes = self._others_bytes = 0
+        self._limit_bytes = self._outside_bytes = self._others_bytes = self._peak_before_bytes = 0
         self._patches = Patches("has CPU tensors allocated in another way")
 
     def apply(self, policy: str, limit_bytes: int = 0, outside_bytes: int = 0) -> None:
@@ -91,6 +96,7 @@ class AllocatorHandler:
                 self._patches.add("native function", f"malloc's in {TORCH_LIBRARY.decode()}", _release_heap)
             self._limit_bytes, self._outside_bytes = limit_bytes, outside_bytes
             self._others_bytes = self._present_others_bytes()
+            self._peak_before_bytes = self._heap.figures().peak_resident_bytes
             self.hold_limit()
         else:
             self.undo()
@@ -108,7 +114,7 @@ class AllocatorHandler:
             self.apply("mmap")
 
     def hold_limit(self) -> None:
-        """To be called before each step: what else the process holds by now leaves less, or more, for the heap."""
+        """To be called before each step, at least: what else the process holds leaves less, or more, for the heap."""
         if self._heap is not None:
             ceiling_bytes = 0
             if self._limit_bytes:
@@ -116,6 +122,17 @@ class AllocatorHandler:
                 others_bytes = max(self._present_others_bytes(), self._others_bytes + self._outside_bytes)
                 ceiling_bytes = max(self._limit_bytes - others_bytes, 1)
             self._heap.set_ceiling(ceiling_bytes)
+
+    def kept_bytes(self) -> int | None:
+        """Free pages that the heap held at its peak, since its limit was set; None where the peak is an older one.
+
+        At least so many: its blocks may have been largest at another moment.
+        """
+        if self._heap is None:
+            return None
+        figures = self._heap.figures()
+        is_new = figures.peak_resident_bytes > self._peak_before_bytes
+        return max(0, figures.peak_resident_bytes - figures.peak_live_bytes) if is_new else None
 
     def _present_others_bytes(self) -> int:
         assert self._heap is not None

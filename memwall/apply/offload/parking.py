@@ -16,7 +16,7 @@ from memwall.apply.optimizer_state.cpu_speed import CpuStepSpeeds, cpu_step_spee
 from memwall.errors import StoreError
 from memwall.machine.disk_location import check_directory, default_directory
 from memwall.machine.disk_probe import probe_disk
-from memwall.machine.limits import pinnable_bytes
+from memwall.machine.limits import num_local_ranks, pinnable_bytes
 from memwall.machine.link_speed import link_speed
 from memwall.predict.malloc.policies import fault_seconds_per_byte
 from memwall.store.scratch import ScratchFile
@@ -222,7 +222,7 @@ def measured_machine(disk: str) -> Machine:
         disk=disk,
         disk_write_bytes_per_second=speed.write_bytes_per_second,
         disk_read_bytes_per_second=speed.read_bytes_per_second,
-        disk_free_bytes=usage.free,
+        disk_free_bytes=usage.free // num_local_ranks(),  # of which each rank plans to use all
         disk_total_bytes=usage.total,
     )
 

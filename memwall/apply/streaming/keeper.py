@@ -70,6 +70,8 @@ class ParameterKeeper:
         self.is_watching = False
         """Whether models are built by a script that is watched, so that no budget has to have room for that."""
         self._was_built_there = False
+        self.stays_from_bytes = 0
+        """From which budget on the step that was to be recorded keeps parameters and gradients in memory."""
 
     @property
     def _streaming(self) -> ParameterStreaming | None:
@@ -164,7 +166,9 @@ class ParameterKeeper:
         """
         if self._streaming is not None:  # a step that is recorded once more
             return True
-        if not _lacks_room(model, allocator, budget_bytes, self._built_bytes):
+        lacks = _lacks_room(model, allocator, budget_bytes, self._built_bytes)
+        self.stays_from_bytes = process_bytes() + _coming_bytes(model, self._built_bytes)
+        if not lacks:
             self.bring_back()
             return False
         reason = self._why_not_streamed(model, optimizers)
@@ -210,7 +214,8 @@ class ParameterKeeper:
         if coming_bytes and needed_bytes > budget_bytes:
             raise ApplyError(
                 f"parameters went to disk while the script built them, since {format_bytes(budget_bytes)} have no room "
-                f"for them, and cannot stay there: {reason}; give a budget above {format_bytes(needed_bytes)}"
+                f"for them, and cannot stay there: {reason}; give a budget above "
+                f"{format_bytes(needed_bytes, rounding='up')}"
             )
         self.bring_back()
 
@@ -254,11 +259,19 @@ class ParameterKeeper:
 
 def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int, coming_bytes: int) -> bool:
     """Whether a step with all its gradients in memory would pass the budget, beside parameters that would come back."""
-    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    room_bytes = budget_bytes - coming_bytes - gradient_bytes - WINDOW_BYTES - _SLACK_BYTES
+    room_bytes = budget_bytes - _coming_bytes(model, coming_bytes)
     if process_bytes() > room_bytes:
         allocator.trim()
     lacks = process_bytes() > room_bytes
     if lacks:
-        _log.info("the first step's parameters and %s of gradients go to disk", format_bytes(gradient_bytes))
+        _log.info("the first step's parameters and %s of gradients go to disk", format_bytes(_gradient_bytes(model)))
     return lacks
+
+
+def _coming_bytes(model: nn.Module, built_bytes: int) -> int:
+    """What a step adds at least that has everything in memory, beside parameters that would come back."""
+    return built_bytes + _gradient_bytes(model) + WINDOW_BYTES + _SLACK_BYTES
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)

@@ -1,0 +1,41 @@
+"""What a run's first step needs, which runs before there is a plan: no budget is met that has no room for it."""
+
+import math
+from collections.abc import Callable
+
+from msgspec import Struct
+
+__all__ = ["FirstStep"]
+
+
+class FirstStep(Struct, frozen=True, kw_only=True):
+    """The recorded step, as it ran and as it would run under another budget. All in bytes of the process."""
+
+    needed_bytes: int
+    """What it held at most, as it ran, without free pages; what planning held, where that was more."""
+    in_memory_bytes: int
+    """What it would hold at most with parameters and gradients in memory; 0 where they were."""
+    stays_from_bytes: int
+    """From this budget on a first step keeps parameters and gradients in memory."""
+
+    def least_budget_bytes(self, smallest_bytes: int, *, asked_bytes: int, budget_for: Callable[[int], int]) -> int:
+        """The smallest budget that a run can keep to, from its first step on.
+
+        Args:
+            smallest_bytes: for which there is a plan.
+            asked_bytes: the budget that the recorded step ran under. Has it kept to that, it needs no margin there.
+            budget_for: the smallest budget that leaves a forecast of so many bytes its margin.
+
+        >>> first = FirstStep(needed_bytes=300, in_memory_bytes=420, stays_from_bytes=400)
+        >>> [first.least_budget_bytes(size, asked_bytes=100, budget_for=lambda held: held + 10) for size in (200, 390)]
+        [310, 440]
+        >>> first.least_budget_bytes(200, asked_bytes=305, budget_for=lambda held: held + 10)
+        305
+        """
+        kept_to_bytes = asked_bytes if asked_bytes >= self.needed_bytes else math.inf
+        as_it_ran = max(smallest_bytes, int(min(budget_for(self.needed_bytes), kept_to_bytes)))
+        # The process differs from run to run by about the margin: near the border either may happen.
+        if not self.in_memory_bytes or budget_for(as_it_ran) < self.stays_from_bytes:
+            return as_it_ran
+        # Not measured, but forecast from a step that ran otherwise: it has the error of both.
+        return max(as_it_ran, budget_for(budget_for(self.in_memory_bytes)))

@@ -1,0 +1,97 @@
+"""Plans of a running session: planning takes memory itself, which a refusal counts as a plan does."""
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import memwall
+from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.errors import InfeasibleError
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.predict.first_step import FirstStep
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
+from memwall.predict.process import calibrated
+from memwall.session import replanning as planning
+from memwall.trace.record import TraceBuilder
+from memwall.trace.records import Trace
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    builder = TraceBuilder([model])
+    builder.start_step(optimizer)
+    model(torch.ones(512, 256)).sum().backward()
+    optimizer.step()
+    builder.finish_step(optimizer)
+    return msgspec.structs.replace(builder.trace(optimizer), base_bytes=100 * MIB)
+
+
+def refused(trace: Trace, first: FirstStep | None = None) -> int:
+    """The smallest budget that a session's refusal names."""
+    with pytest.raises(InfeasibleError) as error:
+        planning.planned(trace, Settings(budget_bytes=MIB, first_step=first), AllocatorHandler())
+    return error.value.smallest_feasible_bytes
+
+
+def named(trace: Trace) -> int:
+    """The same, as far as it follows from the trace alone."""
+    with pytest.raises(InfeasibleError) as error:
+        make_plan(trace, Settings(budget_bytes=MIB))
+    return error.value.smallest_feasible_bytes
+
+
+def test_a_refusal_counts_what_planning_left_in_the_process(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a solver that takes 20 MiB when it is first loaded THEN the next run has them too."""
+    held = iter([200 * MIB, 220 * MIB])
+    monkeypatch.setattr(planning, "process_bytes", lambda: next(held))
+    assert refused(trace) == named(trace) + 20 * MIB
+
+
+def test_a_refusal_counts_what_planning_held_at_most(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "process_peak_bytes", lambda: 700 * MIB)
+    first = FirstStep(needed_bytes=150 * MIB, in_memory_bytes=0, stays_from_bytes=0)
+    assert refused(trace, first) >= 700 * MIB
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 5 * MIB])
+def test_free_pages_that_a_large_budget_had_room_for_are_no_workspace(trace: Trace, kept_bytes: int) -> None:
+    """GIVEN the same step under two budgets, one with room for free pages THEN plans know the same of both."""
+
+    def workspace_of(peak_bytes: int, kept_bytes: int) -> int:
+        first = msgspec.structs.replace(trace.steps[0], process_peak_bytes=peak_bytes)
+        parked = msgspec.structs.replace(trace, is_parked=True, steps=(first,))
+        found = calibrated(
+            parked, base_bytes=100 * MIB, window_bytes=32 * MIB, min_bytes=64 << 10, kept_bytes=kept_bytes
+        )
+        return found.workspace_bytes
+
+    assert workspace_of(200 * MIB + kept_bytes, kept_bytes) == workspace_of(200 * MIB, 0) > 0
+
+
+@pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
+def test_the_recorded_step_leaves_the_heap_less_as_the_process_grows_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a step before any plan THEN the limit is looked at in forward and backward, and never after its end."""
+    seen: list[str] = []
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(AllocatorHandler, "hold_limit", lambda _: seen.append("held"))
+    with memwall.fit(model, optimizer, budget="20GiB") as session:
+        seen.clear()
+        loss = model(torch.ones(4, 64)).square().sum()
+        in_forward = len(seen)
+        loss.backward()
+        in_backward = len(seen) - in_forward
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+        seen.clear()
+        model[1](torch.ones(1, 64)).square().sum().backward()
+    assert in_forward >= 3  # an input, a weight, a result
+    assert in_backward >= 3
+    assert seen == []

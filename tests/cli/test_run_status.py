@@ -1,0 +1,53 @@
+"""How a run over its budget ends: with a status for a person and a script, without one for a launcher of many ranks."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memwall.cli.app import main
+from memwall.planning.planfile import Plan
+
+PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
+LAUNCHED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.fixture
+def over_budget(made: Path, folder: Path) -> list[str]:
+    """The arguments of a run whose plan has a budget that no process keeps to."""
+    plan = Plan.load(made / "plan.json")
+    tight = msgspec.structs.replace(plan.forecast, budget_bytes=1 << 20)
+    msgspec.structs.replace(plan, forecast=tight).save(folder / "plan.json")
+    return ["run", "--plan", "plan.json", "--report", "run.json", PLAIN]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_process_of_its_own_ends_with_5(over_budget: list[str]) -> None:
+    assert main(over_budget) == 5
+
+
+def test_a_rank_of_a_launcher_ends_with_0_and_says_why(
+    over_budget: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN a complete run under torchrun, which ends or restarts every rank when one has another status than 0."""
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert main(over_budget) == 0
+    message = capsys.readouterr().err
+    assert "exceeded the budget of 1.0 MiB" in message
+    assert "memwall: rank 1 of 2 exceeded its budget; the exit status is 0 all the same, and not 5" in message
+    assert json.loads(Path("run.json").read_text())["within_budget"] is False
+
+
+def test_a_rank_that_cannot_fit_is_a_failure_under_a_launcher_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "--budget", "1MiB", PLAIN]) == 3

@@ -1,0 +1,66 @@
+"""A refusal is followed as told: the script runs again under the budget that was named, and keeps to it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+# The second has tables that a first step without room has on disk, where no plan for SGD can have them.
+_SCRIPTS = {
+    "mlp": """
+model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(1024, 1024), nn.ReLU())], nn.Linear(1024, 10))
+optimizer = torch.optim.Adam(model.parameters())
+def loss_of(step):
+    return nn.functional.cross_entropy(model(torch.randn(2048, 1024)), torch.randint(0, 10, (2048,)))
+""",
+    "tables": """
+class Ranker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(100_000, 16, mode="sum", sparse=True) for _ in range(4))
+        self.top = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
+    def forward(self, rows):
+        return self.top(torch.cat([table(part) for table, part in zip(self.tables, rows)], 1)).squeeze(1)
+model = Ranker()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def loss_of(step):
+    rows = [torch.randint(0, 100_000, (8192, 10)) for _ in range(4)]
+    return nn.functional.binary_cross_entropy_with_logits(model(rows), torch.rand(8192).round())
+""",
+}
+_LOOP = """
+for step in range(5):
+    optimizer.zero_grad()
+    loss_of(step).backward()
+    optimizer.step()
+"""
+
+
+def run_under(budget: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "memwall", "run", "--budget", budget, "--report", "run.json", "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("name", _SCRIPTS)
+def test_the_budget_that_a_refusal_names_is_kept(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"import torch\nfrom torch import nn\n{_SCRIPTS[name]}{_LOOP}")
+    refused = run_under("64MiB", tmp_path)
+    assert refused.returncode == 3, refused.stderr
+    named = re.search(r"the smallest feasible one is (.+?),", refused.stderr)
+    assert named is not None, refused.stderr
+    followed = run_under(named.group(1), tmp_path)
+    assert followed.returncode == 0, followed.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["within_budget"]

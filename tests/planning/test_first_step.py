@@ -1,0 +1,93 @@
+"""What a run's first step took before there was a plan counts: in the smallest budget, and in the verdict."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from memwall.errors import InfeasibleError
+from memwall.planning.planfile import Plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.predict.first_step import FirstStep
+from memwall.report.plan_grids import fit_of, forecast_phase_grid
+from memwall.report.text import plan_verdict
+from memwall.trace.records import Trace
+
+MIB = 1 << 20
+
+pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
+
+
+@pytest.fixture
+def trace(a_trace: Callable[[str], Trace]) -> Trace:
+    return a_trace("gpt")
+
+
+def measured_at(trace: Trace, peak_bytes: int, device: str = "cpu") -> Trace:
+    """The trace as a session records it, with a first step that held so much."""
+    first = msgspec.structs.replace(trace.steps[0], process_peak_bytes=peak_bytes)
+    return msgspec.structs.replace(trace, is_parked=True, device=device, steps=(first, *trace.steps[1:]))
+
+
+def refusal(trace: Trace, first: FirstStep | None, budget_bytes: int) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as error:
+        make_plan(trace, Settings(budget_bytes=budget_bytes, first_step=first))
+    return error.value
+
+
+class TestSmallestBudget:
+    def test_a_first_step_that_needs_more_than_any_plan_is_part_of_it(
+        self, trace: Trace, smallest_bytes: Callable[..., int]
+    ) -> None:
+        needed_bytes = smallest_bytes(trace) + 50 * MIB
+        first = FirstStep(needed_bytes=needed_bytes, in_memory_bytes=0, stays_from_bytes=0)
+        error = refusal(trace, first, 100 * MIB)
+        assert error.smallest_feasible_bytes >= needed_bytes + 16 * MIB
+        assert "what the script does outside its training steps, evaluation say, is not in that" in str(error)
+
+    def test_one_that_needs_less_changes_nothing(self, trace: Trace, smallest_bytes: Callable[..., int]) -> None:
+        first = FirstStep(needed_bytes=100 * MIB, in_memory_bytes=0, stays_from_bytes=0)
+        assert refusal(trace, first, 100 * MIB).smallest_feasible_bytes == smallest_bytes(trace)
+
+    def test_with_that_budget_parameters_may_stay_in_memory_though_here_they_left(
+        self, trace: Trace, smallest_bytes: Callable[..., int]
+    ) -> None:
+        least = smallest_bytes(trace)
+        first = FirstStep(needed_bytes=100 * MIB, in_memory_bytes=least + 30 * MIB, stays_from_bytes=least)
+        assert refusal(trace, first, 100 * MIB).smallest_feasible_bytes > least + 30 * MIB
+        leaves = msgspec.structs.replace(first, stays_from_bytes=least + 100 * MIB)
+        assert refusal(trace, leaves, 100 * MIB).smallest_feasible_bytes == least
+
+    def test_a_budget_that_the_first_step_kept_to_needs_no_margin_for_it(
+        self, trace: Trace, smallest_bytes: Callable[..., int]
+    ) -> None:
+        budget_bytes = smallest_bytes(trace) + 40 * MIB
+        first = FirstStep(needed_bytes=budget_bytes - MIB, in_memory_bytes=0, stays_from_bytes=0)
+        made = make_plan(trace, Settings(budget_bytes=budget_bytes, first_step=first))
+        assert made.forecast.smallest_feasible_budget_bytes == budget_bytes
+
+
+class TestVerdict:
+    @pytest.fixture
+    def planned(self, trace: Trace, smallest_bytes: Callable[..., int]) -> Callable[..., Plan]:
+        """A plan for a budget that has room for every step, and a first one that held so much more than it."""
+        budget_bytes = smallest_bytes(trace) + 40 * MIB
+
+        def made(excess_bytes: int) -> Plan:
+            return make_plan(measured_at(trace, budget_bytes + excess_bytes), Settings(budget_bytes=budget_bytes))
+
+        return made
+
+    def test_a_first_step_that_passed_the_budget_does_not_fit(self, planned: Callable[..., Plan]) -> None:
+        found = planned(8 * MIB)
+        assert not found.forecast.fits
+        assert fit_of(found.forecast) == "does-not-fit"
+        assert plan_verdict(found)[1].startswith("does not fit: after the first step's measured ")
+
+    def test_one_that_kept_to_it_fits(self, planned: Callable[..., Plan]) -> None:
+        assert planned(0).forecast.fits
+
+    def test_its_row_says_that_it_was_measured(self, planned: Callable[..., Plan]) -> None:
+        rows = [row[0] for row in forecast_phase_grid(planned(0).forecast).rows]
+        assert {"first step, measured", "steady step"} <= set(rows)
