@@ -2,6 +2,8 @@
 #   make test     set up, then the whole test suite
 #   make test-kernels   the tests that need triton, which a folder of its own gets (Linux; 285 MB once)
 #   make test-low-bit   the tests that need torchao, which a folder of its own gets (26 MB once)
+#   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
+#       where its wheel brings CUDA)
 #   make test-deepspeed   real DeepSpeed on CPUs, in an environment of its own
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
@@ -27,10 +29,14 @@ KERNEL_TESTS := tests/kernels/test_interpreter.py tests/kernels/test_ahead_of_ti
 DEEPSPEED := .venv/deepspeed
 DEEPSPEED_ENV := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED)/extensions PATH="$(CURDIR)/$(DEEPSPEED)/bin:$$PATH"
 DEEPSPEED_OPS := AsyncIOBuilder CPUAdamBuilder ShareMemCommBuilder
+# A release of torch beside that of .venv: `make test-torch RELEASE=2.15.0`.
+RELEASE ?= 2.11.0
+RELEASE_FOLDER = .venv/torch-$(RELEASE)
+UNIT_TESTS = -m "not slow and not gpu and not cgroup and not deepspeed"
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
+.PHONY: venv test test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -44,6 +50,18 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard memwall/native/*.[c
 
 test: $(STAMP)
 	$(PYTEST) -m "not deepspeed"
+
+# An environment on top of .venv, as DeepSpeed's. Of triton, which comes with torch's wheel, the unit tests stay without.
+$(RELEASE_FOLDER)/.installed: | $(STAMP)
+	$(BIN)/python -m venv $(RELEASE_FOLDER)
+	$(RELEASE_FOLDER)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(RELEASE)
+	$(RELEASE_FOLDER)/bin/python -m pip uninstall --quiet --yes triton
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > "$$($(RELEASE_FOLDER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	touch $@
+
+test-torch: $(RELEASE_FOLDER)/.installed
+	OMP_NUM_THREADS=1 $(RELEASE_FOLDER)/bin/python -m pytest --numprocesses 2 --dist loadfile $(UNIT_TESTS)
 
 # Compiles three operators once, which takes g++, the headers of Python and libaio, and about five minutes.
 $(DEEPSPEED)/.installed: $(STAMP)
@@ -83,7 +101,7 @@ $(TORCHAO_FOLDER)/.installed: | $(STAMP)
 	touch $@
 
 unit: $(STAMP)
-	$(PYTEST) -m "not slow and not gpu and not cgroup and not deepspeed"
+	$(PYTEST) $(UNIT_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -95,6 +95,16 @@ def test_after_a_refusal_the_previous_complete_string_is_sent_again(
     assert noted(caplog) == [f"sent: {SETTING}", f"refused, sent again those before: {default}"]
 
 
+def test_a_release_that_reads_nothing_back_gets_the_setting_and_a_warning(
+    settings: Torch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(allocator, "_get_settings", None)
+    require_cuda_setting(SETTING)
+    assert (effective_setting(), settings.calls) == (SETTING, [SETTING])
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == [f"the CUDA allocator's settings cannot be read back with torch {torch.__version__}"]
+
+
 def test_a_string_that_torch_does_not_take_over_is_an_error(settings: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     effective_setting()
     monkeypatch.setattr(cuda_setting, "set_settings", settings.calls.append)

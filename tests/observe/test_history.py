@@ -104,6 +104,16 @@ def test_python_stacks_and_a_bounded_buffer_are_asked_for(cuda: Cuda, tmp_path: 
     assert cuda.recordings[1:] == [{"enabled": None}]
 
 
+def test_a_release_that_tells_nobody_when_memory_runs_out_is_named(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(allocator, "_attach_observer", None)
+    history = MemoryHistory(tmp_path)
+    history.begin()
+    assert caplog.messages[0].startswith("history: a snapshot at the moment when memory runs out is not available with")
+    history.close()
+
+
 def test_too_late_is_said(cuda: Cuda, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cuda.allocated_bytes = 3 * MIB
     history = MemoryHistory(tmp_path)
