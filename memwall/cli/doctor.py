@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memwall.cli.options import JsonOption, write_json
+from memwall.patches import active
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
     from memwall.observe.doctor import Finding, Machine
     from memwall.observe.doctor_deepspeed import DeepSpeedPart
     from memwall.observe.doctor_disk import Disk
+    from memwall.patches import InEffect
 
 
 def doctor(
@@ -31,15 +33,21 @@ def doctor(
     machine = inspect_machine(disk)
     warnings = warnings_of(machine)
     parts = deepspeed_parts(machine.memlock_bytes) if deepspeed else ()
+    changes = active()
     if as_json:
-        record = {"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings}
+        record = {"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings, "patches": changes}
         write_json(record | ({"deepspeed": parts} if deepspeed else {}))
     else:
-        _show(machine, warnings, parts)
+        _show(machine, warnings, parts, changes)
 
 
-def _show(machine: "Machine", warnings: "tuple[Finding, ...]", parts: "tuple[DeepSpeedPart, ...]") -> None:
-    """A table of facts, then the warnings."""
+def _show(
+    machine: "Machine",
+    warnings: "tuple[Finding, ...]",
+    parts: "tuple[DeepSpeedPart, ...]",
+    changes: "tuple[InEffect, ...]",
+) -> None:
+    """Prints a table of facts, then the warnings."""
     from rich.console import Console
     from rich.table import Table
 
@@ -53,6 +61,8 @@ def _show(machine: "Machine", warnings: "tuple[Finding, ...]", parts: "tuple[Dee
         state = f"lacks {'; '.join(part.missing)}" if part.missing else "available"
         table.add_row(f"DeepSpeed, {part.name}", f"{state} ({part.note})" if part.note else state)
     console.print(table)
+    patches = "".join(f"\n  {one.where} ({one.what}): {one.why}" for one in changes)
+    console.print(f"\npatches in effect:{patches or ' none'}", soft_wrap=True)
     for warning in warnings:
         console.print(f"\nwarning: {warning.found}\n  -> {warning.advice}", soft_wrap=True)
     if not warnings:
