@@ -22,6 +22,7 @@ STATE = {
     "memwall.apply.allocator._owners": "AllocatorHandler.undo",
     "memwall.apply.cuda_setting._variables": "restore_variables, when a session closes",
     "memwall.apply.offload.parking._needed": "close_unneeded, and the end of the last graph that saved there",
+    "memwall.apply.offload.parking._closing": "its holder",
     "memwall.apply.optimizer_state.kept_space._present": "set_kept_space(None), when a run ends",
     "memwall.apply.streaming.guard._guards": "unguarded, when a parameter leaves its tier",
     "memwall.apply.streaming.gradients._PLAIN": "the end of the tensor: it holds none",

@@ -248,7 +248,7 @@ class GradientScaling:
         self.scale, self._steps_at_scale = max(self.scale / 2, _LEAST_SCALE), 0
         self.num_skipped_steps += 1
         _log.warning("float16: a gradient overflowed; this step changes nothing, scale now %g", self.scale)
-        for parameter, _ in self._hooked.values():  # an optimizer passes over parameters without a gradient
+        for parameter in self._hooked.values():  # an optimizer passes over parameters without a gradient
             parameter.grad = None
 
 
