@@ -253,7 +253,7 @@ class GradientScaling:
             "if that happens in most steps, train in bfloat16 or float32",
             self.scale,
         )
-        for parameter, _ in self._hooked.values():  # an optimizer passes over parameters without a gradient
+        for parameter in self._hooked.values():  # an optimizer passes over parameters without a gradient
             parameter.grad = None
 
 

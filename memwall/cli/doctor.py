@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memwall.cli.options import JsonOption, write_json
+from memwall.patches import active
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
     from memwall.observe.doctor import Finding, Machine
+    from memwall.patches import InEffect
 
 
 def doctor(
@@ -24,14 +26,15 @@ def doctor(
 
     machine = inspect_machine(disk)
     warnings = warnings_of(machine)
+    changes = active()
     if as_json:
-        write_json({"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings})
+        write_json({"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings, "patches": changes})
     else:
-        _show(machine, warnings)
+        _show(machine, warnings, changes)
 
 
-def _show(machine: "Machine", warnings: "tuple[Finding, ...]") -> None:
-    """A table of facts, then the warnings."""
+def _show(machine: "Machine", warnings: "tuple[Finding, ...]", changes: "tuple[InEffect, ...]") -> None:
+    """Prints a table of facts, then the warnings."""
     from rich.console import Console
     from rich.table import Table
 
@@ -42,6 +45,8 @@ def _show(machine: "Machine", warnings: "tuple[Finding, ...]") -> None:
     for name, text in _rows(machine):
         table.add_row(name, text)
     console.print(table)
+    patches = "".join(f"\n  {one.where} ({one.what}): {one.why}" for one in changes)
+    console.print(f"\npatches in effect:{patches or ' none'}", soft_wrap=True)
     for warning in warnings:
         console.print(f"\nwarning: {warning.found}\n  -> {warning.advice}", soft_wrap=True)
     if not warnings:

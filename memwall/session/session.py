@@ -7,15 +7,17 @@ The first step runs under the safest plan there is (`recorded_step`). It is a fu
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.offload.parking import close_unneeded
+from memwall.apply.offload.parking import close_once_unneeded, close_unneeded
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError, PlanError, UsageError
 from memwall.machine.meter import meter_of
+from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.cpu_step import require_step_beside_device
@@ -176,14 +178,12 @@ class Session:
             if completed and self.failure is None:
                 self.end_step()
         finally:
-            self._live.stop_recording()
+            take_back = partial(self._live.take_back, keeps_state=not brings_back)
+            ends = (self._live.stop_recording, take_back, self._borders.detach, self._live.end, close_once_unneeded)
             try:
-                self._live.take_back(keeps_state=not brings_back)
+                undo_all(ends[::-1])
             finally:
-                self._borders.detach()
-                self._live.end()
                 self.state = "closed"
-                close_unneeded()
 
     # -- micro-batches, for loops that cooperate --------------------------------------------------------------------
 

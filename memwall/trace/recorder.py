@@ -5,6 +5,7 @@ see what backward keeps, and module hooks say whose forward is running. The reco
 `Parking`, that decides where saved tensors live meanwhile, and the trace still describes the plain step.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -105,6 +106,7 @@ class StepRecorder(TorchDispatchMode):
         self._paused = 0
         self._patches = Patches("records a step")
         self._saved_hooks: Any = None
+        """While recording; None before and after."""
         self._root_ids = {id(root) for root in roots}
         self._cuda_events: list[tuple[int, Any, Any]] = []
 
@@ -131,6 +133,7 @@ class StepRecorder(TorchDispatchMode):
         self._patches.hook(hooks.register_module_forward_hook, leave, with_kwargs=True, always_call=True)
         self._patches.hook(register_optimizer_step_pre_hook, self._enter_optimizer)
         self._patches.hook(register_optimizer_step_post_hook, self._leave_optimizer)
+        self._thread = threading.get_ident()
         self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._saved_hooks.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -138,13 +141,20 @@ class StepRecorder(TorchDispatchMode):
             self._enter_module(running_root, ())
 
     def stop(self) -> None:
-        """Ends recording and takes every hook away; safe to call twice."""
+        """Ends recording and takes every hook away; safe to call twice.
+
+        What torch keeps for each thread can be taken away in the thread that began alone. From another one, as of a
+        script that trains in threads, it is left there, records nothing any more, and ends with its thread.
+        """
         if self._saved_hooks is None:
             return
-        self._saved_hooks.__exit__(None, None, None)
-        self._saved_hooks = None
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._patches.undo()
+        saved_hooks, self._saved_hooks = self._saved_hooks, None
+        try:
+            if threading.get_ident() == self._thread:
+                saved_hooks.__exit__(None, None, None)
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        finally:
+            self._patches.undo()
 
     def finish(self, optimizers: Optimizers) -> EventLog:
         """Ends recording and settles what only the end of the step can tell: gradients, state, device times."""
@@ -232,7 +242,9 @@ class StepRecorder(TorchDispatchMode):
             self._phase = phase
             self.log.mark(phase)
 
-    def _pack(self, tensor: Tensor) -> _Held:
+    def _pack(self, tensor: Tensor) -> _Held | Tensor:
+        if self._saved_hooks is None:
+            return tensor
         index = self.log.saved(tensor)
         self._paused += 1
         try:
@@ -242,7 +254,9 @@ class StepRecorder(TorchDispatchMode):
         self.log.saved_moved.append(packed is not tensor and getattr(packed, "tensor", None) is None)
         return _Held(packed, index, self.log)
 
-    def _unpack(self, held: _Held) -> Tensor:
+    def _unpack(self, held: _Held | Tensor) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
         self.log.saved_unpacked(held.index)
         if self._parking is None:
             assert isinstance(held.packed, Tensor)
@@ -261,7 +275,8 @@ class StepRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or func is torch.ops.prim.device.default:  # a fake tensor was asked where it is
+        # A fake tensor may be asked where it is.
+        if self._paused or self._saved_hooks is None or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         log = self.log
         node = current_node()

@@ -4,13 +4,14 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
 
 from memwall.apply.memory import cuda_setting
-from memwall.apply.memory.cuda_setting import effective_setting, lint_variables, require_cuda_setting
+from memwall.apply.memory.cuda_setting import effective_setting, lint_variables, require_cuda_setting, restore_variables
 from memwall.errors import ApplyError
 from memwall.predict.cuda_allocator.versions import profile_for
 from memwall.torch_internals import allocator
@@ -43,7 +44,7 @@ class Torch:
 
 
 @pytest.fixture(autouse=True)
-def settings(monkeypatch: pytest.MonkeyPatch) -> Torch:
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
     found = Torch()
     for name in NAMES:
         monkeypatch.setenv(name, "")
@@ -52,7 +53,16 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(cuda_setting, "set_settings", found.set)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(cuda_setting, "snapshot_of_allocator", lambda: {"allocator_settings": found.in_force})
-    return found
+    yield found
+    restore_variables()
+
+
+def test_the_environment_is_given_back_as_it_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAMES[0], SETTING)  # the user's own
+    require_cuda_setting(SETTING)
+    require_cuda_setting(SETTING)
+    restore_variables()
+    assert [os.environ.get(name) for name in NAMES] == [SETTING, None]
 
 
 def test_both_variables_are_set_and_what_torch_took_is_read_back_and_logged(
@@ -92,6 +102,7 @@ def test_after_a_refusal_the_previous_complete_string_is_sent_again(
         require_cuda_setting(SETTING)
     default = "expandable_segments:False,large_segment_size_mb:20"
     assert settings.calls == [SETTING, default]
+    assert not [name for name in NAMES if name in os.environ]
     assert noted(caplog) == [f"sent: {SETTING}", f"refused, sent again those before: {default}"]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from memwall import patches
 from memwall.cli.app import main
 from memwall.errors import StoreError
 from memwall.machine.limits import CgroupLimit
@@ -43,6 +44,7 @@ LIBRARIES = "torch         2.13.0+cpu"
 
 def show(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     monkeypatch.setattr(subject, "inspect_machine", lambda directory: machine)
+    monkeypatch.setattr(patches, "_active", {})  # as in a process of its own
     assert main(["doctor"]) == 0
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
@@ -60,6 +62,8 @@ def test_table_of_a_healthy_machine(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         "disk          /data: 100.00 GiB free, write 1.00 GiB/s, read 2.00 GiB/s",
         "torch         2.13.0+cpu",
         "triton        not installed (pip install 'torch-memwall[kernels]')",
+        "",
+        "patches in effect: none",
         "",
         "nothing to mend",
     ]
@@ -161,6 +165,18 @@ def test_this_machine_as_an_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["disk"]["write_bytes_per_second"] > 0
     assert found["disk"]["read_bytes_per_second"] > 0
     assert found["libraries"][0]["name"] == "torch"
+    assert all(change["permanent"] for change in shown["patches"])
+
+
+def test_what_memwall_has_changed_in_this_process_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subject, "inspect_machine", lambda directory: HEALTHY)
+    monkeypatch.setattr(patches, "_active", {})
+    with patches.Patches("holds a budget") as group:
+        group.add("setting", "malloc's thresholds", lambda: None)
+        assert main(["doctor"]) == 0
+    assert "patches in effect:\n  malloc's thresholds (setting): holds a budget\n" in capsys.readouterr().out
 
 
 def test_dangerous_allocator_settings_are_found_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from block_models import WIDTH, Block, offload
 from plans import plan_of
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import memwall
-from memwall.apply.offload.parking import close_unneeded
+from memwall.errors import UsageError
 
 ROWS = 8192
 """So many that what a block saves is worth parking: 2 MiB and more a tensor."""
@@ -43,6 +45,14 @@ def gradients(*, under: str, tmp_path: Path) -> list[torch.Tensor]:
     return found
 
 
+def await_threads(number: int) -> None:
+    """Returns once there are no more threads than that."""
+    until = time.monotonic() + 10
+    while threading.active_count() > number:
+        assert time.monotonic() < until, threading.enumerate()
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("under", ["a budget", "a plan"])
 def test_its_backward_finds_what_was_parked(under: str, tmp_path: Path) -> None:
     plain = gradients(under="nothing", tmp_path=tmp_path)
@@ -63,7 +73,44 @@ def test_what_was_parked_goes_with_the_graph(tmp_path: Path) -> None:
     assert threading.active_count() > threads
     held.sum()  # its graph outlives the session
     del held
-    close_unneeded()
-    assert threading.active_count() == threads
+    await_threads(threads)
     assert len(os.listdir("/proc/self/fd")) == files
     assert not list(tmp_path.iterdir())
+
+
+def test_after_an_error_threads_and_files_go_once_nobody_holds_the_error(tmp_path: Path) -> None:
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    model = nn.Sequential(Block(), Block())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train() -> None:
+        out = model(torch.ones(ROWS, WIDTH))
+        raise ValueError(f"a shape of {tuple(out.shape)} is not expected")
+
+    def run() -> None:
+        with memwall.fit(model, optimizer, budget="64GiB", disk=str(tmp_path)):
+            train()
+
+    with pytest.raises(ValueError, match="is not expected") as caught:
+        run()
+    assert threading.active_count() > threads  # the frames of the error hold what a backward would need
+    del caught
+    await_threads(threads)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_session_closes_in_another_thread_than_it_trained_in_and_hides_no_error(tmp_path: Path) -> None:
+    model = nn.Sequential(Block(), Block())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    thread = threading.Thread(target=lambda: model(torch.ones(ROWS, WIDTH)))
+
+    def run() -> None:
+        with memwall.fit(model, optimizer, budget="64GiB", disk=str(tmp_path)):
+            thread.start()
+            thread.join()
+            raise UsageError("the script's model and memwall's are not the same")
+
+    with pytest.raises(UsageError, match="are not the same"):
+        run()
+    assert not _get_current_dispatch_mode_stack()

@@ -1,13 +1,16 @@
 """What a recorded step says: whose bytes there are, when they live, who saved what, and where phases begin."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from zoo import MODELS
 
+from memwall.trace.recorder import StepRecorder
 from memwall.trace.records import Step, Storage, Trace
 
 FLOAT_BYTES = 4
@@ -263,3 +266,32 @@ def test_an_exception_that_the_script_catches_in_forward_does_not_shift_the_call
     root, fails, works = step.calls
     assert fails.end <= works.start < works.end == root.end
     assert [trace.modules[save.module].path for save in step.saved][-1] == "works"
+
+
+def test_a_recording_ended_by_another_thread_leaves_the_thread_that_it_began_in_as_it_was() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4)
+    model(x).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    recorder, is_recording, is_stopped = StepRecorder([model]), threading.Event(), threading.Event()
+
+    def train() -> None:
+        recorder.start()
+        before = model(x).sum()
+        is_recording.set()
+        is_stopped.wait()
+        before.backward()  # what was saved meanwhile is there
+        model(x).sum().backward()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    is_recording.wait()
+    recorder.stop()
+    num_ops = len(recorder.log.op_name)
+    is_stopped.set()
+    thread.join()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(parameter.grad, 2 * gradient)
+    assert len(recorder.log.op_name) == num_ops
+    assert not _get_current_dispatch_mode_stack()

@@ -65,7 +65,11 @@ def require_cuda_setting(setting: str) -> None:
     for name in VARIABLES:
         if os.environ.get(name) != setting:
             _variables.environment(name, setting)
-    _make_effective(setting, profile)
+    try:
+        _make_effective(setting, profile)
+    except BaseException:
+        restore_variables()
+        raise
     _note("in effect", setting)
     note_permanent(
         "setting",

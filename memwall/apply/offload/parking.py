@@ -3,6 +3,7 @@
 import logging
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,6 +27,7 @@ from memwall.trace.records import Machine
 
 __all__ = [
     "Parked",
+    "close_once_unneeded",
     "close_unneeded",
     "machine_above_host",
     "measured_machine",
@@ -36,6 +38,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 64 << 20
+_LOOK_SECONDS = 0.2
+_closing = threading.Lock()
 _needed: list[tuple[ActivationOffload, Callable[[], None]]] = []
 """Engines that nobody saves to any more, and what closes them: a graph that they were used in still waits for its
 backward, as that of a generator does while its discriminator steps."""
@@ -109,10 +113,27 @@ def open_engine(
 
 def close_unneeded() -> None:
     """Closes what was to be closed and waited for a backward that has run now. To be called between steps."""
-    ready = [pair for pair in _needed if not pair[0].num_held]
-    _needed[:] = [pair for pair in _needed if pair not in ready]
+    with _closing:
+        ready = [pair for pair in _needed if not pair[0].num_held]
+        _needed[:] = [pair for pair in _needed if pair not in ready]
     for _, close_all in ready:
         close_all()
+
+
+def close_once_unneeded() -> None:
+    """Closes the rest as soon as nobody needs it, in a thread: for the end of a session, after which no step may come.
+
+    The frames of an error hold the graph of the step that it ended, for as long as somebody holds the error.
+    """
+    close_unneeded()
+    if _needed:
+        threading.Thread(target=_close_in_time, name="memwall-closing", daemon=True).start()
+
+
+def _close_in_time() -> None:
+    while _needed:
+        time.sleep(_LOOK_SECONDS)
+        close_unneeded()
 
 
 class Parked:

@@ -1,0 +1,128 @@
+"""What of memwall lives as long as its process: every module-level name that changes, and what resets it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import memwall
+
+_PACKAGE = Path(memwall.__file__).parent
+_EMPTY = {"list", "dict", "set", "deque", "defaultdict", "OrderedDict"}
+_WEAK = {"WeakSet", "WeakValueDictionary", "WeakKeyDictionary", "WeakTensorKeyDictionary"}
+_STATEFUL = _EMPTY | _WEAK | {"Lock", "RLock", "local", "count", "Patches"}
+_GROWING = {"append", "add", "extend", "insert", "setdefault", "update"}
+_CHANGING = _GROWING | {"clear", "discard", "pop", "popitem", "remove"}
+
+_FOREVER = "nothing: the answer holds as long as the process"
+
+STATE = {
+    # What a session, a run or a recording has in force.
+    "memwall.apply.allocator._owners": "AllocatorHandler.undo",
+    "memwall.apply.cuda_setting._variables": "restore_variables, when a session closes",
+    "memwall.apply.offload.parking._needed": "close_unneeded, and the end of the last graph that saved there",
+    "memwall.apply.offload.parking._closing": "its holder",
+    "memwall.apply.optimizer_state.kept_space._present": "set_kept_space(None), when a run ends",
+    "memwall.apply.streaming.guard._guards": "unguarded, when a parameter leaves its tier",
+    "memwall.apply.streaming.gradients._PLAIN": "the end of the tensor: it holds none",
+    "memwall.checkpoint.resumption._present": "set_checkpoint(None), when a run ends",
+    "memwall.observe.history._recording": "MemoryHistory.close",
+    "memwall.patches._active": "Patch.undo, and the end of the object that was changed",
+    "memwall.patches._values": "the end of the patch: it holds nothing",
+    "memwall.store.directory_lock._held": "DirectoryLock.release",
+    "memwall.store.pages._maps": "the end of the map: it holds nothing",
+    # What was done once for the process.
+    "memwall.observe.history._is_observing": "nothing: torch keeps the observer",
+    "memwall.rows.optimizer._is_installed": "nothing: torch keeps the hooks",
+    "memwall.store.engines._adopted": "adopt(directory, 'system calls')",
+    "memwall.trace.own_work.OWN_WORK": "nothing: an entry for each of memwall's own operators",
+    # Locks and numbers.
+    "memwall.apply.optimizer_state.deepspeed_adam._IDS": "nothing: a number is given once",
+    "memwall.patches._numbers": "nothing: a number is given once",
+    "memwall.store.directory_lock._guard": "its holder",
+    # What is found out once: libraries, figures of the machine, answers about operators.
+    "memwall.apply.offload.entry._EMPTY": "nothing: one tensor without elements for each device and dtype",
+    "memwall.apply.offload.entry.described": "itself, at 1024 texts",
+    "memwall.apply.optimizer_state.deepspeed_adam.load_operator": _FOREVER,
+    "memwall.apply.optimizer_state.master_weights._made": "nothing: one class for each class of optimizer",
+    "memwall.machine.communicator.measured_communicator_bytes": _FOREVER,
+    "memwall.machine.hardware._shipped": _FOREVER,
+    "memwall.planning.menu._is_random": _FOREVER,
+    "memwall.predict.cuda.context.measured_context_bytes": _FOREVER,
+    "memwall.predict.malloc.tensor_heap.heap_library": _FOREVER,
+    "memwall.rows.initial._levels": "itself, at 2 tensors of 65,536 numbers",
+    "memwall.rows.loops.rows_library": _FOREVER,
+    "memwall.rows.page_swaps.pages_library": _FOREVER,
+    "memwall.store.checksum._library": _FOREVER,
+    "memwall.store.uring._library": _FOREVER,
+    "memwall.trace.recurrent._workspace_bytes": _FOREVER,
+}
+"""By name: what empties it, or sets it back."""
+
+
+def test_every_name_that_changes_is_declared_with_what_resets_it() -> None:
+    found = {
+        f"{'.'.join(path.relative_to(_PACKAGE.parent).with_suffix('').parts)}.{name}"
+        for path in _PACKAGE.rglob("*.py")
+        for name in _names(ast.parse(path.read_text()))
+    }
+    assert found == set(STATE)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "found = {}",
+        "found: list[int] = []",
+        "found = collections.deque(maxlen=3)",
+        "found = threading.Lock()",
+        "found = {1: 2}\ndef f():\n    found[3] = 4",
+        "found = [1]\ndef f():\n    found.append(2)",
+        "found = None\ndef f():\n    global found\n    found = 1",
+        "@functools.cache\ndef found(): ...",
+        "@lru_cache(maxsize=2)\ndef found(): ...",
+    ],
+)
+def test_what_changes_is_found(source: str) -> None:
+    assert list(_names(ast.parse(source))) == ["found"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["TABLE = {1: 2}", "NAMES = ['a']", "LIMIT = 3", "__all__ = ['f']", "def f():\n    made = []", "KINDS = set('ab')"],
+)
+def test_constants_are_not(source: str) -> None:
+    assert not list(_names(ast.parse(source)))
+
+
+def _names(module: ast.Module) -> Iterator[str]:
+    changed = set(_changed(module))
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and any("cache" in ast.unparse(one) for one in node.decorator_list):
+            yield node.name
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name) and (target.id in changed or _is_stateful(node.value)):
+                    yield target.id
+
+
+def _changed(module: ast.Module) -> Iterator[str]:
+    """Names that a function assigns, fills or empties."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Global):
+            yield from node.names
+            continue
+        is_stored = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        if is_stored or (isinstance(node, ast.Attribute) and node.attr in _CHANGING):
+            yield ast.unparse(node.value)
+
+
+def _is_stateful(value: ast.expr) -> bool:
+    """Whether an object is one that code fills or counts with: an empty container, a lock, a counter."""
+    if isinstance(value, ast.List | ast.Set | ast.Dict):
+        return not (value.keys if isinstance(value, ast.Dict) else value.elts)
+    if not isinstance(value, ast.Call):
+        return False
+    name = ast.unparse(value.func).rpartition(".")[2]
+    return name in _STATEFUL and not (name in _EMPTY and value.args)
