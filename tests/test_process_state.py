@@ -19,8 +19,8 @@ _FOREVER = "nothing: the answer holds as long as the process"
 
 STATE = {
     # What a session, a run or a recording has in force.
-    "memwall.apply.allocator._owners": "AllocatorHandler.undo",
-    "memwall.apply.cuda_setting._variables": "restore_variables, when a session closes",
+    "memwall.apply.memory.allocator._owners": "AllocatorHandler.undo",
+    "memwall.apply.memory.cuda_setting._variables": "restore_variables, when a session closes",
     "memwall.apply.offload.parking._needed": "close_unneeded, and the end of the last graph that saved there",
     "memwall.apply.offload.parking._closing": "its holder",
     "memwall.apply.optimizer_state.kept_space._present": "set_kept_space(None), when a run ends",

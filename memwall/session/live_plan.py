@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from memwall.apply.applied import AppliedPlan
+from memwall.apply.ddp_buckets import when_rebuilt
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.memory.cuda_setting import restore_variables
 from memwall.apply.memory.exhaustion import Exhaustion
@@ -74,6 +76,7 @@ class LivePlan:
         self.recorded: RecordedStep | None = None
         self.applied: AppliedPlan | None = None
         self._measured, self._on_plan, self._set_by_loop = measured, on_plan, set_by_loop
+        self._bucket_hooks: tuple[RemovableHandle, ...] = ()
         self._undo_autocast: Callable[[], None] | None = None
         self._kernels = RecordedKernels()
         self._host_capacity_bytes = host_capacity_bytes
@@ -224,6 +227,7 @@ class LivePlan:
         applied.apply()
         self._measured.first_step_bytes_to_tier += self._count_state_bytes()
         self.applied = applied
+        self._bucket_hooks = when_rebuilt(model, self._buckets_rebuilt)
         self._measured.note_peak()
         self.allocator.trim()
         if self._host_limit_bytes is not None:
@@ -315,6 +319,8 @@ class LivePlan:
             keeps_state: leave the optimizer's state and the parameters where they are, for the plan that follows.
         """
         self._count_state_bytes()
+        for hook in self._bucket_hooks:
+            hook.remove()
         if self.applied is not None:
             out_bytes, in_bytes = self.applied.moved_bytes
             self._measured.bytes_to_tier += out_bytes
@@ -355,6 +361,11 @@ class LivePlan:
         known, present = self.settings.not_recomputed, tuple(sorted(self._measured.not_recomputed))
         self.settings = msgspec.structs.replace(self.settings, not_recomputed=present)
         return present != known
+
+    def _buckets_rebuilt(self) -> None:
+        """Those of the first step are free: what malloc keeps of them no forecast knows."""
+        self.allocator.trim(generation=0)
+        self.allocator.hold_limit()
 
     def _end_autocast(self) -> None:
         if self._undo_autocast is not None:

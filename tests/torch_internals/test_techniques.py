@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memwall.apply.effect import numerics
-from memwall.planning.actions import Autocast
+from memwall.planning.techniques.autocast import Autocast
 from memwall.trace import workspace
 
 

@@ -1,0 +1,44 @@
+"""DistributedDataParallel makes its buckets anew in the second forward; the old ones leave the process then."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import memwall
+from memwall.apply.memory.allocator import AllocatorHandler
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one process: buckets are the same."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_free_memory_is_returned_once_when_buckets_were_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a plan made before the second forward WHEN that makes new buckets THEN the old ones' memory is returned."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[tuple[int, bool]] = []
+    steps: list[int] = []
+    trim = AllocatorHandler.trim
+
+    def noted(handler: AllocatorHandler, *, generation: int = 2) -> None:
+        seen.append((len(steps), model._has_rebuilt_buckets))
+        trim(handler, generation=generation)
+
+    monkeypatch.setattr(AllocatorHandler, "trim", noted)
+    with memwall.fit(model, optimizer, budget="20GiB"):
+        for step in range(4):
+            steps.append(step)
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [found for found in seen if found[1]] == [(2, True)]  # in the second step
+    assert not model.module._forward_pre_hooks
