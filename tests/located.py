@@ -3,13 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-from memwall.planning.location import Location
+from memwall.planning.location import Location, can_offload
 from memwall.planning.settings import Settings
 from memwall.planning.techniques import cpu_step, low_bit_state, optimizer_state, parameters
 from memwall.planning.techniques.cpu_step import StepOnCpu
 from memwall.planning.techniques.low_bit_state import LowBitState
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
-from memwall.planning.tiers import can_offload
 from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
 

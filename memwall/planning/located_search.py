@@ -16,7 +16,7 @@ from memwall.planning.candidate import Candidate
 from memwall.planning.explain import binding_reasons
 from memwall.planning.forecast import Lever
 from memwall.planning.levers import levers_of
-from memwall.planning.location import Location
+from memwall.planning.location import Location, can_offload
 from memwall.planning.menu import block_actions, build_instance, build_menus, treatments_of_choice, window_bytes_of
 from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES, Costs, Menu
 from memwall.planning.planned_step import step_under
@@ -24,7 +24,6 @@ from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.solve import smallest_feasible_bytes, solve
 from memwall.planning.technique import techniques
-from memwall.planning.tiers import can_offload
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.process import Resident

@@ -4,8 +4,9 @@ import msgspec
 from msgspec import Struct
 
 from memwall.planning.action import Action
+from memwall.trace.records import Trace
 
-__all__ = ["IN_MEMORY", "Location"]
+__all__ = ["IN_MEMORY", "Location", "can_offload"]
 
 
 class Location(Struct, frozen=True, kw_only=True):
@@ -66,3 +67,12 @@ class Location(Struct, frozen=True, kw_only=True):
 
 
 IN_MEMORY = Location()
+
+
+def can_offload(trace: Trace) -> str | None:
+    """Returns None if bytes can leave the device for the next tier, else why not."""
+    if trace.device == "cpu" and not trace.machine.disk:
+        return "there is no disk to move saved tensors to; pass --disk DIR"
+    if trace.device != "cpu" and not trace.machine.disk_write_bytes_per_second:
+        return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
+    return None

@@ -12,12 +12,12 @@ import msgspec
 from msgspec import Struct
 
 from memwall.planning.action import Action
+from memwall.planning.location import can_offload
 from memwall.planning.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.accumulate import can_accumulate
 from memwall.planning.techniques.autocast import can_autocast
 from memwall.planning.techniques.kernels import can_use_kernels, could_have_kernels
-from memwall.planning.tiers import can_offload
 from memwall.predict.cuda_allocator.settings import AllocatorSettings
 from memwall.predict.fused_optimizer import can_fuse, with_fused_optimizer
 from memwall.trace.build import steady_step

@@ -4,9 +4,8 @@ import sys
 
 from memwall.planning.blocks import find_blocks
 from memwall.planning.live_budgets import LiveBudgets, Shares, Tightening
-from memwall.planning.location import Location
+from memwall.planning.location import Location, can_offload
 from memwall.planning.settings import Settings
-from memwall.planning.tiers import can_offload
 from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
 from memwall.predict.process import Process, ProcessModel

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from memwall.planning.action import Action
+from memwall.planning.location import can_offload
 from memwall.planning.menu_records import WINDOW_BYTES, Costs, Menu
 from memwall.planning.paths import block_ranges
 from memwall.planning.technique import Technique
-from memwall.planning.tiers import can_offload
 from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Trace
