@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memwall.errors import IntegrationError as IntegrationError
     from memwall.errors import MemwallError as MemwallError
     from memwall.errors import NoEffectError as NoEffectError
+    from memwall.errors import NotAvailableError as NotAvailableError
     from memwall.errors import OffloadIOError as OffloadIOError
     from memwall.errors import OutOfMemoryError as OutOfMemoryError
     from memwall.errors import PlanError as PlanError
@@ -44,6 +45,7 @@ __all__ = [
     "IntegrationError",
     "MemwallError",
     "NoEffectError",
+    "NotAvailableError",
     "OffloadIOError",
     "OutOfMemoryError",
     "Plan",
@@ -73,6 +75,7 @@ _HOMES = {
     "IntegrationError": "memwall.errors",
     "MemwallError": "memwall.errors",
     "NoEffectError": "memwall.errors",
+    "NotAvailableError": "memwall.errors",
     "OffloadIOError": "memwall.errors",
     "OutOfMemoryError": "memwall.errors",
     "Plan": "memwall.planning.planfile",

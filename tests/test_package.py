@@ -26,6 +26,7 @@ PUBLIC_NAMES = [
     "IntegrationError",
     "MemwallError",
     "NoEffectError",
+    "NotAvailableError",
     "OffloadIOError",
     "OutOfMemoryError",
     "Plan",

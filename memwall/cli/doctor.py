@@ -28,7 +28,10 @@ def doctor(
     warnings = warnings_of(machine)
     changes = active()
     if as_json:
-        write_json({"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings, "patches": changes})
+        patches = [
+            {"what": one.what, "where": one.where, "why": one.why, "permanent": one.permanent} for one in changes
+        ]
+        write_json({"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings, "patches": patches})
     else:
         _show(machine, warnings, changes)
 

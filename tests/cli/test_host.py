@@ -64,7 +64,7 @@ def test_ranks_of_one_host_share_the_room_of_a_disk_without_a_size(
 ) -> None:
     usage = SimpleNamespace(total=10 * GIB, free=8 * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(parking, "probe_faster", lambda *_: DiskSpeed(1e9, 1e9))
+    monkeypatch.setattr(parking, "probe_disk", lambda *_: DiskSpeed(1e9, 1e9))
     assert parking.measured_machine(str(tmp_path)).disk_free_bytes == 8 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert parking.measured_machine(str(tmp_path)).disk_free_bytes == 2 * GIB

@@ -100,7 +100,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) ->
 
 def test_a_session_measures_where_its_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("session", "recorded_step"):
-        monkeypatch.setattr(f"memwall.apply.{module}.meter_of", lambda *_: Fixed())
+        monkeypatch.setattr(f"memwall.session.{module}.meter_of", lambda *_: Fixed())
     monkeypatch.setattr("memwall.trace.record.meter_of", lambda *_: Fixed())
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

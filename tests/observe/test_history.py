@@ -17,6 +17,7 @@ import torch
 from cuda_history import MIB, History, frame, simulated_snapshot, varying_requests
 from torch import nn
 
+from memwall.apply.techniques import allocator as allocator_technique
 from memwall.cli.app import main
 from memwall.errors import UsageError
 from memwall.observe import history
@@ -295,7 +296,9 @@ def test_the_callback_sets_the_plans_settings_before_the_recording_starts_cuda(
 ) -> None:
     trainer = pytest.importorskip("memwall.integrations.trainer", reason="needs transformers")
     found: list[tuple[str, int]] = []
-    monkeypatch.setattr(trainer, "require_cuda_setting", lambda setting: found.append((setting, len(cuda.recordings))))
+    monkeypatch.setattr(
+        allocator_technique, "require_cuda_setting", lambda setting: found.append((setting, len(cuda.recordings)))
+    )
     peak = PeakBytes(allocated_bytes=1, process_bytes=1)
     forecast = Forecast(
         device="cuda", source="fake", fits=True, budget_bytes=1, margin_bytes=0, peak=peak, phases={},

@@ -200,14 +200,14 @@ def test_a_model_that_is_partitioned_already_is_refused() -> None:
 
 
 def test_a_disk_without_the_space_is_refused_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,050,112 parameters: 16 bytes of state and 4 of weights each, and a tenth more, are 22.0 MiB."""
+    """1,050,112 parameters: 16 bytes of state and 4 of weights each, and a tenth more, are 22.03 MiB, rounded up."""
     from memwall.machine import disk_location as location
 
     class Full:
         f_bavail, f_frsize = 1, 1 << 20
 
     monkeypatch.setattr(location.os, "statvfs", lambda path: Full)
-    with pytest.raises(StoreError, match=r"22\.0 MiB are needed there, 1\.0 MiB are free"):
+    with pytest.raises(StoreError, match=r"22\.1 MiB are needed there, 1\.0 MiB are free"):
         a_plan(ON_DISK).deepspeed_config(model=a_model(1024), disk=str(tmp_path), offload_parameters="nvme")
 
 

@@ -73,8 +73,9 @@ def menu_names(
         min_bytes=1024,
         can_offload=True,
         pack_seconds_per_element=pack_seconds_per_element,
+        not_recomputed=not_recomputed,
     )
-    menus = build_menus(trace, StepModel(step, trace.names, blocks), costs, not_recomputed=not_recomputed)
+    menus = build_menus(trace, StepModel(step, trace.names, blocks), costs)
     assert len(menus) == 3
     return [{option.name for option in menu.options} for menu in menus]
 

@@ -50,7 +50,7 @@ needs_transformers = pytest.mark.requires("transformers")
 ALL_MODELS = ["gpt", "resnet", "unet", pytest.param("encdec", marks=needs_transformers), "moe", "lora", "vit", "fused"]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.leaves_changed, pytest.mark.usefixtures("one_thread")]
 
 
 class InlinePool(TransferPool):

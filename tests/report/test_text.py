@@ -195,7 +195,7 @@ def test_blocks_of_another_treatment_are_another_row(actions: tuple[Action, ...]
     [
         (["h.0", "h.1", "h.2"], "h.0-2"),
         (["h.0", "h.2"], "h.0, h.2"),
-        (["enc.0", "dec.1"], "enc.0, dec.1"),
+        (["enc.0", "dec.1"], "dec.1, enc.0"),
         (["m.0.h.1", "m.1.h.2"], "m.0.h.1, m.1.h.2"),
         (["h.0.mlp", "h.1.mlp"], "h.0-1.mlp"),
         (["layer4", "layer5"], "layer4, layer5"),

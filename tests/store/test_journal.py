@@ -345,7 +345,6 @@ def state_of(directory: Path) -> dict[str, tuple[int, int, int]]:
     return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found.items()}
 
 
-@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("has_lock", [True, False])
 def test_reading_changes_nothing(store: Path, has_lock: bool) -> None:
     if not has_lock:

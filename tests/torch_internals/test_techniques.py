@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memwall.apply.effect import numerics
+from memwall.apply.techniques import autocast
 from memwall.planning.techniques.autocast import Autocast
 from memwall.trace import workspace
 
@@ -26,9 +26,9 @@ def test_workspaces_count_nothing_and_that_is_said(
 def test_autocast_is_not_judged_where_nodes_tell_no_dtype(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(numerics, "has_input_dtypes", False)
+    monkeypatch.setattr(autocast, "has_input_dtypes", False)
     model = nn.Linear(2, 2)
-    effect = numerics.AutocastEffect(Autocast(dtype="bfloat16"), model)
+    effect = autocast.AutocastEffect(Autocast(dtype="bfloat16"), model)
     model(torch.ones(1, 2))
     assert (effect.is_seen(), effect.contrary()) == (True, "")
     assert caplog.messages == [

@@ -23,7 +23,7 @@ from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.store.buckets import Bucket
 
 KIB = 1 << 10
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.leaves_changed, pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
 
 def plan_for(model: torch.nn.Module) -> Plan:

@@ -25,7 +25,7 @@ from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.session.session import Session
 from memwall.store.transfer import TransferPool
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.leaves_changed, pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 WINDOW_BYTES, LARGEST_BYTES = 32 * KIB, 48 * KIB
 
 

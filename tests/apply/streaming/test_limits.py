@@ -20,7 +20,7 @@ from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.leaves_changed, pytest.mark.timeout(60)]
 
 
 def test_undo_leaves_no_trace_and_training_goes_on(state_pool: TransferPool) -> None:

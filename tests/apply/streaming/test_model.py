@@ -18,7 +18,7 @@ from memwall.errors import ApplyError, StoreError
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.leaves_changed, pytest.mark.timeout(60)]
 WINDOW_BYTES = 64 * KIB
 
 
