@@ -59,7 +59,7 @@ print(json.dumps(statuses))
 def statuses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     folder, given = tmp_path_factory.mktemp("far"), {}
     for name, (module, code) in CASES.items():
-        source = Path(package.__file__).with_name(f"{module}.py")
+        source = Path(package.__file__).parent / f"{module}.py"
         text = source.read_text()
         assert ".to(tl.int64)" in text
         narrow = folder / f"{name}.py"
