@@ -9,7 +9,7 @@ from lion_pytorch import Lion
 from lion_pytorch.foreach import Lion as ForeachLion
 from torch import Tensor, nn
 
-from memwall.planning.stepped_alone import STEPPED_ALONE
+from memwall.trace.optimizers import STEPPED_ALONE
 
 __all__ = [
     "OPTIMIZERS",

@@ -25,6 +25,7 @@ from memwall.errors import StoreError
 from memwall.planning.planfile import Plan, decoded
 from memwall.store.buckets import BucketBuffer
 from memwall.store.journal import Generation, Journal
+from memwall.trace.optimizers import has_moments
 
 __all__ = ["Content", "Restoration"]
 
@@ -130,7 +131,7 @@ class Restoration:
         def keeps_low_bits(parameter: Tensor) -> bool:
             if keeper is not None:
                 return keeper.keeps_low_bits(parameter)
-            return not isinstance(optimizer, torch.optim.Adam)
+            return not has_moments(optimizer)
 
         if keeper is not None:
             keeper.fill(load)

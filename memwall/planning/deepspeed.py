@@ -16,6 +16,7 @@ from memwall.machine.disk_location import check_directory, default_directory
 from memwall.planning.action import Action
 from memwall.planning.planfile import Plan, parts_of
 from memwall.planning.technique import DeepSpeedPart, technique_of
+from memwall.trace.optimizers import ELEMENTWISE
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
@@ -53,15 +54,6 @@ _PERSISTENT_ELEMENTS = 100_000
 _BUCKET_ELEMENTS = 50_000_000
 _MIN_BUCKET_ELEMENTS = 500_000
 _UNSPLIT_ELEMENTS = 1_000_000_000
-
-# Update each element from its own gradient and state alone: DeepSpeed steps flat pieces of parameters, in which neither
-# a parameter's shape nor its norm is to be seen (Adafactor, LAMB, Muon, SparseAdam, LBFGS need one of them).
-_ELEMENTWISE = frozenset(
-    (
-        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "DeepSpeedCPUAdam", "DeepSpeedCPULion"),
-        *("FusedAdam", "FusedLion", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-    )
-)
 
 
 class _Sizes(Struct, frozen=True, kw_only=True):
@@ -201,10 +193,10 @@ def _check_optimizer(optimizer: "torch.optim.Optimizer | None") -> bool:
     if optimizer is None:
         return False
     name = type(optimizer).__name__
-    if name not in _ELEMENTWISE:
+    if name not in ELEMENTWISE:
         raise IntegrationError(
             f"the optimizer is {name}, and DeepSpeed steps flat pieces of parameters, in which a parameter's shape and "
-            f"norm are lost; take one that treats each element alone ({', '.join(sorted(_ELEMENTWISE))})"
+            f"norm are lost; take one that treats each element alone ({', '.join(sorted(ELEMENTWISE))})"
         )
     return True
 

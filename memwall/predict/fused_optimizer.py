@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from memwall.trace.optimizers import FUSED_ON_CUDA
 from memwall.trace.records import Step, Storage, Trace
 
 __all__ = ["can_fuse", "with_fused_optimizer"]
 
-# Those whose fused kernel for CUDA every supported release of torch has (native_functions.yaml); Adagrad's is new.
-_FUSED_ON_CUDA = frozenset(("Adam", "AdamW", "SGD"))
 # What foreach implementations of these make new tensors with; the fused ones advance their counters by others.
 _PRODUCTS = ("aten._foreach_sqrt.", "aten._foreach_add.", "aten._foreach_mul.", "aten._foreach_neg.")
 # How `memwall.apply.optimizer_state.master_weights` takes over what somebody else has written into a parameter.
@@ -24,7 +23,7 @@ def can_fuse(trace: Trace) -> bool:
     """
     names = [trace.names[op.name] for op in trace.steps[-1].ops if op.phase == "optimizer"]
     has_masters = _MASTERS in names
-    return trace.optimizer in _FUSED_ON_CUDA and not has_masters and any(n.startswith(_PRODUCTS) for n in names)
+    return trace.optimizer in FUSED_ON_CUDA and not has_masters and any(n.startswith(_PRODUCTS) for n in names)
 
 
 def with_fused_optimizer(trace: Trace) -> Trace:

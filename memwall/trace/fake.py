@@ -24,6 +24,7 @@ from memwall.torch_internals.fake import (
     without_truncated_sampling,
 )
 from memwall.torch_internals.trees import tree_map
+from memwall.trace.optimizers import leaves_foreach_to_torch
 from memwall.trace.record import TraceBuilder, run_recorded
 from memwall.trace.records import Trace
 from memwall.trace.scratch import ScratchWorkspaces
@@ -153,9 +154,9 @@ def _no_seconds(work: OpWork) -> float:
 def _choose_foreach(optimizer: torch.optim.Optimizer) -> None:
     """The implementation that torch picks on CUDA where the workload leaves it open.
 
-    Source: torch/optim/optimizer.py, `_default_to_fused_or_foreach`, and its callers (2.13); Adafactor never asks it.
+    Source: torch/optim/optimizer.py, `_default_to_fused_or_foreach`, and its callers (2.13).
     """
-    if isinstance(optimizer, torch.optim.Adafactor):
+    if not leaves_foreach_to_torch(optimizer):
         return
     for group in optimizer.param_groups:
         is_open = "foreach" in group and group["foreach"] is None and group.get("fused") is None

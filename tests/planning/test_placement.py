@@ -15,10 +15,10 @@ from memwall.planning import search
 from memwall.planning import search_inputs as problem
 from memwall.planning.explain import disk_wear
 from memwall.planning.forecast import Forecast
+from memwall.planning.movable_state import can_move_optimizer_state
 from memwall.planning.planned_step import planned_step, step_under
 from memwall.planning.search import make_plan, plan
 from memwall.planning.settings import Settings
-from memwall.planning.stepped_alone import can_move_optimizer_state
 from memwall.planning.techniques import optimizer_state
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.predict.curve import live_peak_bytes

@@ -8,9 +8,9 @@ from torch import Tensor
 from memwall.apply.optimizer_state.deepspeed_adam import load_operator
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, StoreError
-from memwall.planning.stepped_alone import WITH_MOMENTS
 from memwall.predict.cpu_step import staged_bytes
 from memwall.store.buckets import is_dense
+from memwall.trace.optimizers import WITH_MOMENTS, has_moments
 from memwall.units import format_bytes
 
 __all__ = ["check_optimizer", "check_room", "check_state", "deepspeed_operator"]
@@ -98,7 +98,7 @@ def check_room(optimizer: torch.optim.Optimizer, device: torch.device, *, bucket
 
 
 def _obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
-    if not isinstance(optimizer, tuple(getattr(torch.optim, name) for name in WITH_MOMENTS)):
+    if not has_moments(optimizer):
         return f"only {' and '.join(WITH_MOMENTS)} are stepped there"
     for group in optimizer.param_groups:
         if group.get("capturable"):

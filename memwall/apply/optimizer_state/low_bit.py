@@ -19,6 +19,7 @@ from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of,
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import ApplyError, MemwallError
 from memwall.predict.low_bit_state import BLOCK_ELEMENTS, SLICE_ELEMENTS, can_be_low_bit
+from memwall.trace.optimizers import has_moments
 
 __all__ = ["LowBitMoments", "LowBitOptimizerState"]
 
@@ -40,7 +41,7 @@ class LowBitMoments:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer)
-        if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        if not has_moments(optimizer):
             raise ApplyError(
                 "the plan keeps moments in 8 bits, which is known for torch.optim's Adam and AdamW, and "
                 f"{kind.__module__}.{kind.__qualname__} steps this model; make a plan without --allow low-bit-optimizer"

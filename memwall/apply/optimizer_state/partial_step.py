@@ -1,11 +1,10 @@
 """An optimizer's own step on some of its parameters: which optimizers allow it, and how it is done.
 
 It changes nothing where each parameter is updated from its own gradient, state and group alone. That is a property of
-the optimizer's class, so the classes are named (`planning.stepped_alone.STEPPED_ALONE`) and no others are taken: those
+the optimizer's class, so the classes are named (`trace.optimizers.STEPPED_ALONE`) and no others are taken: those
 of torch.optim, and Lion of lion-pytorch.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from memwall.errors import ApplyError
-from memwall.planning.stepped_alone import STEPPED_ALONE
 from memwall.torch_internals.optimizers import group_initialiser_of
+from memwall.trace.optimizers import STEPPED_ALONE, known_class
 
 __all__ = [
     "Arguments",
@@ -34,11 +33,6 @@ Part = Sequence[tuple[int, list[Tensor]]]
 
 _CPU = torch.device("cpu")
 
-# Where else than in torch.optim such classes are, by their names. Lion is read in lion-pytorch 0.2.5: what either class
-# shares between parameters are a group's settings and the learning rate it was made with. Lions of other packages
-# bring their own steps.
-_ELSEWHERE = {"Lion": ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")}
-
 
 def inner_step_of(
     optimizer: torch.optim.Optimizer, *, kept: str = "on disk", device: torch.device = _CPU
@@ -57,7 +51,7 @@ def inner_step_of(
         raise ApplyError(
             f"the state of {kind.__module__}.{kind.__qualname__} cannot be kept {kept}: memwall steps a few "
             "parameters at a time, which is known to change nothing for torch.optim's "
-            f"{', '.join(sorted(STEPPED_ALONE - _ELSEWHERE.keys()))} and lion-pytorch's Lion alone; use one of these, "
+            f"{', '.join(sorted(STEPPED_ALONE - {'Lion'}))} and lion-pytorch's Lion alone; use one of these, "
             "or plan without moving optimizer state"
         )
     inner = below_hooks(kind.step)
@@ -128,20 +122,15 @@ def without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def is_stepped_alone(kind: Any) -> bool:
-    """Whether it is one of the classes named, inherits its step from one, or adds master weights to it."""
-    known = next((c for c in kind.__mro__ if c.__name__ in STEPPED_ALONE and _is_known_itself(c)), None)
+    """Returns whether it is one of the classes named, inherits its step from one, or adds master weights to it."""
+    known: Any = known_class(kind)
     step = below_hooks(kind.step)
     return (
         known is not None
+        and known.__name__ in STEPPED_ALONE
         and getattr(step, "steps_as", step) is below_hooks(known.step)
         and group_initialiser_of(kind) is group_initialiser_of(known)
     )
-
-
-def _is_known_itself(kind: Any) -> bool:
-    """Whether it is the class that is meant by its name, and not another one that is called so."""
-    homes: tuple[Any, ...] = (torch.optim, *map(sys.modules.get, _ELSEWHERE.get(kind.__name__, ())))
-    return any(getattr(home, kind.__name__, None) is kind for home in homes)
 
 
 def below_hooks(step: Any) -> Callable[..., Any]:

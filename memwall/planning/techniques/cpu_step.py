@@ -8,12 +8,13 @@ from msgspec import UNSET, UnsetType
 from memwall.errors import UsageError
 from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location
+from memwall.planning.movable_state import can_move_optimizer_state
 from memwall.planning.search_inputs import SearchInputs
-from memwall.planning.stepped_alone import WITH_MOMENTS, can_move_optimizer_state
 from memwall.planning.technique import DeepSpeedPart, Technique
 from memwall.predict.cpu_step import gradient_bytes, pipelined_seconds, staging_bytes
 from memwall.predict.state_on_disk import movable_state_bytes, with_state_on_disk
 from memwall.trace.build import steady_step
+from memwall.trace.optimizers import WITH_MOMENTS
 from memwall.trace.records import Machine, Step, Trace
 from memwall.units import format_bytes
 

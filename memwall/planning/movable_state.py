@@ -1,26 +1,10 @@
-"""Which optimizers can be stepped a few parameters at a time, and whether their state can leave memory."""
+"""Whether an optimizer's state can be on the next tier between steps."""
 
-from memwall.trace.optimizers import JOINT
+from memwall.trace.optimizers import JOINT, STEPPED_ALONE
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
-__all__ = ["STEPPED_ALONE", "WITH_MOMENTS", "can_move_optimizer_state"]
-
-STEPPED_ALONE = frozenset(
-    (
-        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
-        *("Lion", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-    )
-)
-"""Optimizers that update each parameter from its own gradient, state and group alone: torch.optim's, and Lion, which
-torch has not, of lion-pytorch; `apply.optimizer_state.partial_step` looks at which class of that name it is.
-
-LBFGS mixes all of them. Others mix some, as by a norm over all gradients, or count their steps in a group; whoever adds
-a class here has read its step.
-"""
-
-WITH_MOMENTS = ("Adam", "AdamW")
-"""Optimizers whose state is two moments, which can be kept in fewer digits or stepped by a fused kernel on the CPU."""
+__all__ = ["can_move_optimizer_state"]
 
 
 def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int) -> str | None:
