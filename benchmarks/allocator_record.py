@@ -16,11 +16,11 @@ import zstandard
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.addresses import placed_addresses, recorded_addresses
-from memwall.predict.cuda_allocator.blocks import Block
-from memwall.predict.cuda_allocator.settings import parse_settings
+from memwall.predict.cuda_allocator.allocator_settings import parse_settings
+from memwall.predict.cuda_allocator.memory_blocks import Block
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.statistics import PoolStatistics
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 __all__ = [
     "PEAKS",

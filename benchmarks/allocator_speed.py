@@ -22,10 +22,10 @@ from typing import Any
 
 from knob_report import provenance
 
-from memwall.predict.cuda_allocator.events import ALLOC, FREE, Event, EventTrace
-from memwall.predict.cuda_allocator.replay import replay
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, Event, EventTrace
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.event_replay import replay
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER / "results" / "cpu" / "allocator_speed.json"

@@ -24,8 +24,8 @@ from workloads import WORKLOADS
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.malloc.events import events_of
-from memwall.predict.malloc.policies import policy_named, replay_step
+from memwall.predict.malloc.malloc_calls import events_of
+from memwall.predict.malloc.malloc_policies import policy_named, replay_step
 from memwall.predict.malloc.tensor_heap import replay_in_heap
 from memwall.trace.record import TraceBuilder
 

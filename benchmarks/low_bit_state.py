@@ -32,7 +32,7 @@ from memwall.apply.optimizer_state.low_bit import LowBitMoments
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
 from memwall.planning.techniques.low_bit_state import LowBitState
-from memwall.predict.low_bit_state import SLICE_ELEMENTS
+from memwall.predict.low_bit_moments import SLICE_ELEMENTS
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "low_bit_state.json"
 SHARE, NUM_STEPS = 0.85, 6

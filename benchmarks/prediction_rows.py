@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.device import step_peaks
 from memwall.trace.fake import record_fake
 from memwall.trace.workload import Workload

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from memwall.errors import MemwallError, UsageError
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.device import convolution_bytes, step_peaks
 from memwall.trace.fake import record_fake

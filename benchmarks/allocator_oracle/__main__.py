@@ -33,7 +33,7 @@ from benchmarks.allocator_oracle.recording import (
 from benchmarks.allocator_record import first_difference as history_difference
 from benchmarks.allocator_record import save_record
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 
 # The recording: these seeds without and with private pools, and the statistics after every tenth call.
 _PLAIN_SEEDS = range(220, 226)

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from benchmarks.allocator_oracle.libraries import Oracle
 from benchmarks.allocator_oracle.recording import RecordedRun
-from memwall.predict.cuda_allocator.settings import MIB, NUM_DIVISIONS, AllocatorSettings, format_settings
-from memwall.predict.cuda_allocator.versions import VersionProfile
+from memwall.predict.cuda_allocator.allocator_settings import MIB, NUM_DIVISIONS, AllocatorSettings, format_settings
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
 __all__ = ["TorchAllocator", "record"]
 

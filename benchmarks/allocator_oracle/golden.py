@@ -20,7 +20,7 @@ from benchmarks.allocator_programs import (
     transformer,
 )
 from benchmarks.allocator_record import EMPTY_CACHE, MEMORY_FRACTION, AllocatorRecord, record_of
-from memwall.predict.cuda_allocator.events import ALLOC, FREE, events_of_steps
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, events_of_steps
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Step
 from memwall.trace.workload import Workload

@@ -13,10 +13,10 @@ import zstandard
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.addresses import recorded_addresses
-from memwall.predict.cuda_allocator.blocks import Block
-from memwall.predict.cuda_allocator.settings import parse_settings
+from memwall.predict.cuda_allocator.allocator_settings import parse_settings
+from memwall.predict.cuda_allocator.memory_blocks import Block
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.versions import VersionProfile
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
 __all__ = ["RecordedRun", "Recording", "first_difference", "load_recording", "recording_path", "save_recording"]
 

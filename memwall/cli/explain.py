@@ -10,7 +10,7 @@ from memwall.cli.options import JsonOption, TorchOption, require_file
 from memwall.errors import UsageError
 
 if TYPE_CHECKING:
-    from memwall.predict.snapshot.fit import FitOnDevice
+    from memwall.predict.snapshot.fit_on_device import FitOnDevice
 
 
 def explain(

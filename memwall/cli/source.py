@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from memwall.errors import UsageError
 from memwall.observe.history_marks import Marks
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device, devices_of
-from memwall.predict.snapshot.fit import FitOnDevice, fits_on
-from memwall.predict.snapshot.settings import with_settings
+from memwall.predict.snapshot.compared_settings import with_settings
+from memwall.predict.snapshot.fit_on_device import FitOnDevice, fits_on
 from memwall.predict.snapshot.timeline import Timeline
 from memwall.trace.tags import Tag
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from memwall.errors import UsageError
 from memwall.machine.limits import CgroupLimit, cgroup_limit, memory_limit_bytes
 from memwall.observe.doctor_disk import Disk, measure_disk
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.trace.tags import Tag, measured_tag
 from memwall.units import format_bytes

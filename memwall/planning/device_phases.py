@@ -8,7 +8,7 @@ from memwall.planning.forecast import PeakBytes
 from memwall.planning.planfile import Plan, parts_of
 from memwall.planning.planned_step import planned_step
 from memwall.planning.technique import technique_of
-from memwall.predict.cuda_allocator.settings import parse_settings
+from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
 from memwall.predict.phases import PhasePeak, evaluation_bytes, phase_peaks, returned_bytes
 from memwall.trace.build import steady_step

@@ -10,8 +10,8 @@ from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.relaxations import Run, estimate_relaxations
 from memwall.predict.cuda.attention_calls import AttentionCalls, attention_calls
 from memwall.predict.cuda_allocator.advice import advise, setting_lines
-from memwall.predict.cuda_allocator.events import events_of_steps
-from memwall.predict.cuda_allocator.settings import AllocatorSettings, parse_settings
+from memwall.predict.cuda_allocator.allocator_events import events_of_steps
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, parse_settings
 from memwall.predict.curve import Peak, peak_of, step_seconds
 from memwall.predict.device import MARGIN_BASIS, DeviceModel
 from memwall.predict.host import HostBytes, host_bytes_of

@@ -18,7 +18,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.techniques.accumulate import can_accumulate
 from memwall.planning.techniques.autocast import can_autocast
 from memwall.planning.techniques.kernels import can_use_kernels, could_have_kernels
-from memwall.predict.cuda_allocator.settings import AllocatorSettings
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.fused_optimizer import can_fuse, with_fused_optimizer
 from memwall.trace.build import steady_step
 from memwall.trace.records import Machine, Trace

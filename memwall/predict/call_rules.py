@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from memwall.predict.packing import PACKED_ITEMSIZES, num_packed_bytes
+from memwall.predict.packed_bytes import PACKED_ITEMSIZES, num_packed_bytes
 from memwall.trace.records import ModuleCall, Step
 
 __all__ = ["REBUILDABLE_OPS", "BlockCalls", "CallRules", "Moved", "Rebuilt", "Treatment"]

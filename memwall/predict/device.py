@@ -16,11 +16,11 @@ from msgspec import Struct
 from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.translate import not_modelled
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice, advise
-from memwall.predict.cuda_allocator.events import EventTrace, events_of_steps
-from memwall.predict.cuda_allocator.replay import Playback
-from memwall.predict.cuda_allocator.settings import AllocatorSettings, parse_settings
+from memwall.predict.cuda_allocator.allocator_events import EventTrace, events_of_steps
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, parse_settings
+from memwall.predict.cuda_allocator.event_replay import Playback
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.process import Process, Resident
 from memwall.trace.build import steady_step

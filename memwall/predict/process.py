@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.malloc.events import events_of
-from memwall.predict.malloc.policies import (
+from memwall.predict.malloc.malloc_calls import events_of
+from memwall.predict.malloc.malloc_policies import (
     MallocPolicy,
     policy_named,
     replay_step,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from memwall.predict.call_rules import BlockCalls, CallRules, Moved, Treatment
 from memwall.predict.lives import LAST, Life, Time, rebuilt
-from memwall.predict.packing import scratch_bytes
+from memwall.predict.packed_bytes import scratch_bytes
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.trace.records import Step, Storage
 

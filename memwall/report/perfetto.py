@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from memwall.predict.curve import live_curve, module_name
 from memwall.predict.snapshot.analysis import devices_of
-from memwall.predict.snapshot.replay import recording_of
+from memwall.predict.snapshot.device_history import recording_of
 from memwall.predict.snapshot.timeline import Timeline, timeline_of
 from memwall.report.whole_file import whole_file
 from memwall.trace.records import Step, Storage, Trace

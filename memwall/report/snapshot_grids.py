@@ -6,7 +6,7 @@ The moments that matter, who held the peak, what pins free memory, and what othe
 from collections.abc import Sequence
 
 from memwall.predict.snapshot.analysis import DeviceAnalysis, Moment
-from memwall.predict.snapshot.fit import FitOnDevice
+from memwall.predict.snapshot.fit_on_device import FitOnDevice
 from memwall.report.grid import Grid, error_percent, share_percent
 from memwall.units import format_bytes
 

@@ -13,7 +13,7 @@ from memwall.observe.run_report import RunReport
 from memwall.planning.forecast import Forecast
 from memwall.planning.planfile import Plan
 from memwall.predict.snapshot.analysis import DeviceAnalysis
-from memwall.predict.snapshot.fit import FitOnDevice
+from memwall.predict.snapshot.fit_on_device import FitOnDevice
 from memwall.report.difference import Difference
 from memwall.report.difference_grids import difference_grids, difference_scope, difference_verdict
 from memwall.report.estimate_grids import estimate_facts

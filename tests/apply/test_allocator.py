@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memwall.predict.malloc.policies import unavailable_reason
+from memwall.predict.malloc.malloc_policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 needs_heap = pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())

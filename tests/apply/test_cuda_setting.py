@@ -13,7 +13,7 @@ import torch
 from memwall.apply.memory import cuda_setting
 from memwall.apply.memory.cuda_setting import effective_setting, lint_variables, require_cuda_setting, restore_variables
 from memwall.errors import ApplyError
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.torch_internals import allocator
 
 SETTING = "expandable_segments:False,large_segment_size_mb:20,max_split_size_mb:64"

@@ -14,7 +14,7 @@ from memwall.apply.offload.engine import ActivationOffload, SavedTensorModifiedE
 from memwall.apply.offload.packed import check_can_pack
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import LeavingForm, Offload
-from memwall.predict.packing import num_packed_bytes, scratch_bytes
+from memwall.predict.packed_bytes import num_packed_bytes, scratch_bytes
 from memwall.session.session import Session
 from memwall.triton_kernels import pack
 from memwall.triton_kernels.pack import error_bound, pack_into, unpack_into

@@ -19,7 +19,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.techniques.cpu_step import StepOnCpu, can_step_on_cpu
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
-from memwall.predict.cpu_step import NUM_STAGES, gradient_bytes, pipelined_seconds, staging_bytes
+from memwall.predict.cpu_step_pipeline import NUM_STAGES, gradient_bytes, pipelined_seconds, staging_bytes
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.curve import live_curve
 from memwall.predict.state_on_disk import movable_state_bytes

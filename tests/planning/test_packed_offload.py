@@ -20,7 +20,7 @@ from memwall.planning.search import plan
 from memwall.planning.techniques.offload import Offload, can_pack
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.packing import num_packed_bytes
+from memwall.predict.packed_bytes import num_packed_bytes
 from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
 from memwall.trace.records import Trace

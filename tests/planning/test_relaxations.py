@@ -14,8 +14,8 @@ from memwall.planning.relaxations import Run, estimate_relaxations
 from memwall.planning.search import plan
 from memwall.planning.techniques.autocast import Autocast
 from memwall.predict.cuda.translate import recording_for, translated
-from memwall.predict.cuda_allocator.settings import AllocatorSettings
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.device import step_peaks
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace

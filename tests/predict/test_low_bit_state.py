@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memwall.predict import low_bit_state
+from memwall.predict import low_bit_moments
 from memwall.predict.curve import live_curve
-from memwall.predict.low_bit_state import can_be_low_bit, low_bit_bytes, low_bit_elements, with_low_bit_state
+from memwall.predict.low_bit_moments import can_be_low_bit, low_bit_bytes, low_bit_elements, with_low_bit_state
 from memwall.trace.build import steady_step
 from memwall.trace.record import record
 from memwall.trace.records import Step
@@ -58,7 +58,7 @@ def test_in_the_step_one_slice_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     first = next(number for number, op in enumerate(step.ops) if op.phase == "optimizer")
     curves = []
     for slice_elements in (1 << 10, 1 << 12):
-        monkeypatch.setattr(low_bit_state, "SLICE_ELEMENTS", slice_elements)
+        monkeypatch.setattr(low_bit_moments, "SLICE_ELEMENTS", slice_elements)
         curves.append(bytes_of(with_low_bit_state(step)))
     assert curves[0][:first] == curves[1][:first]
     assert max(curves[1][first:]) - max(curves[0][first:]) >= 3 * (1 << 10) * 37

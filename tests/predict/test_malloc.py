@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from memwall.errors import UsageError
-from memwall.predict.malloc import policies as subject
-from memwall.predict.malloc.events import StepEvents, events_of, join
-from memwall.predict.malloc.replay import ALLOCATE, FREE, MOVE, SET_POLICY, STEP, resident_pages
+from memwall.predict.malloc import malloc_policies as subject
+from memwall.predict.malloc.malloc_calls import StepEvents, events_of, join
+from memwall.predict.malloc.malloc_process import ALLOCATE, FREE, MOVE, SET_POLICY, STEP, resident_pages
 from memwall.trace.records import Category, Op, Phase, Step, Storage
 
 MIB = 1 << 20

@@ -8,10 +8,10 @@ from snapshot_runs import LINEAR, MODEL, TRAIN, Explained, imported, training_st
 
 from memwall.predict.curve import Share
 from memwall.predict.snapshot.analysis import OutOfMemory, Pin, analyse_device, devices_of
-from memwall.predict.snapshot.lines import line_of
-from memwall.predict.snapshot.replay import recording_of
+from memwall.predict.snapshot.device_history import recording_of
 from memwall.predict.snapshot.retries import Retry
 from memwall.predict.snapshot.timeline import Fragmentation
+from memwall.predict.snapshot.user_line import line_of
 from memwall.trace.snapshot.records import Frame
 
 

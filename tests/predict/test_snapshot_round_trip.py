@@ -10,15 +10,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from memwall.predict.cuda_allocator.addresses import recorded_addresses
-from memwall.predict.cuda_allocator.blocks import FREE, PENDING, UNMAPPED, Block
-from memwall.predict.cuda_allocator.events import ALLOC
-from memwall.predict.cuda_allocator.replay import Playback
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings, format_settings
+from memwall.predict.cuda_allocator.allocator_events import ALLOC
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings, format_settings
+from memwall.predict.cuda_allocator.event_replay import Playback
+from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, UNMAPPED, Block
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.statistics import PoolStatistics
-from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
-from memwall.predict.snapshot.replay import Recording, recording_of, releases_of
-from memwall.predict.snapshot.settings import events_of_recording
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
+from memwall.predict.snapshot.compared_settings import events_of_recording
+from memwall.predict.snapshot.device_history import Recording, recording_of, releases_of
 from memwall.trace.snapshot.read import load_snapshot
 
 SIZES = (1, 600, 70_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 33 * MIB, 70 * MIB)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from cuda_history import MIB, History, simulated_snapshot, varying_requests
 
-from memwall.predict.cuda_allocator.events import ALLOC, EMPTY_CACHE, FINISH, FREE, RECORD_STREAM, Event
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, EMPTY_CACHE, FINISH, FREE, RECORD_STREAM, Event
 from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch, analyse_device
-from memwall.predict.snapshot.settings import with_settings
+from memwall.predict.snapshot.compared_settings import with_settings
 from memwall.trace.snapshot.read import load_snapshot
 
 EXPANDABLE = "expandable_segments:True,large_segment_size_mb:20"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from memwall.errors import UsageError
 from memwall.predict.malloc import tensor_heap as subject
-from memwall.predict.malloc.events import StepEvents
-from memwall.predict.malloc.replay import ALLOCATE
+from memwall.predict.malloc.malloc_calls import StepEvents
+from memwall.predict.malloc.malloc_process import ALLOCATE
 from memwall.predict.malloc.tensor_heap import TensorHeap, dry_heap, heap_library, replay_in_heap
 
 pytestmark = pytest.mark.skipif(heap_library() is None, reason="memwall was installed without its C library")

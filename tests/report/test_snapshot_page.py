@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memwall.predict.snapshot.analysis import analyse_device
-from memwall.predict.snapshot.replay import recording_of
-from memwall.predict.snapshot.settings import with_settings
+from memwall.predict.snapshot.compared_settings import with_settings
+from memwall.predict.snapshot.device_history import recording_of
 from memwall.predict.snapshot.timeline import timeline_of
 from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import Curve, PhaseBand

@@ -27,7 +27,7 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
-from memwall.predict.malloc.policies import unavailable_reason
+from memwall.predict.malloc.malloc_policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
 from memwall.session.session import Session

@@ -8,12 +8,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from memwall.predict.cuda_allocator.events import ALLOC, FREE, Event
-from memwall.predict.cuda_allocator.replay import Playback
-from memwall.predict.cuda_allocator.settings import parse_settings
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, Event
+from memwall.predict.cuda_allocator.allocator_settings import parse_settings
+from memwall.predict.cuda_allocator.event_replay import Playback
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.statistics import PoolStatistics
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 MIB = 1 << 20
 BASE = 0x7F0000000000

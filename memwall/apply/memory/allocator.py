@@ -11,7 +11,7 @@ import torch
 from memwall.errors import ApplyError
 from memwall.machine.meter import process_bytes, return_free_memory
 from memwall.patches import Patches
-from memwall.predict.malloc.policies import (
+from memwall.predict.malloc.malloc_policies import (
     policy_named,
     restored_policy,
     settings_of,

@@ -16,8 +16,8 @@ import torch
 from memwall.errors import ApplyError, UsageError
 from memwall.patches import Patches, note_permanent
 from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, VARIABLES
-from memwall.predict.cuda_allocator.settings import AllocatorSettings, check, format_settings, parse_settings
-from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, check, format_settings, parse_settings
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 from memwall.torch_internals.allocator import set_settings, settings_in_force
 from memwall.torch_internals.allocator import snapshot as snapshot_of_allocator
 

@@ -19,7 +19,7 @@ from memwall.machine.disk_location import check_directory, default_directory
 from memwall.machine.disk_probe import probe_disk
 from memwall.machine.limits import num_local_ranks, pinnable_bytes
 from memwall.machine.link_speed import link_speed
-from memwall.predict.malloc.policies import fault_seconds_per_byte
+from memwall.predict.malloc.malloc_policies import fault_seconds_per_byte
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.dispatch import without_subclass_functions

@@ -23,7 +23,7 @@ from memwall.apply.optimizer_state.deepspeed_adam import DeepSpeedAdam
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError, StoreError
-from memwall.predict.cpu_step import NUM_STAGES
+from memwall.predict.cpu_step_pipeline import NUM_STAGES
 from memwall.store.backend import round_up
 from memwall.store.pinned_tier import PinnedArena
 from memwall.torch_internals.operators import foreach_div_

@@ -8,7 +8,7 @@ from torch import Tensor
 from memwall.apply.optimizer_state.deepspeed_adam import load_operator
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, StoreError
-from memwall.predict.cpu_step import staged_bytes
+from memwall.predict.cpu_step_pipeline import staged_bytes
 from memwall.store.buckets import is_dense
 from memwall.trace.optimizers import WITH_MOMENTS, has_moments
 from memwall.units import format_bytes

@@ -18,7 +18,7 @@ from memwall.apply.optimizer_state.master_weights import has_master_weights
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import ApplyError, MemwallError
-from memwall.predict.low_bit_state import BLOCK_ELEMENTS, SLICE_ELEMENTS, can_be_low_bit
+from memwall.predict.low_bit_moments import BLOCK_ELEMENTS, SLICE_ELEMENTS, can_be_low_bit
 from memwall.trace.optimizers import has_moments
 
 __all__ = ["LowBitMoments", "LowBitOptimizerState"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memwall.errors import ApplyError
-from memwall.predict.low_bit_state import SLICE_ELEMENTS
+from memwall.predict.low_bit_moments import SLICE_ELEMENTS
 
 __all__ = ["facts_of", "is_low_bit", "load_torchao", "opened", "pieces_of", "put_together"]
 

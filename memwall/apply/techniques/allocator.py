@@ -10,7 +10,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.memory.cuda_setting import effective_setting, require_cuda_setting, restore_variables
 from memwall.apply.technique import Handler, Target, Zero, register
 from memwall.planning.techniques.allocator import AllocatorReuse
-from memwall.predict.malloc.policies import policy_named
+from memwall.predict.malloc.malloc_policies import policy_named
 from memwall.predict.malloc.tensor_heap import MIN_TENSOR_BYTES
 from memwall.predict.process import TENSOR_HEAP
 

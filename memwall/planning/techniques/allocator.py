@@ -7,8 +7,8 @@ from memwall.planning.action import Action
 from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.technique import Technique
 from memwall.predict.cuda_allocator.advice import VARIABLES
-from memwall.predict.cuda_allocator.settings import is_well_formed
-from memwall.predict.malloc.policies import policy_named
+from memwall.predict.cuda_allocator.allocator_settings import is_well_formed
+from memwall.predict.malloc.malloc_policies import policy_named
 from memwall.predict.process import TENSOR_HEAP, Resident
 from memwall.units import format_bytes
 

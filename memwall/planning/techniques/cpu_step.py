@@ -11,7 +11,7 @@ from memwall.planning.location import Location
 from memwall.planning.movable_state import can_move_optimizer_state
 from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.technique import DeepSpeedPart, Technique
-from memwall.predict.cpu_step import gradient_bytes, pipelined_seconds, staging_bytes
+from memwall.predict.cpu_step_pipeline import gradient_bytes, pipelined_seconds, staging_bytes
 from memwall.predict.state_on_disk import movable_state_bytes, with_state_on_disk
 from memwall.trace.build import steady_step
 from memwall.trace.optimizers import WITH_MOMENTS

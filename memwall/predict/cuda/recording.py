@@ -15,8 +15,8 @@ from torch import Tensor
 
 from memwall.patches import Patches
 from memwall.predict.cuda.attention import run_attention
-from memwall.predict.cuda.autocast import cuda_autocast_lists
-from memwall.predict.cuda.norms import fused_rms_norm
+from memwall.predict.cuda.autocast_lists import cuda_autocast_lists
+from memwall.predict.cuda.whole_rms_norm import fused_rms_norm
 from memwall.predict.cuda.workspaces import CudaWorkspaces
 
 __all__ = ["CudaRecording"]

@@ -7,11 +7,16 @@ from typing import Literal
 
 from msgspec import Struct
 
-from memwall.predict.cuda_allocator.events import EventTrace
-from memwall.predict.cuda_allocator.replay import Figures
-from memwall.predict.cuda_allocator.search import AllocatorChoice, search_settings
-from memwall.predict.cuda_allocator.settings import AllocatorSettings, format_settings, read_items
-from memwall.predict.cuda_allocator.versions import VersionProfile, covered_releases, profile_for, releases_reading
+from memwall.predict.cuda_allocator.allocator_events import EventTrace
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, format_settings, read_items
+from memwall.predict.cuda_allocator.event_replay import Figures
+from memwall.predict.cuda_allocator.settings_search import AllocatorChoice, search_settings
+from memwall.predict.cuda_allocator.torch_releases import (
+    VersionProfile,
+    covered_releases,
+    profile_for,
+    releases_reading,
+)
 
 __all__ = ["EXPANDABLE_GUARDS", "VARIABLES", "AllocatorAdvice", "advise", "setting_lines"]
 

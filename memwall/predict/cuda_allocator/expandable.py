@@ -3,7 +3,7 @@
 After `ExpandableSegment`, `try_allocate_expandable_block`, `map_block` and `unmap_block` of CUDACachingAllocator.cpp.
 """
 
-from memwall.predict.cuda_allocator.blocks import FREE, UNMAPPED, Block, FreeSet
+from memwall.predict.cuda_allocator.memory_blocks import FREE, UNMAPPED, Block, FreeSet
 from memwall.predict.cuda_allocator.rounding import SMALL_BUFFER_BYTES, round_up
 from memwall.predict.cuda_allocator.state import AllocatorState
 

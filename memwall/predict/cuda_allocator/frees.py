@@ -6,7 +6,7 @@ After `free`, `free_block`, `process_events` and `synchronize_and_free_events` o
 from bisect import bisect_left
 from collections import deque
 
-from memwall.predict.cuda_allocator.blocks import FREE, KEY_SHIFT, PENDING, Block
+from memwall.predict.cuda_allocator.memory_blocks import FREE, KEY_SHIFT, PENDING, Block
 from memwall.predict.cuda_allocator.state import AllocatorState, PendingUse
 
 __all__ = ["FreeingAllocator"]

@@ -7,7 +7,7 @@ CUDACachingAllocator.cpp.
 from bisect import bisect_left
 
 from memwall.predict.cuda_allocator import expandable
-from memwall.predict.cuda_allocator.blocks import KEY_SHIFT, FreeSet, Pool
+from memwall.predict.cuda_allocator.memory_blocks import KEY_SHIFT, FreeSet, Pool
 from memwall.predict.cuda_allocator.state import AllocatorState
 
 __all__ = ["collect_garbage", "release_all", "release_available", "release_unused_pools"]

@@ -3,7 +3,7 @@
 `c10/cuda/CUDACachingAllocator.cpp`, round_size and get_allocation_size; the constants are those of 2.4 to 2.13.
 """
 
-from memwall.predict.cuda_allocator.settings import NUM_DIVISIONS, AllocatorSettings
+from memwall.predict.cuda_allocator.allocator_settings import NUM_DIVISIONS, AllocatorSettings
 
 __all__ = [
     "MAX_REQUEST_BYTES",

@@ -1,16 +1,17 @@
 """PyTorch's CUDA caching allocator, simulated: where each block goes, and what the process holds of the device.
 
 Pure arithmetic on sizes, without torch and without a device. After `DeviceCachingAllocator` of
-`c10/cuda/CUDACachingAllocator.cpp`; which releases behave how is `versions.py`. Left out: free-memory callbacks and
-hinted allocation. `malloc` and `free` are written out in full instead of in pieces: they run for every event.
+`c10/cuda/CUDACachingAllocator.cpp`; which releases behave how is `torch_releases.py`. Left out: free-memory
+callbacks and hinted allocation. `malloc` and `free` are written out in full instead of
+in pieces: they run for every event.
 """
 
 from bisect import bisect_left
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator import expandable
-from memwall.predict.cuda_allocator.blocks import KEY_SHIFT, UNMAPPED, USED, Block, FreeSet, Pool, PrivatePool
 from memwall.predict.cuda_allocator.frees import FreeingAllocator
+from memwall.predict.cuda_allocator.memory_blocks import KEY_SHIFT, UNMAPPED, USED, Block, FreeSet, Pool, PrivatePool
 from memwall.predict.cuda_allocator.release import collect_garbage, release_all, release_available, release_unused_pools
 from memwall.predict.cuda_allocator.rounding import (
     MAX_REQUEST_BYTES,
@@ -26,7 +27,7 @@ __all__ = ["CudaAllocator"]
 class CudaAllocator(FreeingAllocator):
     """The allocator of one device.
 
-    The settings are taken as they are: `settings.check` refuses those that torch would refuse.
+    The settings are taken as they are: `allocator_settings.check` refuses those that torch would refuse.
     """
 
     def malloc(self, request_bytes: int, stream: int = 0) -> Block | None:

@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Iterator
 
 from memwall.predict.cuda_allocator.addresses import placed_addresses
-from memwall.predict.cuda_allocator.blocks import FREE, Block, FreeSet, Pool, PrivatePool, Segment
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
+from memwall.predict.cuda_allocator.memory_blocks import FREE, Block, FreeSet, Pool, PrivatePool, Segment
 from memwall.predict.cuda_allocator.rounding import MAX_REQUEST_BYTES
-from memwall.predict.cuda_allocator.settings import AllocatorSettings
 from memwall.predict.cuda_allocator.statistics import PoolStatistics
-from memwall.predict.cuda_allocator.versions import VersionProfile
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
 __all__ = ["AllocatorState", "PeakExceeded", "PendingUse"]
 

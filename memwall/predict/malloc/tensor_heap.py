@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.native import load_library
-from memwall.predict.malloc.events import StepEvents, join
-from memwall.predict.malloc.replay import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, STEP
+from memwall.predict.malloc.malloc_calls import StepEvents, join
+from memwall.predict.malloc.malloc_process import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, STEP
 
 __all__ = [
     "MIN_TENSOR_BYTES",
@@ -186,7 +186,7 @@ def replay_in_heap(steps: Sequence[StepEvents], ceiling_bytes: int = 0) -> HeapF
     """Replays the tensors of consecutive steps in a dry heap.
 
     Args:
-        steps: as `malloc_events.events_of` makes them, small blocks left out.
+        steps: as `malloc_calls.events_of` makes them, small blocks left out.
         ceiling_bytes: resident bytes above which free pages are returned; 0 for none.
 
     Raises:

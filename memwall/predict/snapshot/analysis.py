@@ -11,19 +11,19 @@ from itertools import pairwise
 
 from msgspec import Struct
 
-from memwall.predict.cuda_allocator.versions import TieRule
+from memwall.predict.cuda_allocator.torch_releases import TieRule
 from memwall.predict.curve import Share
-from memwall.predict.snapshot.lines import line_of
-from memwall.predict.snapshot.memory import Range, UsedBlock
-from memwall.predict.snapshot.replay import (
+from memwall.predict.snapshot.device_history import (
     BEFORE_RECORDING,
     Held,
     Recording,
     held_after,
     recording_of,
 )
+from memwall.predict.snapshot.device_memory import Range, UsedBlock
 from memwall.predict.snapshot.retries import Retry, retries_of, retry_note
 from memwall.predict.snapshot.timeline import Fragmentation, Timeline, timeline_of
+from memwall.predict.snapshot.user_line import line_of
 from memwall.trace.snapshot.records import Event, Snapshot
 from memwall.trace.tags import Tag
 

@@ -2,9 +2,9 @@
 
 from msgspec import Struct
 
-from memwall.predict.snapshot.lines import line_of
-from memwall.predict.snapshot.replay import Recording, releases_of
+from memwall.predict.snapshot.device_history import Recording, releases_of
 from memwall.predict.snapshot.timeline import Timeline
+from memwall.predict.snapshot.user_line import line_of
 from memwall.trace.snapshot.records import Snapshot
 
 __all__ = ["Retry", "retries_of", "retry_note"]

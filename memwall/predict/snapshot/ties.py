@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.addresses import recorded_addresses
-from memwall.predict.cuda_allocator.events import ALLOC, EventTrace
-from memwall.predict.cuda_allocator.replay import Playback
-from memwall.predict.cuda_allocator.settings import AllocatorSettings
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, EventTrace
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
+from memwall.predict.cuda_allocator.event_replay import Playback
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.versions import TieRule, VersionProfile
-from memwall.predict.snapshot.replay import Recording
+from memwall.predict.cuda_allocator.torch_releases import TieRule, VersionProfile
+from memwall.predict.snapshot.device_history import Recording
 
 __all__ = ["RELEASE_OF_RULE", "TieCheck", "tie_check"]
 

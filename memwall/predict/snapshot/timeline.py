@@ -4,8 +4,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from memwall.predict.snapshot.memory import MemoryState
-from memwall.predict.snapshot.replay import Recording
+from memwall.predict.snapshot.device_history import Recording
+from memwall.predict.snapshot.device_memory import MemoryState
 
 __all__ = ["UNKNOWN", "Fragmentation", "Timeline", "category_bytes", "timeline_of"]
 

@@ -16,7 +16,7 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.autocast import Autocast
 from memwall.planning.techniques.recompute import Recompute
-from memwall.predict.malloc.policies import restored_policy, settings_of, unavailable_reason
+from memwall.predict.malloc.malloc_policies import restored_policy, settings_of, unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.session import Session
 

@@ -14,7 +14,7 @@ from memwall.apply.optimizer_state import low_bit, low_bit_form
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.errors import ApplyError
-from memwall.predict.low_bit_state import low_bit_bytes
+from memwall.predict.low_bit_moments import low_bit_bytes
 from memwall.session.session import Session
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
@@ -169,7 +169,7 @@ def test_a_moment_takes_its_codes_its_scales_and_a_table_and_small_ones_stay_as_
 @needs_torchao
 @pytest.mark.parametrize("name", ADAMS)
 def test_a_step_takes_no_more_than_is_foreseen_for_its_slice(name: str) -> None:
-    from memwall.predict.low_bit_state import _OPEN_BYTES_PER_ELEMENT, SLICE_ELEMENTS
+    from memwall.predict.low_bit_moments import _OPEN_BYTES_PER_ELEMENT, SLICE_ELEMENTS
 
     parameter = nn.Parameter(torch.randn(4 * SLICE_ELEMENTS))
     optimizer = OPTIMIZERS[name]([parameter])

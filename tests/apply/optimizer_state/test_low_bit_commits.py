@@ -20,7 +20,7 @@ from memwall.apply.optimizer_state.opening import open_optimizer_state
 from memwall.checkpoint.files import export_torch, read_summary
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.planning.techniques.low_bit_state import LowBitState
-from memwall.predict.low_bit_state import can_be_low_bit, low_bit_bytes
+from memwall.predict.low_bit_moments import can_be_low_bit, low_bit_bytes
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread"), pytest.mark.requires("torchao")]
 

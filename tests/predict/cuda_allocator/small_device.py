@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from memwall.predict.cuda_allocator.blocks import Block
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.memory_blocks import Block
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 
 GIB = 1 << 30
 

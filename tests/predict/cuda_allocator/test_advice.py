@@ -5,10 +5,10 @@ import random
 import pytest
 
 from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, advise, setting_lines
-from memwall.predict.cuda_allocator.events import ALLOC, FREE, Event, EventTrace, live_peak_bytes
-from memwall.predict.cuda_allocator.replay import Figures, replay
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings, parse_settings
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, Event, EventTrace, live_peak_bytes
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings, parse_settings
+from memwall.predict.cuda_allocator.event_replay import Figures, replay
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 PROFILE, _ = profile_for("2.13.0")
 

@@ -7,7 +7,7 @@ import pytest
 from allocator_oracle.recording import first_difference, load_recording
 from msgspec.structs import replace
 
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.15.0")
 

@@ -4,8 +4,8 @@ import pytest
 from predict.cuda_allocator.small_device import GIB, allocator, expandable, malloc, offset_mib
 
 from memwall.errors import UsageError
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.rounding import allocation_bytes, division_index, rounded_bytes
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 
 # Sizes

@@ -5,9 +5,9 @@ from predict.cuda_allocator.small_device import GIB, allocator, malloc, offset_m
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.addresses import placed_addresses, recorded_addresses
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 # Capacity, limit, streams
 

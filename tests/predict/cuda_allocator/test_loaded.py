@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.blocks import FREE, PENDING, USED
-from memwall.predict.cuda_allocator.events import (
+from memwall.predict.cuda_allocator.allocator_events import (
     ALLOC,
     COMPLETE,
     EventTrace,
@@ -15,12 +14,13 @@ from memwall.predict.cuda_allocator.events import (
     HeldRange,
     live_peak_bytes,
 )
-from memwall.predict.cuda_allocator.events import FREE as FREED
-from memwall.predict.cuda_allocator.loaded import load
-from memwall.predict.cuda_allocator.replay import Playback, replay
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.allocator_events import FREE as FREED
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.event_replay import Playback, replay
+from memwall.predict.cuda_allocator.held_memory import load
+from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, USED
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 PROFILE, _ = profile_for("2.13.0")
 BASE = 0x7F0000000000

@@ -6,10 +6,10 @@ import pytest
 from predict.cuda_allocator.small_device import malloc
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.blocks import Block
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.memory_blocks import Block
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 DEFAULT = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memwall.predict.cuda_allocator.addresses import placed_addresses, recorded_addresses
-from memwall.predict.cuda_allocator.blocks import FREE, PENDING, UNMAPPED, USED, Block, Pool
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
+from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, UNMAPPED, USED, Block, Pool
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.statistics import PoolStatistics
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 GIB = 1 << 30
 SIZES = (1, 600, 70_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 33 * MIB, 70 * MIB)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from memwall.errors import TraceError, UsageError
-from memwall.predict.cuda_allocator import search
-from memwall.predict.cuda_allocator.events import (
+from memwall.predict.cuda_allocator import settings_search
+from memwall.predict.cuda_allocator.allocator_events import (
     ALLOC,
     BEGIN_POOL,
     EMPTY_CACHE,
@@ -20,11 +20,11 @@ from memwall.predict.cuda_allocator.events import (
     events_of_steps,
     live_peak_bytes,
 )
-from memwall.predict.cuda_allocator.replay import Figures, Playback, replay
-from memwall.predict.cuda_allocator.search import search_settings
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings, parse_settings
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings, parse_settings
+from memwall.predict.cuda_allocator.event_replay import Figures, Playback, replay
+from memwall.predict.cuda_allocator.settings_search import search_settings
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.trace.records import Op, Phase, Step, Storage
 
 PROFILE = profile_for("2.13.0")[0]
@@ -284,7 +284,7 @@ def test_a_candidate_is_broken_off_once_it_is_worse_than_the_best_so_far(monkeyp
         return figures
 
     untouched = search_settings(varying_steps(), "2.13.0")
-    monkeypatch.setattr(search, "replay", watched)
+    monkeypatch.setattr(settings_search, "replay", watched)
     assert search_settings(varying_steps(), "2.13.0") == untouched
     tried = [bound for bound in bounds if bound is not None]
     assert tried == sorted(tried, reverse=True)

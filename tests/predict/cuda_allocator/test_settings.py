@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.settings import (
+from memwall.predict.cuda_allocator.allocator_settings import (
     MIB,
     AllocatorSettings,
     check,
@@ -14,7 +14,7 @@ from memwall.predict.cuda_allocator.settings import (
     format_settings,
     parse_settings,
 )
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 NEW = profile_for("2.13.0")[0]
 OLD = profile_for("2.9.1")[0]

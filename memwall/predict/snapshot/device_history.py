@@ -10,9 +10,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.settings import AllocatorSettings, read_items, with_option
-from memwall.predict.cuda_allocator.versions import profile_for
-from memwall.predict.snapshot.memory import MemoryState, Range, UsedBlock, range_of
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, read_items, with_option
+from memwall.predict.cuda_allocator.torch_releases import profile_for
+from memwall.predict.snapshot.device_memory import MemoryState, Range, UsedBlock, range_of
 from memwall.trace.snapshot.records import Event, Snapshot
 
 __all__ = ["BEFORE_RECORDING", "Held", "Recording", "Release", "held_after", "recording_of", "releases_of"]

@@ -9,13 +9,13 @@ from typing import Literal
 from msgspec import Struct
 
 from memwall.machine.hardware import Hardware
-from memwall.predict.cuda_allocator.replay import Figures, replay
-from memwall.predict.cuda_allocator.search import search_settings
-from memwall.predict.cuda_allocator.settings import parse_settings
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.allocator_settings import parse_settings
+from memwall.predict.cuda_allocator.event_replay import Figures, replay
+from memwall.predict.cuda_allocator.settings_search import search_settings
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis
-from memwall.predict.snapshot.replay import Recording
-from memwall.predict.snapshot.settings import events_of_recording
+from memwall.predict.snapshot.compared_settings import events_of_recording
+from memwall.predict.snapshot.device_history import Recording
 from memwall.trace.tags import Tag
 
 __all__ = ["FitOnDevice", "Outcome", "fits_on"]

@@ -1,4 +1,4 @@
-"""A recorded step as calls to malloc: what `predict.malloc.policies.replay` replays."""
+"""A recorded step as calls to malloc: what `malloc_policies.replay` replays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 
-from memwall.predict.malloc.replay import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, SET_POLICY, STEP
+from memwall.predict.malloc.malloc_process import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, SET_POLICY, STEP
 from memwall.trace.records import Step
 
 __all__ = ["StepEvents", "events_of", "join"]

@@ -11,11 +11,11 @@ import msgspec
 from msgspec import Struct
 
 from memwall.predict.cuda_allocator.addresses import AddressOrder, placed_addresses
-from memwall.predict.cuda_allocator.events import ALLOC, EventTrace, live_peak_bytes
-from memwall.predict.cuda_allocator.replay import Figures, replay
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, EventTrace, live_peak_bytes
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings, check, format_settings
+from memwall.predict.cuda_allocator.event_replay import Figures, replay
 from memwall.predict.cuda_allocator.rounding import SMALL_LIMIT_BYTES, division_index
-from memwall.predict.cuda_allocator.settings import MIB, AllocatorSettings, check, format_settings
-from memwall.predict.cuda_allocator.versions import VersionProfile, profile_for
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 
 __all__ = ["AllocatorChoice", "search_settings"]
 

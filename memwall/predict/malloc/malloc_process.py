@@ -1,6 +1,6 @@
 """The process that replays a sequence of allocations against this machine's malloc, without touching the memory.
 
-`predict.malloc.policies` starts this file as `python -I -S replay.py`: a fresh heap, no torch, and the C library
+`malloc_policies` starts this file as `python -S -s -P`: a fresh heap, no torch, and the C library
 that the training process would use. It first makes the calls and notes the addresses, and only then works out which
 pages were resident, so that its own bookkeeping allocates nothing between two replayed calls.
 

@@ -2,8 +2,8 @@
 
 A freed tensor leaves the process's memory only if its block had a mapping of its own, ended the heap, or was trimmed;
 and what stays is reused only as far as blocks fit. No formula says how far, so the step's allocations are replayed
-against this machine's own malloc (`replay.py`), in a process of its own and without touching the memory.
-Setting a policy in this process is `memwall.apply.memory.allocator`; which calls a recorded step makes, `events`.
+against this machine's own malloc (`malloc_process.py`), in a process of its own and without touching the memory.
+Setting a policy in this process is `memwall.apply.memory.allocator`; which calls a recorded step makes, `malloc_calls`.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.malloc import replay as malloc_replay
-from memwall.predict.malloc.events import StepEvents, events_of, join
+from memwall.predict.malloc import malloc_process
+from memwall.predict.malloc.malloc_calls import StepEvents, events_of, join
 from memwall.store.pages import PageMap
 from memwall.trace.records import Step
 
@@ -156,7 +156,7 @@ def replay(policy: MallocPolicy, steps: Sequence[StepEvents], *, timeout_s: floa
     """Replays the allocations of consecutive steps under a policy.
 
     Args:
-        steps: as `malloc_events.events_of` makes them, e.g. the first step and twice a steady one.
+        steps: as `malloc_calls.events_of` makes them, e.g. the first step and twice a steady one.
 
     Raises:
         UsageError: this machine has no glibc, or refuses the address space.
@@ -169,7 +169,7 @@ def replay(policy: MallocPolicy, steps: Sequence[StepEvents], *, timeout_s: floa
     request = json.dumps({"mallopt": settings_of(policy), "num_events": num_events}).encode()
     try:
         done = subprocess.run(
-            [sys.executable, "-S", "-s", "-P", malloc_replay.__file__],
+            [sys.executable, "-S", "-s", "-P", malloc_process.__file__],
             input=request + b"\n" + events.tobytes(),
             capture_output=True,
             timeout=timeout_s,

@@ -10,7 +10,7 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.events import (
+from memwall.predict.cuda_allocator.allocator_events import (
     ALLOC,
     COMPLETE,
     EMPTY_CACHE,
@@ -22,12 +22,12 @@ from memwall.predict.cuda_allocator.events import (
     HeldMemory,
     HeldRange,
 )
-from memwall.predict.cuda_allocator.replay import replay
-from memwall.predict.cuda_allocator.search import search_settings
-from memwall.predict.cuda_allocator.settings import AllocatorSettings, format_settings, parse_settings
-from memwall.predict.cuda_allocator.versions import profile_for
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, format_settings, parse_settings
+from memwall.predict.cuda_allocator.event_replay import replay
+from memwall.predict.cuda_allocator.settings_search import search_settings
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch
-from memwall.predict.snapshot.replay import Recording, recording_of, releases_of
+from memwall.predict.snapshot.device_history import Recording, recording_of, releases_of
 from memwall.predict.snapshot.ties import RELEASE_OF_RULE, tie_check
 from memwall.trace.snapshot.records import Snapshot
 from memwall.units import format_bytes

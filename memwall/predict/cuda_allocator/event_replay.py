@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.blocks import PENDING, Block
-from memwall.predict.cuda_allocator.events import (
+from memwall.predict.cuda_allocator.allocator_events import (
     ALLOC,
     BEGIN_POOL,
     COMPLETE,
@@ -24,11 +23,12 @@ from memwall.predict.cuda_allocator.events import (
     EventTrace,
     HeldMemory,
 )
-from memwall.predict.cuda_allocator.loaded import load
-from memwall.predict.cuda_allocator.settings import AllocatorSettings
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
+from memwall.predict.cuda_allocator.held_memory import load
+from memwall.predict.cuda_allocator.memory_blocks import PENDING, Block
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.state import PeakExceeded
-from memwall.predict.cuda_allocator.versions import VersionProfile
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
 __all__ = ["Figures", "Playback", "replay"]
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.versions import VersionProfile
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
 __all__ = [
     "MIB",

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from msgspec import Struct
 from msgspec.structs import replace
 
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.cuda_allocator.rounding import rounded_bytes
-from memwall.predict.cuda_allocator.settings import AllocatorSettings
 from memwall.trace.snapshot.records import Event
 
 __all__ = ["MemoryState", "Range", "UsedBlock", "range_of"]

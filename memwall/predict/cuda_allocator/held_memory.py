@@ -8,8 +8,8 @@ from collections import deque
 from itertools import pairwise
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.blocks import FREE, PENDING, UNMAPPED, USED, Block, Segment
-from memwall.predict.cuda_allocator.events import HeldBlock, HeldMemory, HeldRange
+from memwall.predict.cuda_allocator.allocator_events import HeldBlock, HeldMemory, HeldRange
+from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, UNMAPPED, USED, Block, Segment
 from memwall.predict.cuda_allocator.rounding import SMALL_BUFFER_BYTES, round_up
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.state import PendingUse
