@@ -13,6 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 from planner_chain import chain_of
 from planner_dynamic import solve_chain
+from planner_greedy import solve_greedy
 from planner_models import PlannedStep
 from planner_simulator import MIN_MOVED_BYTES, Order, Outcome, Simulator
 from planner_tape import DEVICE
@@ -21,7 +22,6 @@ from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import build_instance, build_menus, treatments_of_choice
 from memwall.planning.menu_records import Costs, Menu
 from memwall.planning.solver.evaluate import evaluate
-from memwall.planning.solver.greedy import solve_greedy
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.solve import solve
 from memwall.predict.curve import live_peak_bytes

@@ -12,11 +12,11 @@ import highspy
 import pytest
 from msgspec.structs import replace
 from planner_dynamic import Chain, ChainBlock, ChainOption, chain_instance
+from planner_greedy import solve_greedy
 
 from memwall.errors import PlanError
 from memwall.planning.solver import solve as solve_module
 from memwall.planning.solver.evaluate import Evaluation, evaluate
-from memwall.planning.solver.greedy import solve_greedy
 from memwall.planning.solver.instance import Choice, Instance
 from memwall.planning.solver.milp import solve_milp
 from memwall.planning.solver.solve import knob_choices, smallest_feasible_bytes, solve
@@ -68,38 +68,36 @@ def test_the_peak_never_rises_when_the_budget_is_lowered() -> None:
 @pytest.mark.parametrize("is_varied", [False, True])
 @pytest.mark.parametrize("budget_share", [0.5, 0.3, 0.15])
 @pytest.mark.parametrize("link_mib_per_ms", [20.0, 3.0])
-def test_no_knob_and_no_greedy_is_cheaper(
+def test_no_knob_is_cheaper_and_greedy_by_no_more_than_the_gap(
     decoder: Decoder, is_varied: bool, budget_share: float, link_mib_per_ms: float
 ) -> None:
     instance = decoder(24, is_varied=is_varied, budget_share=budget_share, link_mib_per_ms=link_mib_per_ms)
     choice = solve(instance)
     assert choice is not None
     assert evaluate(instance, choice.options).fits
-    rivals = [options for options in knob_choices(instance) if evaluate(instance, options).fits]
+    knobs = [verdict for options in knob_choices(instance) if (verdict := evaluate(instance, options)).fits]
+    assert choice.extra_seconds <= min(verdict.extra_seconds for verdict in knobs)
     greedy = solve_greedy(instance)
     assert greedy is not None
-    for options in (*rivals, greedy.options):
-        assert choice.extra_seconds <= evaluate(instance, options).extra_seconds
+    step_seconds = sum(block.forward_seconds + block.backward_seconds for block in instance.blocks)
+    assert choice.extra_seconds <= greedy.extra_seconds + 0.001 * step_seconds
     assert 0.0 < choice.lower_bound_seconds <= choice.extra_seconds
 
 
-def test_a_program_that_stops_inside_its_gap_does_not_win_against_a_better_greedy_answer(
+def test_a_program_that_stops_inside_its_gap_does_not_win_against_a_better_knob(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Here the program may stop at 5.52 % of the step, and greedy finds 5.51 %.
     instance = decoder(32, is_varied=True, budget_share=0.15, link_mib_per_ms=20.0)
-    greedy = solve_greedy(instance)
-    assert greedy is not None
-    everywhere = next(o for o in knob_choices(instance) if evaluate(instance, o).fits and o != greedy.options)
-    worse = evaluate(instance, everywhere).extra_seconds
-    assert worse > greedy.extra_seconds
+    fitting = [(evaluate(instance, options), options) for options in knob_choices(instance)]
+    costs = sorted((verdict.extra_seconds, options) for verdict, options in fitting if verdict.fits)
+    (best_seconds, best), (worse_seconds, worse) = costs[0], costs[-1]
+    assert worse_seconds > best_seconds
 
     def stopped_early(_: Instance, **__: object) -> Choice:
-        return Choice(everywhere, worse, 0.9 * greedy.extra_seconds)
+        return Choice(worse, worse_seconds, 0.9 * best_seconds)
 
     monkeypatch.setattr(solve_module, "solve_milp", stopped_early)
-    choice = solve(instance)
-    assert choice == Choice(greedy.options, greedy.extra_seconds, 0.9 * greedy.extra_seconds)
+    assert solve(instance) == Choice(best, best_seconds, 0.9 * best_seconds)
 
 
 def test_when_everything_fits_nothing_is_done_and_nothing_is_solved(
@@ -160,23 +158,6 @@ def test_no_rows_have_no_smallest_budget() -> None:
     assert solve(instance) == Choice((0, 0), 0.0, 0.0)
     with pytest.raises(PlanError, match="trace at least one step"):
         smallest_feasible_bytes(instance)
-
-
-def test_without_highspy_the_greedy_plan_stands_and_claims_no_bound(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    instance = decoder(16, is_varied=True, budget_share=0.3, link_mib_per_ms=20.0)
-    optimum = solve(instance)
-    monkeypatch.setitem(sys.modules, "highspy", None)
-    choice = solve(instance)
-    assert optimum is not None
-    assert choice is not None
-    assert evaluate(instance, choice.options).fits
-    assert choice.extra_seconds >= optimum.lower_bound_seconds > 0.0
-    assert choice.lower_bound_seconds == 0.0
-    assert "highspy is not installed" in caplog.text
-    smallest_bytes = smallest_feasible_bytes(instance)
-    assert solve(replace(instance, budget_bytes=smallest_bytes)) is not None
 
 
 class Talkative(highspy.Highs):

@@ -1,4 +1,4 @@
-"""Greedy and the mixed-integer program: within the budget, honest about cost, and as good as they say."""
+"""The mixed-integer program and its greedy rival: within the budget, honest about cost, as good as they say."""
 
 import random
 from collections.abc import Callable
@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from planner_greedy import _Table, solve_greedy
 
 from memwall.planning.solver import milp
 from memwall.planning.solver.evaluate import Evaluation, evaluate
-from memwall.planning.solver.greedy import _Table, solve_greedy
 from memwall.planning.solver.instance import Block, Instance, Link, Option, Row
 from memwall.planning.solver.milp import milp_lowest_peak, solve_milp
 
@@ -179,8 +179,7 @@ def test_the_lowest_peak_is_the_lowest_of_all_choices(
     for _ in range(150):
         instance = replace(random_instance(rng, rng.randint(1, 5)), budget_bytes=1 << 40)
         lowest_bytes = min(verdict.peak_bytes for verdict in all_verdicts(instance) if verdict.fits)
-        options = milp_lowest_peak(instance)
-        assert options is not None
+        options = milp_lowest_peak(instance, start=(0,) * len(instance.blocks))
         assert evaluate(instance, options).peak_bytes == lowest_bytes
 
 
@@ -209,21 +208,6 @@ def test_the_greedy_tables_agree_with_the_evaluator_on_every_single_change(
             assert after[index, option] == pytest.approx(evaluate(instance, changed).extra_seconds, abs=1e-9)
 
 
-def test_greedy_is_never_above_capacity_on_ten_thousand_instances(random_instance: RandomInstance) -> None:
-    rng = random.Random(17)
-    num_answers = 0
-    for _ in range(10_000):
-        instance = random_instance(rng, rng.randint(1, 4))
-        choice = solve_greedy(instance)
-        if choice is not None:
-            num_answers += 1
-            verdict = evaluate(instance, choice.options)
-            assert verdict.fits
-            assert choice.extra_seconds == verdict.extra_seconds
-            assert choice.lower_bound_seconds == 0.0
-    assert num_answers >= 3000
-
-
 def test_greedy_finds_most_of_what_there_is(random_instance: RandomInstance, all_verdicts: AllVerdicts) -> None:
     rng = random.Random(18)
     num_feasible = num_found = 0
@@ -231,8 +215,11 @@ def test_greedy_finds_most_of_what_there_is(random_instance: RandomInstance, all
         instance = random_instance(rng, rng.randint(1, 5))
         is_feasible = any(verdict.fits for verdict in all_verdicts(instance))
         choice = solve_greedy(instance)
-        assert is_feasible or choice is None
         num_feasible += is_feasible
         num_found += choice is not None
+        if choice is not None:
+            verdict = evaluate(instance, choice.options)
+            assert verdict.fits
+            assert choice.extra_seconds == verdict.extra_seconds
     assert num_feasible >= 80
     assert num_found >= 0.95 * num_feasible

@@ -6,7 +6,7 @@ the answer is evaluated in integer bytes, and one that is over the budget is cut
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["milp_lowest_peak", "solve_milp"]
 
 _MOST_SOLVES = 6
+_MOST_SECONDS = 10.0
+"""The time limit of each solve; there is more than one only if an answer fails verification."""
+_GAP_SHARE_OF_PEAK = 0.001
 _ROW_SCALE = 1 << 12
 _TIES = 1e-6
 """Price of moving everything that could be moved, as a part of the step: decides between equal choices only."""
@@ -30,11 +33,10 @@ _TIES = 1e-6
 def solve_milp(
     instance: Instance,
     *,
-    starts: Iterable[tuple[int, ...]] = (),
+    start: tuple[int, ...] | None = None,
     gap_share_of_step: float = 0.001,
-    time_limit_seconds: float = 10.0,
 ) -> Choice | None:
-    """The cheapest choice within the budget, up to the gap; the time limit keeps the best one found by then.
+    """Returns the cheapest choice within the budget, up to the gap; the time limit keeps the best one found by then.
 
     One thread and a fixed seed: equal inputs give equal answers, unless the time limit ends the solve. The decoder in
     the tests of planning with 96 blocks, 8 options and one link of 20 MiB/ms took 0.1 to 1.8 CPU seconds over its six
@@ -43,16 +45,12 @@ def solve_milp(
 
     Args:
         instance: what to solve.
-        starts: known choices; the cheapest that fits is where HiGHS begins.
+        start: a choice that fits, from which HiGHS begins.
         gap_share_of_step: stop when the bound is within this part of the step's forward and backward seconds. Relative
             to the step, because a plan that costs next to nothing need not be proven cheapest to the last bit.
-        time_limit_seconds: for each solve; there is more than one only if an answer fails verification.
 
     Returns:
         A choice that `evaluate` approves, and the bound; None if there is none or none was found.
-
-    Raises:
-        ImportError: highspy is not installed.
     """
     step_seconds = sum(block.forward_seconds + block.backward_seconds for block in instance.blocks)
     unit_seconds = (
@@ -60,13 +58,12 @@ def solve_milp(
         or max((option.extra_seconds for block in instance.blocks for option in block.options), default=0.0)
         or 1.0
     )
-    start = _cheapest_fitting(instance, starts)
     program = _seconds_program(instance, unit_seconds)
     if program is None:
         return None
     gap = gap_share_of_step * step_seconds / unit_seconds
     for _ in range(_MOST_SOLVES):
-        found = _run(program, start=start, absolute_gap=gap, time_limit_seconds=time_limit_seconds)
+        found = _run(program, start=start, absolute_gap=gap)
         if found.options is None:
             return None
         verdict = evaluate(instance, found.options)
@@ -81,29 +78,21 @@ def solve_milp(
     return None
 
 
-def milp_lowest_peak(
-    instance: Instance,
-    *,
-    starts: Iterable[tuple[int, ...]] = (),
-    gap_share_of_peak: float = 0.001,
-    time_limit_seconds: float = 10.0,
-) -> tuple[int, ...] | None:
-    """The choice with the lowest peak, up to the gap: the budget becomes the quantity to minimise.
+def milp_lowest_peak(instance: Instance, *, start: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the choice with the lowest peak, up to the gap: the budget becomes the quantity to minimise.
 
     The link's speed plays no part: any move is possible for one who waits. Its room does.
 
-    Raises:
-        ImportError: highspy is not installed.
+    Args:
+        start: a choice that the tier has room for, from which HiGHS begins.
     """
     program = _peak_program(instance)
     if program is None:
-        return None
+        return start
+    gap = _GAP_SHARE_OF_PEAK * evaluate(instance, start).peak_bytes / program.unit_bytes
+    found = _run(program, start=start, absolute_gap=gap).options
     anything = replace(instance, budget_bytes=_largest_bytes(instance))
-    start = _cheapest_fitting(anything, starts, lowest_peak=True)
-    lowest = evaluate(instance, start).peak_bytes if start else _largest_bytes(instance)
-    gap = gap_share_of_peak * lowest / program.unit_bytes
-    found = _run(program, start=start, absolute_gap=gap, time_limit_seconds=time_limit_seconds)
-    return found.options if found.options and evaluate(anything, found.options).fits else start
+    return found if found and evaluate(anything, found).fits else start
 
 
 class _Program:
@@ -269,21 +258,12 @@ def _largest_bytes(instance: Instance) -> int:
     )
 
 
-def _cheapest_fitting(
-    instance: Instance, starts: Iterable[tuple[int, ...]], *, lowest_peak: bool = False
-) -> tuple[int, ...] | None:
-    fitting = [(verdict, start) for start in starts if (verdict := evaluate(instance, start)).fits]
-    if not fitting:
-        return None
-    return min(fitting, key=lambda pair: pair[0].peak_bytes if lowest_peak else pair[0].extra_seconds)[1]
-
-
 class _Found(NamedTuple):
     options: tuple[int, ...] | None
     bound: float
 
 
-def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: float, time_limit_seconds: float) -> _Found:
+def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: float) -> _Found:
     """The best integer solution HiGHS finds, and its dual bound in the program's units (-inf where it has none)."""
     import highspy
 
@@ -312,7 +292,7 @@ def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: floa
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("mip_rel_gap", 0.0)
     solver.setOptionValue("mip_abs_gap", max(absolute_gap, 1e-6))
-    solver.setOptionValue("time_limit", time_limit_seconds)
+    solver.setOptionValue("time_limit", _MOST_SECONDS)
     solver.passModel(lp)
     if start is not None:
         columns = np.arange(program.num_binaries, dtype=np.int32)

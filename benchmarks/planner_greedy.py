@@ -1,4 +1,4 @@
-"""Greedy choice: first incumbent of the mixed-integer program, the baseline it must not lose to, the answer without it.
+"""Greedy choice on memwall's menu: the baseline that the mixed-integer program must not lose to.
 
 Starts from keeping everything and, while the peak is over the budget, makes the one change that costs the least
 seconds per byte of true peak removed; then takes back what turned out not to be needed. Only one block differs
@@ -13,18 +13,16 @@ from numpy.typing import NDArray
 
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance
+from memwall.planning.solver.solve import knob_choices
 
-__all__ = ["greedy_lowest_peak", "solve_greedy", "uniform_choices"]
-
-_OUT_OF_REACH_BYTES = -1
-"""A budget no row meets, so that the descent goes on to the lowest peak it can reach."""
+__all__ = ["solve_greedy"]
 
 _Bytes = NDArray[np.int64]
 _Seconds = NDArray[np.float64]
 
 
 def solve_greedy(instance: Instance) -> Choice | None:
-    """A choice within the budget by greedy descent, or None where the descent found none (one may still exist)."""
+    """Returns a choice within the budget by greedy descent; None where it found none, though one may exist."""
     table = _Table(instance)
     if table.is_hopeless():
         return None
@@ -41,30 +39,9 @@ def solve_greedy(instance: Instance) -> Choice | None:
     return min(answers, key=lambda choice: choice.extra_seconds, default=None)
 
 
-def greedy_lowest_peak(instance: Instance) -> tuple[int, ...]:
-    """The choice with the lowest peak that greedy descent finds, whatever the budget; ties go to fewer seconds."""
-    table = _Table(instance)
-    keep_all = (0,) * len(instance.blocks)
-    best, best_key = keep_all, (evaluate(instance, keep_all).peak_bytes, 0.0)
-    for start in (keep_all, *_fallback_starts(instance, table)):
-        found = _descend(table, start, _OUT_OF_REACH_BYTES)
-        verdict = evaluate(instance, found)
-        key = (verdict.peak_bytes, verdict.extra_seconds)
-        if verdict.moved_bytes <= table.room_bytes and key < best_key:
-            best, best_key = found, key
-    return best
-
-
-def uniform_choices(instance: Instance) -> Iterator[tuple[int, ...]]:
-    """For each option name, in order of appearance: every block that has it takes it, the others keep."""
-    positions = [{option.name: index for index, option in enumerate(block.options)} for block in instance.blocks]
-    for name in dict.fromkeys(option.name for block in instance.blocks for option in block.options):
-        yield tuple(position.get(name, 0) for position in positions)
-
-
 def _fallback_starts(instance: Instance, table: "_Table") -> Iterator[tuple[int, ...]]:
-    """Other places to descend from: each option everywhere, and per block the option that holds least over all rows."""
-    yield from uniform_choices(instance)
+    """Yields other places to descend from: the knobs, and per block the option that holds least over all rows."""
+    yield from knob_choices(instance)
     if len(instance.blocks) and len(instance.rows):
         total = table.held.sum(axis=0)
         total[~table.exists | (table.moved > table.room_bytes)] = np.iinfo(np.int64).max
