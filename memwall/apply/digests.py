@@ -123,11 +123,15 @@ class Digesting:
     Args:
         norms: layers whose running statistics do not count: they are saved beside what backward reads.
         keeps: whether to keep the tensors too; backward then reads these, until `release`.
+        repeats: a run that keeps its tensors, which this one repeats. From a tensor with the same bits on, the two runs
+            share the later one, so that a proof needs hardly more memory than the saved tensors.
     """
 
-    def __init__(self, norms: Sequence[nn.Module] = (), *, keeps: bool = False) -> None:
+    def __init__(
+        self, norms: Sequence[nn.Module] = (), *, keeps: bool = False, repeats: "Digesting | None" = None
+    ) -> None:
         self.taken: list[Digest] = []
-        self._norms, self._keeps = norms, keeps
+        self._norms, self._keeps, self._repeated = norms, keeps, repeats
         self._kept: list[_Kept] = []
         self._passed_by: frozenset[int] = frozenset()
 
@@ -150,9 +154,16 @@ class Digesting:
             kept.tensor = None
         self._kept = []
 
+    def share(self, number: int, digest: Digest, tensor: Tensor) -> None:
+        """Keeps this tensor instead of the one of that number, if their bits are the same. Waits for a device."""
+        if number < len(self._kept) and digest.order and not difference(self.taken[number : number + 1], [digest]):
+            self._kept[number].put(tensor.detach())
+
     def _pack(self, tensor: Tensor) -> Any:
         is_passed_by = self._passed_by and tensor.data_ptr() in self._passed_by
         self.taken.append(Digest(tuple(tensor.shape), tensor.dtype, (), 0) if is_passed_by else digest_of(tensor))
+        if self._repeated is not None and type(tensor) is Tensor:
+            self._repeated.share(len(self.taken) - 1, self.taken[-1], tensor)
         packed = self._pack_outer(tensor)
         if not self._keeps:
             return packed
@@ -171,8 +182,13 @@ class _Kept:
     __slots__ = ("outer", "tensor", "version")
 
     def __init__(self, outer: Any, tensor: Tensor) -> None:
-        self.outer, self.version = outer, version_of(tensor)
+        self.outer = outer
+        self.put(tensor)
+
+    def put(self, tensor: Tensor) -> None:
+        """Makes this the tensor that backward reads."""
         self.tensor: Tensor | None = tensor
+        self.version = version_of(tensor)
 
     def unchanged(self) -> Tensor:
         """The tensor; torch looks for writes into it itself only where there are no hooks."""

@@ -88,7 +88,8 @@ class _Block:
         return tensors
 
     def _prove(self, call: "_Call", tensors: list[Tensor]) -> Any:
-        first, second = Digesting(self.norms, keeps=True), Digesting(self.norms)
+        first = Digesting(self.norms, keeps=True)
+        second = Digesting(self.norms, repeats=first)
         call.digesting = first
         random = _TorchRandom(tensors)
         out = call.begin(tensors)

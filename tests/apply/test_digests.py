@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memwall.apply.digests import Digest, difference, digest_of, weighted_sum
+from memwall.apply.digests import Digest, Digesting, difference, digest_of, weighted_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.uint8, torch.complex64]
 
@@ -69,3 +69,28 @@ def test_a_mode_that_watches_operations_sees_nothing() -> None:
     with Watching():
         digest_of(tensor)
     assert seen == []
+
+
+def test_of_two_runs_with_the_same_bits_only_the_later_ones_tensors_are_kept() -> None:
+    """A proof keeps what the first run saved while the block runs again: it would need twice the block's bytes."""
+    x = torch.randn(100, requires_grad=True)
+    first = Digesting(keeps=True)
+    with first:
+        out = x.exp()
+    earlier = out.data_ptr()
+    with Digesting(repeats=first):
+        again = x.detach().requires_grad_().exp()
+    assert out.grad_fn is not None
+    assert out.grad_fn._saved_result.data_ptr() == again.data_ptr() != earlier  # type: ignore[attr-defined]
+
+
+def test_of_two_runs_with_other_bits_backward_has_the_first_ones() -> None:
+    x = torch.randn(100, requires_grad=True)
+    first = Digesting(keeps=True)
+    with first:
+        out = x.exp()
+    with Digesting(repeats=first):
+        (x.detach() + 1).requires_grad_().exp()
+    out.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, x.detach().exp(), rtol=0, atol=0)
