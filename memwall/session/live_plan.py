@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memwall.apply.applied import AppliedPlan
-from memwall.apply.ddp_buckets import when_rebuilt
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.memory.cuda_setting import restore_variables
+from memwall.apply.memory.ddp_buckets import when_rebuilt
 from memwall.apply.memory.exhaustion import Exhaustion
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu

@@ -13,6 +13,7 @@ __all__ = [
     "is_running_norm",
     "own_buffers",
     "own_parameters",
+    "waits_for_new_buckets",
     "with_parameters",
     "without_state_dict_entry",
 ]
@@ -74,3 +75,11 @@ def checkpointing_function_of(module: nn.Module) -> Any:
     Source: transformers/modeling_utils.py, `_set_gradient_checkpointing` (5.23).
     """
     return getattr(module, "_gradient_checkpointing_func", None)
+
+
+def waits_for_new_buckets(parallel: nn.Module) -> bool:
+    """Returns whether DistributedDataParallel is still to make its buckets anew; False where this torch does not tell.
+
+    Then nothing returns the memory of the old ones to the system, up to 32 MiB.
+    """
+    return getattr(parallel, "_has_rebuilt_buckets", None) is False

@@ -1,11 +1,12 @@
 """torch's private names: each is there and does what memwall needs."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from memwall.torch_internals import (
     autograd,
@@ -277,6 +278,20 @@ def test_running_norms_and_compiled_modules_are_told() -> None:
     assert not modules.is_running_norm(nn.LayerNorm(1))
     assert modules.is_compiled(torch.compile(nn.Linear(1, 1)))
     assert not modules.is_compiled(nn.Linear(1, 1))
+
+
+def test_distributed_data_parallel_says_when_it_has_made_its_buckets_anew(tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+        waits = []
+        for _ in range(2):
+            parallel(torch.ones(2, 4)).sum().backward()
+            waits.append(modules.waits_for_new_buckets(parallel))
+    finally:
+        distributed.destroy_process_group()
+    assert waits == [True, False]
+    assert not modules.waits_for_new_buckets(nn.Linear(1, 1))
 
 
 def test_nested_values_are_walked_through() -> None:

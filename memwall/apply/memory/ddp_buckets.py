@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from memwall.torch_internals.modules import waits_for_new_buckets
+
 __all__ = ["when_rebuilt"]
 
 
 def when_rebuilt(model: nn.Module, do: Callable[[], None]) -> tuple[RemovableHandle, ...]:
-    """Has something done once, as soon as buckets were made anew, before the forward that follows inside.
+    """Does something once, as soon as buckets were made anew, before the forward that follows inside.
 
     Returns:
         Hooks that can be removed at any time; none where no part of the model has such buckets.
@@ -22,13 +24,13 @@ def when_rebuilt(model: nn.Module, do: Callable[[], None]) -> tuple[RemovableHan
     return tuple(
         _hook(part, do)
         for part in model.modules()
-        if isinstance(part, DistributedDataParallel) and not part._has_rebuilt_buckets
+        if isinstance(part, DistributedDataParallel) and waits_for_new_buckets(part)
     )
 
 
 def _hook(parallel: DistributedDataParallel, do: Callable[[], None]) -> RemovableHandle:
     def before_forward(*_: object) -> None:
-        if parallel._has_rebuilt_buckets:
+        if not waits_for_new_buckets(parallel):
             handle.remove()
             do()
 
