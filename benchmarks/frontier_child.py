@@ -49,7 +49,7 @@ def _memwall(
     from memwall.apply.blocks.executor import BlockExecutor, resolve_blocks
     from memwall.apply.optimizer_state.on_disk import OptimizerState
     from memwall.apply.optimizer_state.spaces import DiskSpace
-    from memwall.apply.streaming.model import streamed_init
+    from memwall.apply.streaming.building import Building
     from memwall.apply.streaming.parameters import ParameterStreaming
     from memwall.apply.streaming.tier import ParameterTier
     from memwall.apply.techniques.recompute import RecomputeLayer
@@ -61,7 +61,7 @@ def _memwall(
         stack.enter_context(tensor_heap())
         pools = [stack.enter_context(TransferPool(ScratchFile(options.disk))) for _ in range(2)]
         tier = ParameterTier(pools[0], window_bytes=_WINDOW_BYTES, min_bytes=_MIN_BYTES)
-        with streamed_init(tier):
+        with Building(lambda _: True, lambda: tier):
             model = build()
         streaming = ParameterStreaming(model, tier)
         blocks = [f"blocks.{number}" for number in range(options.layers)]
