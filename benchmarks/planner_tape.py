@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from memwall.trace.records import Category, Machine, Module, ModuleCall, Op, Phase, SavedTensor, Step, Storage, Trace
+from memwall.machine.tiers import Machine
+from memwall.trace.records import Category, Module, ModuleCall, Op, Phase, SavedTensor, Step, Storage, Trace
 
 DEVICE = "cuda"
 
@@ -330,7 +331,7 @@ class Tape:
             process_peak_bytes=0,
         )
         return Trace(
-            schema="memwall.trace/1",
+            schema="memwall.trace/2",
             source="fake",
             device=DEVICE,
             torch_version="",

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 from torch import nn
 
+from memwall.machine.tiers import Tier
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
@@ -71,5 +72,7 @@ def resumable_on_disk() -> Plan:
 
 
 def on_machine(trace: Trace, **facts: object) -> Trace:
-    """The trace as if recorded on another machine."""
-    return msgspec.structs.replace(trace, machine=msgspec.structs.replace(trace.machine, **facts))
+    """Returns the trace as if recorded on another machine: facts are of its next tier, or of the machine itself."""
+    of_tier = {name: facts.pop(name) for name in Tier.__struct_fields__ if name in facts}
+    tiers = tuple(msgspec.structs.replace(tier, **of_tier) for tier in trace.machine.tiers)
+    return msgspec.structs.replace(trace, machine=msgspec.structs.replace(trace.machine, **({"tiers": tiers} | facts)))

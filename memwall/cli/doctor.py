@@ -10,7 +10,7 @@ from memwall.patches import active
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
-    from memwall.observe.doctor import Finding, Machine
+    from memwall.observe.doctor import Finding, Inspection
     from memwall.patches import InEffect
 
 
@@ -36,7 +36,7 @@ def doctor(
         _show(machine, warnings, changes)
 
 
-def _show(machine: "Machine", warnings: "tuple[Finding, ...]", changes: "tuple[InEffect, ...]") -> None:
+def _show(machine: "Inspection", warnings: "tuple[Finding, ...]", changes: "tuple[InEffect, ...]") -> None:
     """Prints a table of facts, then the warnings."""
     from rich.console import Console
     from rich.table import Table
@@ -56,7 +56,7 @@ def _show(machine: "Machine", warnings: "tuple[Finding, ...]", changes: "tuple[I
         console.print("\nnothing to mend")
 
 
-def _rows(machine: "Machine") -> list[tuple[str, str]]:
+def _rows(machine: "Inspection") -> list[tuple[str, str]]:
     """Name and text of every fact, as a person reads them."""
     rows = [
         (

@@ -167,7 +167,7 @@ def plan(
             trace,
             budget=budget_bytes,
             disk=None if disk_tier is None else str(disk_tier.directory),
-            disk_capacity_bytes=capacity_bytes,
+            tier_capacity_bytes=capacity_bytes,
             disk_writes=disk_bytes_per_day,
             allow=allowed,
             global_batch=global_batch,

@@ -26,6 +26,7 @@ from memwall.errors import MemwallError, OutOfMemoryError, StoreError, UsageErro
 from memwall.integrations.preflight import check_model
 from memwall.machine.disk_location import default_directory
 from memwall.machine.meter import meter_of, return_free_memory
+from memwall.machine.tiers import Machine
 from memwall.observe.history import MemoryHistory
 from memwall.patches import Patches
 from memwall.session.measurements import standing_bytes
@@ -34,7 +35,7 @@ from memwall.session.session import Session
 from memwall.torch_internals.autograd import current_node
 from memwall.trace.optimizers import trains
 from memwall.trace.record import TraceBuilder
-from memwall.trace.records import Machine, Trace
+from memwall.trace.records import Trace
 
 __all__ = ["ScriptEnded", "profile_script", "run_script"]
 

@@ -2,34 +2,29 @@
 
 import mmap
 import os
+import shutil
 import time
-from dataclasses import dataclass
 
 from memwall.machine.disk_location import check_directory
+from memwall.machine.limits import num_local_ranks
+from memwall.machine.tiers import Tier
 from memwall.store.backend import IOBackend
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.store.transfer import DEFAULT_BLOCK_BYTES, Transfer, TransferPool
 
-__all__ = ["DiskSpeed", "probe_disk"]
+__all__ = ["probe_disk"]
 
 _PASS_SECONDS = 0.25
 _QUEUE_DEPTH = 4
 
 
-@dataclass(frozen=True, slots=True)
-class DiskSpeed:
-    """What the store reaches on one disk, alone on it: a training step shares the disk and the processor."""
-
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-
-
 def probe_disk(
     directory: str | os.PathLike[str], num_bytes: int = 256 << 20, *, backend: IOBackend | None = None
-) -> DiskSpeed:
-    """Write and read up to `num_bytes` in `directory`, for at most about a second in all; leaves nothing behind.
+) -> Tier:
+    """Measures the disk of a directory, as what the store reaches when nothing else uses disk and processor.
 
-    The extents are written once before the timing, as in a run: first writes into fresh extents are slower.
+    Writes and reads up to `num_bytes` for at most about a second in all, and leaves nothing behind. The extents are
+    written once before the timing, as in a run: first writes into fresh extents are slower.
 
     Raises:
         StoreError: the directory is unsuitable, full, or fails.
@@ -42,9 +37,14 @@ def probe_disk(
         num_warmed, _ = _timed_pass(pool, slots, views, is_read=False)
         num_written, write_seconds = _timed_pass(pool, slots[:num_warmed], views, is_read=False)
         num_read, read_seconds = _timed_pass(pool, slots[:num_written], views, is_read=True)
-    return DiskSpeed(
+    usage = shutil.disk_usage(directory)
+    return Tier(
+        name="disk",
+        directory=os.fspath(directory),
         write_bytes_per_second=num_written * block_bytes / write_seconds,
         read_bytes_per_second=num_read * block_bytes / read_seconds,
+        free_bytes=usage.free // num_local_ranks(),  # of which each rank plans to use all
+        total_bytes=usage.total,
     )
 
 

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memwall.machine.tiers import Tier
 from memwall.store.pinned_tier import PinnedArena
 
-__all__ = ["LinkSpeed", "link_speed", "rates"]
+__all__ = ["probe_link", "rates"]
 
 # On the device and on the host there is one of these in each direction: together what a window of saved tensors takes.
 _PROBE_BYTES = 16 << 20
@@ -16,16 +17,8 @@ _PROBE_BYTES = 16 << 20
 _NUM_COPIES = 5
 
 
-class LinkSpeed(NamedTuple):
-    """Bytes per second in each direction."""
-
-    write_bytes_per_second: float
-    """From the device to the host."""
-    read_bytes_per_second: float
-
-
-def link_speed(device: torch.device, *, limit_bytes: int) -> LinkSpeed:
-    """The speeds of a device's link, by a few copies on streams of their own.
+def probe_link(device: torch.device, *, limit_bytes: int) -> Tier:
+    """Measures host memory as the tier below a device, by a few copies on streams of their own.
 
     32 MiB of the device's memory are taken for them and given back to the driver, so that no peak shows them.
 
@@ -37,21 +30,23 @@ def link_speed(device: torch.device, *, limit_bytes: int) -> LinkSpeed:
     """
     arena = PinnedArena(limit_bytes, chunk_bytes=0)
     try:
-        return _measured(device, arena)
+        written, read = _measured(device, arena)
     finally:
         arena.close()
         torch.cuda.empty_cache()
+    return Tier(name="host", write_bytes_per_second=written, read_bytes_per_second=read, free_bytes=limit_bytes)
 
 
-def rates(out_seconds: float, back_seconds: float, both_seconds: float) -> LinkSpeed:
-    """What copies of the probe's size that took so long say of the link.
+def rates(out_seconds: float, back_seconds: float, both_seconds: float) -> tuple[float, float]:
+    """Returns the bytes per second out and back that copies of the probe's size show, which took so long.
 
     A plan counts on one direction at a time, so that both at once may take as long as one after the other. Where they
     take longer, each counts as so much slower. To two digits: no more of them repeat, and a plan depends on all there
     are.
     """
     slower = max(1.0, both_seconds / (out_seconds + back_seconds))
-    return LinkSpeed(*(float(f"{_PROBE_BYTES / (s * slower):.1e}") for s in (out_seconds, back_seconds)))
+    written, read = (float(f"{_PROBE_BYTES / (s * slower):.1e}") for s in (out_seconds, back_seconds))
+    return written, read
 
 
 class _Copy(NamedTuple):
@@ -60,7 +55,7 @@ class _Copy(NamedTuple):
     source: Tensor
 
 
-def _measured(device: torch.device, arena: PinnedArena) -> LinkSpeed:
+def _measured(device: torch.device, arena: PinnedArena) -> tuple[float, float]:
     ours, other = (torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     out = _Copy(torch.cuda.Stream(device), target=arena.allocate(_PROBE_BYTES).memory, source=ours)
     back = _Copy(torch.cuda.Stream(device), target=other, source=arena.allocate(_PROBE_BYTES).memory)

@@ -9,15 +9,17 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-from memwall.errors import UsageError
+from memwall.errors import StoreError, UsageError
+from memwall.machine.disk_location import default_directory
+from memwall.machine.disk_probe import probe_disk
 from memwall.machine.limits import CgroupLimit, cgroup_limit, memory_limit_bytes
-from memwall.observe.doctor_disk import Disk, measure_disk
+from memwall.machine.tiers import Tier
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.trace.tags import Tag, measured_tag
 from memwall.units import format_bytes
 
-__all__ = ["Device", "Finding", "Library", "Machine", "inspect_machine", "warnings_of"]
+__all__ = ["Device", "Finding", "Library", "Inspection", "inspect_machine", "warnings_of"]
 
 # Distribution names, with the extra that installs each one that is optional.
 _LIBRARIES: tuple[tuple[str, str], ...] = (
@@ -53,7 +55,7 @@ class Library(Struct, frozen=True, kw_only=True):
     """The extra of torch-memwall that installs it; "" for one that is required."""
 
 
-class Machine(Struct, frozen=True, kw_only=True):
+class Inspection(Struct, frozen=True, kw_only=True):
     """Everything `memwall doctor` looks at."""
 
     tag: Tag
@@ -75,7 +77,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     """Why CPU tensors cannot have a heap of their own; "" where they can."""
     shm_total_bytes: int | None
     """Size of /dev/shm; None where there is none."""
-    disk: Disk | None
+    disk: Tier | None
     """None where no folder was named and the default one is unsuitable."""
     disk_problem: str
     """Why the default folder is unsuitable; "" where it is not."""
@@ -93,7 +95,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     advice: str
 
 
-def inspect_machine(directory: Path | None = None) -> Machine:
+def inspect_machine(directory: Path | None = None) -> Inspection:
     """Look at this machine; takes a second or two, writing and deleting a file in `directory`.
 
     Args:
@@ -104,10 +106,10 @@ def inspect_machine(directory: Path | None = None) -> Machine:
     """
     import torch
 
-    disk, disk_problem = measure_disk(directory)
+    disk, disk_problem = _measured_disk(directory)
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     devices = _devices(memory.available)
-    return Machine(
+    return Inspection(
         tag=measured_tag(devices[0].name),
         devices=devices,
         num_cores=_num_usable_cores(),
@@ -129,7 +131,7 @@ def inspect_machine(directory: Path | None = None) -> Machine:
     )
 
 
-def warnings_of(machine: Machine) -> tuple[Finding, ...]:
+def warnings_of(machine: Inspection) -> tuple[Finding, ...]:
     """What is wrong or will surprise, each with what to do; empty on a machine in order."""
     found: list[Finding] = []
 
@@ -196,6 +198,16 @@ def _allocator_findings(torch_version: str) -> tuple[str, ...]:
     except UsageError:  # older than any allocator that is modelled; that torch is too old is a finding of its own
         return ()
     return lint_variables(os.environ, profile)
+
+
+def _measured_disk(directory: Path | None) -> tuple[Tier | None, str]:
+    """Returns a directory's disk; or, of the one that is used when the user names none, why it is unsuitable."""
+    if directory is not None:
+        return probe_disk(directory), ""
+    try:
+        return probe_disk(default_directory()), ""
+    except StoreError as error:
+        return None, str(error)
 
 
 def _devices(available_bytes: int) -> tuple[Device, ...]:

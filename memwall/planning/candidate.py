@@ -130,19 +130,19 @@ def _link_time(found: Candidate, trace: Trace, process: Process, steady: Step) -
 
     What a step takes longer than moving all of it is no waiting for the link, but copies and faults on the way.
     """
-    machine = trace.machine
-    if not (machine.disk_write_bytes_per_second and machine.disk_read_bytes_per_second):
+    tier = trace.machine.next_tier
+    if tier is None:
         return None
     link = LinkTime(
         tier=process.next_tier,
         written_bytes=found.moved_bytes + found.location.written_bytes,
         read_bytes=found.moved_bytes + found.location.read_bytes,
         batched_bytes=found.moved_bytes,
-        write_bytes_per_second=machine.disk_write_bytes_per_second,
-        read_bytes_per_second=machine.disk_read_bytes_per_second,
+        write_bytes_per_second=tier.write_bytes_per_second,
+        read_bytes_per_second=tier.read_bytes_per_second,
         compute_seconds=found.compute_seconds,
         fixed_seconds=sum(op.seconds for op in steady.ops if op.phase == "optimizer"),
-        tier_total_bytes=machine.disk_total_bytes,
+        tier_total_bytes=tier.total_bytes,
     )
     at_least_seconds = step_seconds(steady) + found.extra_seconds - link.moving_seconds
     return msgspec.structs.replace(link, compute_seconds=max(link.compute_seconds, at_least_seconds))

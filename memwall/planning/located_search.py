@@ -178,12 +178,12 @@ class LocatedSearch:
             not_recomputed=self._settings.not_recomputed,
         )
         menus = build_menus(self._trace, model, costs)
-        link = None
-        if with_disk:
+        tier, link = machine.next_tier if with_disk else None, None
+        if tier is not None:
             # A block's seconds are those of all parts, its bytes those of one, which pass as often as there are parts.
             link = Link(
-                write_bytes_per_second=machine.disk_write_bytes_per_second / num_parts,
-                read_bytes_per_second=machine.disk_read_bytes_per_second / num_parts,
+                write_bytes_per_second=tier.write_bytes_per_second / num_parts,
+                read_bytes_per_second=tier.read_bytes_per_second / num_parts,
                 window_bytes=WINDOW_BYTES,
                 capacity_bytes=min(
                     self._inputs.capacity_bytes - self._location.held_bytes,

@@ -71,8 +71,8 @@ IN_MEMORY = Location()
 
 def can_offload(trace: Trace) -> str | None:
     """Returns None if bytes can leave the device for the next tier, else why not."""
-    if trace.device == "cpu" and not trace.machine.disk:
+    if trace.machine.next_tier is not None:
+        return None
+    if trace.device == "cpu":
         return "there is no disk to move saved tensors to; pass --disk DIR"
-    if trace.device != "cpu" and not trace.machine.disk_write_bytes_per_second:
-        return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
-    return None
+    return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"

@@ -14,13 +14,11 @@ def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int
         state_bytes: bytes of state that are in tensors large enough to move.
         capacity_bytes: bytes that the tier may be used for.
     """
-    machine = trace.machine
-    has_speed = bool(machine.disk_write_bytes_per_second and machine.disk_read_bytes_per_second)
     if trace.device not in ("cpu", "cuda"):
         return f"optimizer state moves from CPU and CUDA memory only; the trace is of device '{trace.device}'"
-    if trace.device == "cuda" and not has_speed:
-        return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
-    if trace.device == "cpu" and not (machine.disk and has_speed):
+    if trace.machine.next_tier is None:
+        if trace.device == "cuda":
+            return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
         return "there is no disk to move optimizer state to; pass --disk DIR"
     if JOINT in trace.optimizer:
         return f"several optimizers step the model ({trace.optimizer}), and their state stays in memory"

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
+from memwall.machine.tiers import Machine, Tier
 from memwall.planning.action import Action
 from memwall.planning.location import can_offload
 from memwall.planning.microbatch import candidate_micro_batches, with_micro_batch
@@ -21,7 +22,7 @@ from memwall.planning.techniques.kernels import can_use_kernels, could_have_kern
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.fused_optimizer import can_fuse, with_fused_optimizer
 from memwall.trace.build import steady_step
-from memwall.trace.records import Machine, Trace
+from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
 __all__ = ["Run", "estimate_relaxations", "plan_relaxations"]
@@ -202,10 +203,8 @@ def _with_host_memory(trace: Trace, settings: Settings) -> Trace:
     if settings.hardware is None:
         return trace
     speed = settings.hardware.host_link_bytes_per_second
-    machine = Machine(
-        disk_write_bytes_per_second=speed, disk_read_bytes_per_second=speed, disk_free_bytes=_ROOM_ENOUGH_BYTES
-    )
-    return msgspec.structs.replace(trace, machine=machine)
+    host = Tier(name="host", write_bytes_per_second=speed, read_bytes_per_second=speed, free_bytes=_ROOM_ENOUGH_BYTES)
+    return msgspec.structs.replace(trace, machine=Machine(tiers=(host,)))
 
 
 def _once(record: Callable[[], Trace] | None) -> Callable[[], Trace]:

@@ -44,7 +44,7 @@ def plan(
     *,
     budget: str | int,
     disk: str | None = None,
-    disk_capacity_bytes: int | None = None,
+    tier_capacity_bytes: int | None = None,
     disk_writes: str | int | None = None,
     allow: Sequence[str] = (),
     global_batch: int | None = None,
@@ -59,7 +59,7 @@ def plan(
     Args:
         budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
         disk: directory of the next tier; by default the one measured when the trace was recorded.
-        disk_capacity_bytes: the most to take of it; by default all that is free.
+        tier_capacity_bytes: the most to take of that tier; by default all that is free.
         disk_writes: the most to write to it in a day of training, in bytes or as a size such as "2TiB": writes wear a
             disk. By default there is no limit.
         allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --help` explains.
@@ -92,7 +92,7 @@ def plan(
     settings = Settings(
         budget_bytes=parse_size(budget),
         disk=disk,
-        disk_capacity_bytes=disk_capacity_bytes,
+        tier_capacity_bytes=tier_capacity_bytes,
         disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
         allow=tuple(allow),
         allow_accumulation=global_batch is not None,

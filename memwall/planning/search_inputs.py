@@ -51,7 +51,8 @@ class SearchInputs:
     @property
     def capacity_bytes(self) -> int:
         """Returns the bytes of the next tier that a plan may take."""
-        return self.settings.disk_capacity_bytes or self.trace.machine.disk_free_bytes
+        tier = self.trace.machine.next_tier
+        return self.settings.tier_capacity_bytes or (0 if tier is None else tier.free_bytes)
 
     def writable_bytes(self, location: Location) -> int:
         """Returns the bytes that a step may write to the disk beside a location's; negative if these are too many."""

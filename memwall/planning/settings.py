@@ -19,7 +19,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     budget_bytes: int
     disk: str | None = None
     """Directory for bytes that leave memory; None for the one the trace was recorded with."""
-    disk_capacity_bytes: int | None = None
+    tier_capacity_bytes: int | None = None
+    """The most bytes to take of the next tier; None for all that are free there."""
     disk_bytes_per_day: int | None = None
     """The most to write to the disk in a day of training; None for no limit."""
     allow: tuple[str, ...] = ()

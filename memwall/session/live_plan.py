@@ -49,6 +49,7 @@ class LivePlan:
         measured: where moved bytes and planning are counted.
         on_plan: called when a plan stands, before it is applied.
         set_by_loop: tags of actions that the training loop carries out itself.
+        disk_capacity_bytes: the most to take of the disk below a CPU's memory; None for what is free there.
         host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
     """
 
@@ -60,6 +61,7 @@ class LivePlan:
         measured: Measurements,
         on_plan: Callable[[], None],
         set_by_loop: tuple[str, ...],
+        disk_capacity_bytes: int | None = None,
         host_capacity_bytes: int | None = None,
     ) -> None:
         self.settings, self.plan = settings, plan
@@ -70,8 +72,8 @@ class LivePlan:
         self.is_cooperative = False
         """Whether the loop takes its micro-batches from the session."""
         self.allocator = AllocatorHandler()
-        self.parameters = ParameterKeeper(settings.disk, settings.disk_capacity_bytes)
-        self.keeper = StateKeeper(settings.disk, settings.disk_capacity_bytes, self.parameters.around_step)
+        self.parameters = ParameterKeeper(settings.disk, disk_capacity_bytes)
+        self.keeper = StateKeeper(settings.disk, disk_capacity_bytes, self.parameters.around_step)
         self.micro = MicroBatches()
         self.recorded: RecordedStep | None = None
         self.applied: AppliedPlan | None = None
@@ -79,7 +81,7 @@ class LivePlan:
         self._bucket_hooks: tuple[RemovableHandle, ...] = ()
         self._undo_autocast: Callable[[], None] | None = None
         self._kernels = RecordedKernels()
-        self._host_capacity_bytes = host_capacity_bytes
+        self._disk_capacity_bytes, self._host_capacity_bytes = disk_capacity_bytes, host_capacity_bytes
         self._host_limit_bytes: int | None = None
         """Host memory below a model on CUDA: what plans are made with is what they are applied with."""
 
@@ -136,6 +138,7 @@ class LivePlan:
             allocator=self.allocator,
             keeper=self.keeper,
             parameters=self.parameters,
+            disk_capacity_bytes=self._disk_capacity_bytes,
             host_limit_bytes=self._host_limit_bytes,
         )
 
@@ -213,7 +216,7 @@ class LivePlan:
             self.plan.actions,
             block_order=order,
             disk=self.settings.disk,
-            disk_capacity_bytes=self.settings.disk_capacity_bytes,
+            disk_capacity_bytes=self._disk_capacity_bytes,
             allocator=self.allocator,
             micro=self.micro,
             is_cooperative=self.is_cooperative,
@@ -393,10 +396,10 @@ class LivePlan:
         if "cpu-optimizer-step" in settings.allow and why_not_on_cpu(optimizers) is not None:
             allow = tuple(name for name in settings.allow if name != "cpu-optimizer-step")
             settings = msgspec.structs.replace(settings, allow=allow)
-        if self._host_limit_bytes is not None:  # what the user said of the disk is not said of host memory
-            settings = msgspec.structs.replace(settings, disk_capacity_bytes=self._host_limit_bytes)
+        is_above_host = self._host_limit_bytes is not None  # what the user said of the disk is not said of host memory
         return msgspec.structs.replace(
             settings,
+            tier_capacity_bytes=self._host_limit_bytes if is_above_host else self._disk_capacity_bytes,
             allow_accumulation=self.is_cooperative,
             can_move_state=can_place(optimizers),
             is_built_on_disk=self.parameters.is_watching and self.parameters.away_bytes > 0,

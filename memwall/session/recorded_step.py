@@ -37,6 +37,7 @@ class RecordedStep:
     """Records from its construction, within the model's first forward, until `finish` or `stop`.
 
     Args:
+        disk_capacity_bytes: the most to take of the disk; None for what is free there.
         host_limit_bytes: of a model on CUDA, the most host memory to use, now and by plans.
 
     Raises:
@@ -52,6 +53,7 @@ class RecordedStep:
         allocator: AllocatorHandler,
         keeper: StateKeeper,
         parameters: ParameterKeeper,
+        disk_capacity_bytes: int | None = None,
         host_limit_bytes: int | None = None,
     ) -> None:
         self._model, self._settings, self._allocator = model, settings, allocator
@@ -63,7 +65,7 @@ class RecordedStep:
         self._parked: Parked | None = Parked(
             [model],
             disk=settings.disk,
-            capacity_bytes=settings.disk_capacity_bytes,
+            capacity_bytes=disk_capacity_bytes,
             window_bytes=WINDOW_BYTES,
             min_bytes=MIN_MOVED_BYTES,
             host_limit_bytes=host_limit_bytes,

@@ -74,7 +74,6 @@ class Session:
         settings = Settings(
             budget_bytes=budget_bytes if budget_bytes is not None else (plan.forecast.budget_bytes or 0) if plan else 0,
             disk=disk,
-            disk_capacity_bytes=disk_capacity_bytes,
             disk_bytes_per_day=disk_bytes_per_day,
             allow=tuple(allow),
             is_torchao_loaded=is_low_bit,
@@ -91,6 +90,7 @@ class Session:
             measured=self.measured,
             on_plan=self._show_plan,
             set_by_loop=set_by_loop,
+            disk_capacity_bytes=disk_capacity_bytes,
             host_capacity_bytes=host_capacity_bytes,
         )
         if within_bytes is not None:

@@ -12,7 +12,7 @@ from memwall.units import format_bytes
 __all__ = ["MAGIC", "load_trace", "save_trace"]
 
 MAGIC = b"memwall.trace/"
-_VERSION = 1
+_VERSION = 2
 # Traces shrink to a quarter, those of many equal layers further; a file made for it would grow 30,000-fold.
 _LARGEST_RATIO = 200
 _SMALL_BYTES = 64 << 20
@@ -40,7 +40,7 @@ def load_trace(path: Path) -> Trace:
     """Reads a trace file.
 
     Raises:
-        TraceError: no such file, not a trace, a newer version, cut short or damaged; the message says which.
+        TraceError: no such file, not a trace, another version, cut short or damaged; the message says which.
     """
     try:
         content = path.read_bytes()
@@ -54,6 +54,11 @@ def load_trace(path: Path) -> Trace:
         raise TraceError(
             f"{path} is a trace of version {version}, this memwall reads up to {_VERSION}; "
             "upgrade torch-memwall or record it again"
+        )
+    if version < _VERSION:
+        raise TraceError(
+            f"{path} is a trace of version {version}, which an older memwall wrote; this one reads version {_VERSION}: "
+            "record it again"
         )
     payload = content[len(head) + 1 :]
     try:

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from memwall.errors import TraceError
 from memwall.machine.meter import meter_of, return_free_memory
+from memwall.machine.tiers import Machine
 from memwall.trace.build import build_step
 from memwall.trace.events import EventLog
 from memwall.trace.lines import SourceLines
 from memwall.trace.modules import ModuleTable, fingerprint
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.trace.recorder import Parking, StepRecorder
-from memwall.trace.records import Machine, Step, Trace
+from memwall.trace.records import Step, Trace
 from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
 from memwall.trace.workspace import Workspaces
@@ -171,7 +172,7 @@ class TraceBuilder:
         """
         device = next((p.device.type for root in self.roots for p in root.parameters()), "cpu")
         return Trace(
-            schema="memwall.trace/1",
+            schema="memwall.trace/2",
             source="fake" if self._is_fake else "recorded",
             device=device,
             torch_version=str(torch.__version__),

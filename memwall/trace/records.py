@@ -8,9 +8,10 @@ from typing import Literal
 
 from msgspec import Struct
 
+from memwall.machine.tiers import Machine
+
 __all__ = [
     "Category",
-    "Machine",
     "Module",
     "ModuleCall",
     "Op",
@@ -131,40 +132,10 @@ class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The process's own high-water mark over the recorded step; 0 where none can be read."""
 
 
-class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of the machine the trace was recorded on; 0.0 where it was not."""
-
-    disk: str = ""
-    """Directory of the next tier; "" if there is none."""
-    disk_write_bytes_per_second: float = 0.0
-    disk_read_bytes_per_second: float = 0.0
-    disk_free_bytes: int = 0
-    """For the process that measured: of several on one host, its equal part."""
-    disk_total_bytes: int = 0
-    """The size of the disk; 0 in files written before it was looked up."""
-    cpu_step_bytes_per_second: float = 0.0
-    """What torch's fused AdamW reads and writes in memory on the CPU, all its threads together."""
-    deepspeed_step_bytes_per_second: float = 0.0
-    """What DeepSpeed's does; 0.0 too where it is not built, or was not measured faster."""
-    copy_seconds_per_byte: float = 0.0
-    """Computing time that moving a byte out and back costs."""
-    fault_seconds_per_byte: float = 0.0
-    """Time for a byte of memory to become resident anew, in pages as malloc gets them."""
-    huge_fault_seconds_per_byte: float = 0.0
-    """The same in huge pages; 0.0 in files written before that was measured."""
-    pack_seconds_per_element: float = 0.0
-    """Computing time to pack a floating-point number into a byte, and to unpack it into memory that is new."""
-
-    @property
-    def heap_fault_seconds_per_byte(self) -> float:
-        """Where memory begins at the boundary of huge pages: in the tensor heap, and what arrives from a disk."""
-        return self.huge_fault_seconds_per_byte or self.fault_seconds_per_byte
-
-
 class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A recorded training step with what is needed to plan from it alone."""
 
-    schema: Literal["memwall.trace/1"]
+    schema: Literal["memwall.trace/2"]
     source: Literal["recorded", "fake"]
     device: str
     torch_version: str

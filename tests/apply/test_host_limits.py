@@ -25,7 +25,7 @@ from memwall.apply.techniques import offload
 from memwall.errors import StoreError
 from memwall.machine import limits
 from memwall.machine.limits import memory_limit_bytes
-from memwall.machine.link_speed import LinkSpeed
+from memwall.machine.tiers import Tier
 from memwall.planning.action import Action
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.offload import Offload
@@ -68,27 +68,27 @@ def test_pinned_memory_leaves_a_tenth_of_what_the_host_has_free(monkeypatch: pyt
 def test_the_recorded_step_and_plans_from_it_have_the_same_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[torch.device, int]] = []
 
-    def measured(device: torch.device, *, limit_bytes: int) -> LinkSpeed:
+    def measured(device: torch.device, *, limit_bytes: int) -> Tier:
         asked.append((device, limit_bytes))
-        return LinkSpeed(2e10, 1e10)
+        return Tier(name="host", write_bytes_per_second=2e10, read_bytes_per_second=1e10, free_bytes=limit_bytes)
 
-    monkeypatch.setattr(parking, "link_speed", measured)
+    monkeypatch.setattr(parking, "probe_link", measured)
     parked = Parked([OnCuda()], disk=None, capacity_bytes=None, window_bytes=1, min_bytes=1, host_limit_bytes=5 * GIB)
     parked.close()
     assert asked == [(torch.device("cuda"), 5 * GIB)]
     assert parked.min_bytes == parked.engine._min_bytes == 1
-    assert parked.engine._host_limit_bytes == parked.machine.disk_free_bytes == 5 * GIB
-    assert (parked.machine.disk_write_bytes_per_second, parked.machine.disk_read_bytes_per_second) == (2e10, 1e10)
+    (host,) = parked.machine.tiers
+    assert parked.engine._host_limit_bytes == host.free_bytes == 5 * GIB
 
 
 @pytest.mark.parametrize("error", [StoreError("the driver refuses to pin"), torch.OutOfMemoryError("out of memory")])
 def test_where_the_link_cannot_be_measured_saved_tensors_stay_in_the_recorded_step(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: Any, **__: Any) -> LinkSpeed:
+    def refused(*_: Any, **__: Any) -> Tier:
         raise error
 
-    monkeypatch.setattr(parking, "link_speed", refused)
+    monkeypatch.setattr(parking, "probe_link", refused)
     parked = Parked([OnCuda()], disk=None, capacity_bytes=None, window_bytes=1, min_bytes=1, host_limit_bytes=5 * GIB)
     parked.close()
     assert parked.min_bytes == parked.engine._min_bytes == sys.maxsize
@@ -119,9 +119,15 @@ def test_saved_tensors_that_stay_in_the_recorded_step_are_no_workspace(
 @pytest.fixture
 def live() -> LivePlan:
     """Of a run that was told what to take of a disk and of host memory."""
-    settings = Settings(budget_bytes=1 << 40, disk_capacity_bytes=7, allow=("cpu-optimizer-step", "kernels"))
+    settings = Settings(budget_bytes=1 << 40, allow=("cpu-optimizer-step", "kernels"))
     return LivePlan(
-        settings, None, measured=Measurements(), on_plan=lambda: None, set_by_loop=(), host_capacity_bytes=2 * GIB
+        settings,
+        None,
+        measured=Measurements(),
+        on_plan=lambda: None,
+        set_by_loop=(),
+        disk_capacity_bytes=7,
+        host_capacity_bytes=2 * GIB,
     )
 
 
@@ -148,13 +154,13 @@ def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
     monkeypatch.setattr(live_plan, "pinnable_bytes", lambda: 3)
     live.plan = a_plan(device="cuda")
     live.apply(model, (), is_running=False)
-    assert [*told, made_with.disk_capacity_bytes] == 3 * [expected_bytes]
+    assert [*told, made_with.tier_capacity_bytes] == 3 * [expected_bytes]
     # What has left the device by then is torch's still, and would count as held.
     assert done == ["applied", "cache given back"]
 
 
 def test_a_plan_on_a_cpu_has_the_disk_that_was_given(live: LivePlan) -> None:
-    assert live._present_settings(torch.nn.Linear(2, 2), ()).disk_capacity_bytes == 7
+    assert live._present_settings(torch.nn.Linear(2, 2), ()).tier_capacity_bytes == 7
 
 
 def test_the_cpu_is_not_planned_with_where_it_could_not_step_the_optimizer(live: LivePlan) -> None:

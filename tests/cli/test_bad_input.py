@@ -151,7 +151,7 @@ def damaged(source: Path, target: Path, how: str) -> Path:
     elif how == "foreign":
         content = b"PK\x03\x04 something else"
     elif how == "newer":
-        content = content.replace(b"memwall.trace/1\n", b"memwall.trace/9\n").replace(
+        content = content.replace(b"memwall.trace/2\n", b"memwall.trace/9\n").replace(
             b"memwall.plan/1", b"memwall.plan/9"
         )
     elif how == "mistyped":
@@ -168,7 +168,7 @@ def damaged(source: Path, target: Path, how: str) -> Path:
         ("foreign", r"bad\.trace is not a memwall trace; expected a file written by `memwall profile -o FILE`"),
         (
             "newer",
-            r"bad\.trace is a trace of version 9, this memwall reads up to 1; upgrade torch-memwall or record it again",
+            r"bad\.trace is a trace of version 9, this memwall reads up to 2; upgrade torch-memwall or record it again",
         ),
     ],
 )

@@ -9,18 +9,17 @@ import msgspec
 import pytest
 import torch
 
-from memwall.apply.offload import parking
 from memwall.cli.app import main
 from memwall.errors import UsageError
-from memwall.machine.disk_probe import DiskSpeed
+from memwall.machine.disk_probe import probe_disk
+from memwall.machine.tiers import Machine, Tier
 from memwall.planning import search
 from memwall.session import session
 from memwall.trace.file import save_trace
 from memwall.trace.record import record
-from memwall.trace.records import Machine
 from memwall.trace.workload import Workload
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 class Told:
@@ -64,10 +63,9 @@ def test_ranks_of_one_host_share_the_room_of_a_disk_without_a_size(
 ) -> None:
     usage = SimpleNamespace(total=10 * GIB, free=8 * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(parking, "probe_disk", lambda *_: DiskSpeed(1e9, 1e9))
-    assert parking.measured_machine(str(tmp_path)).disk_free_bytes == 8 * GIB
+    assert probe_disk(tmp_path, MIB).free_bytes == 8 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert parking.measured_machine(str(tmp_path)).disk_free_bytes == 2 * GIB
+    assert probe_disk(tmp_path, MIB).free_bytes == 2 * GIB
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", 2 * GIB), ("cpu", 3 * GIB)])
@@ -82,9 +80,16 @@ def test_a_plan_of_a_trace_that_was_recorded_on_cuda_takes_no_more_of_it(
             optimizer=torch.optim.AdamW,
         )
     )
-    trace = msgspec.structs.replace(trace, device=device, machine=Machine(disk=str(tmp_path)))
+    disk = Tier(
+        name="disk",
+        directory=str(tmp_path),
+        write_bytes_per_second=1e9,
+        read_bytes_per_second=1e9,
+        free_bytes=8 * GIB,
+    )
+    trace = msgspec.structs.replace(trace, device=device, machine=Machine(tiers=(disk,)))
     save_trace(trace, tmp_path / "t.trace")
     monkeypatch.setattr(search, "plan", told)
     command = ("plan", str(tmp_path / "t.trace"), "--budget", "1GiB")
     assert main([*command, "--host", "2GiB", "--disk", f"{tmp_path}:3GiB"]) == 2
-    assert told.options["disk_capacity_bytes"] == expected
+    assert told.options["tier_capacity_bytes"] == expected

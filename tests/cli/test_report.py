@@ -222,7 +222,7 @@ def test_a_format_that_a_source_cannot_have(
         (b'{"schema": "other/1"}', "x is neither a plan nor a run report: at $.schema found 'other/1'; expected a"),
         (b'{"schema": "memwall.plan/9"}', "x is a plan of version 9, this memwall reads up to 1; upgrade torch-mem"),
         (b'{"schema": "memwall.run/1", "x": 1}', "x is not a valid run report: Object"),
-        (b"memwall.trace/1\n\x00", "x is cut short or damaged ("),
+        (b"memwall.trace/2\n\x00", "x is cut short or damaged ("),
         (b"\x80\x04\x95", "x is cut short or damaged: 8 bytes are announced at byte 3, 0 are there; copy or record"),
     ],
 )

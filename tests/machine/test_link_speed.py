@@ -13,7 +13,8 @@ from memwall.apply.offload import parking
 from memwall.apply.offload.parking import machine_above_host
 from memwall.apply.optimizer_state.cpu_speed import CpuStepSpeeds
 from memwall.errors import StoreError
-from memwall.machine.link_speed import LinkSpeed, link_speed, rates
+from memwall.machine.link_speed import probe_link, rates
+from memwall.machine.tiers import Machine, Tier
 from memwall.store.pinned_tier import PinnedArena
 
 MIB = 1 << 20
@@ -99,21 +100,23 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
 
 
 def test_each_direction_is_measured_and_nothing_stays_pinned(link: Link) -> None:
-    assert link_speed(CPU, limit_bytes=32 * MIB) == LinkSpeed(2.4e10, 1.3e10)
+    assert probe_link(CPU, limit_bytes=32 * MIB) == Tier(
+        name="host", write_bytes_per_second=2.4e10, read_bytes_per_second=1.3e10, free_bytes=32 * MIB
+    )
     assert not link.registered_bytes
 
 
 def test_directions_that_hinder_each_other_count_as_slower() -> None:
     alone = rates(0.001, 0.002, 0.002)
-    assert alone == LinkSpeed(float(f"{16 * MIB / 0.001:.1e}"), float(f"{16 * MIB / 0.002:.1e}"))
+    assert alone == (float(f"{16 * MIB / 0.001:.1e}"), float(f"{16 * MIB / 0.002:.1e}"))
     assert rates(0.001, 0.002, 0.003) == alone
     # Both at once take twice as long as one after the other: so does each.
-    assert rates(0.001, 0.002, 0.006) == LinkSpeed(*(float(f"{16 * MIB / s:.1e}") for s in (0.002, 0.004)))
+    assert rates(0.001, 0.002, 0.006) == tuple(float(f"{16 * MIB / s:.1e}") for s in (0.002, 0.004))
 
 
 def test_the_probe_keeps_to_the_limit(link: Link) -> None:
     with pytest.raises(StoreError, match="the limit of"):
-        link_speed(CPU, limit_bytes=16 * MIB)
+        probe_link(CPU, limit_bytes=16 * MIB)
     assert not link.registered_bytes
 
 
@@ -122,8 +125,8 @@ def test_plans_know_the_link_what_they_may_pin_and_the_cpu_if_it_may_step(
 ) -> None:
     monkeypatch.setattr(parking, "cpu_step_speeds", lambda: CpuStepSpeeds(3e10, 4e10))
     found = machine_above_host(CPU, limit_bytes=1 << 30)
-    assert (found.disk_write_bytes_per_second, found.disk_read_bytes_per_second) == (2.4e10, 1.3e10)
-    assert (found.disk, found.disk_free_bytes) == ("", 1 << 30)
+    host = Tier(name="host", write_bytes_per_second=2.4e10, read_bytes_per_second=1.3e10, free_bytes=1 << 30)
+    assert found.tiers == (host,)
     assert found.cpu_step_bytes_per_second == 0.0
     # The device copies: the host's cores do nothing for it.
     assert found.copy_seconds_per_byte == 0.0
@@ -137,7 +140,7 @@ def test_where_nothing_can_be_pinned_plans_leave_host_memory_out(
 ) -> None:
     refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
-    assert machine_above_host(CPU, limit_bytes=1 << 30, steps_on_cpu=True).disk_write_bytes_per_second == 0.0
+    assert machine_above_host(CPU, limit_bytes=1 << 30, steps_on_cpu=True) == Machine()
     assert "plans leave out host memory: the CUDA driver refuses to pin" in caplog.text
 
 

@@ -10,13 +10,12 @@ from memwall import patches
 from memwall.cli.app import main
 from memwall.errors import StoreError
 from memwall.machine.limits import CgroupLimit
+from memwall.machine.tiers import Tier
 from memwall.observe import doctor as subject
-from memwall.observe import doctor_disk as disk
-from memwall.observe.doctor import Device, Library, Machine, inspect_machine, warnings_of
-from memwall.observe.doctor_disk import Disk
+from memwall.observe.doctor import Device, Inspection, Library, inspect_machine, warnings_of
 
 GIB = 1 << 30
-HEALTHY = Machine(
+HEALTHY = Inspection(
     tag="cpu-measured",
     devices=(Device(name="cpu", description="Fast CPU", total_bytes=8 * GIB, free_bytes=5 * GIB),),
     num_cores=4,
@@ -30,7 +29,13 @@ HEALTHY = Machine(
     malloc="glibc 2.36",
     heap_problem="",
     shm_total_bytes=8 * GIB,
-    disk=Disk(directory="/data", free_bytes=100 * GIB, write_bytes_per_second=GIB, read_bytes_per_second=2 * GIB),
+    disk=Tier(
+        name="disk",
+        directory="/data",
+        free_bytes=100 * GIB,
+        write_bytes_per_second=GIB,
+        read_bytes_per_second=2 * GIB,
+    ),
     disk_problem="",
     libraries=(
         Library(name="torch", version="2.13.0+cpu", extra=""),
@@ -42,7 +47,7 @@ HEALTHY = Machine(
 LIBRARIES = "torch         2.13.0+cpu"
 
 
-def show(machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def show(machine: Inspection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     monkeypatch.setattr(subject, "inspect_machine", lambda directory: machine)
     monkeypatch.setattr(patches, "_active", {})  # as in a process of its own
     assert main(["doctor"]) == 0
@@ -191,7 +196,7 @@ def test_default_directory_that_is_unsuitable_is_a_warning(monkeypatch: pytest.M
     def refuse() -> str:
         raise StoreError("name one with --disk DIR")
 
-    monkeypatch.setattr(disk, "default_directory", refuse)
+    monkeypatch.setattr(subject, "default_directory", refuse)
     found = inspect_machine()
     assert found.disk is None
     assert "name one with --disk DIR" in [warning.found for warning in warnings_of(found)]

@@ -19,6 +19,7 @@ from zoo import MODELS, Case, trained_parameters
 
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import Hardware, hardware_named
+from memwall.machine.tiers import Machine, Tier
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.solver.evaluate import Evaluation, evaluate
@@ -27,7 +28,7 @@ from memwall.predict import process
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.build import steady_step
 from memwall.trace.record import TraceBuilder
-from memwall.trace.records import Machine, Step, Trace
+from memwall.trace.records import Step, Trace
 
 MIB = 1 << 20
 
@@ -186,18 +187,24 @@ def all_verdicts() -> Callable[[Instance], list[Evaluation]]:
 
 _BASE_BYTES = 100 * MIB
 _FACTOR = 400
+
+
+def _disk(bytes_per_second: float) -> Tier:
+    return Tier(
+        name="disk",
+        directory="/scratch",
+        write_bytes_per_second=bytes_per_second,
+        read_bytes_per_second=bytes_per_second,
+        free_bytes=1 << 40,
+    )
+
+
 _DISK = Machine(
-    disk="/scratch",
-    disk_write_bytes_per_second=1e9,
-    disk_read_bytes_per_second=1e9,
-    disk_free_bytes=1 << 40,
+    tiers=(_disk(1e9),),
     copy_seconds_per_byte=2e-10,
 )
 _FAST_DISK = Machine(
-    disk="/scratch",
-    disk_write_bytes_per_second=1e12,
-    disk_read_bytes_per_second=1e12,
-    disk_free_bytes=1 << 40,
+    tiers=(_disk(1e12),),
     copy_seconds_per_byte=1e-12,
 )
 

@@ -63,7 +63,7 @@ def trace(hardware: Hardware) -> Trace:
 def tight(trace: Trace, hardware: Hardware, *allow: str) -> Plan:
     """A plan that only state in host memory makes possible."""
     settings = Settings(budget_bytes=hardware.usable_bytes, hardware=hardware)
-    least = make_plan(on_machine(trace, disk_free_bytes=1), settings).forecast.smallest_feasible_budget_bytes
+    least = make_plan(on_machine(trace, free_bytes=1), settings).forecast.smallest_feasible_budget_bytes
     assert least is not None
     budget_bytes = least - NUM_LAYERS * MATRIX_BYTES
     return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=budget_bytes, allow=allow))
@@ -119,7 +119,7 @@ def test_it_is_chosen_where_it_is_faster_and_allowed(trace: Trace, hardware: Har
 
 
 def test_it_costs_the_link_three_passes_of_the_parameters_or_the_cpu_seven_whichever_is_longer(trace: Trace) -> None:
-    link = trace.machine.disk_read_bytes_per_second
+    link = trace.machine.tiers[0].read_bytes_per_second
     step = steady_step(trace)
     parameter_bytes, computing = gradient_bytes(step), sum(o.seconds for o in step.ops if o.phase == "optimizer")
 
@@ -175,7 +175,7 @@ def test_the_host_holds_the_state_and_what_passes_through(trace: Trace, hardware
 
 def test_saved_tensors_get_what_the_host_has_left_beside_state_and_what_passes_through(hardware: Hardware) -> None:
     def plan(host_bytes: int, budget_bytes: int) -> Plan:
-        machine = on_machine(trace, disk_free_bytes=host_bytes)
+        machine = on_machine(trace, free_bytes=host_bytes)
         return make_plan(machine, Settings(budget_bytes=budget_bytes, hardware=hardware, allow=ALLOWED))
 
     found = traced(hardware, lambda parameters: torch.optim.AdamW(parameters, foreach=False), num_rows=8192)
@@ -223,7 +223,7 @@ def test_what_is_not_legal_says_why(trace: Trace, hardware: Hardware) -> None:
         msgspec.structs.replace(trace, device="cpu"), *ALLOWED
     )
     assert "only Adam and AdamW" in reason(msgspec.structs.replace(trace, optimizer="SGD"), *ALLOWED)
-    assert "pass --host SIZE" in reason(on_machine(trace, disk_write_bytes_per_second=0.0), *ALLOWED)
+    assert "pass --host SIZE" in reason(on_machine(trace, tiers=()), *ALLOWED)
     assert HOW in reason(on_machine(trace, cpu_step_bytes_per_second=0.0), *ALLOWED)
     lower = traced(hardware, torch.optim.AdamW, torch.bfloat16)
     assert "in float32; here are some in bfloat16" in reason(lower, *ALLOWED)

@@ -19,7 +19,7 @@ DAY_SECONDS = 86_400
 
 @pytest.fixture(scope="module")
 def trace(a_trace: Callable[[str], Trace]) -> Trace:
-    return on_machine(a_trace("gpt"), disk_read_bytes_per_second=2e10, disk_write_bytes_per_second=2e10)
+    return on_machine(a_trace("gpt"), read_bytes_per_second=2e10, write_bytes_per_second=2e10)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 1e-9])
@@ -65,8 +65,8 @@ def test_a_forecast_lies_between_the_bounds_that_it_states(
 ) -> None:
     trace = on_machine(
         a_trace(name),
-        disk_read_bytes_per_second=speed,
-        disk_write_bytes_per_second=speed,
+        read_bytes_per_second=speed,
+        write_bytes_per_second=speed,
         copy_seconds_per_byte=3e-10,
         fault_seconds_per_byte=3e-10,
     )

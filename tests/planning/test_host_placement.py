@@ -49,7 +49,7 @@ def trace(hardware: Hardware) -> Trace:
 @pytest.fixture(scope="module")
 def tight(trace: Trace, hardware: Hardware) -> Plan:
     """A plan that only state in host memory makes possible."""
-    without = on_machine(trace, disk_free_bytes=1)
+    without = on_machine(trace, free_bytes=1)
     settings = Settings(budget_bytes=hardware.usable_bytes, hardware=hardware)
     least = make_plan(without, settings).forecast.smallest_feasible_budget_bytes
     assert least is not None
@@ -127,7 +127,7 @@ def test_it_costs_the_links_time_both_ways_less_what_the_optimizer_computes_mean
     computing_seconds = sum(op.seconds for op in step.ops if op.phase == "optimizer")
 
     def seconds(speed: float) -> float:
-        link = on_machine(trace, disk_read_bytes_per_second=speed, disk_write_bytes_per_second=speed)
+        link = on_machine(trace, read_bytes_per_second=speed, write_bytes_per_second=speed)
         return state_placements(link, step, capacity_bytes=HOST_BYTES)[0].cost_seconds or 0.0
 
     assert seconds(1e9) == pytest.approx(2 * STATE_BYTES / 1e9 - computing_seconds)

@@ -8,6 +8,7 @@ from torch import nn
 
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import Hardware
+from memwall.machine.tiers import Machine, Tier
 from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
@@ -18,12 +19,14 @@ from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.trace.fake import record_fake
-from memwall.trace.records import Machine, Trace
+from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
 WIDTH, NUM_LAYERS = 1024, 12
 STATE_BYTES = 2 * 4 * NUM_LAYERS * WIDTH * WIDTH
-LINK = Machine(disk_write_bytes_per_second=2.4e10, disk_read_bytes_per_second=2.1e10, disk_free_bytes=64 << 30)
+LINK = Machine(
+    tiers=(Tier(name="host", write_bytes_per_second=2.4e10, read_bytes_per_second=2.1e10, free_bytes=64 << 30),)
+)
 """As a session measures it; of no machine in particular."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,7 +72,7 @@ def of_kind(plan: Plan, kind: type[Action]) -> list[Action]:
 
 
 def test_optimizer_state_moves_to_host_memory(of_state: Trace) -> None:
-    without = on_machine(of_state, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
+    without = on_machine(of_state, tiers=())
     assert smallest_bytes(of_state) < smallest_bytes(without) - STATE_BYTES // 2
     plan = at_the_smallest(of_state)
     (state,) = of_kind(plan, OptimizerPlacement)
@@ -81,7 +84,7 @@ def test_optimizer_state_moves_to_host_memory(of_state: Trace) -> None:
 
 
 def test_saved_tensors_move_to_host_memory_and_wear_no_disk(of_activations: Trace) -> None:
-    without = on_machine(of_activations, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
+    without = on_machine(of_activations, tiers=())
     assert smallest_bytes(of_activations) < smallest_bytes(without)
     plan = at_the_smallest(of_activations)
     assert of_kind(plan, Offload)
@@ -95,16 +98,16 @@ def test_saved_tensors_move_to_host_memory_and_wear_no_disk(of_activations: Trac
 def test_a_plan_holds_no_more_of_host_memory_than_there_is_for_it(of_activations: Trace, of_state: Trace) -> None:
     held_bytes = at_the_smallest(of_activations).forecast.phases["steady_step"].host_bytes
     assert held_bytes is not None
-    less = at_the_smallest(on_machine(of_activations, disk_free_bytes=held_bytes // 2))
+    less = at_the_smallest(on_machine(of_activations, free_bytes=held_bytes // 2))
     assert (less.forecast.phases["steady_step"].host_bytes or 0) <= held_bytes // 2
-    assert not of_kind(at_the_smallest(on_machine(of_state, disk_free_bytes=STATE_BYTES // 2)), OptimizerPlacement)
+    assert not of_kind(at_the_smallest(on_machine(of_state, free_bytes=STATE_BYTES // 2)), OptimizerPlacement)
 
 
 def test_what_was_measured_of_the_link_decides_what_passes_it(of_activations: Trace) -> None:
     budget_bytes = smallest_bytes(of_activations) + (512 << 20)
 
     def moved_bytes(speed: float) -> int:
-        link = on_machine(of_activations, disk_write_bytes_per_second=speed, disk_read_bytes_per_second=speed)
+        link = on_machine(of_activations, write_bytes_per_second=speed, read_bytes_per_second=speed)
         return make_plan(link, Settings(budget_bytes=budget_bytes)).forecast.moved_bytes_per_step or 0
 
     assert moved_bytes(1e12) > moved_bytes(1e8)

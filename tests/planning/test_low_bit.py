@@ -73,7 +73,7 @@ def test_digits_are_not_lost_where_there_is_room_or_a_fast_disk(
     a_trace: Callable[[str], Trace], diskless: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(low_bit_state, "_SECONDS_PER_ELEMENT", 1e-6)
-    fast = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e12, disk_write_bytes_per_second=1e12)
+    fast = on_machine(a_trace("gpt"), read_bytes_per_second=1e12, write_bytes_per_second=1e12)
     for trace, budget_bytes in ((diskless, 1 << 40), (fast, least_budget(diskless) - 1)):
         allowed = plan(trace, budget=budget_bytes, allow=ALLOWED)
         assert not is_low(allowed)
@@ -82,7 +82,7 @@ def test_digits_are_not_lost_where_there_is_room_or_a_fast_disk(
 
 def test_they_are_where_the_disk_is_slow(a_trace: Callable[[str], Trace], diskless: Trace) -> None:
     budget_bytes = (least_budget(diskless) + least_budget(diskless, *ALLOWED)) // 2
-    slow = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e7, disk_write_bytes_per_second=1e7)
+    slow = on_machine(a_trace("gpt"), read_bytes_per_second=1e7, write_bytes_per_second=1e7)
     exact, low = (plan(slow, budget=budget_bytes, allow=allow) for allow in ((), ALLOWED))
     assert is_low(low)
     assert 1.05 * (low.forecast.step_seconds or 0.0) < (exact.forecast.step_seconds or 0.0)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from zoo import MODELS, Case
 
 from memwall.errors import UsageError
+from memwall.machine.tiers import Machine
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import build_menus
 from memwall.planning.menu_records import Costs
@@ -17,7 +18,7 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
-from memwall.trace.records import Machine, Trace
+from memwall.trace.records import Trace
 
 MIB = 1 << 20
 

@@ -54,7 +54,7 @@ def slow_disk(magnified_trace: Callable[[Case], Trace]) -> Trace:
     torch.manual_seed(0)
     model = nn.Sequential(*(Counting() for _ in range(6)))
     case = Case(model, {"x": torch.randn(512, 32)}, lambda model, batch: model(batch["x"]).square().mean())
-    speeds = dict.fromkeys(("disk_write_bytes_per_second", "disk_read_bytes_per_second"), 2e8)
+    speeds = dict.fromkeys(("write_bytes_per_second", "read_bytes_per_second"), 2e8)
     return on_machine(magnified_trace(case), pack_seconds_per_element=1.5e-9, **speeds)
 
 
@@ -81,7 +81,7 @@ def test_what_is_allowed_makes_the_step_shorter(
 
 @pytest.mark.parametrize(
     "machine",
-    [{"pack_seconds_per_element": 1e-6}, {"disk_write_bytes_per_second": 1e12, "disk_read_bytes_per_second": 1e12}],
+    [{"pack_seconds_per_element": 1e-6}, {"write_bytes_per_second": 1e12, "read_bytes_per_second": 1e12}],
     ids=["slow packing", "fast disk"],
 )
 def test_digits_are_not_lost_for_little(
@@ -100,7 +100,7 @@ def test_digits_are_lost_where_the_disk_has_no_room_for_all_of_them(slow_disk: T
     least = plan(trace, budget="100GiB").forecast
     needed = plan(trace, budget=least.smallest_feasible_budget_bytes or 0)
     room_bytes = needed.forecast.moved_bytes_per_step // 2
-    settings = {"budget": least.smallest_feasible_budget_bytes or 0, "disk_capacity_bytes": room_bytes}
+    settings = {"budget": least.smallest_feasible_budget_bytes or 0, "tier_capacity_bytes": room_bytes}
     with pytest.raises(InfeasibleError):
         plan(trace, **settings)
     assert forms(plan(trace, **settings, allow=ALLOWED)) == {"int8"}

@@ -110,7 +110,7 @@ def test_it_costs_the_disks_time_less_what_forward_and_backward_compute_meanwhil
 ) -> None:
     trace = a_trace("gpt")
     half_bytes = (placed_parameters(trace).saved_bytes or 0) / 2
-    slow = on_machine(trace, disk_read_bytes_per_second=2e7, disk_write_bytes_per_second=1e7)
+    slow = on_machine(trace, read_bytes_per_second=2e7, write_bytes_per_second=1e7)
     computing = sum(op.seconds for op in steady_step(trace).ops if op.phase in ("forward", "backward"))
     # Read in forward, backward and step, written as gradients and as parameters; gradients are read in the step.
     disk_seconds = 4 * half_bytes / 2e7 + 2 * half_bytes / 1e7
@@ -122,7 +122,7 @@ def test_it_costs_the_disks_time_less_what_forward_and_backward_compute_meanwhil
 def test_of_a_disk_that_takes_no_time_copies_pages_and_the_threads_own_work_are_left(
     a_trace: Callable[[str], Trace],
 ) -> None:
-    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
+    trace = on_machine(a_trace("gpt"), read_bytes_per_second=1e15, write_bytes_per_second=1e15)
     half_bytes = (placed_parameters(trace).saved_bytes or 0) / 2
     seconds = placed_parameters(on_machine(trace, copy_seconds_per_byte=0.0)).cost_seconds or 0.0
     assert 0.1e-9 < seconds / (3 * half_bytes) < 1e-9
@@ -138,7 +138,7 @@ def test_of_a_disk_that_takes_no_time_copies_pages_and_the_threads_own_work_are_
 def test_parameters_may_stay_where_their_gradients_leave_more_of_them_for_more_memory_and_less_time(
     a_trace: Callable[[str], Trace],
 ) -> None:
-    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=2e8, disk_write_bytes_per_second=1e8)
+    trace = on_machine(a_trace("gpt"), read_bytes_per_second=2e8, write_bytes_per_second=1e8)
     step, found = steady_step(trace), all_placements(trace)
     assert len(found) > 2
     units = {trace.modules[unit].path for unit in range(len(trace.modules))}
@@ -196,7 +196,7 @@ def test_a_budget_that_something_else_meets_is_met_without(
     name: str, a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int]
 ) -> None:
     # Not even where it would cost nothing.
-    trace = on_machine(a_trace(name), disk_read_bytes_per_second=1e15, disk_write_bytes_per_second=1e15)
+    trace = on_machine(a_trace(name), read_bytes_per_second=1e15, write_bytes_per_second=1e15)
     found = plan(trace, budget=smallest_without(trace) + MIB)
     assert not any(isinstance(action, ParameterPlacement) for action in found.actions)
 
@@ -204,7 +204,7 @@ def test_a_budget_that_something_else_meets_is_met_without(
 def test_more_parameters_stay_under_a_larger_budget_and_the_step_is_shorter(
     a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], smallest_bytes: Callable[..., int]
 ) -> None:
-    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=2e8, disk_write_bytes_per_second=1e8)
+    trace = on_machine(a_trace("gpt"), read_bytes_per_second=2e8, write_bytes_per_second=1e8)
     least, least_without = smallest_bytes(trace), smallest_without(trace)
     found = [plan(trace, budget=least + share * (least_without - least) // 10) for share in (0, 5, 9)]
     away = [next(a for a in each.actions if isinstance(a, ParameterPlacement)) for each in found]
@@ -224,7 +224,7 @@ def test_what_a_budget_leaves_beside_parameters_on_disk_is_used_for_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GIVEN nothing but parameters on disk WHEN the budget grows THEN ever more state stays, and steps are shorter."""
-    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=2e8, disk_write_bytes_per_second=1e8)
+    trace = on_machine(a_trace("gpt"), read_bytes_per_second=2e8, write_bytes_per_second=1e8)
     if has_heap:
         monkeypatch.setattr(process, "heap_unavailable_reason", heap_unavailable_reason)
         if heap_unavailable_reason():
@@ -300,7 +300,7 @@ def test_parameters_go_only_where_state_goes_and_the_message_says_why_that_stays
     assert offered(trace) == f"{reason}parameter alone"
     with pytest.raises(InfeasibleError, match=f"parameters and gradients stay in memory: {reason}"):
         make_plan(trace, Settings(budget_bytes=1))
-    without_disk = on_machine(a_trace("gpt"), disk="")
+    without_disk = on_machine(a_trace("gpt"), tiers=())
     with pytest.raises(InfeasibleError) as error:
         make_plan(without_disk, Settings(budget_bytes=1))
     assert "stay in memory" not in str(error.value)  # the way out is a disk, which it names

@@ -58,11 +58,10 @@ def scaled(step: Step, factor: float) -> Step:
     [
         (lambda t: msgspec.structs.replace(t, device="mps"), "CPU and CUDA memory only; the trace is of device 'mps'"),
         (
-            lambda t: on_machine(msgspec.structs.replace(t, device="cuda"), disk_write_bytes_per_second=0.0),
+            lambda t: on_machine(msgspec.structs.replace(t, device="cuda"), tiers=()),
             "nothing is known of the link to host memory; pass --host SIZE together with --device NAME",
         ),
-        (lambda t: on_machine(t, disk=""), "there is no disk to move optimizer state to; pass --disk DIR"),
-        (lambda t: on_machine(t, disk_read_bytes_per_second=0.0), "there is no disk"),
+        (lambda t: on_machine(t, tiers=()), "there is no disk to move optimizer state to; pass --disk DIR"),
         (lambda t: msgspec.structs.replace(t, optimizer="LBFGS"), "LBFGS is not known to step each parameter alone"),
         (lambda t: msgspec.structs.replace(t, optimizer=""), "the optimizer is not known"),
         (
@@ -70,7 +69,7 @@ def scaled(step: Step, factor: float) -> Step:
             "several optimizers step the model (Muon + AdamW), and their state stays in memory",
         ),
     ],
-    ids=["device", "no link", "no disk", "no speed", "LBFGS", "no optimizer", "several"],
+    ids=["device", "no link", "no disk", "LBFGS", "no optimizer", "several"],
 )
 def test_it_is_legal_on_a_cpu_with_a_disk_for_optimizers_that_are_known(
     change: Callable[[Trace], Trace], words: str, a_trace: Callable[[str], Trace]
@@ -119,7 +118,7 @@ def test_a_placement_costs_the_disks_time_less_what_the_optimizer_computes_meanw
 
     def whole(speed: float) -> OptimizerPlacement:
         """All state on a disk so fast."""
-        drive = on_machine(trace, disk_read_bytes_per_second=speed, disk_write_bytes_per_second=speed)
+        drive = on_machine(trace, read_bytes_per_second=speed, write_bytes_per_second=speed)
         return state_placements(drive, step, capacity_bytes=CAPACITY_BYTES)[0]
 
     slow, fast = whole(2e8), whole(1e15)
@@ -130,7 +129,7 @@ def test_a_placement_costs_the_disks_time_less_what_the_optimizer_computes_meanw
 
 
 def test_state_of_parameters_larger_than_a_bucket_overlaps_nothing(a_trace: Callable[[str], Trace]) -> None:
-    trace = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e9, disk_write_bytes_per_second=1e9)
+    trace = on_machine(a_trace("gpt"), read_bytes_per_second=1e9, write_bytes_per_second=1e9)
     large = scaled(steady_step(trace), 40)
     sizes = state_sizes(large, MIN_STATE_BYTES)
     tight, fast = state_placements(trace, large, capacity_bytes=CAPACITY_BYTES)[:2]
@@ -157,7 +156,7 @@ def test_moving_state_is_paid_once_a_step_however_many_micro_batches_it_has(
 
     seconds_per_sample = []
     for number in (1, 2, 4):
-        trace = on_machine(accumulated(number), disk_read_bytes_per_second=1e7, disk_write_bytes_per_second=1e7)
+        trace = on_machine(accumulated(number), read_bytes_per_second=1e7, write_bytes_per_second=1e7)
         assert trace.num_micro_batches == number
         found = state_placements(trace, steady_step(trace), capacity_bytes=CAPACITY_BYTES)
         seconds_per_sample.append([(one.cost_seconds or 0.0) / number for one in found])
@@ -240,7 +239,7 @@ def test_a_plan_that_costs_less_without_it_stays_as_it_is(
     plain_bytes: Callable[[Trace], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e6, disk_write_bytes_per_second=1e6)
+    slow = on_machine(a_trace("gpt"), read_bytes_per_second=1e6, write_bytes_per_second=1e6)
     least = smallest_without(slow)
     budget_bytes = int(least + share * (plain_bytes(slow) - least))
     found = plan(slow, budget=budget_bytes).forecast
@@ -254,7 +253,7 @@ def test_a_plan_that_costs_less_without_it_stays_as_it_is(
 def test_where_memory_suffices_state_is_moved_only_for_a_clearly_shorter_step(
     a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = on_machine(a_trace("gpt"), disk_read_bytes_per_second=1e12, disk_write_bytes_per_second=1e12)
+    fast = on_machine(a_trace("gpt"), read_bytes_per_second=1e12, write_bytes_per_second=1e12)
     # Saved tensors would be as cheap to move on such a disk; here they cannot.
     for module in (placed_search, problem):
         monkeypatch.setattr(module, "can_offload", lambda *_: "there is no such thing")
@@ -293,7 +292,7 @@ def test_a_disk_too_small_for_the_state_leaves_the_budget_infeasible(
     assert make_plan(trace, Settings(budget_bytes=budget_bytes)).forecast.fits
     state_bytes = movable_state_bytes(steady_step(trace), MIN_STATE_BYTES)
     with pytest.raises(InfeasibleError):
-        make_plan(trace, Settings(budget_bytes=budget_bytes, disk_capacity_bytes=state_bytes - 1))
+        make_plan(trace, Settings(budget_bytes=budget_bytes, tier_capacity_bytes=state_bytes - 1))
 
 
 def test_the_step_under_a_placement_is_the_one_the_search_replays(a_trace: Callable[[str], Trace]) -> None:

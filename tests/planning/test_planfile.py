@@ -17,6 +17,7 @@ import torch
 from zoo import MODELS, trained_parameters
 
 from memwall.errors import PlanError
+from memwall.machine.tiers import Machine, Tier
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
@@ -27,7 +28,6 @@ from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.file import save_trace
 from memwall.trace.record import TraceBuilder
-from memwall.trace.records import Machine
 
 ACTIONS: tuple[Action, ...] = (
     Autocast(dtype="bfloat16"),
@@ -118,10 +118,15 @@ def test_two_processes_with_different_hash_seeds_write_the_same_bytes(tmp_path: 
     optimizer.zero_grad(set_to_none=True)
     builder.finish_step(optimizer)
     machine = Machine(
-        disk=str(tmp_path),
-        disk_write_bytes_per_second=1e9,
-        disk_read_bytes_per_second=1e9,
-        disk_free_bytes=1 << 40,
+        tiers=(
+            Tier(
+                name="disk",
+                directory=str(tmp_path),
+                write_bytes_per_second=1e9,
+                read_bytes_per_second=1e9,
+                free_bytes=1 << 40,
+            ),
+        ),
         copy_seconds_per_byte=1e-10,
         fault_seconds_per_byte=1e-10,
     )

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from memwall.errors import InfeasibleError, UsageError
+from memwall.machine.tiers import Machine
 from memwall.planning.blocks import find_blocks
 from memwall.planning.located_search import LocatedSearch
 from memwall.planning.menu import build_menus
@@ -29,7 +30,7 @@ from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
-from memwall.trace.records import Machine, Trace
+from memwall.trace.records import Trace
 from memwall.units import format_bytes, parse_size
 
 MIB = 1 << 20
@@ -170,7 +171,7 @@ def test_a_full_disk_is_not_used_beyond_its_room(
     free = plan(trace, budget=budget_bytes).forecast
     assert free.moved_bytes_per_step > 0
     room_bytes = free.moved_bytes_per_step // 2
-    tight = plan(trace, budget=budget_bytes, disk_capacity_bytes=room_bytes).forecast
+    tight = plan(trace, budget=budget_bytes, tier_capacity_bytes=room_bytes).forecast
     assert tight.moved_bytes_per_step <= room_bytes
     assert tight.step_seconds is not None
     assert free.step_seconds is not None

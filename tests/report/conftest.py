@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from memwall.machine.tiers import Machine
 from memwall.observe.run_report import Measured, RunReport
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, Lever, PeakBytes
@@ -17,7 +18,7 @@ from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.planning.techniques.rebuild import Rebuild
 from memwall.planning.techniques.recompute import Recompute
 from memwall.report.run_grids import Outcome
-from memwall.trace.records import Category, Machine, Module, Op, Phase, Step, Storage, Trace
+from memwall.trace.records import Category, Module, Op, Phase, Step, Storage, Trace
 
 MIB = 1 << 20
 
@@ -92,7 +93,7 @@ def step() -> Step:
 def trace(step: Step) -> Trace:
     first = msgspec.structs.replace(step, kind="first", ops=step.ops[:6], storages=step.storages[:3])
     return Trace(
-        schema="memwall.trace/1",
+        schema="memwall.trace/2",
         source="recorded",
         device="cpu",
         torch_version="2.13.0",

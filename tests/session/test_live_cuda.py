@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memwall
-from memwall.machine.link_speed import link_speed
+from memwall.machine.link_speed import probe_link
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
@@ -21,8 +21,8 @@ def test_the_link_is_measured_without_a_trace_in_the_devices_memory() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_reserved(device)
-    speed = link_speed(device, limit_bytes=64 * MIB)
-    assert min(speed) > 0
+    host = probe_link(device, limit_bytes=64 * MIB)
+    assert min(host.write_bytes_per_second, host.read_bytes_per_second) > 0
     assert torch.cuda.memory_reserved(device) == before_bytes
 
 

@@ -38,7 +38,7 @@ def path(trace: Trace, tmp_path: Path) -> Path:
     return target
 
 
-def written(path: Path, payload: bytes, *, head: bytes = b"memwall.trace/1\n") -> Path:
+def written(path: Path, payload: bytes, *, head: bytes = b"memwall.trace/2\n") -> Path:
     path.write_bytes(head + zstandard.ZstdCompressor(write_checksum=True).compress(payload))
     return path
 
@@ -67,7 +67,7 @@ def test_equal_traces_give_equal_bytes(trace: Trace, path: Path) -> None:
 
 
 def test_the_first_line_says_what_the_file_is(path: Path) -> None:
-    assert path.read_bytes().startswith(b"memwall.trace/1\n")
+    assert path.read_bytes().startswith(b"memwall.trace/2\n")
 
 
 def test_a_trace_that_cannot_be_written_says_where_and_leaves_no_part(trace: Trace, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_file_that_claims_to_be_huge_is_not_unpacked(tmp_path: Path, monkeypat
     target = tmp_path / "bomb"
     whole = zstandard.ZstdCompressor().compressobj(size=65 << 20)
     payload = b"".join(whole.compress(bytes(1 << 20)) for _ in range(65)) + whole.flush()
-    target.write_bytes(b"memwall.trace/1\n" + payload)
+    target.write_bytes(b"memwall.trace/2\n" + payload)
 
     def unpacked(*_: Any, **__: Any) -> None:
         raise AssertionError("unpacked")
@@ -154,9 +154,16 @@ def test_modules_whose_parents_do_not_lead_to_the_root(index: int, parent: int, 
 
 
 def test_a_newer_version(trace: Trace, tmp_path: Path) -> None:
-    target = written(tmp_path / "newer", msgspec.msgpack.encode(trace), head=b"memwall.trace/2\n")
+    target = written(tmp_path / "newer", msgspec.msgpack.encode(trace), head=b"memwall.trace/3\n")
     assert refusal(target) == (
-        f"{target} is a trace of version 2, this memwall reads up to 1; upgrade torch-memwall or record it again"
+        f"{target} is a trace of version 3, this memwall reads up to 2; upgrade torch-memwall or record it again"
+    )
+
+
+def test_an_older_version(trace: Trace, tmp_path: Path) -> None:
+    target = written(tmp_path / "older", msgspec.msgpack.encode(trace), head=b"memwall.trace/1\n")
+    assert refusal(target) == (
+        f"{target} is a trace of version 1, which an older memwall wrote; this one reads version 2: record it again"
     )
 
 
@@ -217,5 +224,5 @@ def test_what_is_no_messagepack(tmp_path: Path) -> None:
 def test_a_header_that_claims_more_than_there_is_takes_no_memory(path: Path) -> None:
     """A zstandard frame says how large it gets; a damaged or hostile one may say anything."""
     frame = bytes([0x28, 0xB5, 0x2F, 0xFD, 0xE0]) + (1 << 60).to_bytes(8, "little") + b"\x01\x00\x00"
-    path.write_bytes(b"memwall.trace/1\n" + frame)
+    path.write_bytes(b"memwall.trace/2\n" + frame)
     assert refusal(path).startswith(f"{path} is cut short or damaged (")

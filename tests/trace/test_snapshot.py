@@ -217,7 +217,7 @@ def test_bytes_that_were_turned_over_never_do_more_than_fail(history: History, f
             assert str(file) in str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"{}", b"memwall.trace/1\n", b"\x80\x04", b"\x80\x09N."])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"{}", b"memwall.trace/2\n", b"\x80\x04", b"\x80\x09N."])
 def test_other_files_are_not_taken_for_snapshots(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     assert refused(file)

@@ -1,13 +1,11 @@
 """The safest plan, under which the first step is recorded: every large saved tensor leaves the device."""
 
 import logging
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -17,13 +15,13 @@ from memwall.apply.optimizer_state.cpu_speed import CpuStepSpeeds, cpu_step_spee
 from memwall.errors import StoreError
 from memwall.machine.disk_location import check_directory, default_directory
 from memwall.machine.disk_probe import probe_disk
-from memwall.machine.limits import num_local_ranks, pinnable_bytes
-from memwall.machine.link_speed import link_speed
+from memwall.machine.limits import pinnable_bytes
+from memwall.machine.link_speed import probe_link
+from memwall.machine.tiers import Machine
 from memwall.predict.malloc.malloc_policies import fault_seconds_per_byte
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.dispatch import without_subclass_functions
-from memwall.trace.records import Machine
 
 __all__ = [
     "Parked",
@@ -166,7 +164,7 @@ class Parked:
         device, self.machine = _cuda_device(roots), Machine()
         if device is not None:
             self.machine = machine_above_host(device, limit_bytes=host_limit_bytes, steps_on_cpu=steps_on_cpu)
-            min_bytes = min_bytes if self.machine.disk_write_bytes_per_second > 0 else sys.maxsize
+            min_bytes = min_bytes if self.machine.tiers else sys.maxsize
         self.min_bytes = min_bytes
         # All are copied: how long a tensor stays until it is written would show in the peak, which a replay is compared
         # with.
@@ -202,20 +200,18 @@ def machine_above_host(device: torch.device, *, limit_bytes: int | None = None, 
         limit_bytes: what plans may use of host memory; None for `memwall.machine.limits.pinnable_bytes`.
 
     Returns:
-        Without any speed where host memory cannot be pinned, or the device has no room for the copies, which is logged:
+        Without a tier where host memory cannot be pinned, or the device has no room for the copies, which is logged:
         plans leave host memory out then.
     """
     limit_bytes = pinnable_bytes() if limit_bytes is None else limit_bytes
     try:
-        speed = link_speed(device, limit_bytes=limit_bytes)
+        host = probe_link(device, limit_bytes=limit_bytes)
     except (StoreError, torch.OutOfMemoryError) as error:
         _log.warning("plans leave out host memory: %s", error)
         return Machine()
     stepping = cpu_step_speeds() if steps_on_cpu else CpuStepSpeeds(0.0, 0.0)
     return Machine(
-        disk_write_bytes_per_second=speed.write_bytes_per_second,
-        disk_read_bytes_per_second=speed.read_bytes_per_second,
-        disk_free_bytes=limit_bytes,
+        tiers=(host,),
         cpu_step_bytes_per_second=stepping.torch_bytes_per_second,
         deepspeed_step_bytes_per_second=stepping.deepspeed_bytes_per_second,
     )
@@ -229,22 +225,12 @@ def _cuda_device(roots: Sequence[nn.Module]) -> torch.device | None:
 def measured_machine(disk: str) -> Machine:
     """Speeds of this machine, measured in about half a second: disk as the store uses it, faults, copies, packing."""
     faults = fault_seconds_per_byte()
-    found = Machine(
+    return Machine(
+        tiers=(probe_disk(disk, _PROBE_BYTES),) if disk else (),
         copy_seconds_per_byte=_copy_seconds_per_byte() + faults,
         fault_seconds_per_byte=faults,
         huge_fault_seconds_per_byte=fault_seconds_per_byte(in_huge_pages=True),
         pack_seconds_per_element=pack_seconds_per_element() + torch.float32.itemsize * faults,
-    )
-    if not disk:
-        return found
-    speed, usage = probe_disk(disk, _PROBE_BYTES), shutil.disk_usage(disk)
-    return msgspec.structs.replace(
-        found,
-        disk=disk,
-        disk_write_bytes_per_second=speed.write_bytes_per_second,
-        disk_read_bytes_per_second=speed.read_bytes_per_second,
-        disk_free_bytes=usage.free // num_local_ranks(),  # of which each rank plans to use all
-        disk_total_bytes=usage.total,
     )
 
 

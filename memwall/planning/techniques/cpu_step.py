@@ -6,6 +6,7 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from memwall.errors import UsageError
+from memwall.machine.tiers import Machine
 from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location
 from memwall.planning.movable_state import can_move_optimizer_state
@@ -15,7 +16,7 @@ from memwall.predict.cpu_step_pipeline import gradient_bytes, pipelined_seconds,
 from memwall.predict.state_on_disk import movable_state_bytes, with_state_on_disk
 from memwall.trace.build import steady_step
 from memwall.trace.optimizers import WITH_MOMENTS
-from memwall.trace.records import Machine, Step, Trace
+from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
 __all__ = ["TECHNIQUE", "StepOnCpu", "can_step_on_cpu", "require_step_beside_device"]
@@ -163,7 +164,7 @@ def can_step_on_cpu(trace: Trace, allow: tuple[str, ...]) -> str | None:
     others = {s.dtype for s in steady_step(trace).storages if s.category == "gradient"} - {"float32", ""}
     if others:
         return f"the CPU steps parameters in float32; here are some in {', '.join(sorted(others))}"
-    if not trace.machine.disk_write_bytes_per_second:
+    if trace.machine.next_tier is None:
         return "a step on the CPU has its state in host memory; pass --host SIZE together with --device NAME"
     if not trace.machine.cpu_step_bytes_per_second:
         return f"it is not known how fast the CPU steps; {_HOW_TO_STEP_ON_CPU}, which measures it"
@@ -187,15 +188,16 @@ def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int, cpu_bytes_pe
     CPU reads all of that and the state, and writes parameters and state, while other buckets pass. The device
     computes nothing meanwhile.
     """
-    machine = trace.machine
+    tier = trace.machine.next_tier
+    assert tier is not None
     state_share = state_bytes / max(1, gradient_bytes(steady))
     # Gradients are made from the last parameter to the first, and parameters stepped from the first to the last.
     sizes = [storage.nbytes for storage in reversed(steady.storages) if storage.category == "gradient"]
     seconds = pipelined_seconds(
         sizes,
         _BUCKET_BYTES,
-        down_seconds=2 / machine.disk_write_bytes_per_second,
-        up_seconds=1 / machine.disk_read_bytes_per_second,
+        down_seconds=2 / tier.write_bytes_per_second,
+        up_seconds=1 / tier.read_bytes_per_second,
         cpu_seconds=(3 + 2 * state_share) / cpu_bytes_per_second,
     )
     return max(0.0, seconds - sum(op.seconds for op in steady.ops if op.phase == "optimizer"))

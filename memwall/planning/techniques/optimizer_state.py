@@ -168,16 +168,17 @@ def _seconds(trace: Trace, steady: Step, away_bytes: int, bucket_bytes: int) -> 
     move them; the first read and the last write overlap nothing. Larger parameters' state is read, stepped and written
     one after the other.
     """
-    machine, sizes = trace.machine, state_sizes(steady, MIN_STATE_BYTES)
-    per_byte = 1 / machine.disk_read_bytes_per_second + 1 / machine.disk_write_bytes_per_second
+    tier, sizes = trace.machine.next_tier, state_sizes(steady, MIN_STATE_BYTES)
+    assert tier is not None
+    per_byte = 1 / tier.read_bytes_per_second + 1 / tier.write_bytes_per_second
     computing_seconds = sum(op.seconds for op in steady.ops if op.phase == "optimizer")
     total_bytes = sum(sizes)
     alone_share = sum(size for size in sizes if size > bucket_bytes) / total_bytes
     moving_share = (1 - alone_share) * away_bytes / total_bytes
-    disk_seconds = (1 - alone_share) * away_bytes * per_byte
+    tier_seconds = (1 - alone_share) * away_bytes * per_byte
     seconds_per_byte = CPU_SECONDS_PER_BYTE if trace.device == "cpu" else 0.0
     cpu_seconds = 2 * (1 - alone_share) * away_bytes * seconds_per_byte / max(1, trace.num_threads)
     edge_seconds = min(bucket_bytes, (1 - alone_share) * away_bytes) * per_byte
     overlapped_seconds = computing_seconds * moving_share
-    ring_seconds = max(disk_seconds, overlapped_seconds + cpu_seconds + edge_seconds) - overlapped_seconds
+    ring_seconds = max(tier_seconds, overlapped_seconds + cpu_seconds + edge_seconds) - overlapped_seconds
     return alone_share * away_bytes * per_byte + ring_seconds

@@ -231,8 +231,9 @@ def _seconds(trace: Trace, steady: Step, away: Away, stepped_bytes: int) -> floa
     its state, which hide behind it already: nothing is left to hide these. What is read arrives in pages that become
     resident anew, on the cores that compute; a gradient is copied to where it is written from.
     """
-    machine, num_passes = trace.machine, trace.num_micro_batches
-    per_read, per_write = 1 / machine.disk_read_bytes_per_second, 1 / machine.disk_write_bytes_per_second
+    machine, tier, num_passes = trace.machine, trace.machine.next_tier, trace.num_micro_batches
+    assert tier is not None
+    per_read, per_write = 1 / tier.read_bytes_per_second, 1 / tier.write_bytes_per_second
     num_cores = max(1, trace.num_threads)
     computing = {"forward": 0.0, "backward": 0.0}
     for op in steady.ops:

@@ -13,9 +13,10 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.machine.hardware import Hardware
+from memwall.machine.tiers import Machine, Tier
 from memwall.predict.cuda.recording import CudaRecording
 from memwall.predict.roofline import Roofline, with_least_seconds
-from memwall.trace.records import Machine, Step, Storage, Trace
+from memwall.trace.records import Step, Storage, Trace
 from memwall.units import format_bytes
 
 Autocast = Literal["none", "bfloat16", "float16"]
@@ -195,11 +196,13 @@ def _machine(hardware: Hardware, host_bytes: int) -> Machine:
     """The link to the next tier, which on a device is host memory, at its peak."""
     if not host_bytes:
         return Machine()
-    return Machine(
-        disk_write_bytes_per_second=hardware.host_link_bytes_per_second,
-        disk_read_bytes_per_second=hardware.host_link_bytes_per_second,
-        disk_free_bytes=host_bytes,
+    host = Tier(
+        name="host",
+        write_bytes_per_second=hardware.host_link_bytes_per_second,
+        read_bytes_per_second=hardware.host_link_bytes_per_second,
+        free_bytes=host_bytes,
     )
+    return Machine(tiers=(host,))
 
 
 def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
