@@ -31,7 +31,7 @@ STATE = {
     "memwall.patches._active": "Patch.undo, and the end of the object that was changed",
     "memwall.patches._values": "the end of the patch: it holds nothing",
     "memwall.store.directory_lock._held": "DirectoryLock.release",
-    "memwall.store.pages._maps": "the end of the map: it holds nothing",
+    "memwall.store.page_map._maps": "the end of the map: it holds nothing",
     # What was done once for the process.
     "memwall.observe.history._is_observing": "nothing: torch keeps the observer",
     "memwall.rows.optimizer._is_installed": "nothing: torch keeps the hooks",
@@ -53,7 +53,7 @@ STATE = {
     "memwall.apply.optimizer_state.deepspeed_adam.load_operator": _FOREVER,
     "memwall.apply.optimizer_state.master_weights._made": "nothing: one class for each class of optimizer",
     "memwall.apply.numpy_random._last": "the next state that is asked for",
-    "memwall.apply.streaming.tier._usual_references": _FOREVER,
+    "memwall.apply.streaming.parameter_tier._usual_references": _FOREVER,
     "memwall.machine.communicator.measured_communicator_bytes": _FOREVER,
     "memwall.machine.hardware._shipped": _FOREVER,
     "memwall.planning.techniques.recompute._is_random": _FOREVER,

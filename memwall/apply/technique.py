@@ -20,8 +20,8 @@ from memwall.apply.effect import Effect
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload.engine import ActivationOffload
-from memwall.apply.optimizer_state.keeper import StateKeeper
-from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.errors import ApplyError
 from memwall.trace.modules import root_names
 

@@ -15,8 +15,8 @@ import torch
 from memwall.apply.applied import AppliedPlan
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
-from memwall.apply.optimizer_state.keeper import StateKeeper
-from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import Zero, handler_of
 from memwall.errors import IntegrationError
 from memwall.integrations.deepspeed_resume import check_resumable, restore_swapped

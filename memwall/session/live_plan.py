@@ -15,9 +15,9 @@ from memwall.apply.memory.cuda_setting import restore_variables
 from memwall.apply.memory.ddp_buckets import when_rebuilt
 from memwall.apply.memory.exhaustion import Exhaustion
 from memwall.apply.microbatch import MicroBatches
-from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
+from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place, why_not_on_cpu
 from memwall.apply.precision import LowerPrecision, lower_dtype
-from memwall.apply.streaming.keeper import ParameterKeeper, why_not_streamed
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper, why_not_streamed
 from memwall.apply.technique import handler_of
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.machine.limits import pinnable_bytes

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
-from memwall.apply.optimizer_state.keeper import StateKeeper
-from memwall.apply.streaming.keeper import ParameterKeeper, is_streamed
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper, is_streamed
 from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of
 from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memwall.errors import StoreError
 from memwall.store.backend import round_up
-from memwall.store.pages import PageMap, has_pages, move_pages
+from memwall.store.page_map import PageMap, has_pages, move_pages
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from memwall.errors import StoreError
 from memwall.store.backend import round_up
+from memwall.store.disk_tier import ByteRange
 from memwall.store.extents import FreeExtents
-from memwall.store.tier import ByteRange
 from memwall.units import format_bytes
 
 __all__ = ["PinnedArena", "PinnedLoad", "PinnedParked", "PinnedSlot", "PinnedTier"]

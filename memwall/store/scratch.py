@@ -9,7 +9,7 @@ from typing import Self
 from memwall.errors import StoreError
 from memwall.store.backend import IOBackend, OpenScratch, SystemBackend, read_fully, round_up, write_fully
 from memwall.store.extents import FreeExtents
-from memwall.store.pages import PageMap
+from memwall.store.page_map import PageMap
 from memwall.units import format_bytes
 
 __all__ = ["ScratchFile", "Slot"]

@@ -12,7 +12,7 @@ from offload_engines import Pool, a_pool
 from torch import Tensor, nn
 from zoo import trained_parameters
 
-from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import build_menus

@@ -19,8 +19,8 @@ from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import parking
 from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state import cpu_speed, opening
-from memwall.apply.optimizer_state.keeper import StateKeeper, can_place, why_not_on_cpu
-from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place, why_not_on_cpu
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.techniques import offload
 from memwall.errors import StoreError
 from memwall.machine import limits

@@ -13,8 +13,8 @@ from memwall.apply.applied import AppliedPlan
 from memwall.apply.effect import Effect
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
-from memwall.apply.optimizer_state.keeper import StateKeeper
-from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import Handler, Target, handler_of, register, unregister
 from memwall.errors import ApplyError, IntegrationError, NoEffectError, StoreError
 from memwall.integrations.deepspeed import apply_rest

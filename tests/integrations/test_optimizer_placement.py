@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from memwall.apply.optimizer_state import keeper as state_keeper
+from memwall.apply.optimizer_state import state_keeper
 from memwall.integrations.launcher import run_script
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement

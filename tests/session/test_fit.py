@@ -31,7 +31,7 @@ from memwall.predict.malloc.malloc_policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
 from memwall.session.session import Session
-from memwall.store.tier import DiskTier
+from memwall.store.disk_tier import DiskTier
 from memwall.trace.record import TraceBuilder
 
 NUM_STEPS = 3

@@ -242,7 +242,7 @@ def test_a_first_step_without_room_keeps_state_in_memory_and_has_parameters_back
     is_known: bool, without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GIVEN a first optimizer that leaves gradients to another WHEN there is no room THEN neither steps in parts."""
-    monkeypatch.setattr("memwall.apply.optimizer_state.keeper._lacks_room", lambda *_: True)
+    monkeypatch.setattr("memwall.apply.optimizer_state.state_keeper._lacks_room", lambda *_: True)
     model, optimizers = made()
     train(model, optimizers, num_steps=2)
     plain = everything(model, optimizers)

@@ -43,7 +43,7 @@ def test_its_bits_come_back_to_the_same_address(
     is_moved: bool, pool: TransferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_moved:
-        monkeypatch.setattr("memwall.store.pages._DONTUNMAP", 1 << 12)
+        monkeypatch.setattr("memwall.store.page_map._DONTUNMAP", 1 << 12)
     paged, numbers = filled(pool)
     address, view = paged.tensor.data_ptr(), paged.tensor[1000:2000]
     for _ in range(3):
@@ -270,7 +270,7 @@ def test_what_was_shown_comes_and_goes_as_ever(
     is_moved: bool, pool: TransferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_moved:
-        monkeypatch.setattr("memwall.store.pages._DONTUNMAP", 1 << 12)
+        monkeypatch.setattr("memwall.store.page_map._DONTUNMAP", 1 << 12)
     paged, numbers = filled(pool)
     writes = WriteBehind(0)
     for _ in range(2):
@@ -291,7 +291,7 @@ def test_wrong_bytes_are_found_before_they_are_shown(pool: TransferPool) -> None
 
 
 def test_a_system_without_such_maps_shows_nothing(pool: TransferPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memwall.store.pages._PAGEMAP", Path("/nowhere"))
+    monkeypatch.setattr("memwall.store.page_map._PAGEMAP", Path("/nowhere"))
     paged, numbers = away(pool)
     assert not paged.show()
     assert not paged.is_resident

@@ -21,8 +21,8 @@ from memwall.apply.offload.entry import Entry, EntryList, Kept, Saved, byte_rang
 from memwall.apply.offload.packed import PackedTier, can_leave_packed
 from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.offload import LeavingForm
+from memwall.store.disk_tier import ByteRange, DiskTier, Tier
 from memwall.store.pinned_tier import PinnedTier
-from memwall.store.tier import ByteRange, DiskTier, Tier
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.autograd import execution_is_transformed, version_of
 from memwall.torch_internals.storages import StorageWeakRef, identity_of

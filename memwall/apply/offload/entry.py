@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.store.tier import Tier
+from memwall.store.disk_tier import Tier
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import has_modes, without_dispatch_modes, without_function_modes
 from memwall.torch_internals.storages import StorageWeakRef

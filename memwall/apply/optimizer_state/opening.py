@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.cpu_step_checks import check_optimizer
 from memwall.apply.optimizer_state.kept_space import kept_space
-from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.spaces import DiskSpace

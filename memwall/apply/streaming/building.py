@@ -10,7 +10,7 @@ from torch import distributed, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from memwall.apply.streaming.guard import GuardedParameter
-from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
+from memwall.apply.streaming.parameter_tier import ParameterTier, StreamedParameter
 from memwall.machine.meter import process_bytes, return_free_memory
 from memwall.patches import Patches
 from memwall.planning.techniques.parameters import passing_bytes

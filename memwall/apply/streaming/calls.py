@@ -3,8 +3,8 @@
 import weakref
 from collections.abc import Sequence
 
-from memwall.apply.streaming.tier import StreamedParameter
-from memwall.apply.streaming.units import Unit
+from memwall.apply.streaming.parameter_tier import StreamedParameter
+from memwall.apply.streaming.stream_units import Unit
 
 __all__ = ["Call", "Stream"]
 

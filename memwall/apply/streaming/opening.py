@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from memwall.apply.optimizer_state.kept_space import kept_space
-from memwall.apply.streaming.parameters import ParameterStreaming
-from memwall.apply.streaming.tier import ParameterTier
+from memwall.apply.streaming.parameter_streaming import ParameterStreaming
+from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.errors import StoreError
 from memwall.machine.disk_location import check_directory, default_directory
 from memwall.store.scratch import ScratchFile

@@ -2,7 +2,7 @@
 
 from memwall.apply.effect import Effect
 from memwall.apply.state_technique import StateHandler
-from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import Handler, Target, Tier, register
 from memwall.errors import ApplyError
 from memwall.planning.techniques.parameters import ParameterPlacement

@@ -22,7 +22,7 @@ from msgspec import Struct
 from memwall.errors import UsageError
 from memwall.predict.malloc import malloc_process
 from memwall.predict.malloc.malloc_calls import StepEvents, events_of, join
-from memwall.store.pages import PageMap
+from memwall.store.page_map import PageMap
 from memwall.trace.records import Step
 
 __all__ = [

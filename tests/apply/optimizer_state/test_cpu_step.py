@@ -16,7 +16,7 @@ from plans import plan_of
 import memwall
 from memwall.apply.optimizer_state import opening
 from memwall.apply.optimizer_state.cpu_step import CpuStep
-from memwall.apply.optimizer_state.keeper import StateKeeper
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.errors import ApplyError, StoreError
 from memwall.planning.techniques.cpu_step import StepOnCpu
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from optimizer_runs import Make, Net, are_equal, resident_state_bytes, train, train_step
 
-from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.opening import open_optimizer_state
 from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.errors import ApplyError, OffloadIOError, StoreError

@@ -12,8 +12,8 @@ from processes import printed_by
 from torch import nn
 
 import memwall
-from memwall.apply.optimizer_state.keeper import StateKeeper
 from memwall.apply.optimizer_state.low_bit_form import load_torchao
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.errors import ApplyError, NoEffectError
 from memwall.planning.techniques.low_bit_state import LowBitState
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement

@@ -14,7 +14,7 @@ from plans import plan_of
 from torch import Tensor
 
 import memwall
-from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.pinned import PinnedBucket, PinnedSpace
 from memwall.apply.optimizer_state.ring import step_through
 from memwall.apply.optimizer_state.shares import Share

@@ -14,9 +14,9 @@ import memwall
 from memwall.apply.applied import AppliedPlan
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
-from memwall.apply.optimizer_state.keeper import StateKeeper
-from memwall.apply.optimizer_state.on_disk import OptimizerState
-from memwall.apply.streaming.keeper import ParameterKeeper
+from memwall.apply.optimizer_state.bucketed_state import OptimizerState
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.errors import StoreError
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement

@@ -11,10 +11,10 @@ from optimizer_runs import OPTIMIZERS, Net, are_equal, in_groups, resident_state
 
 import memwall
 from memwall.apply.memory.allocator import AllocatorHandler
-from memwall.apply.optimizer_state import keeper as state_keeper
-from memwall.apply.optimizer_state.keeper import StateKeeper, can_place
-from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state import state_keeper
+from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.recorded import RecordedState
+from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place
 from memwall.store.transfer import TransferPool
 from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Step
@@ -149,7 +149,7 @@ def test_a_session_spills_state_that_was_loaded_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_keeper, "_lacks_room", lambda *_: True)
-    for where in ("memwall.session.recorded_step", "memwall.apply.optimizer_state.keeper"):
+    for where in ("memwall.session.recorded_step", "memwall.apply.optimizer_state.state_keeper"):
         monkeypatch.setattr(f"{where}.MIN_STATE_BYTES", KIB)
     found = []
     resident: list[int] = []
@@ -188,7 +188,7 @@ class Meter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, now: int, trimmed: int) -> None:
         self.now = now
         self.trimmed = trimmed
-        monkeypatch.setattr("memwall.apply.optimizer_state.keeper.process_bytes", lambda: self.now)
+        monkeypatch.setattr("memwall.apply.optimizer_state.state_keeper.process_bytes", lambda: self.now)
 
     def trim(self) -> None:
         self.now = self.trimmed

@@ -15,10 +15,10 @@ from streamed_models import GPT, KIB, everything, loss_of
 from torch import nn
 
 from memwall.apply.streaming import building as parameter_building
-from memwall.apply.streaming import keeper as parameter_keeper
+from memwall.apply.streaming import parameter_keeper
 from memwall.apply.streaming.building import Building, leaves_no_room
 from memwall.apply.streaming.guard import GuardedParameter
-from memwall.apply.streaming.tier import ParameterTier
+from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.errors import ApplyError
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement

@@ -9,8 +9,8 @@ from streamed_models import GPT, KIB, everything, loss_of
 from torch import nn
 
 from memwall.apply.streaming.building import Building
-from memwall.apply.streaming.parameters import ParameterStreaming
-from memwall.apply.streaming.tier import ParameterTier
+from memwall.apply.streaming.parameter_streaming import ParameterStreaming
+from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.errors import StoreError
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool

@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
 from memwall.apply.memory.allocator import AllocatorHandler
-from memwall.apply.streaming import keeper as parameter_keeper
-from memwall.apply.streaming.keeper import ParameterKeeper
-from memwall.apply.streaming.parameters import ParameterStreaming
+from memwall.apply.streaming import parameter_keeper
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
+from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.session.session import Session
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]

@@ -10,7 +10,7 @@ import torch
 from streamed_models import GPT, KIB, everything, loss_of, streamed
 from torch import Tensor, nn
 
-from memwall.apply.streaming.parameters import ParameterStreaming
+from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.errors import ApplyError
 from memwall.store.transfer import TransferPool
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.streaming.opening import open_parameter_streaming
-from memwall.apply.streaming.parameters import ParameterStreaming
-from memwall.apply.streaming.tier import ParameterTier
+from memwall.apply.streaming.parameter_streaming import ParameterStreaming
+from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.errors import ApplyError, MemwallError, OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile

@@ -11,7 +11,7 @@ import torch
 from optimizer_runs import OPTIMIZERS, Net, are_equal, in_groups, resident_state_bytes, same, train, train_step
 from torch import Tensor, nn
 
-from memwall.apply.optimizer_state.on_disk import OptimizerState
+from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.errors import ApplyError
 from memwall.store.transfer import TransferPool
 

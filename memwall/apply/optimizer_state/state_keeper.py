@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
-from memwall.apply.optimizer_state.on_disk import OptimizerState
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.opening import (
     check_can_be_away,

@@ -14,8 +14,8 @@ from faulty_disk import Gate
 from torch import Tensor
 
 from memwall.errors import StoreError
+from memwall.store.disk_tier import ByteRange, DiskTier, StagingArena
 from memwall.store.scratch import ScratchFile
-from memwall.store.tier import ByteRange, DiskTier, StagingArena
 from memwall.store.transfer import TransferPool, memory_at
 
 BLOCK = 64 << 10

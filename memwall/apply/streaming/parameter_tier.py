@@ -20,8 +20,8 @@ from memwall.apply.streaming.guard import Guard, guarded, unguarded
 from memwall.errors import ApplyError
 from memwall.patches import Patch, Patches
 from memwall.store.buckets import can_move
+from memwall.store.page_map import is_of_file, is_page_map, return_file_pages
 from memwall.store.paged import PagedTensor, WriteBehind
-from memwall.store.pages import is_of_file, is_page_map, return_file_pages
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import without_subclass_functions

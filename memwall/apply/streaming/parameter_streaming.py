@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from memwall.apply.streaming.calls import Call, Stream
 from memwall.apply.streaming.gradients import StandsFor
+from memwall.apply.streaming.parameter_tier import ParameterTier, StreamedParameter
 from memwall.apply.streaming.step import StreamedStep
-from memwall.apply.streaming.tier import ParameterTier, StreamedParameter
-from memwall.apply.streaming.units import find_units, hooked_parameters, repeated_blocks, tensors_in
+from memwall.apply.streaming.stream_units import find_units, hooked_parameters, repeated_blocks, tensors_in
 from memwall.errors import ApplyError, MemwallError
 from memwall.patches import Patches
 from memwall.store.scratch import Slot

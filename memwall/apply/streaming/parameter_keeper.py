@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
-from memwall.apply.optimizer_state.keeper import can_place
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
+from memwall.apply.optimizer_state.state_keeper import can_place
 from memwall.apply.streaming.building import Building, leaves_no_room, num_processes
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.opening import close_tier, open_parameter_streaming, open_tier
-from memwall.apply.streaming.parameters import ParameterStreaming
-from memwall.apply.streaming.tier import ParameterTier
-from memwall.apply.streaming.units import hooked_parameters
+from memwall.apply.streaming.parameter_streaming import ParameterStreaming
+from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.meter import process_bytes
 from memwall.planning.menu_records import WINDOW_BYTES
