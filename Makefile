@@ -1,5 +1,8 @@
 # Everything runs in .venv, which the first target that needs it creates; nothing is installed outside of it.
-#   make test     set up, then the whole test suite
+#   make unit     set up, then the tests of what takes less than a second
+#   make test     those, and the slow ones: processes, launchers, kills
+#   make test-all   those, and all combinations and repetitions, and the tests of benchmarks
+#   make test-benchmarks   the tests of the programs in benchmarks/
 #   make test-kernels   the tests that need triton, which a folder of its own gets (Linux; 285 MB once)
 #   make test-low-bit   the tests that need torchao, which a folder of its own gets (26 MB once)
 #   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
@@ -32,11 +35,11 @@ DEEPSPEED_OPS := AsyncIOBuilder CPUAdamBuilder ShareMemCommBuilder
 # A release of torch beside that of .venv: `make test-torch RELEASE=2.15.0`.
 RELEASE ?= 2.11.0
 RELEASE_FOLDER = .venv/torch-$(RELEASE)
-UNIT_TESTS = -m "not slow and not gpu and not cgroup and not deepspeed"
+UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and not cgroup and not deepspeed"
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
+.PHONY: venv test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -49,7 +52,13 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard memwall/native/*.[c
 	touch $(STAMP)
 
 test: $(STAMP)
+	$(PYTEST) -m "not deepspeed and not exhaustive and not benchmark"
+
+test-all: $(STAMP)
 	$(PYTEST) -m "not deepspeed"
+
+test-benchmarks: $(STAMP)
+	$(PYTEST) -m "benchmark and not exhaustive" tests/benchmarks tests/kernels/test_gpu_benchmark.py
 
 # An environment on top of .venv, as DeepSpeed's. Of triton, which comes with torch's wheel, the unit tests stay without.
 $(RELEASE_FOLDER)/.installed: | $(STAMP)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.benchmark
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from figures import figures_of, untagged, without_unit
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FILES = sorted(str(path.relative_to(RESULTS)) for path in RESULTS.glob("**/*.json"))
 
 

@@ -65,7 +65,7 @@ def test_the_claim_holds_by_speed_or_by_the_limit_of_the_disk(
 
 
 @pytest.mark.cgroup
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_has_every_arm_and_says_whether_it_holds(tmp_path: Path) -> None:
     """GIVEN a DeepSpeed of 1 GiB and 8 s a step WHEN a small model is measured beside it THEN memwall's claim holds."""
     try:
