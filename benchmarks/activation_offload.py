@@ -36,7 +36,7 @@ from torch import nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import open_engine
-from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.predict.process import TENSOR_HEAP
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "activation_offload.json"

@@ -31,7 +31,7 @@ from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.parking import open_engine
 from memwall.apply.techniques.offload import OffloadLayer
 from memwall.apply.techniques.recompute import RecomputeLayer
-from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.process import TENSOR_HEAP
 

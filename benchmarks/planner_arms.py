@@ -18,9 +18,9 @@ from planner_models import PlannedStep
 from planner_simulator import MIN_MOVED_BYTES, Order, Outcome, Simulator
 from planner_tape import DEVICE
 
+from memwall.planning.block_problem import build_instance, build_menus, treatments_of_choice
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import build_instance, build_menus, treatments_of_choice
-from memwall.planning.menu_records import Costs, Menu
+from memwall.planning.menu import Costs, Menu
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.solve import solve

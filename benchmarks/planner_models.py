@@ -19,7 +19,7 @@ HALF, FULL = 2, 4
 # What a training step reaches of the data sheets in memwall/data/hardware.toml: about half of the FLOP/s, 80 % of the
 # memory's and 60 % of the link's bytes per second, which is what torchtitan's planner reached in a step
 # (pytorch/torchtitan#3881). The window is a large tensor or two of these models, or what memwall gives it now
-# (memwall.planning.menu_records.WINDOW_BYTES).
+# (memwall.planning.menu.WINDOW_BYTES).
 WIDE, NARROW = 512 << 20, 32 << 20
 TABLES = {
     table.name: table

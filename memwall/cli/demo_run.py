@@ -19,7 +19,7 @@ from memwall.integrations.launcher import run_script
 from memwall.observe.measure import run_report as run_report_of
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan
-from memwall.planning.planned_step import planned_step
+from memwall.planning.step_under_plan import step_under_plan
 from memwall.report.curves import curve_of
 from memwall.report.html import Page, save_page
 from memwall.report.run_grids import Outcome
@@ -106,7 +106,7 @@ def run_demo(*, budget: str, out: Path | None, as_json: bool, script_arguments: 
             curve_of(trace, steady_step(trace), "free run", "simulated", process_peak_bytes=free_peak_bytes),
             curve_of(
                 trace,
-                planned_step(trace, plan),
+                step_under_plan(trace, plan),
                 "under the plan",
                 "simulated",
                 budget_bytes=budget_bytes,

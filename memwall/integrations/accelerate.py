@@ -15,7 +15,7 @@ from memwall.errors import IntegrationError
 from memwall.integrations.preflight import check_model
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
-from memwall.planning.planfile import Plan, parts_of
+from memwall.planning.planfile import Plan
 from memwall.planning.technique import technique_of, techniques
 from memwall.session.fit import open_session
 from memwall.session.session import Session
@@ -183,7 +183,7 @@ def _check(plan: Plan, accelerator: Any, rest: Iterable[Any]) -> None:
         micro_batch = technique_of(action).loader_batch(action)
         if micro_batch and sizes and micro_batch not in sizes:
             raise IntegrationError(
-                f"the plan runs micro-batches of {micro_batch} samples, {parts_of(plan)[1]} per step; "
+                f"the plan runs micro-batches of {micro_batch} samples, {plan.batch_parts[1]} per step; "
                 f"found data loaders with batch_size {', '.join(map(str, sizes))}; set batch_size={micro_batch}"
             )
 

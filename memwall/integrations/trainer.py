@@ -21,7 +21,7 @@ from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
 from memwall.observe.history import MemoryHistory
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
-from memwall.planning.planfile import Plan, parts_of
+from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
@@ -224,7 +224,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             plan = make_plan(trace, settings)
         except InfeasibleError:
             return error
-        micro_batch, num_micro_batches = parts_of(plan)
+        micro_batch, num_micro_batches = plan.batch_parts
         if (micro_batch, num_micro_batches) == (plan.micro_batch, plan.num_micro_batches):
             return error
         help_line = (

@@ -9,7 +9,7 @@ from memwall.planning.action import Action
 from memwall.planning.explain import disk_wear
 from memwall.planning.forecast import Forecast, Lever, PeakBytes
 from memwall.planning.location import Location
-from memwall.planning.menu_records import MIN_MOVED_BYTES
+from memwall.planning.menu import MIN_MOVED_BYTES
 from memwall.planning.planfile import Plan
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.link_time import LinkTime

@@ -14,7 +14,7 @@ from msgspec import Struct
 from memwall.errors import IntegrationError
 from memwall.machine.disk_location import check_directory, default_directory
 from memwall.planning.action import Action
-from memwall.planning.planfile import Plan, parts_of
+from memwall.planning.planfile import Plan
 from memwall.planning.technique import DeepSpeedPart, technique_of
 from memwall.trace.optimizers import ELEMENTWISE
 from memwall.units import format_bytes
@@ -237,7 +237,7 @@ def _folder(disk: str | None, sizes: _Sizes | None, state: Place, parameters: Pl
 def _batch(plan: Plan, ranks: int, for_hugging_face: bool) -> dict[str, Any]:
     if for_hugging_face:
         return dict.fromkeys(HUGGING_FACE_KEYS[:3], "auto")
-    micro, parts = parts_of(plan)
+    micro, parts = plan.batch_parts
     if micro < 1 or parts < 1:
         raise IntegrationError(
             "the plan does not know its batch (the recorded inputs had no common first dimension), and DeepSpeed must "

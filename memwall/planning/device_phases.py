@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import msgspec
 
 from memwall.planning.forecast import PeakBytes
-from memwall.planning.planfile import Plan, parts_of
-from memwall.planning.planned_step import planned_step
+from memwall.planning.planfile import Plan
+from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.technique import technique_of
 from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
@@ -113,7 +113,7 @@ def _simulated(
     capacity_bytes: int | None = None,
 ) -> dict[str, PhasePeak] | None:
     """Peaks of the phases under the plan and its allocator settings; None where memory is out."""
-    step = planned_step(trace, plan)
+    step = step_under_plan(trace, plan)
     setting = "".join(technique_of(action).required_cuda_setting(action) for action in plan.actions)
     settings = parse_settings(setting, process.profile)
     return phase_peaks(
@@ -160,7 +160,7 @@ def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
     steps: a state dict is a copy of it, and so is what is read to be loaded. What a step on the CPU brings down passes
     through memory that stays.
     """
-    num_parts = max(1, parts_of(plan)[1] // max(1, plan.num_micro_batches))
+    num_parts = max(1, plan.batch_parts[1] // max(1, plan.num_micro_batches))
     state_bytes = _state_bytes(plan)
     steady, staged_bytes, passing_bytes = steady_step(trace), 0, state_bytes
     for action in plan.actions:

@@ -13,7 +13,7 @@ from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast
 from memwall.planning.technique import technique_of, techniques
 
-__all__ = ["Plan", "decoded", "parts_of"]
+__all__ = ["Plan", "decoded"]
 
 _NEWEST = 1
 
@@ -44,6 +44,15 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def actions(self) -> tuple[Action, ...]:
         """What the plan does, in the order it is applied."""
         return self.forecast.actions
+
+    @property
+    def batch_parts(self) -> tuple[int, int]:
+        """Returns micro-batch and number of micro-batches of a step under the plan."""
+        for action in self.actions:
+            parts = technique_of(action).batch_parts(action)
+            if parts is not None:
+                return parts
+        return self.micro_batch, self.num_micro_batches
 
     @property
     def plan_hash(self) -> str:
@@ -162,12 +171,3 @@ def _action(value: Any, path: str) -> Action:
     except msgspec.ValidationError as error:
         text, at, inner = str(error).partition(" - at `$")
         raise msgspec.ValidationError(f"{text} - at `{path}{inner if at else '`'}") from error
-
-
-def parts_of(plan: Plan) -> tuple[int, int]:
-    """Returns micro-batch and number of micro-batches of a step under a plan."""
-    for action in plan.actions:
-        parts = technique_of(action).batch_parts(action)
-        if parts is not None:
-            return parts
-    return plan.micro_batch, plan.num_micro_batches

@@ -14,9 +14,8 @@ from msgspec import Struct
 from memwall.machine.tiers import Machine, Tier
 from memwall.planning.action import Action
 from memwall.planning.location import can_offload
-from memwall.planning.microbatch import candidate_micro_batches, with_micro_batch
 from memwall.planning.settings import Settings
-from memwall.planning.techniques.accumulate import can_accumulate
+from memwall.planning.techniques.accumulate import can_accumulate, candidate_micro_batches, with_micro_batch
 from memwall.planning.techniques.autocast import can_autocast
 from memwall.planning.techniques.kernels import can_use_kernels, could_have_kernels
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings

@@ -1,6 +1,6 @@
 """The outer search: where state and parameters are, with fused kernels or without, in lower precision if need be.
 
-For each of them `planning.located_search` finds the cheapest candidate whose forecast fits.
+For each of them `planning.search_at_location` finds the cheapest candidate whose forecast fits.
 """
 
 import math
@@ -16,10 +16,10 @@ from memwall.planning.action import Action
 from memwall.planning.candidate import Candidate, plan_of
 from memwall.planning.device_phases import with_device_phases
 from memwall.planning.explain import infeasible_message, relaxations
-from memwall.planning.located_search import LocatedSearch
 from memwall.planning.location import IN_MEMORY, Location
 from memwall.planning.planfile import Plan
 from memwall.planning.relaxations import plan_relaxations
+from memwall.planning.search_at_location import SearchAtLocation
 from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.settings import Settings
 from memwall.planning.technique import Technique, techniques
@@ -273,7 +273,7 @@ class _Search:
     def _best_at(self, location: Location, *, packs: bool) -> Candidate | None:
         if self._inputs.writable_bytes(location) < 0:
             return None
-        return LocatedSearch(self._inputs, location, packs=packs).best(self._limit_bytes)
+        return SearchAtLocation(self._inputs, location, packs=packs).best(self._limit_bytes)
 
     @property
     def _limit_bytes(self) -> int:
@@ -316,7 +316,7 @@ class _Search:
             lossy = [location for _, location in self._lossy]
             leanest = (next(iter(self._ordinary), IN_MEMORY), *lossy, *last)
             smallest_bytes = min(
-                LocatedSearch(self._inputs, location, packs=self._can_pack).smallest_bytes() for location in leanest
+                SearchAtLocation(self._inputs, location, packs=self._can_pack).smallest_bytes() for location in leanest
             )
             first = self.settings.first_step
             if first is not None:

@@ -3,7 +3,6 @@
 import sys
 
 from memwall.planning.blocks import find_blocks
-from memwall.planning.live_budgets import LiveBudgets, Shares, Tightening
 from memwall.planning.location import Location, can_offload
 from memwall.planning.settings import Settings
 from memwall.predict.curve import step_seconds
@@ -23,19 +22,15 @@ class SearchInputs:
 
     Attributes:
         process: replays a step on this machine, or on the device that the trace was translated to.
-        live_budgets: for how many live bytes to solve.
         steady: the recorded step that counts, its seconds smoothed.
         plain_fault_seconds: of its seconds, what another way of reusing memory can save.
     """
 
     def __init__(self, trace: Trace, settings: Settings) -> None:
         self.trace, self.settings = trace, settings
-        self.process: Process
-        self.live_budgets: type[LiveBudgets]
-        if settings.hardware is None:
-            self.process, self.live_budgets = ProcessModel(trace), Shares
-        else:
-            self.process, self.live_budgets = DeviceModel(trace, settings.hardware), Tightening
+        self.process: Process = (
+            ProcessModel(trace) if settings.hardware is None else DeviceModel(trace, settings.hardware)
+        )
         recorded = steady_step(trace)
         self.steady = smoothed(recorded, find_blocks(trace, recorded))
         self.plain_fault_seconds = min(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from memwall.planning.action import Action
 from memwall.planning.location import Location
-from memwall.planning.menu_records import Costs, Menu
+from memwall.planning.menu import Costs, Menu
 from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.settings import Settings
 from memwall.predict.call_rules import BlockCalls, Treatment

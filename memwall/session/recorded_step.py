@@ -17,7 +17,7 @@ from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper, is_streamed
 from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of
-from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES
 from memwall.planning.techniques.parameters import as_streamed

@@ -14,9 +14,9 @@ from zoo import trained_parameters
 
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.spaces import DiskSpace
+from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import build_menus
-from memwall.planning.menu_records import Costs, Menu
+from memwall.planning.menu import Costs, Menu
 from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import TENSOR_HEAP

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import MODELS
 
 from memwall.errors import ApplyError
-from memwall.planning.menu_records import Menu
+from memwall.planning.menu import Menu
 from memwall.planning.techniques.recompute import Recompute
 
 needs_transformers = pytest.mark.requires("transformers")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memwall.errors import ApplyError
-from memwall.planning.menu_records import Menu
+from memwall.planning.menu import Menu
 from memwall.planning.techniques.recompute import Recompute
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.requires("transformers")]

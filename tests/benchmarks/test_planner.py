@@ -12,7 +12,7 @@ from planner_models import planned_step
 from planner_simulator import CHECKPOINT_SECONDS, Order, Simulator
 from planner_tape import DEVICE, CostTable, Tape
 
-from memwall.planning.menu import treatments_of_choice
+from memwall.planning.block_problem import treatments_of_choice
 from memwall.planning.solver.instance import Choice
 from memwall.predict.curve import live_peak_bytes
 

@@ -13,9 +13,9 @@ import memwall
 from memwall.errors import UsageError
 from memwall.machine.hardware import Hardware
 from memwall.planning.planfile import Plan
-from memwall.planning.planned_step import step_under
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
+from memwall.planning.step_under_plan import step_under_actions
 from memwall.planning.techniques.cpu_step import StepOnCpu, can_step_on_cpu
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
@@ -150,7 +150,7 @@ def test_state_leaves_the_device_and_nothing_comes_in_its_place(trace: Trace) ->
     state_bytes += 2 * NUM_LAYERS * 4 * WIDTH
     assert action.saved_bytes == state_bytes
     before, after = (
-        live_curve(s.storages, len(s.ops), device="cuda") for s in (step, step_under(trace, step, (action,)))
+        live_curve(s.storages, len(s.ops), device="cuda") for s in (step, step_under_actions(trace, step, (action,)))
     )
     assert {was - is_now for was, is_now in zip(before, after, strict=True)} == {state_bytes}
 

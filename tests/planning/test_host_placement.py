@@ -10,9 +10,9 @@ from torch import nn
 from memwall.machine.hardware import Hardware
 from memwall.planning.device_phases import with_device_phases
 from memwall.planning.planfile import Plan
-from memwall.planning.planned_step import step_under
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
+from memwall.planning.step_under_plan import step_under_actions
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.curve import live_curve, live_peak_bytes
@@ -73,7 +73,7 @@ def test_state_leaves_the_device_and_its_buffers_are_there_while_the_optimizer_r
     step = steady_step(trace)
     whole = state_placements(trace, step, capacity_bytes=HOST_BYTES)[0]
     assert whole.saved_bytes == movable_state_bytes(step, MIN_STATE_BYTES) == STATE_BYTES
-    under = step_under(trace, step, (whole,))
+    under = step_under_actions(trace, step, (whole,))
     buffers = buffer_sizes(state_sizes(step, MIN_STATE_BYTES), whole.bucket_bytes)
     assert len(buffers) == NUM_BUFFERS
     first = next(number for number, op in enumerate(step.ops) if op.phase == "optimizer")

@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
+from memwall.planning.explain import levers_of
 from memwall.planning.forecast import Lever
-from memwall.planning.levers import levers_of
-from memwall.planning.menu_records import Menu
+from memwall.planning.menu import Menu
 from memwall.planning.solver.instance import Choice, Option
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse

@@ -10,9 +10,9 @@ from plans import on_machine
 
 from memwall.errors import InfeasibleError
 from memwall.planning.planfile import Plan
-from memwall.planning.planned_step import planned_step
 from memwall.planning.search import make_plan, plan
 from memwall.planning.settings import Settings
+from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.techniques import low_bit_state
 from memwall.planning.techniques.low_bit_state import LIBRARY_BYTES, LowBitState, why_no_low_bits
 from memwall.predict.curve import live_peak_bytes
@@ -60,7 +60,7 @@ def test_a_budget_that_nothing_else_meets_is_met_where_it_is_allowed(diskless: T
     assert (action.saved_bytes, action.exactness) == (freed_bytes, "changes-numerics")
     forecast = found.forecast
     assert forecast.peak.process_bytes + forecast.margin_bytes <= budget_bytes
-    assert forecast.peak.allocated_bytes == live_peak_bytes(planned_step(diskless, found), "cpu")
+    assert forecast.peak.allocated_bytes == live_peak_bytes(step_under_plan(diskless, found), "cpu")
     assert (forecast.step_seconds or 0.0) >= (forecast.plain_step_seconds or 0.0) + (action.cost_seconds or 0.0)
     assert forecast.moved_bytes_per_step == 0
     assert any("the optimizer's moments are in 8 bits between steps" in reason for reason in forecast.binding)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import build_menus
-from memwall.planning.menu_records import Costs
+from memwall.planning.menu import Costs
 from memwall.predict.call_rules import Treatment
 from memwall.predict.treatment import StepModel
 from memwall.trace.record import record

@@ -9,12 +9,11 @@ from zoo import MODELS, Case
 
 from memwall.errors import UsageError
 from memwall.machine.tiers import Machine
+from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import build_menus
-from memwall.planning.menu_records import Costs
-from memwall.planning.microbatch import candidate_micro_batches, with_micro_batch
+from memwall.planning.menu import Costs
 from memwall.planning.search import plan
-from memwall.planning.techniques.accumulate import Accumulate
+from memwall.planning.techniques.accumulate import Accumulate, candidate_micro_batches, with_micro_batch
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step

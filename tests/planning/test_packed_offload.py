@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from zoo import Case
 
 from memwall.errors import InfeasibleError
+from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import build_menus
-from memwall.planning.menu_records import Costs
+from memwall.planning.menu import Costs
 from memwall.planning.planfile import Plan
-from memwall.planning.planned_step import planned_step
 from memwall.planning.search import plan
+from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.techniques.offload import Offload, can_pack
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes
@@ -72,7 +72,7 @@ def test_what_is_allowed_makes_the_step_shorter(
         assert lever.num_blocks_used == len(lossy)
         assert any("1/254 of the largest" in reason for reason in packed.forecast.binding)
         assert not any("1/254" in reason for reason in exact.forecast.binding)
-        live_bytes = live_peak_bytes(planned_step(slow_disk, packed), "cpu")
+        live_bytes = live_peak_bytes(step_under_plan(slow_disk, packed), "cpu")
         assert packed.forecast.peak.allocated_bytes == live_bytes
         assert packed.forecast.peak.process_bytes + packed.forecast.margin_bytes <= budget_bytes
         packed.save(tmp_path / "plan.json")

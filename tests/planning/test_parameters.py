@@ -9,11 +9,11 @@ from plans import on_machine
 
 from memwall.errors import InfeasibleError
 from memwall.planning.candidate import Candidate
-from memwall.planning.located_search import LocatedSearch
 from memwall.planning.location import IN_MEMORY, Location
-from memwall.planning.planned_step import planned_step, step_under
 from memwall.planning.search import make_plan, plan
+from memwall.planning.search_at_location import SearchAtLocation
 from memwall.planning.settings import Settings
+from memwall.planning.step_under_plan import step_under_actions, step_under_plan
 from memwall.planning.techniques import parameters
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
@@ -149,7 +149,7 @@ def test_parameters_may_stay_where_their_gradients_leave_more_of_them_for_more_m
     # Of the first only gradients leave: half of what the last one frees.
     assert found[0].saved_bytes == (found[-1].saved_bytes or 0) // 2
     assert found[0].written_bytes == found[0].saved_bytes
-    peaks = [live_peak_bytes(step_under(trace, step, (each,)), "cpu") for each in found]
+    peaks = [live_peak_bytes(step_under_actions(trace, step, (each,)), "cpu") for each in found]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < live_peak_bytes(step, "cpu")
 
@@ -179,7 +179,7 @@ def test_a_budget_that_nothing_else_meets_is_met_with_parameters_on_disk(
     assert forecast.fits
     assert forecast.peak.process_bytes + forecast.margin_bytes <= budget_bytes
     assert forecast.smallest_feasible_budget_bytes == least
-    assert forecast.phases["steady_step"].allocated_bytes == live_peak_bytes(planned_step(trace, found), "cpu")
+    assert forecast.phases["steady_step"].allocated_bytes == live_peak_bytes(step_under_plan(trace, found), "cpu")
     assert forecast.phases["build"].process_bytes == built_bytes(trace)
     away_bytes = (parameters.saved_bytes or 0) + (state.saved_bytes or 0)
     assert forecast.phases["steady_step"].disk_bytes == away_bytes
@@ -230,12 +230,12 @@ def test_what_a_budget_leaves_beside_parameters_on_disk_is_used_for_state(
         if heap_unavailable_reason():
             pytest.skip(str(heap_unavailable_reason()))
     least = smallest_bytes(trace)
-    best = LocatedSearch.best
+    best = SearchAtLocation.best
 
-    def with_parameters_away(search: LocatedSearch, limit_bytes: int) -> Candidate | None:
+    def with_parameters_away(search: SearchAtLocation, limit_bytes: int) -> Candidate | None:
         return None if not search._location.keeps_tier_busy else best(search, limit_bytes)
 
-    monkeypatch.setattr(LocatedSearch, "best", with_parameters_away)
+    monkeypatch.setattr(SearchAtLocation, "best", with_parameters_away)
     budgets = [least + room * MIB for room in (0, 120, 160, 200)]
     found = [plan(trace, budget=budget_bytes) for budget_bytes in budgets]
     states = [next(a for a in each.actions if isinstance(a, OptimizerPlacement)) for each in found]
@@ -309,5 +309,5 @@ def test_parameters_go_only_where_state_goes_and_the_message_says_why_that_stays
 def test_in_memory_nothing_changes(a_trace: Callable[[str], Trace]) -> None:
     trace = a_trace("gpt")
     step = steady_step(trace)
-    assert step_under(trace, step, IN_MEMORY.actions) is step
+    assert step_under_actions(trace, step, IN_MEMORY.actions) is step
     assert (IN_MEMORY.actions, IN_MEMORY.seconds, IN_MEMORY.away_bytes, IN_MEMORY.written_bytes) == ((), 0, 0, 0)

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from zoo import MODELS, Case
 
 from memwall.errors import InfeasibleError
-from memwall.planning import located_search as placed_search
-from memwall.planning import search
-from memwall.planning import search_inputs as problem
+from memwall.planning import search, search_at_location, search_inputs
 from memwall.planning.explain import disk_wear
 from memwall.planning.forecast import Forecast
 from memwall.planning.movable_state import can_move_optimizer_state
-from memwall.planning.planned_step import planned_step, step_under
 from memwall.planning.search import make_plan, plan
 from memwall.planning.settings import Settings
+from memwall.planning.step_under_plan import step_under_actions, step_under_plan
 from memwall.planning.techniques import optimizer_state
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.predict.curve import live_peak_bytes
@@ -205,7 +203,7 @@ def test_a_budget_that_nothing_else_meets_is_met_with_state_on_disk(
     forecast = found.forecast
     assert forecast.fits
     assert forecast.peak.process_bytes + forecast.margin_bytes <= budget_bytes
-    assert forecast.peak.allocated_bytes == live_peak_bytes(planned_step(trace, found), "cpu")
+    assert forecast.peak.allocated_bytes == live_peak_bytes(step_under_plan(trace, found), "cpu")
     assert forecast.smallest_feasible_budget_bytes == least
     assert forecast.moved_bytes_per_step >= (action.saved_bytes or 0) > 0
     assert forecast.peak.disk_bytes == forecast.moved_bytes_per_step
@@ -255,7 +253,7 @@ def test_where_memory_suffices_state_is_moved_only_for_a_clearly_shorter_step(
 ) -> None:
     fast = on_machine(a_trace("gpt"), read_bytes_per_second=1e12, write_bytes_per_second=1e12)
     # Saved tensors would be as cheap to move on such a disk; here they cannot.
-    for module in (placed_search, problem):
+    for module in (search_at_location, search_inputs):
         monkeypatch.setattr(module, "can_offload", lambda *_: "there is no such thing")
     budget_bytes = smallest_without(fast) + 16 * MIB
 
@@ -299,7 +297,9 @@ def test_the_step_under_a_placement_is_the_one_the_search_replays(a_trace: Calla
     trace = a_trace("gpt")
     step = steady_step(trace)
     (whole, *_) = state_placements(trace, step, capacity_bytes=CAPACITY_BYTES)
-    standing = sum(s.nbytes for s in step_under(trace, step, (whole,)).storages if s.category == "optimizer_state")
+    standing = sum(
+        s.nbytes for s in step_under_actions(trace, step, (whole,)).storages if s.category == "optimizer_state"
+    )
     assert standing == sum(
         s.nbytes for s in step.storages if s.category == "optimizer_state" and s.nbytes < MIN_STATE_BYTES
     )

@@ -14,14 +14,14 @@ import pytest
 
 from memwall.errors import InfeasibleError, UsageError
 from memwall.machine.tiers import Machine
+from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
-from memwall.planning.located_search import LocatedSearch
-from memwall.planning.menu import build_menus
-from memwall.planning.menu_records import Costs
+from memwall.planning.menu import Costs
 from memwall.planning.planfile import Plan
-from memwall.planning.planned_step import planned_step
 from memwall.planning.search import make_plan, plan
+from memwall.planning.search_at_location import SearchAtLocation
 from memwall.planning.settings import Settings
+from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.techniques.autocast import Autocast
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
@@ -61,7 +61,7 @@ def test_what_is_forecast_is_the_step_that_the_actions_make(
     for budget_bytes in budgets(trace, (0.0, 0.3, 0.6)):
         found = plan(trace, budget=budget_bytes)
         assert found.actions
-        live_bytes = live_peak_bytes(planned_step(trace, found), "cpu")
+        live_bytes = live_peak_bytes(step_under_plan(trace, found), "cpu")
         window_bytes = 32 * MIB if any(isinstance(a, Offload) for a in found.actions) else 0
         assert found.forecast.peak.allocated_bytes == live_bytes
         assert found.forecast.peak.process_bytes == trace.base_bytes + live_bytes + window_bytes
@@ -232,7 +232,7 @@ def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
     """GIVEN that the batch may be split WHEN candidates are tried to their end THEN that finds the same, with more."""
     trace = a_trace(name)
     samples = trace.micro_batch * trace.num_micro_batches
-    replay, solve_for = LocatedSearch._resident, LocatedSearch._solve_for
+    replay, solve_for = SearchAtLocation._resident, SearchAtLocation._solve_for
     num_replays = 0
 
     def counted(search: Any, *args: Any) -> Any:
@@ -246,10 +246,10 @@ def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
         shares = budgets(trace, (0.1, 0.4, 0.7))
         return [plan(trace, budget=share, global_batch=samples).encode() for share in shares], num_replays
 
-    monkeypatch.setattr(LocatedSearch, "_resident", counted)
+    monkeypatch.setattr(SearchAtLocation, "_resident", counted)
     plans, few = planned()
     monkeypatch.setattr(
-        LocatedSearch,
+        SearchAtLocation,
         "_solve_for",
         lambda search, model, parts, disk, limit, at_most: solve_for(search, model, parts, disk, limit, math.inf),
     )

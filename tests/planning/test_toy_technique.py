@@ -10,9 +10,9 @@ from memwall.errors import PlanError, UsageError
 from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location
 from memwall.planning.planfile import Plan
-from memwall.planning.planned_step import planned_step
 from memwall.planning.search import plan
 from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.technique import Technique, allowable, register, technique_of, techniques, unregister
 from memwall.predict.curve import live_peak_bytes
 from memwall.report.plan_grids import action_grid
@@ -100,7 +100,9 @@ def test_it_is_planned_priced_and_explained_where_it_is_allowed(tight: tuple[Tra
     assert [lever.freed_bytes for lever in found.forecast.levers if lever.name == "halved state"] == [
         action.saved_bytes
     ]
-    assert live_peak_bytes(planned_step(trace, found), trace.device) < live_peak_bytes(steady_step(trace), trace.device)
+    assert live_peak_bytes(step_under_plan(trace, found), trace.device) < live_peak_bytes(
+        steady_step(trace), trace.device
+    )
 
 
 def test_a_person_hears_of_it_where_nothing_fits_and_why_it_cannot_be_used(tight: tuple[Trace, int]) -> None:

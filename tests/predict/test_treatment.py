@@ -23,9 +23,9 @@ from memwall.apply.kernels.patched import patch_kernels
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.parking import parameter_guard
 from memwall.planning.action import Action
+from memwall.planning.block_problem import build_instance, build_menus
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import build_instance, build_menus
-from memwall.planning.menu_records import Costs, Menu
+from memwall.planning.menu import Costs, Menu
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Instance, Link
 from memwall.planning.solver.solve import smallest_feasible_bytes, solve

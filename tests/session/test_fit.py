@@ -20,9 +20,9 @@ from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
 from memwall.integrations.accelerate import MemwallPlugin
 from memwall.machine.meter import process_bytes
 from memwall.planning.action import Action
+from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import build_menus
-from memwall.planning.menu_records import Costs
+from memwall.planning.menu import Costs
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.offload import Offload

@@ -18,7 +18,7 @@ from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.meter import process_bytes
-from memwall.planning.menu_records import WINDOW_BYTES
+from memwall.planning.menu import WINDOW_BYTES
 from memwall.planning.techniques.parameters import MIN_PARAMETER_BYTES, ParameterPlacement, parameter_window_bytes
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.units import format_bytes

@@ -1,6 +1,6 @@
 """The optimisation problem as data: blocks with options, memory rows, and the link to the next tier.
 
-Built from a trace by `planning.menu`, solved by `milp` beside this file; all in integer bytes.
+Built from a trace by `planning.block_problem`, solved by `milp` beside this file; all in integer bytes.
 """
 
 from typing import NamedTuple

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memwall.planning.action import Action, Exactness
-from memwall.planning.microbatch import candidate_micro_batches, with_micro_batch
-from memwall.planning.technique import DeepSpeedPart, Technique
-from memwall.trace.records import Step, Trace
+import msgspec
 
-__all__ = ["TECHNIQUE", "Accumulate", "can_accumulate"]
+from memwall.planning.action import Action, Exactness
+from memwall.planning.technique import DeepSpeedPart, Technique
+from memwall.trace.records import Step, Storage, Trace
+
+__all__ = ["TECHNIQUE", "Accumulate", "can_accumulate", "candidate_micro_batches", "with_micro_batch"]
 
 
 class Accumulate(Action, frozen=True, kw_only=True, tag="accumulate"):
@@ -94,3 +95,40 @@ def can_accumulate(trace: Trace, *, is_cooperative: bool) -> str | None:
     if any(module.has_batch_norm for module in trace.modules):
         return "a BatchNorm layer computes statistics over the batch, so splitting it changes the training"
     return None
+
+
+def candidate_micro_batches(trace: Trace) -> tuple[int, ...]:
+    """Returns divisors of the recorded micro-batch, largest first: each sample is used once, all parts are equal."""
+    size = trace.micro_batch
+    return tuple(m for m in range(size, 0, -1) if size % m == 0)
+
+
+def with_micro_batch(trace: Trace, step: Step, micro_batch: int) -> Step:
+    """Returns the part of a step that one micro-batch of a smaller size runs, the optimizer step included.
+
+    Storages that grow with the batch shrink in proportion. Gradients stand through forward and backward, since they
+    add up; each parameter's new gradient lives beside the old sum while it is added. Seconds are those of all
+    micro-batches together: the same arithmetic in smaller pieces.
+    """
+    whole = trace.micro_batch
+    if micro_batch == whole:
+        return step
+    storages: list[Storage] = []
+    added: list[Storage] = []  # at the end, so that the numbers operations refer to stay
+    for storage in step.storages:
+        if storage.batched:
+            storages.append(msgspec.structs.replace(storage, nbytes=-(-storage.nbytes * micro_batch // whole)))
+        elif storage.category == "gradient":
+            storages.append(msgspec.structs.replace(storage, birth=-1))
+            if storage.birth >= 0:
+                end = storage.birth + 2
+                added.append(msgspec.structs.replace(storage, category="temporary", dropped=end, death=end))
+        else:
+            storages.append(storage)
+    saved = tuple(
+        msgspec.structs.replace(save, nbytes=-(-save.nbytes * micro_batch // whole))
+        if step.storages[save.storage].batched
+        else save
+        for save in step.saved
+    )
+    return msgspec.structs.replace(step, storages=tuple(storages + added), saved=saved)

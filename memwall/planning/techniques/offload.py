@@ -5,7 +5,7 @@ from typing import Literal
 
 from memwall.planning.action import Action
 from memwall.planning.location import can_offload
-from memwall.planning.menu_records import WINDOW_BYTES, Costs, Menu
+from memwall.planning.menu import WINDOW_BYTES, Costs, Menu
 from memwall.planning.paths import block_ranges
 from memwall.planning.technique import Technique
 from memwall.predict.call_rules import BlockCalls, Treatment

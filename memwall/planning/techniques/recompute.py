@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memwall.planning.action import Action
-from memwall.planning.menu_records import Costs, Menu
+from memwall.planning.menu import Costs, Menu
 from memwall.planning.paths import block_ranges
 from memwall.planning.technique import Technique
 from memwall.predict.call_rules import BlockCalls, Treatment

@@ -11,18 +11,24 @@ import msgspec
 
 from memwall.errors import PlanError
 from memwall.planning.action import Action
+from memwall.planning.block_problem import (
+    block_actions,
+    build_instance,
+    build_menus,
+    treatments_of_choice,
+    window_bytes_of,
+)
 from memwall.planning.blocks import find_blocks
 from memwall.planning.candidate import Candidate
-from memwall.planning.explain import binding_reasons
+from memwall.planning.explain import binding_reasons, levers_of
 from memwall.planning.forecast import Lever
-from memwall.planning.levers import levers_of
+from memwall.planning.live_limits import LiveLimits
 from memwall.planning.location import Location, can_offload
-from memwall.planning.menu import block_actions, build_instance, build_menus, treatments_of_choice, window_bytes_of
-from memwall.planning.menu_records import MIN_MOVED_BYTES, WINDOW_BYTES, Costs, Menu
-from memwall.planning.planned_step import step_under
+from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES, Costs, Menu
 from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.solve import smallest_feasible_bytes, solve
+from memwall.planning.step_under_plan import step_under_actions
 from memwall.planning.technique import techniques
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
@@ -30,13 +36,13 @@ from memwall.predict.process import Resident
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step
 
-__all__ = ["LocatedSearch"]
+__all__ = ["SearchAtLocation"]
 
 # What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
 _SECONDS_PER_OP = 8e-6
 
 
-class LocatedSearch:
+class SearchAtLocation:
     """Finds candidates with state and parameters in one location.
 
     Args:
@@ -78,7 +84,7 @@ class LocatedSearch:
 
     def _models(self) -> Iterator[tuple[StepModel, int]]:
         """The step of each micro-batch there is, and how many of them the recorded one is split into."""
-        steady = step_under(self._trace, self._steady, self._location.actions)
+        steady = step_under_actions(self._trace, self._steady, self._location.actions)
         yield self._model(steady), 1
         # What passes all through a step is read again for each part, which no cost here knows.
         if not self._location.keeps_tier_busy:
@@ -133,8 +139,12 @@ class LocatedSearch:
         least_seconds = (
             self._split_seconds(model, num_parts) + self._location.seconds - self._inputs.plain_fault_seconds
         )
-        budgets = self._inputs.live_budgets(room_bytes, lambda: smallest_feasible_bytes(instance))
-        for live_bytes in budgets:
+        limits = LiveLimits(
+            room_bytes,
+            lambda: smallest_feasible_bytes(instance),
+            is_tightened=self._settings.hardware is not None,
+        )
+        for live_bytes in limits:
             choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
             if choice is None or (best is not None and choice.extra_seconds >= best.extra_seconds):
                 break  # fewer live bytes are harder still, and cost more
@@ -147,7 +157,7 @@ class LocatedSearch:
             step = model.treated(treatments)
             resident = self._resident(step, limit_bytes - window_bytes)
             if resident.process_bytes + window_bytes > limit_bytes:
-                budgets.over(resident.process_bytes + window_bytes - self._process.base_bytes)
+                limits.over(resident.process_bytes + window_bytes - self._process.base_bytes)
                 continue
             found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:

@@ -11,12 +11,12 @@ from memwall.predict.treatment import StepModel
 from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
 
-__all__ = ["planned_step", "step_under"]
+__all__ = ["step_under_plan", "step_under_actions"]
 
 
-def planned_step(trace: Trace, plan: Plan) -> Step:
+def step_under_plan(trace: Trace, plan: Plan) -> Step:
     """Returns the steady step of a trace under a plan made from it."""
-    step = step_under(trace, steady_step(trace), plan.actions)
+    step = step_under_actions(trace, steady_step(trace), plan.actions)
     treatments: dict[str, Treatment] = {}
     for action in plan.actions:
         block = getattr(action, "block", None)
@@ -25,7 +25,7 @@ def planned_step(trace: Trace, plan: Plan) -> Step:
     return StepModel(step, trace.names, find_blocks(trace, step)).treated(treatments)
 
 
-def step_under(trace: Trace, step: Step, actions: Sequence[Action]) -> Step:
+def step_under_actions(trace: Trace, step: Step, actions: Sequence[Action]) -> Step:
     """Returns a step under actions, as far as they do not treat single blocks."""
     for action in sorted(actions, key=lambda action: technique_of(action).step_rank):
         step = technique_of(action).step(trace, step, action)
