@@ -39,10 +39,18 @@ MEMORY_SHARE = 0.8
 
 
 class Worker:
-    """One arm in its own process; computes only inside `step`."""
+    """One arm in its own process; computes only inside `step`.
 
-    def __init__(self, workload: str, arm: str, budget_bytes: int | None = None) -> None:
+    Args:
+        checkout: a folder with another state of the project, installed in its `.venv`, that the arm runs from.
+    """
+
+    def __init__(
+        self, workload: str, arm: str, budget_bytes: int | None = None, *, checkout: Path | None = None
+    ) -> None:
         command = [sys.executable, __file__, "--worker", workload, arm]
+        if checkout is not None:
+            command[:2] = [str(checkout / ".venv/bin/python"), str(checkout / "benchmarks/knobs.py")]
         if budget_bytes is not None:
             command.append(str(budget_bytes))
         self.arm, self.budget_bytes = arm, budget_bytes
