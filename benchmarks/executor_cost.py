@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.recompute import recomputed
+from memwall.apply.blocks.recomputed import recomputed
 from memwall.planning.techniques.recompute import Recompute
 from memwall.triton_kernels.recompute import publish, recompute_handles
 

@@ -27,7 +27,7 @@ from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.malloc_calls import events_of
 from memwall.predict.malloc.malloc_policies import policy_named, replay_step
 from memwall.predict.malloc.tensor_heap import replay_in_heap
-from memwall.trace.record import TraceBuilder
+from memwall.trace.trace_builder import TraceBuilder
 
 WAYS = ("default", "mmap", "tensor-heap")
 _RESULTS = Path(__file__).parent / "results" / "cpu" / "heap.json"

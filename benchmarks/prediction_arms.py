@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.fake import record_fake
 from memwall.trace.workload import Workload
-from memwall.trace.workspace import Workspaces
+from memwall.trace.workspaces import Workspaces
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "trace"))
 from oracle import count_allocations

@@ -23,7 +23,7 @@ from knob_report import provenance
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from zoo import MODELS, optimizers, trained_parameters
 
-from memwall.trace.record import TraceBuilder
+from memwall.trace.trace_builder import TraceBuilder
 
 NUM_ROUNDS, NUM_FIRST_ROUNDS = 5, 3
 BOUND = 1.5

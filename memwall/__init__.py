@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from memwall.rows.embedding import RowEmbeddingBag as RowEmbeddingBag
     from memwall.session.fit import fit as fit
     from memwall.session.session import Session as Session
-    from memwall.trace.record import record as record
     from memwall.trace.records import Trace as Trace
+    from memwall.trace.trace_builder import record as record
     from memwall.trace.workload import Workload as Workload
 
 __version__ = "0.1.0"
@@ -92,7 +92,7 @@ _HOMES = {
     "fit": "memwall.session.fit",
     "import_checkpoint": "memwall.checkpoint.files",
     "plan": "memwall.planning.search",
-    "record": "memwall.trace.record",
+    "record": "memwall.trace.trace_builder",
     "resumed_steps": "memwall.checkpoint.resumption",
     "steps": "memwall.checkpoint.resumption",
     "with_master_weights": "memwall.apply.optimizer_state.master_weights",

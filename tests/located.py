@@ -9,8 +9,8 @@ from memwall.planning.techniques import cpu_step, low_bit_state, optimizer_state
 from memwall.planning.techniques.cpu_step import StepOnCpu
 from memwall.planning.techniques.low_bit_state import LowBitState
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
-from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 
 CAPACITY_BYTES = 1 << 40
 

@@ -52,7 +52,7 @@ STATE = {
     "memwall.apply.offload.entry.described": "itself, at 1024 texts",
     "memwall.apply.optimizer_state.deepspeed_adam.load_operator": _FOREVER,
     "memwall.apply.optimizer_state.master_weights._made": "nothing: one class for each class of optimizer",
-    "memwall.apply.numpy_random._last": "the next state that is asked for",
+    "memwall.apply.blocks.numpy_random._last": "the next state that is asked for",
     "memwall.apply.streaming.parameter_tier._usual_references": _FOREVER,
     "memwall.machine.communicator.measured_communicator_bytes": _FOREVER,
     "memwall.machine.hardware._shipped": _FOREVER,

@@ -25,8 +25,8 @@ from memwall.report.html import Page, save_page
 from memwall.report.run_grids import Outcome
 from memwall.report.text import comparison, plan_report, run_report
 from memwall.session.session import Session
-from memwall.trace.build import steady_step
 from memwall.trace.file import load_trace, save_trace
+from memwall.trace.steps import steady_step
 from memwall.trace.tags import Tag
 from memwall.units import format_bytes, parse_size
 

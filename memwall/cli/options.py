@@ -12,7 +12,7 @@ import typer
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.trace.lengths import BATCH_RULES, DATA_FORMATS, BatchRule
+from memwall.trace.sample_lengths import BATCH_RULES, DATA_FORMATS, BatchRule
 from memwall.units import parse_size
 
 __all__ = [

@@ -45,8 +45,8 @@ from memwall.integrations.hf_config import config_path
 if TYPE_CHECKING:
     from memwall.machine.hardware import Hardware
     from memwall.planning.forecast import Forecast
-    from memwall.trace.lengths import BatchChoice
     from memwall.trace.records import Trace
+    from memwall.trace.sample_lengths import BatchChoice
 
 
 def plan(

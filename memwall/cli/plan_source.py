@@ -33,8 +33,8 @@ class Ways(NamedTuple):
 def here_with_kernels(source: str, tier: "DiskTier | None", lower: str | None) -> "tuple[Trace, Action | None]":
     """The step of a factory with fused kernels, recorded here and now."""
     from memwall.integrations.fused_kernels import recorded_with_kernels
-    from memwall.trace.record import record
     from memwall.trace.spec import load_workload
+    from memwall.trace.trace_builder import record
 
     return recorded_with_kernels(lambda changed: with_disk(record(changed(load_workload(source))), tier))
 
@@ -113,8 +113,8 @@ def load_source(source: str) -> "Trace":
         TraceError: the file is no trace.
     """
     if ":" in source and not Path(source).exists():
-        from memwall.trace.record import record
         from memwall.trace.spec import load_workload
+        from memwall.trace.trace_builder import record
 
         return record(load_workload(source))
     expected = "a trace written by memwall profile, or package.module:factory, or path/file.py:factory"

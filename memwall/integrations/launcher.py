@@ -34,8 +34,8 @@ from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
 from memwall.torch_internals.autograd import current_node
 from memwall.trace.optimizers import trains
-from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Trace
+from memwall.trace.trace_builder import TraceBuilder
 
 __all__ = ["ScriptEnded", "profile_script", "run_script"]
 

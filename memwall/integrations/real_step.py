@@ -9,9 +9,9 @@ from memwall.machine.hardware import Hardware
 from memwall.machine.limits import memory_limit_bytes
 from memwall.predict.cuda.translate import translated
 from memwall.trace.fake import fake_run
-from memwall.trace.record import record
 from memwall.trace.records import Trace
 from memwall.trace.spec import describe_error
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 from memwall.units import format_bytes
 

@@ -11,8 +11,8 @@ from memwall.planning.technique import technique_of
 from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
 from memwall.predict.phases import PhasePeak, evaluation_bytes, phase_peaks, returned_bytes
-from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
 __all__ = ["SMALLER_EVALUATION", "evaluation_with_metrics", "with_device_phases", "with_evaluation"]

@@ -16,9 +16,9 @@ from memwall.predict.curve import Peak, peak_of, step_seconds
 from memwall.predict.device import MARGIN_BASIS, DeviceModel
 from memwall.predict.host import HostBytes, host_bytes_of
 from memwall.predict.phases import PhasePeak, phase_peaks, run_of, waiting_bytes
-from memwall.trace.build import steady_step
-from memwall.trace.lengths import BatchChoice
 from memwall.trace.records import Step, Trace
+from memwall.trace.sample_lengths import BatchChoice
+from memwall.trace.steps import steady_step
 from memwall.trace.workload_facts import workload_facts
 from memwall.units import format_bytes
 

@@ -7,7 +7,7 @@ from msgspec import Struct
 from memwall.planning.action import Action
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.link_time import LinkTime
-from memwall.trace.lengths import BatchChoice
+from memwall.trace.sample_lengths import BatchChoice
 from memwall.trace.workload_facts import WorkloadFacts
 
 __all__ = ["Forecast", "Lever", "PeakBytes"]

@@ -20,8 +20,8 @@ from memwall.planning.techniques.autocast import can_autocast
 from memwall.planning.techniques.kernels import can_use_kernels, could_have_kernels
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.fused_optimizer import can_fuse, with_fused_optimizer
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
 __all__ = ["Run", "estimate_relaxations", "plan_relaxations"]

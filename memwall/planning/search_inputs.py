@@ -9,8 +9,8 @@ from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
 from memwall.predict.process import Process, ProcessModel
 from memwall.predict.timing import first_touch_seconds, smoothed
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 
 __all__ = ["SearchInputs"]
 

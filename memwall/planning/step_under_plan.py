@@ -8,8 +8,8 @@ from memwall.planning.planfile import Plan
 from memwall.planning.technique import technique_of
 from memwall.predict.call_rules import Treatment
 from memwall.predict.treatment import StepModel
-from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 
 __all__ = ["step_under_plan", "step_under_actions"]
 

@@ -23,8 +23,8 @@ from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.process import Process, Resident
-from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 
 __all__ = [
     "MARGIN_BASIS",

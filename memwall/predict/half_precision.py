@@ -1,7 +1,7 @@
 """Whether a step computes in sixteen bits already, told from the sizes of what its products read and write."""
 
-from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 
 __all__ = ["computes_in_half"]
 

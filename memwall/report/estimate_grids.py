@@ -9,7 +9,7 @@ from memwall.units import format_bytes
 if TYPE_CHECKING:
     from memwall.planning.estimate import Estimate
     from memwall.predict.cuda_allocator.advice import AllocatorAdvice
-    from memwall.trace.lengths import BatchChoice
+    from memwall.trace.sample_lengths import BatchChoice
     from memwall.trace.workload_facts import WorkloadFacts
 
 __all__ = ["allocator_facts", "batch_text", "estimate_facts", "workload_row"]

@@ -31,8 +31,8 @@ from memwall.session.measurements import Measurements
 from memwall.session.recorded_kernels import RecordedKernels
 from memwall.session.recorded_step import RecordedStep
 from memwall.session.replanning import MAX_REPLANS, planned, planned_after, planned_again
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
 __all__ = ["LivePlan"]

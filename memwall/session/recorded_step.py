@@ -26,9 +26,9 @@ from memwall.predict.process import calibrated, parked_bytes
 from memwall.session.measurements import standing_bytes
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.optimizers import joint_name
-from memwall.trace.record import TraceBuilder
-from memwall.trace.recorder import Parking
 from memwall.trace.records import Trace
+from memwall.trace.step_recorder import Parking
+from memwall.trace.trace_builder import TraceBuilder
 
 __all__ = ["RecordedStep"]
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from memwall.errors import MemwallError
 from memwall.trace.fake import fake_run
-from memwall.trace.record import TraceBuilder, run_recorded
 from memwall.trace.records import Trace
 from memwall.trace.spec import describe_error
+from memwall.trace.trace_builder import TraceBuilder, run_recorded
 from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
-from memwall.trace.workspace import Workspaces
+from memwall.trace.workspaces import Workspaces
 
 __all__ = ["MOST_MICRO_BATCHES", "RecordedRun", "record_fake_run", "run_evaluated"]
 

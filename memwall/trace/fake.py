@@ -24,14 +24,14 @@ from memwall.torch_internals.fake import (
     without_truncated_sampling,
 )
 from memwall.torch_internals.trees import tree_map
+from memwall.trace.fake_values import KnownValues
+from memwall.trace.fake_workspaces import ScratchWorkspaces
 from memwall.trace.optimizers import leaves_foreach_to_torch
-from memwall.trace.record import TraceBuilder, run_recorded
 from memwall.trace.records import Trace
-from memwall.trace.scratch import ScratchWorkspaces
-from memwall.trace.values import KnownValues
+from memwall.trace.trace_builder import TraceBuilder, run_recorded
 from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
-from memwall.trace.workspace import Workspaces
+from memwall.trace.workspaces import Workspaces
 
 __all__ = ["FakeRun", "fake_run", "record_fake"]
 

@@ -5,8 +5,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 
 __all__ = ["WorkloadFacts", "workload_facts"]
 

@@ -23,7 +23,7 @@ from memwall.predict.process import TENSOR_HEAP
 from memwall.predict.treatment import StepModel
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
-from memwall.trace.record import TraceBuilder
+from memwall.trace.trace_builder import TraceBuilder
 
 KIB = 1 << 10
 

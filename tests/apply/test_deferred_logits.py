@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from memwall.apply.kernels.deferred_logits import DeferredLogits, LossCounts, Product
 from memwall.apply.kernels.patched import patch_kernels
 from memwall.errors import ApplyError
-from memwall.trace.recorder import StepRecorder
+from memwall.trace.step_recorder import StepRecorder
 
 V, H = 23, 8
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memwall.apply.digests import Digest, Digesting, difference, digest_of, weighted_sum
+from memwall.apply.blocks.digests import Digest, Digesting, difference, digest_of, weighted_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.uint8, torch.complex64]
 

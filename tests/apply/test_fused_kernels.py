@@ -22,9 +22,9 @@ from memwall.planning.techniques.kernels import FusedKernels
 from memwall.predict.curve import live_peak_bytes
 from memwall.session.fit import fit
 from memwall.session.session import Session
-from memwall.trace.build import steady_step
-from memwall.trace.record import record
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import record
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,7 +27,7 @@ from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import ApplyError
 from memwall.predict.state_on_disk import state_sizes
-from memwall.trace.build import steady_step
+from memwall.trace.steps import steady_step
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}),

@@ -14,8 +14,8 @@ from memwall.predict.first_step import FirstStep
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import calibrated
 from memwall.session import replanning as planning
-from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Trace
+from memwall.trace.trace_builder import TraceBuilder
 
 MIB = 1 << 20
 

@@ -21,8 +21,8 @@ from memwall.planning.techniques.rebuild import Rebuild
 from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.treatment import StepModel
 from memwall.session.session import Session
-from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,8 +7,8 @@ from forecasts import FACTORY, Run
 
 from memwall.cli.app import main
 from memwall.trace.file import save_trace
-from memwall.trace.record import record
 from memwall.trace.spec import load_workload
+from memwall.trace.trace_builder import record
 
 ROUTED = """
 import torch

@@ -16,7 +16,7 @@ from memwall.machine.tiers import Machine, Tier
 from memwall.planning import search
 from memwall.session import session
 from memwall.trace.file import save_trace
-from memwall.trace.record import record
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 MIB, GIB = 1 << 20, 1 << 30

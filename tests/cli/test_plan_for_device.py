@@ -16,8 +16,8 @@ from memwall.cli.plan_source import Ways, with_cpu_step
 from memwall.machine.hardware import hardware_named
 from memwall.planning.planfile import Plan
 from memwall.trace.file import save_trace
-from memwall.trace.record import record
 from memwall.trace.spec import load_workload
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 

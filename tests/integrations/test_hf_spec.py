@@ -17,7 +17,7 @@ from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes, peak_of
 from memwall.trace.fake import record_fake
-from memwall.trace.record import record
+from memwall.trace.trace_builder import record
 
 pytestmark = pytest.mark.requires("transformers")
 # See tests/trace/test_fake.py for what is left.

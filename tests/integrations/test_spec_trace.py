@@ -13,7 +13,7 @@ from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec, w
 from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.fake import record_fake
-from memwall.trace.record import TraceBuilder, run_recorded
+from memwall.trace.trace_builder import TraceBuilder, run_recorded
 
 A100 = hardware_named("a100-80gb")
 FACTORY = """

@@ -7,9 +7,9 @@ from torch import nn
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for
 from memwall.predict.roofline import Roofline
-from memwall.trace.build import steady_step
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload
 from memwall.triton_kernels import layer_norm, linear_cross_entropy
 from memwall.triton_kernels.linear_cross_entropy import LossShape

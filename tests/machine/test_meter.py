@@ -12,7 +12,7 @@ from torch import nn
 import memwall
 from memwall.machine.meter import CudaMeter, HostMeter, meter_of
 from memwall.session.measurements import Measurements
-from memwall.trace.record import TraceBuilder
+from memwall.trace.trace_builder import TraceBuilder
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -101,7 +101,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) ->
 def test_a_session_measures_where_its_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("session", "recorded_step"):
         monkeypatch.setattr(f"memwall.session.{module}.meter_of", lambda *_: Fixed())
-    monkeypatch.setattr("memwall.trace.record.meter_of", lambda *_: Fixed())
+    monkeypatch.setattr("memwall.trace.trace_builder.meter_of", lambda *_: Fixed())
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with memwall.fit(model, optimizer, budget="20GiB") as session:
@@ -112,7 +112,7 @@ def test_a_session_measures_where_its_model_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_base_of_a_recording_on_a_card_has_no_tensors_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memwall.trace.record.meter_of", lambda *_: Fixed())
+    monkeypatch.setattr("memwall.trace.trace_builder.meter_of", lambda *_: Fixed())
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     builder = TraceBuilder([model])

@@ -26,9 +26,9 @@ from memwall.planning.solver.evaluate import Evaluation, evaluate
 from memwall.planning.solver.instance import Block, Instance, Link, Option, Row
 from memwall.predict import process
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.build import steady_step
-from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import TraceBuilder
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from zoo import MODELS
 
 from memwall.planning.blocks import find_blocks
 from memwall.predict.call_rules import BlockCalls
-from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 needs_transformers = pytest.mark.requires("transformers")

@@ -24,9 +24,9 @@ from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.curve import live_curve
 from memwall.predict.state_on_disk import movable_state_bytes
 from memwall.report.plan_grids import action_grid
-from memwall.trace.build import steady_step
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload
 from memwall.units import format_bytes
 

@@ -14,9 +14,9 @@ from memwall.planning.settings import Settings
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.device import DeviceModel
-from memwall.trace.build import steady_step
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload
 
 ROWS, WIDTHS = 3_000, (512, 1024, 700, 1600, 512)

@@ -17,8 +17,8 @@ from memwall.planning.techniques import low_bit_state
 from memwall.planning.techniques.low_bit_state import LIBRARY_BYTES, LowBitState, why_no_low_bits
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.low_bit_moments import low_bit_bytes, low_bit_elements
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 
 ALLOWED = ("low-bit-optimizer",)
 pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")

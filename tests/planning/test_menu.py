@@ -12,7 +12,7 @@ from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import Costs
 from memwall.predict.call_rules import Treatment
 from memwall.predict.treatment import StepModel
-from memwall.trace.record import record
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,8 +16,8 @@ from memwall.planning.search import plan
 from memwall.planning.techniques.accumulate import Accumulate, candidate_micro_batches, with_micro_batch
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.treatment import StepModel
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 
 MIB = 1 << 20
 

@@ -22,8 +22,8 @@ from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.packed_bytes import num_packed_bytes
 from memwall.predict.treatment import StepModel
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 
 MIB = 1 << 20
 ALLOWED = ("low-bit-offload",)

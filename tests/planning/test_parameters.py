@@ -22,8 +22,8 @@ from memwall.predict import process
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.state_on_disk import state_sizes
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 
 MIB = 1 << 20
 CAPACITY_BYTES = 1 << 40

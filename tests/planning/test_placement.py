@@ -22,8 +22,8 @@ from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, Optimiz
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.link_time import LinkTime
 from memwall.predict.state_on_disk import buffer_sizes, movable_state_bytes, state_sizes
-from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 
 MIB = 1 << 20
 CAPACITY_BYTES = 1 << 40

@@ -27,7 +27,7 @@ from memwall.planning.techniques.autocast import Autocast
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
 from memwall.trace.file import save_trace
-from memwall.trace.record import TraceBuilder
+from memwall.trace.trace_builder import TraceBuilder
 
 ACTIONS: tuple[Action, ...] = (
     Autocast(dtype="bfloat16"),

@@ -29,8 +29,8 @@ from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.treatment import StepModel
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 from memwall.units import format_bytes, parse_size
 
 MIB = 1 << 20

@@ -16,8 +16,8 @@ from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.technique import Technique, allowable, register, technique_of, techniques, unregister
 from memwall.predict.curve import live_peak_bytes
 from memwall.report.plan_grids import action_grid
-from memwall.trace.build import steady_step
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 
 pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from memwall.predict import low_bit_moments
 from memwall.predict.curve import live_curve
 from memwall.predict.low_bit_moments import can_be_low_bit, low_bit_bytes, low_bit_elements, with_low_bit_state
-from memwall.trace.build import steady_step
-from memwall.trace.record import record
 from memwall.trace.records import Step
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

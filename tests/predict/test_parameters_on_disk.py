@@ -17,9 +17,9 @@ from memwall.predict.parameters_on_disk import (
     with_parameters_on_disk,
 )
 from memwall.predict.treatment import StepModel
-from memwall.trace.build import steady_step
-from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 KIB = 1 << 10

@@ -16,9 +16,9 @@ from memwall.predict.state_on_disk import (
     state_sizes,
     with_state_on_disk,
 )
-from memwall.trace.build import steady_step
-from memwall.trace.record import record
 from memwall.trace.records import Step
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 KIB = 1 << 10

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from memwall.predict.timing import first_touch_seconds
-from memwall.trace.build import steady_step
-from memwall.trace.record import record
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,8 +13,8 @@ from memwall.errors import UsageError
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import RULES, not_modelled, recording_for, translated
 from memwall.predict.cuda.workspaces import FORMULAS
-from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 MIB = 1 << 20

@@ -37,8 +37,8 @@ from memwall.predict.curve import live_curve
 from memwall.predict.treatment import StepModel
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import Transfer, TransferPool
-from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Step, Trace
+from memwall.trace.trace_builder import TraceBuilder
 
 # A plan stands on these numbers: one byte too few may be the one that ends the run, one too many costs little.
 LEAST, MOST = 0.99, 1.03

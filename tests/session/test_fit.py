@@ -32,7 +32,7 @@ from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
 from memwall.session.session import Session
 from memwall.store.disk_tier import DiskTier
-from memwall.trace.record import TraceBuilder
+from memwall.trace.trace_builder import TraceBuilder
 
 NUM_STEPS = 3
 MIB = 1 << 20

@@ -6,14 +6,14 @@ from torch import nn
 
 from memwall.apply.techniques import autocast
 from memwall.planning.techniques.autocast import Autocast
-from memwall.trace import workspace
+from memwall.trace import workspaces
 
 
 def test_workspaces_count_nothing_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workspace, "has_allocation_events", False)
-    found = workspace.Workspaces()
+    monkeypatch.setattr(workspaces, "has_allocation_events", False)
+    found = workspaces.Workspaces()
     tensor = torch.ones(64, 64)
     with found.measuring(torch.ops.aten.mm.default, [tensor, tensor], (tensor, tensor), {}) as measured:
         torch.empty(1 << 16)

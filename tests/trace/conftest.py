@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from zoo import trained_parameters
 
 from memwall.trace.optimizers import Optimizers
-from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Step, Trace
+from memwall.trace.trace_builder import TraceBuilder
 from memwall.trace.workload import Workload
 
 

@@ -12,9 +12,9 @@ from zoo import MODELS, optimizers
 from memwall.errors import TraceError
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.evaluation import record_fake_run, run_evaluated
-from memwall.trace.record import TraceBuilder, run_recorded
+from memwall.trace.fake_workspaces import ScratchWorkspaces
 from memwall.trace.records import Step, Trace
-from memwall.trace.scratch import ScratchWorkspaces
+from memwall.trace.trace_builder import TraceBuilder, run_recorded
 from memwall.trace.workload import Workload
 
 # Two of four experts take each token: a quarter of the choices goes to each.

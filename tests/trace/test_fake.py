@@ -16,8 +16,8 @@ from zoo import MODELS, optimizers
 from memwall.errors import UsageError
 from memwall.predict.curve import live_peak_bytes, peak_of
 from memwall.trace.fake import record_fake
-from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 # Found is 0.0 % but for scalars of the optimizer's first step, which count twice while made.

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.fake import record_fake
-from memwall.trace.record import record
 from memwall.trace.records import Trace
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

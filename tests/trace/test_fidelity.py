@@ -6,7 +6,7 @@ from oracle import profiler_peak_bytes
 from zoo import MODELS, optimizers, trained_parameters
 
 from memwall.predict.curve import live_curve
-from memwall.trace.record import TraceBuilder
+from memwall.trace.trace_builder import TraceBuilder
 
 # Found are differences of 0.0 % nearly everywhere, since operators' workspaces are measured too.
 TOLERANCE = 0.01

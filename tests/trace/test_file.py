@@ -14,8 +14,8 @@ from torch import nn
 from memwall.errors import TraceError
 from memwall.predict.curve import peak_of
 from memwall.trace.file import MAGIC, load_trace, save_trace
-from memwall.trace.record import record
 from memwall.trace.records import Trace
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memwall.errors import UsageError
-from memwall.trace.lengths import chosen_batch, read_lengths
+from memwall.trace.sample_lengths import chosen_batch, read_lengths
 
 BATCH, NUM_STEPS, PLANTED_STEP, PLANTED_LENGTH = 4, 100, 50, 1_079
 

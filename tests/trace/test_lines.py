@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from memwall.predict.curve import peak_of
 from memwall.trace.fake import record_fake
 from memwall.trace.file import save_trace
-from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 KIB = 1 << 10

@@ -11,9 +11,9 @@ from zoo import MODELS, optimizers, trained_parameters
 
 from memwall.errors import TraceError
 from memwall.predict.curve import live_curve
-from memwall.trace.build import steady_after
-from memwall.trace.record import TraceBuilder, record
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_after
+from memwall.trace.trace_builder import TraceBuilder, record
 from memwall.trace.workload import Workload
 
 FLOAT_BYTES = 4

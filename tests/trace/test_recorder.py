@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from zoo import MODELS
 
-from memwall.trace.recorder import StepRecorder
 from memwall.trace.records import Step, Storage, Trace
+from memwall.trace.step_recorder import StepRecorder
 
 FLOAT_BYTES = 4
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.trace.fake import record_fake
-from memwall.trace.record import record
 from memwall.trace.records import Step, Trace
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ from torch import nn
 
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.fake import record_fake
-from memwall.trace.record import record
+from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +25,7 @@ def test_workspaces_of_a_batch_too_large_to_try_are_extrapolated(
         loss=lambda model, batch: model(batch).sum(),
         optimizer=sgd,
     )
-    monkeypatch.setattr("memwall.trace.scratch._MOST_BYTES", 16 * 8 * 16 * 16 * 4)
+    monkeypatch.setattr("memwall.trace.fake_workspaces._MOST_BYTES", 16 * 8 * 16 * 16 * 4)
     live, fake = record(workload), record_fake(workload, has_cpu_workspaces=True)
     without = record_fake(workload)
     peaks = [live_peak_bytes(trace.steps[1], "cpu") for trace in (live, fake, without)]

@@ -5,8 +5,8 @@ from torch import nn
 from memwall.apply.block_technique import BlockHandler, Watched
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.blocks.executor import BlockLayer, Forward
+from memwall.apply.blocks.recomputed import recomputed
 from memwall.apply.effect import Effect
-from memwall.apply.recompute import recomputed
 from memwall.apply.technique import Target, Zero, register
 from memwall.planning.techniques.recompute import Recompute
 

@@ -14,9 +14,9 @@ from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.technique import DeepSpeedPart, Technique
 from memwall.predict.cpu_step_pipeline import gradient_bytes, pipelined_seconds, staging_bytes
 from memwall.predict.state_on_disk import movable_state_bytes, with_state_on_disk
-from memwall.trace.build import steady_step
 from memwall.trace.optimizers import WITH_MOMENTS
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
 __all__ = ["TECHNIQUE", "StepOnCpu", "can_step_on_cpu", "require_step_beside_device"]

@@ -9,8 +9,8 @@ from memwall.planning.action import Action, Exactness
 from memwall.planning.settings import Settings
 from memwall.planning.technique import Recording, Technique
 from memwall.predict.curve import live_peak_bytes, step_seconds
-from memwall.trace.build import steady_step
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 
 __all__ = ["FUSED", "TECHNIQUE", "FusedKernels", "can_use_kernels", "could_have_kernels", "kernels_in"]
 

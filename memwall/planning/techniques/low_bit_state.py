@@ -10,9 +10,9 @@ from memwall.planning.location import Location
 from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.technique import Technique
 from memwall.predict.low_bit_moments import low_bit_bytes, low_bit_elements, with_low_bit_state
-from memwall.trace.build import steady_step
 from memwall.trace.optimizers import WITH_MOMENTS
 from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
 __all__ = ["LIBRARY_BYTES", "TECHNIQUE", "LowBitState", "why_no_low_bits"]

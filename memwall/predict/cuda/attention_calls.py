@@ -7,8 +7,8 @@ recording marks where such a call begins.
 from msgspec import Struct
 
 from memwall.torch_internals.dispatch import active_dispatch_modes
-from memwall.trace.recorder import StepRecorder
 from memwall.trace.records import Step, Trace
+from memwall.trace.step_recorder import StepRecorder
 
 __all__ = ["AttentionCalls", "attention_calls", "mark_math_attention"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memwall.torch_internals.operators import operator_named
 from memwall.trace.own_work import own_work_of
-from memwall.trace.workspace import Workspace, Workspaces
+from memwall.trace.workspaces import Workspace, Workspaces
 
 __all__ = ["FORMULAS", "CudaWorkspaces"]
 

@@ -16,8 +16,8 @@ from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.recorded import RecordedState
 from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place
 from memwall.store.transfer import TransferPool
-from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Step
+from memwall.trace.trace_builder import TraceBuilder
 
 KIB = 1 << 10
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]

@@ -11,7 +11,7 @@ from hidden_state import Block, MeanInPlace, ReadsAGlobal, assert_same, trained,
 from plans import plan_of
 from torch import Tensor, nn
 
-from memwall.apply.hidden_state import MAX_CLONED_BYTES
+from memwall.apply.blocks.hidden_state import MAX_CLONED_BYTES
 from memwall.errors import ApplyError
 from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session

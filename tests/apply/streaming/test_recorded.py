@@ -14,8 +14,8 @@ from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.store.transfer import TransferPool
-from memwall.trace.record import TraceBuilder
 from memwall.trace.records import Step
+from memwall.trace.trace_builder import TraceBuilder
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 

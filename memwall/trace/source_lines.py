@@ -23,7 +23,7 @@ __all__ = ["SourceLines", "StepLines"]
 _PACKAGE = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-_DRIVERS = (f"{_PACKAGE / 'cli'}{os.sep}", str(_PACKAGE / "trace" / "record.py"), str(_PACKAGE / "trace" / "fake.py"))
+_DRIVERS = (f"{_PACKAGE / 'cli'}{os.sep}", *(str(_PACKAGE / "trace" / n) for n in ("trace_builder.py", "fake.py")))
 _ENGINE = str(_TORCH / "autograd" / "graph.py")
 # The demo's model stands for a user's.
 _DEMO = f"{_PACKAGE / 'demo'}{os.sep}"

@@ -17,7 +17,7 @@ from memwall.torch_internals.operators import operator_named
 from memwall.torch_internals.storages import identity_of
 from memwall.torch_internals.trees import tree_flatten, tree_map_only
 from memwall.trace import recurrent
-from memwall.trace.workspace import Workspace, Workspaces
+from memwall.trace.workspaces import Workspace, Workspaces
 
 __all__ = ["ScratchWorkspaces"]
 

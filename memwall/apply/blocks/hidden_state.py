@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.numpy_random import numpy_state, set_numpy_state
+from memwall.apply.blocks.numpy_random import numpy_state, set_numpy_state
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import own_buffers

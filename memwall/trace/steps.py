@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from memwall.trace.events import EventLog
+from memwall.trace.event_log import EventLog
 from memwall.trace.modules import ModuleTable
 from memwall.trace.records import Category, ModuleCall, Op, SavedTensor, Step, Storage, Trace
 

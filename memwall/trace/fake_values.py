@@ -28,7 +28,7 @@ from memwall.torch_internals.fake import (
 from memwall.torch_internals.operators import operator_named, schema_of
 from memwall.torch_internals.storages import identity_of
 from memwall.torch_internals.trees import tree_flatten, tree_map
-from memwall.trace.results import as_real, run_fake
+from memwall.trace.fake_results import as_real, run_fake
 
 __all__ = ["KnownValues"]
 

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
+from memwall.apply.blocks.call_arguments import CallArguments
 from memwall.apply.blocks.counts import BlockCounts
-from memwall.apply.call_arguments import CallArguments
-from memwall.apply.digests import Digest, Digesting, difference, digest_of
-from memwall.apply.hidden_state import MAX_CLONED_BYTES, HiddenState
-from memwall.apply.kept_operations import KeptOperations
-from memwall.apply.kv_caches import OwnCaches
+from memwall.apply.blocks.digests import Digest, Digesting, difference, digest_of
+from memwall.apply.blocks.hidden_state import MAX_CLONED_BYTES, HiddenState
+from memwall.apply.blocks.kept_operations import KeptOperations
+from memwall.apply.blocks.kv_caches import OwnCaches
 from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.recompute import Recompute

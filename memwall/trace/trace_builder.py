@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from memwall.errors import TraceError
 from memwall.machine.meter import meter_of, return_free_memory
 from memwall.machine.tiers import Machine
-from memwall.trace.build import build_step
-from memwall.trace.events import EventLog
-from memwall.trace.lines import SourceLines
+from memwall.trace.event_log import EventLog
 from memwall.trace.modules import ModuleTable, fingerprint
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
-from memwall.trace.recorder import Parking, StepRecorder
 from memwall.trace.records import Step, Trace
+from memwall.trace.source_lines import SourceLines
+from memwall.trace.step_recorder import Parking, StepRecorder
+from memwall.trace.steps import build_step
 from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
-from memwall.trace.workspace import Workspaces
+from memwall.trace.workspaces import Workspaces
 
 __all__ = ["TraceBuilder", "record", "run_recorded"]
 
