@@ -7,9 +7,11 @@ Search, explanation, reports, options and export ask every technique in turn and
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
 
 from memwall.planning.action import Action
 from memwall.planning.location import Location
@@ -45,6 +47,22 @@ class Recording(NamedTuple):
     trace: Trace
     settings: Settings
 
+    def changed(self, change: Callable[[Trace], Trace]) -> "Recording":
+        """Returns it with its trace changed, and those of all further recordings in the same way."""
+        under_autocast, with_kernels = self.settings.under_autocast, self.settings.with_kernels
+
+        def kernels_changed(precision: str | None) -> tuple[Trace, Action | None]:
+            assert with_kernels is not None
+            trace, action = with_kernels(precision)
+            return change(trace), action
+
+        settings = msgspec.structs.replace(
+            self.settings,
+            under_autocast=None if under_autocast is None else lambda: change(under_autocast()),
+            with_kernels=None if with_kernels is None else kernels_changed,
+        )
+        return Recording(change(self.trace), settings)
+
 
 class DeepSpeedPart(NamedTuple):
     """What DeepSpeed's own configuration does for an action."""
@@ -77,6 +95,8 @@ class Technique(Generic[A]):
     """When one of its locations is chosen."""
     advice_rank: ClassVar[int] = 0
     """Place of its advice where nothing fits, the cheapest first."""
+    way_out_rank: ClassVar[int] = 0
+    """Place of its way out where nothing fits on a device, the cheapest first."""
     step_rank: ClassVar[int] = 0
     """Place among the techniques that change the recorded step: state is moved before parameters are, and both before
     the batch is split."""
@@ -99,6 +119,13 @@ class Technique(Generic[A]):
 
         Args:
             can_split: whether the loop can be given smaller micro-batches already.
+        """
+        return None
+
+    def way_out(self, found: Recording) -> tuple[str, Recording] | None:
+        """Returns what a person can do so that a plan for a device fits, and the recording and settings under it.
+
+        None where it cannot be done, or has been.
         """
         return None
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from memwall.planning.action import Action, Exactness
-from memwall.planning.technique import DeepSpeedPart, Technique
+from memwall.planning.technique import DeepSpeedPart, Recording, Technique
 from memwall.trace.records import Step, Storage, Trace
 
 __all__ = ["TECHNIQUE", "Accumulate", "can_accumulate", "candidate_micro_batches", "with_micro_batch"]
@@ -25,6 +25,7 @@ class _Accumulate(Technique[Accumulate]):
     is_set_by_loop = True
     order = 32
     advice_rank = 2
+    way_out_rank = 2
     step_rank = 4
 
     def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
@@ -34,6 +35,14 @@ class _Accumulate(Technique[Accumulate]):
             f"halve the micro-batch and accumulate: batch size {trace.micro_batch // 2}, "
             f"{2 * trace.num_micro_batches} accumulation steps (the same global batch)"
         )
+
+    def way_out(self, found: Recording) -> tuple[str, Recording] | None:
+        trace, settings = found
+        if settings.allow_accumulation or can_accumulate(trace, is_cooperative=True) is not None:
+            return None
+        samples = trace.micro_batch * trace.num_micro_batches
+        changed = msgspec.structs.replace(settings, allow_accumulation=True)
+        return f"smaller micro-batches that accumulate: --global-batch {samples}", Recording(trace, changed)
 
     def parts(self, trace: Trace, step: Step, *, is_cooperative: bool) -> Iterator[tuple[Step, int]]:
         if can_accumulate(trace, is_cooperative=is_cooperative) is None:

@@ -28,11 +28,20 @@ class _Autocast(Technique[Autocast]):
     allow = "precision"
     allow_means = "forward may run under autocast to bfloat16 or float16, which changes numerics"
     advice_rank = 4
+    way_out_rank = 4
 
     def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
         if can_autocast(trace, (self.allow,)) is not None or self.allow in allow:
             return None
         return "allow bfloat16 autocast, which changes numerics: --allow precision"
+
+    def way_out(self, found: Recording) -> tuple[str, Recording] | None:
+        settings = found.settings
+        allowed = msgspec.structs.replace(settings, allow=(*settings.allow, self.allow))
+        lower = self.recording_where_nothing_fits(found.trace, allowed)
+        if lower is None:
+            return None
+        return f"{lower.trace.autocast} autocast, which changes numerics: --allow precision", lower
 
     def standing_action(self, settings: Settings) -> Autocast | None:
         return None if settings.autocast is None else Autocast(dtype=settings.autocast)

@@ -40,6 +40,7 @@ class _Kernels(Technique[FusedKernels]):
     allow = "kernels"
     allow_means = "fused kernels may stand in for norms, gated MLPs and losses; they round at other points"
     advice_rank = 3
+    way_out_rank = 1
 
     def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
         is_possible = could_have_kernels(trace) and can_use_kernels(trace.device, (self.allow,), is_here=True) is None
@@ -50,6 +51,14 @@ class _Kernels(Technique[FusedKernels]):
     def standing_action(self, settings: Settings) -> FusedKernels | None:
         found = settings.kernels
         return found if isinstance(found, FusedKernels) else None
+
+    def way_out(self, found: Recording) -> tuple[str, Recording] | None:
+        settings = found.settings
+        if not could_have_kernels(found.trace) or self.allow in settings.allow:
+            return None
+        allowed = msgspec.structs.replace(settings, allow=(*settings.allow, self.allow))
+        fused = self.recording_where_it_costs(found.trace, allowed)
+        return None if fused is None else ("fused kernels, which round at other points: --allow kernels", fused)
 
     def recording_where_it_costs(self, trace: Trace, settings: Settings) -> Recording | None:
         with_kernels, lower = settings.with_kernels, settings.under_autocast

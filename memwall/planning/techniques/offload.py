@@ -3,16 +3,21 @@
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import msgspec
+
+from memwall.machine.tiers import Machine, Tier
 from memwall.planning.action import Action
 from memwall.planning.location import can_offload
 from memwall.planning.menu import WINDOW_BYTES, Costs, Menu
 from memwall.planning.paths import block_ranges
-from memwall.planning.technique import Technique
+from memwall.planning.technique import Recording, Technique
 from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Trace
 
 __all__ = ["TECHNIQUE", "LeavingForm", "Offload", "can_pack"]
+
+_ROOM_ENOUGH_BYTES = 1 << 50
 
 LeavingForm = Literal["exact", "int8", "fp8"]
 """How saved tensors leave: as they are, or floating-point ones in a byte an element (`triton_kernels.pack`)."""
@@ -49,6 +54,7 @@ class _Offload(Technique[Offload]):
     allow_means = "saved tensors may leave memory in int8, which changes numerics"
     uses_tier = True
     advice_rank = 1
+    way_out_rank = 3
     block_levers = {  # noqa: RUF012
         "offload": "offload saved tensors",
         "offload as int8": "offload saved tensors as int8, lossy",
@@ -65,6 +71,13 @@ class _Offload(Technique[Offload]):
             return None
         tier, option = ("a disk", "--disk DIR") if trace.device == "cpu" else ("host memory", "--host SIZE")
         return f"give {tier} for saved tensors: {option}"
+
+    def way_out(self, found: Recording) -> tuple[str, Recording] | None:
+        hardware = found.settings.hardware
+        if hardware is None or can_offload(found.trace) is None:
+            return None
+        changed = found.changed(lambda trace: _with_host_memory(trace, hardware.host_link_bytes_per_second))
+        return "host memory for saved tensors and optimizer state: --host SIZE", changed
 
     def block_options(
         self, trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, offered: Sequence[str]
@@ -136,3 +149,14 @@ def can_pack(trace: Trace, allow: tuple[str, ...]) -> str | None:
     if reason is None and not trace.machine.pack_seconds_per_element:
         return "what packing costs on its machine is not in the trace; record it again, or give another --disk DIR"
     return reason
+
+
+def _with_host_memory(trace: Trace, bytes_per_second: float) -> Trace:
+    """Returns the trace of a device whose host has room for everything."""
+    host = Tier(
+        name="host",
+        write_bytes_per_second=bytes_per_second,
+        read_bytes_per_second=bytes_per_second,
+        free_bytes=_ROOM_ENOUGH_BYTES,
+    )
+    return msgspec.structs.replace(trace, machine=Machine(tiers=(host,)))
