@@ -70,8 +70,8 @@ def measure(workload: str, table: str, shares_percent: Sequence[int], planner: P
     }
 
 
-def _judged(problem: Problem, label: str, orders: Orders) -> dict[str, Any]:
-    return _record(problem, label, problem.simulator.run(orders))
+def _judged(problem: Problem, label: str, orders: Orders, window_bytes: int | None = None) -> dict[str, Any]:
+    return _record(problem, label, problem.simulator.run(orders, window_bytes))
 
 
 def _record(problem: Problem, label: str, outcome: Outcome) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _cell(
     if forecast is None:
         arms["memwall"] = None
         return cell | {"failures": [] if best_rival is None else [f"no plan where {best_rival} fits"]}
-    ours = arms["memwall"] = _judged(problem, "", forecast.orders)
+    ours = arms["memwall"] = _judged(problem, "", forecast.orders, forecast.window_bytes)
     slack_seconds = TOLERANCE_OF_STEP * base_seconds
     gap_of_step = (forecast.extra_seconds - forecast.lower_bound_seconds) / base_seconds
     failures = {

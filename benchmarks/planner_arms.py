@@ -20,7 +20,7 @@ from planner_tape import DEVICE
 
 from memwall.planning.block_problem import build_instance, build_menus, treatments_of_choice
 from memwall.planning.blocks import find_blocks
-from memwall.planning.menu import Costs, Menu
+from memwall.planning.menu import WINDOW_BYTES, Costs, Menu
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.solve import solve
@@ -58,6 +58,8 @@ class Forecast(NamedTuple):
     extra_seconds: float
     lower_bound_seconds: float
     cpu_seconds: float
+    window_bytes: int | None = None
+    """Memory for bytes on their way out; None for the cost table's."""
 
 
 class Problem:
@@ -70,24 +72,26 @@ class Problem:
         trace, step, costs = planned.trace, planned.step, planned.costs
         self.has_tier = costs.write_bytes_per_second > 0
         self.model = StepModel(step, trace.names, find_blocks(trace, step))
-        sides = []
-        for has_link in (False, True)[: 1 + self.has_tier]:
-            menus = build_menus(
-                trace,
-                self.model,
-                Costs(
-                    copy_seconds_per_byte=costs.copy_seconds_per_byte, min_bytes=MIN_MOVED_BYTES, can_offload=has_link
-                ),
-            )
-            link = Link(
-                write_bytes_per_second=costs.write_bytes_per_second,
-                read_bytes_per_second=costs.read_bytes_per_second,
-                window_bytes=costs.window_bytes,
-                capacity_bytes=_TIER_BYTES,
-            )
-            instance = build_instance(self.model, menus, budget_bytes=0, device=DEVICE, link=link if has_link else None)
-            sides.append(Side(menus, instance))
-        self.sides = tuple(sides)
+        self.sides = (self._side(0), self._side(costs.window_bytes)) if self.has_tier else (self._side(0),)
+        self.narrow_sides = (self._side(WINDOW_BYTES),) if costs.window_bytes > WINDOW_BYTES else ()
+        """With the window that memwall's plans have: less memory than the table's, and more waiting."""
+
+    def _side(self, window_bytes: int) -> Side:
+        """Returns the problem with the next tier, or without it where there is no memory for bytes on their way."""
+        trace, costs = self.planned.trace, self.planned.costs
+        has_link = window_bytes > 0
+        menu_costs = Costs(
+            copy_seconds_per_byte=costs.copy_seconds_per_byte, min_bytes=MIN_MOVED_BYTES, can_offload=has_link
+        )
+        menus = build_menus(trace, self.model, menu_costs)
+        link = Link(
+            write_bytes_per_second=costs.write_bytes_per_second,
+            read_bytes_per_second=costs.read_bytes_per_second,
+            window_bytes=window_bytes,
+            capacity_bytes=_TIER_BYTES,
+        )
+        instance = build_instance(self.model, menus, budget_bytes=0, device=DEVICE, link=link if has_link else None)
+        return Side(menus, instance)
 
     def orders_of(self, side: Side, choice: Choice) -> Orders:
         """What a choice of memwall's solvers means to the executor."""
@@ -277,14 +281,20 @@ def _best_of_all(instance: Instance) -> Choice | None:
 
 
 def memwall(problem: Problem, budget_bytes: int) -> Forecast | None:
-    """planning.solver.solve without and with the next tier; each answer is replayed, and solved again if too large.
-
-    The bound is the lower of the two sides': nothing on memwall's menus can be cheaper.
-    """
+    """Plans without and with the next tier; where neither fits, with the narrow window of memwall's own plans."""
     start = time.process_time()
+    best = _best_of(problem, problem.sides, budget_bytes) or _best_of(problem, problem.narrow_sides, budget_bytes)
+    return None if best is None else best._replace(cpu_seconds=time.process_time() - start)
+
+
+def _best_of(problem: Problem, sides: Sequence[Side], budget_bytes: int) -> Forecast | None:
+    """Returns planning.solver.solve's cheapest answer; each is replayed, and solved again if too large.
+
+    The bound is the lowest of the sides': nothing on memwall's menus can be cheaper.
+    """
     best: Forecast | None = None
     bounds = []
-    for side in problem.sides:
+    for side in sides:
         room_bytes = budget_bytes
         for number in range(_REPLAY_ROUNDS):
             choice = solve(replace(side.instance, budget_bytes=room_bytes))
@@ -295,18 +305,17 @@ def memwall(problem: Problem, budget_bytes: int) -> Forecast | None:
             peak_bytes = _replayed_bytes(problem, side, choice)
             if peak_bytes <= budget_bytes:
                 if best is None or choice.extra_seconds < best.extra_seconds:
-                    orders = problem.orders_of(side, choice)
-                    best = Forecast(orders, peak_bytes, choice.extra_seconds, 0.0, 0.0)
+                    orders, link = problem.orders_of(side, choice), side.instance.link
+                    window_bytes = None if link is None else link.window_bytes
+                    best = Forecast(orders, peak_bytes, choice.extra_seconds, 0.0, 0.0, window_bytes)
                 break
             room_bytes -= peak_bytes - budget_bytes
-    if best is None:
-        return None
-    return best._replace(lower_bound_seconds=min(bounds), cpu_seconds=time.process_time() - start)
+    return None if best is None else best._replace(lower_bound_seconds=min(bounds))
 
 
 def _replayed_bytes(problem: Problem, side: Side, choice: Choice) -> int:
     """Peak of memwall's own replay, with the window if bytes move."""
     treated = problem.model.treated(treatments_of_choice(side.menus, choice))
     moves = any(menu.options[o].moved_bytes for menu, o in zip(side.menus, choice.options, strict=True))
-    window_bytes = problem.planned.costs.window_bytes if moves else 0
+    window_bytes = side.instance.link.window_bytes if moves and side.instance.link else 0
     return live_peak_bytes(treated, DEVICE) + window_bytes

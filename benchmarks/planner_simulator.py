@@ -76,18 +76,23 @@ class Simulator:
         ]
         self.call_of_save = {save: place for place, saves in enumerate(self.saves_of) for save in saves}
         self.call_of_module = {call.module: place for place, call in enumerate(self.calls)}
-        self._known: dict[frozenset[tuple[int, Order]], Outcome] = {}
+        self._known: dict[tuple[int, frozenset[tuple[int, Order]]], Outcome] = {}
 
-    def run(self, orders: Mapping[int, Order]) -> Outcome:
-        """What the step needs under the orders; blocks without one do as PyTorch does.
+    def run(self, orders: Mapping[int, Order], window_bytes: int | None = None) -> Outcome:
+        """Returns what the step needs under the orders; blocks without one do as PyTorch does.
+
+        Args:
+            orders: module index -> what is done with it.
+            window_bytes: the most that may be on its way out; None for the cost table's.
 
         Raises:
             KeyError: an order for a module that has no call.
         """
-        key = frozenset(orders.items())
+        window_bytes = self.costs.window_bytes if window_bytes is None else window_bytes
+        key = (window_bytes, frozenset(orders.items()))
         if key not in self._known:
             by_call = {self.call_of_module[module]: order for module, order in orders.items()}
-            self._known[key] = _Run(self, by_call).outcome()
+            self._known[key] = _Run(self, by_call, window_bytes).outcome()
         return self._known[key]
 
 
@@ -108,7 +113,8 @@ class _Entry:
 class _Run:
     """One simulated step. Buffers are numbered: forward's storages, then what is made again, then what comes back."""
 
-    def __init__(self, plan: Simulator, orders: Mapping[int, Order]) -> None:
+    def __init__(self, plan: Simulator, orders: Mapping[int, Order], window_bytes: int) -> None:
+        self.window_bytes = window_bytes
         self.plan, self.orders, self.costs = plan, orders, plan.costs
         storages = plan.step.storages
         self.sizes = [storage.nbytes for storage in storages]
@@ -224,7 +230,7 @@ class _Run:
             self.leaving.append(entry)
             self.moved_bytes += nbytes
             self.leaving_bytes += nbytes
-            while self.leaving_bytes > self.costs.window_bytes:
+            while self.leaving_bytes > self.window_bytes:
                 oldest = self.leaving.popleft()
                 if oldest.is_leaving:
                     self._wait_until(oldest.copied_at)
