@@ -1,4 +1,4 @@
-"""What every action of a plan has: the base of the records in `planning.techniques`, one of them for each technique."""
+"""The base of every action of a plan: of the record that each technique in `planning.techniques` has."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ Exactness = Literal["bit-exact", "equivalent", "changes-numerics"]
 
 
 class Action(Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
-    """One decision with its parameters; in a plan file its tag stands under "kind"."""
+    """Holds one decision with its parameters; in a plan file its tag stands under "kind"."""
 
     saved_bytes: int | None = None
     """Bytes that it takes off the step's peak, or that it keeps on the next tier; None where that is not known."""

@@ -80,14 +80,14 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
 
 
 def _not_hidden(python_seconds: float, device_seconds: float, launch_seconds: float) -> float:
-    """What is left of the host's further work where it launches a block's operations while the device runs them."""
+    """Returns the seconds of the host's further work that the device, which runs behind it, does not hide."""
     return max(0.0, launch_seconds + python_seconds - device_seconds) - max(0.0, launch_seconds - device_seconds)
 
 
 def build_instance(
     model: StepModel, menus: Sequence[Menu], *, budget_bytes: int, device: str, link: Link | None
 ) -> Instance:
-    """Memory rows at every block of forward, at the loss, at every block of backward and around them.
+    """Returns memory rows at every block of forward, at the loss, at every block of backward and around them.
 
     A row covers a stretch of operations. Within a block's own stretch the highest point of step and option together
     counts; elsewhere what an option holds or frees there. Both are upper bounds of what options do together, but for
@@ -141,7 +141,7 @@ def _seconds(model: StepModel, start: int, end: int) -> float:
 
 
 def _stretches(model: StepModel) -> tuple[NDArray[np.intp], list[str], list[int]]:
-    """Consecutive stretches of the step: where each begins, what it is called, and the block it belongs to or -1."""
+    """Returns consecutive stretches of the step: where each begins, its name, and the block it belongs to or -1."""
     step = model.step
     owner = np.full(len(step.ops), -1, dtype=np.int64)
     side = np.zeros(len(step.ops), dtype=np.int64)
@@ -178,7 +178,7 @@ def _column(
     owners: Sequence[int],
     device: str,
 ) -> Int64s:
-    """What one option of one block adds to each row."""
+    """Returns the bytes that one option of one block adds to each row."""
     num_ops = len(model.step.ops)
     gone, come = model.changed_lives(b, treatment)
     change = np.zeros(num_ops + 1, dtype=np.int64)
@@ -205,7 +205,7 @@ def _column(
 
 
 def _repeated_peak(gone: Sequence[Life], come: Sequence[Life], at: int, num_ops: int) -> int:
-    """Highest bytes, relative to the plain step at operation `at`, while operations run again before it."""
+    """Returns the highest bytes, relative to the plain step at `at`, while operations run again before it."""
     change = np.zeros(num_ops + 2, dtype=np.int64)
     for lives, sign in ((gone, -1), (come, 1)):
         for life in lives:

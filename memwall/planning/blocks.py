@@ -19,7 +19,7 @@ _COVER_SHARE = 0.8
 
 
 def find_blocks(trace: Trace, step: Step) -> tuple[BlockCalls, ...]:
-    """The blocks of a step in forward order, disjoint, each with its calls and the tensors saved in them."""
+    """Returns the blocks of a step in forward order, disjoint, each with its calls and the tensors saved in them."""
     return _Finder(trace, step).find()
 
 
@@ -52,7 +52,7 @@ class _Finder:
         return tuple(self._block(index) for index in chosen)
 
     def _divide(self, index: int, *, is_root: bool = False) -> list[int]:
-        """The blocks that stand for a module: itself, or a division of it."""
+        """Returns the blocks that stand for a module: itself, or a division of it."""
         module = self.trace.modules[index]
         if self._saved_by_its_like(index) < _SMALL_SHARE * self.total:
             return []
@@ -73,11 +73,11 @@ class _Finder:
         return len(self._its_like(index)) >= 2
 
     def _saved_by_its_like(self, index: int) -> int:
-        """Each of a hundred layers saves little; together they are the model."""
+        """Returns the bytes that its like save together: each of a hundred layers saves little."""
         return sum(self.saved_bytes[sibling] for sibling in self._its_like(index))
 
     def _its_like(self, index: int) -> list[int]:
-        """The modules of its class in the same list or sequence; the module alone where it is in none."""
+        """Returns the modules of its class in the same list or sequence; the module alone where it is in none."""
         module = self.trace.modules[index]
         if module.container == "none" or module.is_leaf:
             return [index]
@@ -85,7 +85,7 @@ class _Finder:
         return [s for s in siblings if self.trace.modules[s].class_name == module.class_name]
 
     def _has_repeated_cover(self, index: int) -> bool:
-        """Whether a large block consists of repeated blocks of its own, as a stage of a hierarchical model does."""
+        """Tells whether a large block consists of repeated blocks, as a stage of a hierarchical model does."""
         if self.saved_bytes[index] <= _LARGE_SHARE * self.total:
             return False
         inner = [i for i in self._below(index) if i != index and self._is_repeated(i)]

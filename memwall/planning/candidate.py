@@ -22,16 +22,16 @@ __all__ = ["Candidate", "plan_of"]
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """Actions, and what the step under them was found to take."""
+    """Holds actions, and the bytes and seconds that a replay of the step under them took."""
 
     actions: tuple[Action, ...]
     process_bytes: int
     built_bytes: int
-    """What the process holds before parameters leave it for disk; 0 where they stay."""
+    """Process bytes before parameters leave for disk; 0 where they stay."""
     live_bytes: int
     extra_seconds: float
     compute_seconds: float
-    """Of the step under them, as if nothing moved."""
+    """Seconds of the step under them, as if nothing moved."""
     moved_bytes: int
     """Saved tensors, in one optimizer step."""
     location: Location
@@ -40,7 +40,6 @@ class Candidate(Struct, frozen=True, kw_only=True):
     """Micro-batches that the recorded one is split into."""
     lower_bound_seconds: float
     levers: tuple[Lever, ...]
-    """What was weighed."""
     binding: tuple[str, ...]
 
 
@@ -55,7 +54,7 @@ def plan_of(
     fits: bool,
     smallest_budget_bytes: int,
 ) -> Plan:
-    """The plan file's record of a candidate.
+    """Returns the plan file's record of a candidate.
 
     Args:
         steady: the steady step that the candidate treats. plain: that step without fused kernels, if it has any.
@@ -126,7 +125,7 @@ def plan_of(
 
 
 def _link_time(found: Candidate, trace: Trace, process: Process, steady: Step) -> LinkTime | None:
-    """What the candidate moves, where the speed of the link is known.
+    """Returns the bytes that the candidate moves, where the speed of the link is known.
 
     What a step takes longer than moving all of it is no waiting for the link, but copies and faults on the way.
     """

@@ -33,7 +33,7 @@ HUGGING_FACE_KEYS = (
     "gradient_accumulation_steps",
     "gradient_clipping",
 )
-"""What the Trainer fills in from its own arguments, besides precision, optimizer and what depends on the width."""
+"""The Trainer fills these in from its own arguments, besides precision, optimizer and what depends on the width."""
 
 SWAPPED_MIN_BYTES = 1 << 20
 """DeepSpeed leaves smaller pieces in memory whatever the configuration says (`MIN_AIO_BYTES`)."""
@@ -57,7 +57,7 @@ _UNSPLIT_ELEMENTS = 1_000_000_000
 
 
 class _Sizes(Struct, frozen=True, kw_only=True):
-    """What buffers have to hold; elements of one rank's share where "share" is in the name."""
+    """Holds the sizes that buffers follow from; elements of one rank's share where "share" is in the name."""
 
     num_elements: int
     largest_elements: int
@@ -68,7 +68,7 @@ class _Sizes(Struct, frozen=True, kw_only=True):
 
 
 def not_expressed(plan: Plan) -> tuple[Action, ...]:
-    """The plan's actions that DeepSpeed has nothing for: memwall must still apply them, DeepSpeed or not."""
+    """Returns the plan's actions that DeepSpeed has nothing for: memwall must still apply them, DeepSpeed or not."""
     return tuple(action for action in plan.actions if technique_of(action).deepspeed(action) is None)
 
 
@@ -84,7 +84,7 @@ def deepspeed_config(
     disk: str | None = None,
     for_hugging_face: bool = False,
 ) -> dict[str, Any]:
-    """The configuration under which DeepSpeed does its part of a plan.
+    """Returns the configuration under which DeepSpeed does its part of a plan.
 
     Args:
         world_size: ranks that train, each with the plan's batch; by default torchrun's WORLD_SIZE, or 1.
@@ -145,7 +145,7 @@ def deepspeed_config(
 
 
 def remarks(plan: Plan, config: dict[str, Any]) -> tuple[str, ...]:
-    """Where DeepSpeed does its part otherwise than the plan says: to be shown with the configuration."""
+    """Returns where DeepSpeed does its part otherwise than the plan says: to be shown with the configuration."""
     zero = config["zero_optimization"]
     found = []
     for part in _parts(plan):
@@ -189,7 +189,7 @@ def _stage(asked: int | None, state: Place, parameters: Place, ranks: int, *, is
 
 
 def _check_optimizer(optimizer: "torch.optim.Optimizer | None") -> bool:
-    """Whether DeepSpeed may run an optimizer that it does not list itself."""
+    """Tells whether DeepSpeed may run an optimizer that it does not list itself."""
     if optimizer is None:
         return False
     name = type(optimizer).__name__
@@ -224,7 +224,7 @@ def _sizes(model: "nn.Module", ranks: int, *, is_lower: bool) -> _Sizes:
 
 
 def _folder(disk: str | None, sizes: _Sizes | None, state: Place, parameters: Place) -> str:
-    """A new folder for the swap files of all ranks, in one that was checked to have the space."""
+    """Names a new folder for the swap files of all ranks, in one that was checked to have the space."""
     needed_bytes = 0
     if sizes is not None:
         each = (_SWAP_BYTES if state == "nvme" else 0) + (sizes.element_bytes if parameters == "nvme" else 0)
@@ -262,7 +262,7 @@ def _precision(dtype: str | None, for_hugging_face: bool) -> dict[str, Any]:
 
 
 def _buckets(sizes: _Sizes | None, for_hugging_face: bool) -> dict[str, Any]:
-    """Elements that are reduced at a time. DeepSpeed's own 5e8 take 2 GB; ZeRO-3 holds such a buffer all the time."""
+    """Returns elements reduced at a time. DeepSpeed's own 5e8 take 2 GB, which ZeRO-3 holds all the time."""
     elements = _BUCKET_ELEMENTS if sizes is None else max(sizes.largest_elements, _MIN_BUCKET_ELEMENTS)
     return {"reduce_bucket_size": "auto" if for_hugging_face else elements, "allgather_bucket_size": elements}
 
@@ -325,7 +325,7 @@ def _buffer_elements(sizes: _Sizes) -> int:
 
 
 def _buffer_count(sizes: _Sizes) -> int:
-    """Those of a module in use, as many that are read ahead, and one that is being released."""
+    """Counts those of a module in use, as many that are read ahead, and one that is being released."""
     return max(5, 2 * sizes.most_swapped_in_module + 1)
 
 

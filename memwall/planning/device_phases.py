@@ -21,7 +21,7 @@ SMALLER_EVALUATION = "a smaller batch in evaluation: --eval-batch N"
 
 
 def evaluation_with_metrics(evaluation: Step) -> str:
-    """What the forecast of an evaluation leaves out, for a person."""
+    """Says what the forecast of an evaluation leaves out."""
     return (
         "evaluation with metrics: the Trainer keeps what each batch returns "
         f"({format_bytes(returned_bytes(evaluation))}) on the device until the last, and twice while it adds one, "
@@ -30,7 +30,7 @@ def evaluation_with_metrics(evaluation: Step) -> str:
 
 
 def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
-    """The plan with every phase simulated, as `memwall estimate` has them; its peak stays that of the steps.
+    """Returns the plan with every phase simulated, as `memwall estimate` has them; its peak stays that of the steps.
 
     Args:
         plan: made from `trace`, for that device.
@@ -51,7 +51,7 @@ def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
 
 
 def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Step) -> Plan:
-    """The plan with an evaluation between its steps as one more phase, which its peak and its verdict count.
+    """Returns the plan with an evaluation between its steps as one more phase, which its peak and its verdict count.
 
     Where the allocator would hold more than the budget and its margin leave, but gets along by giving back what it
     caches, that is the forecast: it costs time once in an evaluation, not in every step. Nothing that a plan does makes
@@ -112,7 +112,7 @@ def _simulated(
     *,
     capacity_bytes: int | None = None,
 ) -> dict[str, PhasePeak] | None:
-    """Peaks of the phases under the plan and its allocator settings; None where memory is out."""
+    """Returns peaks of the phases under the plan and its allocator settings; None where memory is out."""
     step = step_under_plan(trace, plan)
     setting = "".join(technique_of(action).required_cuda_setting(action) for action in plan.actions)
     settings = parse_settings(setting, process.profile)
@@ -154,7 +154,7 @@ def _with_phases(plan: Plan, trace: Trace, found: Mapping[str, PhasePeak], proce
 
 
 def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
-    """What a plan adds to host memory, by phase.
+    """Returns the bytes that a plan adds to host memory, by phase.
 
     Saved tensors: of a batch that is split, those of one part. And the optimizer's state, where that is there between
     steps: a state dict is a copy of it, and so is what is read to be loaded. What a step on the CPU brings down passes
@@ -177,5 +177,5 @@ def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
 
 
 def _state_bytes(plan: Plan) -> int:
-    """State of the optimizer that is in host memory between steps."""
+    """Returns the bytes of the optimizer's state that are in host memory between steps."""
     return sum(technique_of(action).host_state_bytes(action) for action in plan.actions)

@@ -29,7 +29,7 @@ _PLAN = "recompute or offload: memwall plan SPEC --device NAME --budget SIZE"
 
 
 class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A forecast with what it rests on."""
+    """Holds a forecast with what it rests on."""
 
     product: str
     torch_version: str
@@ -41,7 +41,7 @@ class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batches of later micro-batches that are on the device already, as with transformers' Trainer."""
     peak_phase: str
     host: HostBytes
-    """What the peaks in host memory are made of."""
+    """The parts of the peaks in host memory."""
     margin_basis: str
     context_bytes: tuple[int, int]
     """Published range of what a process holds besides the allocator; the forecast counts the low end."""
@@ -50,7 +50,7 @@ class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention_calls: tuple[AttentionCalls, ...]
     """The same by the module that makes them."""
     expandable_reserved_bytes: int
-    """What the allocator would reserve with expandable_segments:True."""
+    """Bytes that the allocator would reserve with expandable_segments:True."""
     in_peak: Peak
     """Who holds the tensors at the highest point of the training steps, by category and by module."""
 
@@ -66,7 +66,7 @@ def estimate(
     num_micro_batches: int | None = None,
     worst_batch: BatchChoice | None = None,
 ) -> Estimate:
-    """The forecast of a translated trace as it is, nothing treated.
+    """Returns the forecast of a translated trace as it is, nothing treated.
 
     Where the allocator would reserve more than the budget, but gets along with it by giving back what it caches, that
     is the forecast: a run that fits, if slowly.
@@ -196,7 +196,7 @@ def _phase(peak: PhasePeak, context_bytes: int) -> PeakBytes:
 
 
 def _seconds(step: Step, num_micro_batches: int) -> float:
-    """Of a step with so many micro-batches: those beyond the recorded ones take as long as the last recorded one."""
+    """Returns the seconds of a step: micro-batches beyond the recorded ones take as long as the last of these."""
     boundaries = [operation for name, operation in step.marks if name == "accumulation"]
     if not boundaries:
         return step_seconds(step)
@@ -208,7 +208,7 @@ def _seconds(step: Step, num_micro_batches: int) -> float:
 def _left_out(
     evaluation: Step | None, eval_failure: str, host: HostBytes, worst_batch: BatchChoice | None
 ) -> tuple[str, ...]:
-    """What the forecast does not count in the phases around the training steps, and beside them."""
+    """Says what the forecast does not count in the phases around the training steps, and beside them."""
     found = []
     if evaluation is None:
         found.append(f"evaluation: {eval_failure}" if eval_failure else "evaluation")

@@ -1,4 +1,4 @@
-"""What is expected of a run: peaks by phase, seconds, and what is not modelled. The JSON contract's object."""
+"""The forecast of a run: peaks by phase, seconds, and what is not modelled. The JSON contract's object."""
 
 from typing import Literal
 
@@ -14,43 +14,43 @@ __all__ = ["Forecast", "Lever", "PeakBytes"]
 
 
 class PeakBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Peaks of one phase, by where they are measured."""
+    """Holds the peaks of one phase, by where they are measured."""
 
     allocated_bytes: int
     """Bytes in tensors."""
     reserved_bytes: int | None = None
     """Bytes the caching allocator holds; null on a CPU."""
     process_bytes: int
-    """What the meter shows for the process: the card's, or resident memory on a CPU."""
+    """Bytes that the meter shows for the process: the card's, or resident memory on a CPU."""
     host_bytes: int | None = None
     disk_bytes: int | None = None
 
 
 class Lever(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A way to need less memory, used or not. Simulated, and without the time spent waiting for a link."""
+    """Describes a way to need less memory, used or not: simulated, and without the time spent waiting for a link."""
 
     name: str
     freed_bytes: int
     """Between forward and backward, if every block that can be treated so is; of the others, at the peak."""
     cost_seconds: float
-    """Of a step, for that."""
+    """Seconds that this adds to a step."""
     num_blocks: int = 0
     """Blocks that can be treated so; 0 for what treats no single block, which a plan then uses."""
     num_blocks_used: int = 0
-    """Of these, those that the plan treats so."""
+    """Blocks that the plan treats so."""
 
     @property
     def seconds_per_gib(self) -> float:
-        """What a GiB costs this way."""
+        """Returns the seconds that a GiB costs this way."""
         return self.cost_seconds / self.freed_bytes * (1 << 30)
 
 
 class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The prediction for one plan."""
+    """Holds the prediction for one plan."""
 
     schema: Literal["memwall.forecast/1"] = "memwall.forecast/1"
     tag: Literal["simulated"] = "simulated"
-    """Of every figure but the phases that were measured already."""
+    """Holds for every figure but the phases that were measured already."""
     device: str
     source: Literal["fake", "recorded", "snapshot"]
     fits: bool | None
@@ -59,7 +59,7 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     peak: PeakBytes
     phases: dict[str, PeakBytes]
     measured_phases: tuple[str, ...] = ()
-    """Of these, those that a run has shown: the first step, which is recorded under the safest plan."""
+    """Phases that a run has shown: the first step, which is recorded under the safest plan."""
     peak_phase: str | None = None
     """The first phase in which the process reaches its peak; None where nothing is known of phases."""
     step_seconds: float | None
@@ -78,22 +78,22 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lower_bound_seconds: float | None = None
     """No plan of these options can make the step shorter than this."""
     link: LinkTime | None = None
-    """What a step moves to the next tier and back, and what that takes; None where it moves nothing."""
+    """Bytes that a step moves to the next tier and back, and their seconds; None where it moves nothing."""
     workload: WorkloadFacts | None = None
     """The training step that all of this is for; None in files written before it was kept."""
     worst_batch: BatchChoice | None = None
     """The batch that all of this is for, where one was looked for; else the one that was given or recorded."""
     allocator: AllocatorAdvice | None = None
-    """What to set the CUDA allocator to for the same run without any action; None where it is not simulated."""
+    """Advice on the CUDA allocator for the same run without any action; None where it is not simulated."""
 
     @property
     def passed_phases(self) -> tuple[str, ...]:
-        """The measured phases that held more than the budget."""
+        """Returns the measured phases that held more than the budget."""
         if self.budget_bytes is None:
             return ()
         return tuple(name for name in self.measured_phases if self.phases[name].process_bytes > self.budget_bytes)
 
     @property
     def steady_process_bytes(self) -> int:
-        """What the process needs in a steady step; its overall peak where the forecast does not name that phase."""
+        """Returns the bytes that the process needs in a steady step; its peak where the forecast has no such phase."""
         return self.phases.get("steady_step", self.peak).process_bytes

@@ -10,7 +10,7 @@ __all__ = ["IN_MEMORY", "Location", "can_offload"]
 
 
 class Location(Struct, frozen=True, kw_only=True):
-    """Actions that say where bytes are which stand between steps; without actions all of them are in memory."""
+    """Holds actions that say where bytes are which stand between steps; without actions all of them are in memory."""
 
     actions: tuple[Action, ...] = ()
     """In the order in which they are applied."""
@@ -33,12 +33,12 @@ class Location(Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """Seconds that a step takes longer."""
+        """Returns the seconds that a step takes longer."""
         return sum(action.cost_seconds or 0.0 for action in self.actions)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the next tier holds."""
+        """Returns the bytes that the next tier holds."""
         return self.away_bytes + self.staging_bytes
 
     def plus(self, other: "Location") -> "Location":

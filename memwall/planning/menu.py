@@ -1,4 +1,4 @@
-"""What the menu of a block consists of, and what its prices are made from."""
+"""The menu of a block as records, and what its prices are made from."""
 
 from msgspec import Struct
 
@@ -14,7 +14,7 @@ MIN_MOVED_BYTES = 1 << 20
 
 
 class Costs(Struct, frozen=True, kw_only=True):
-    """What moving bytes costs the computing thread, besides waiting for the link."""
+    """Holds what a treatment costs the computing thread, besides waiting for the link."""
 
     copy_seconds_per_byte: float
     """Out and back together: a copy into staging, or what transfers beside it cost, and page faults of what returns."""
@@ -22,7 +22,7 @@ class Costs(Struct, frozen=True, kw_only=True):
     """Tensors below this are not moved."""
     can_offload: bool
     pack_seconds_per_element: float | None = None
-    """Of floating-point numbers that leave in a byte each, out and back together; None where they may not."""
+    """For floating-point numbers that leave in a byte each, out and back; None where they may not."""
     runs_ahead: bool = False
     """Whether operations run on a device behind the host, whose own work is hidden as long as the device is busy."""
     not_recomputed: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 
 class Menu(Struct, frozen=True, kw_only=True):
-    """A block's options as the solver sees them, and as the executor applies them; same order."""
+    """Holds a block's options as the solver sees them, and as the executor applies them; same order."""
 
     block: BlockCalls
     options: tuple[Option, ...]
@@ -41,4 +41,4 @@ class Menu(Struct, frozen=True, kw_only=True):
     op_names: tuple[str, ...]
     """Operations of one call, in the numbering that selective checkpointing uses."""
     freed_bytes: tuple[int, ...]
-    """What each option takes off the device between the block's forward and its backward."""
+    """Bytes that each option takes off the device between the block's forward and its backward."""

@@ -19,7 +19,7 @@ _NEWEST = 1
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An ordered set of actions with forecast, margin and provenance.
+    """Holds an ordered set of actions with forecast, margin and provenance.
 
     Example:
         >>> from memwall.planning.forecast import PeakBytes
@@ -42,7 +42,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What the plan does, in the order it is applied."""
+        """Returns what the plan does, in the order it is applied."""
         return self.forecast.actions
 
     @property
@@ -56,11 +56,11 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def plan_hash(self) -> str:
-        """SHA-256 over the file's bytes."""
+        """Returns the SHA-256 over the file's bytes."""
         return hashlib.sha256(self.encode()).hexdigest()
 
     def encode(self) -> bytes:
-        """The bytes of the plan file: sorted keys, integers for bytes, indented for reading and diffing."""
+        """Returns the bytes of the plan file: sorted keys, integers for bytes, indented for reading and diffing."""
         return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=2) + b"\n"
 
     def save(self, path: str | Path) -> None:
@@ -112,14 +112,14 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise PlanError(f"{path} is not a valid plan: {error}") from error
 
     def accelerate_kwargs(self) -> dict[str, Any]:
-        """Arguments for `Accelerator(**plan.accelerate_kwargs())`: precision and accumulation, if planned."""
+        """Returns arguments for `Accelerator(**plan.accelerate_kwargs())`: precision and accumulation, if planned."""
         kwargs: dict[str, Any] = {}
         for action in self.actions:
             kwargs |= technique_of(action).accelerate_kwargs(action)
         return kwargs
 
     def training_arguments(self, args: Any) -> Any:
-        """A copy of `transformers.TrainingArguments` (or a subclass) with what the plan needs set in it.
+        """Returns a copy of `transformers.TrainingArguments` (or a subclass) with what the plan needs set in it.
 
         Micro-batch, accumulation and precision; everything else of the plan is applied by `MemwallCallback(plan=...)`.
         """
@@ -129,7 +129,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return dataclasses.replace(args, **changes)
 
     def deepspeed_config(self, **settings: Any) -> dict[str, Any]:
-        """The configuration under which DeepSpeed does its part of the plan; see `memwall.planning.deepspeed`.
+        """Returns the configuration under which DeepSpeed does its part; see `memwall.planning.deepspeed`.
 
         What DeepSpeed has nothing for stays memwall's: `memwall.integrations.deepspeed.apply_rest` applies it.
         """

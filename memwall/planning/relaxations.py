@@ -1,4 +1,4 @@
-"""What would make a run on a device fit: each way out with the bytes it leaves, replayed on top of those before it.
+"""Ways to make a run on a device fit: each way out with the bytes it leaves, replayed on top of those before it.
 
 None is guessed: the step is changed as the way out changes it, and simulated again. A way that frees next to nothing is
 left out, and with the first under which the run fits the list ends.
@@ -67,7 +67,7 @@ class Run(Struct, frozen=True, kw_only=True):
     num_micro_batches: int
     """Forwards and backwards in a step."""
     settings: AllocatorSettings | None = None
-    """Of the allocator; None for torch's defaults."""
+    """The allocator's; None for torch's defaults."""
 
 
 def estimate_relaxations(

@@ -195,7 +195,7 @@ class _Search:
 
     @cached_property
     def others(self) -> "tuple[_Search, ...]":
-        """Searches for other recordings of the same step that the user allowed, as with fused kernels."""
+        """Returns searches for other recordings of the same step that the user allowed, as with fused kernels."""
         if self._plain is not None:
             return ()
         found = (technique.recording_where_it_costs(self.trace, self.settings) for technique in techniques())
@@ -280,11 +280,11 @@ class _Search:
         return self._inputs.limit_bytes(has_margin=self.has_margin)
 
     def seconds_of(self, found: Candidate) -> float:
-        """Of a step under a candidate."""
+        """Returns the seconds of a step under a candidate."""
         return step_seconds(self.steady) + found.extra_seconds
 
     def as_plan(self, found: Candidate) -> Plan:
-        """The plan file's record of a candidate, with what would leave room for the margin where it has none."""
+        """Returns the plan file's record of a candidate, and what would leave room for the margin if it has none."""
         made = plan_of(
             found,
             self.trace,
@@ -307,7 +307,7 @@ class _Search:
         return msgspec.structs.replace(made, forecast=forecast)
 
     def smallest_bytes(self) -> int:
-        """The smallest budget for which a plan exists, margin included, with every tier that is there.
+        """Returns the smallest budget for which a plan exists, margin included, with every tier that is there.
 
         Of a run that has begun, one that its first step keeps to as well.
         """

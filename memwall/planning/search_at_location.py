@@ -58,7 +58,7 @@ class SearchAtLocation:
         self._packs = packs
 
     def best(self, limit_bytes: int) -> Candidate | None:
-        """The cheapest candidate within so many process bytes.
+        """Returns the cheapest candidate within so many process bytes.
 
         The user's own micro-batch comes first, so that equal costs leave it alone.
         """
@@ -75,7 +75,7 @@ class SearchAtLocation:
         return best
 
     def smallest_bytes(self) -> int:
-        """The smallest budget for which there is a candidate, margin included."""
+        """Returns the smallest budget for which there is a candidate, margin included."""
         return min(
             self._smallest_for(model, num_parts, with_disk)
             for model, num_parts in self._models()
@@ -83,7 +83,7 @@ class SearchAtLocation:
         )
 
     def _models(self) -> Iterator[tuple[StepModel, int]]:
-        """The step of each micro-batch there is, and how many of them the recorded one is split into."""
+        """Yields the step of each micro-batch there is, and how many of them the recorded one is split into."""
         steady = step_under_actions(self._trace, self._steady, self._location.actions)
         yield self._model(steady), 1
         # What passes all through a step is read again for each part, which no cost here knows.
@@ -97,7 +97,7 @@ class SearchAtLocation:
         return StepModel(step, self._trace.names, find_blocks(self._trace, step))
 
     def _tiers(self) -> tuple[bool, ...]:
-        """Whether to move saved tensors: without, and where there is a tier to move them to, with.
+        """Returns whether to move saved tensors: no, and where there is a tier to move them to, yes.
 
         A disk that others pass through again and again has no time for them.
         """
@@ -105,7 +105,7 @@ class SearchAtLocation:
         return (False, True) if is_free else (False,)
 
     def _best_for(self, model: StepModel, num_parts: int, limit_bytes: int, at_most: float) -> Candidate | None:
-        """The cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
+        """Returns the cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
         # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
         if not self._location.keeps_tier_busy:
             plain = self._process.untreated(model.step)

@@ -1,4 +1,4 @@
-"""What the user asked of a plan."""
+"""The user's wishes for a plan, and what the run says about itself."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -14,7 +14,7 @@ __all__ = ["Settings"]
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """What the user asked for."""
+    """Holds what the user asked for, and what a run that has begun knows besides."""
 
     budget_bytes: int
     disk: str | None = None
@@ -39,11 +39,11 @@ class Settings(Struct, frozen=True, kw_only=True):
     hardware: Hardware | None = None
     """The device to plan for where it is not here; the trace is translated to it."""
     first_step: FirstStep | None = None
-    """What the step that a running session has recorded needs; None where the plan is not for a run that has begun."""
+    """Needs of the step that a running session has recorded; None where the plan is not for a run that has begun."""
     autocast: Literal["bfloat16", "float16"] | None = None
     """The precision memwall ran the recorded step in, having been allowed to."""
     kernels: Action | None = None
-    """What the recorded step ran in place of modules' own forwards, memwall having been allowed to."""
+    """The action that the recorded step ran in place of modules' own forwards, memwall having been allowed to."""
     with_kernels: Callable[[str | None], tuple[Trace, Action | None]] | None = None
     """Records the same step with fused kernels, in the precision named: the trace, and what there is of them, None for
     nothing. None where that is not possible from here."""

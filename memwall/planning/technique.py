@@ -1,4 +1,4 @@
-"""What a technique is to the planner: a base class whose hooks do nothing, and the registry of its subclasses.
+"""A technique as the planner knows it: a base class whose hooks do nothing, and the registry of its subclasses.
 
 A technique is a pair of files that are joined by the tag of its action's record: one in `planning.techniques` with the
 record, the legality, the variants with bytes and seconds and the words, and one in `apply.techniques` with the handler.
@@ -42,7 +42,7 @@ shorter that lost digits are worth it, or never: only where nothing else fits.""
 
 
 class Recording(NamedTuple):
-    """Another recording of the same step, and the settings under which to plan with it."""
+    """Holds another recording of the same step, and the settings under which to plan with it."""
 
     trace: Trace
     settings: Settings
@@ -65,7 +65,7 @@ class Recording(NamedTuple):
 
 
 class DeepSpeedPart(NamedTuple):
-    """What DeepSpeed's own configuration does for an action."""
+    """Says what DeepSpeed's own configuration does for an action."""
 
     state_tier: Literal["disk", "host"] | None = None
     bucket_bytes: int = 0
@@ -77,7 +77,7 @@ class DeepSpeedPart(NamedTuple):
 
 
 class Technique(Generic[A]):
-    """One way to need less memory; every hook has a default that offers nothing."""
+    """Decides one way to need less memory; every hook has a default that offers nothing."""
 
     record: ClassVar[type[Action]]
     """The action's record; its tag is the technique's name in plan files."""
@@ -86,7 +86,7 @@ class Technique(Generic[A]):
     allow: ClassVar[str] = ""
     """The word of --allow without which it is never chosen; "" where it needs none."""
     allow_means: ClassVar[str] = ""
-    """What allowing it means, for people."""
+    """In words for people."""
     is_set_by_loop: ClassVar[bool] = False
     """Whether a training loop of Accelerate or the Trainer carries its action out by itself."""
     uses_tier: ClassVar[bool] = False
@@ -105,7 +105,7 @@ class Technique(Generic[A]):
 
     @property
     def tag(self) -> str:
-        """The technique's name in plan files and reports."""
+        """Returns the technique's name in plan files and reports."""
         return str(self.record.__struct_config__.tag)
 
     # -- legality ----------------------------------------------------------------------------------------------------

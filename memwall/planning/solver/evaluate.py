@@ -31,7 +31,7 @@ __all__ = ["Evaluation", "evaluate"]
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
-    """What one choice does, as the executor is expected to run it."""
+    """Holds what one choice does, as the executor is expected to run it."""
 
     peak_bytes: int
     """The largest row; 0 for an instance without rows."""
@@ -48,7 +48,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 
 
 def evaluate(instance: Instance, options: Sequence[int]) -> Evaluation:
-    """What choosing `options` (one index per block, in block order) does.
+    """Returns what choosing `options` (one index per block, in block order) does.
 
     Raises:
         PlanError: not one valid option index per block.
@@ -86,7 +86,7 @@ def _chosen(instance: Instance, options: Sequence[int]) -> list[Option]:
 
 
 def _write_stalls(instance: Instance, chosen: list[Option], link: Link) -> float:
-    """Seconds the forward pass waits for the out-queue, the final emptying included."""
+    """Returns the seconds that the forward pass waits for the out-queue, the final emptying included."""
     queued_bytes = 0.0
     stall_seconds = 0.0
     for block, option in zip(instance.blocks, chosen, strict=True):
@@ -101,7 +101,7 @@ def _write_stalls(instance: Instance, chosen: list[Option], link: Link) -> float
 
 
 def _read_stalls(instance: Instance, chosen: list[Option], link: Link) -> float:
-    """Seconds the backward pass waits for bytes on their way back."""
+    """Returns the seconds that the backward pass waits for bytes on their way back."""
     stall_seconds = 0.0
     ahead_seconds = 0.0
     for block, option in zip(reversed(instance.blocks), reversed(chosen), strict=True):

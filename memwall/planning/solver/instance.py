@@ -11,18 +11,18 @@ __all__ = ["Block", "Choice", "Instance", "Link", "Option", "Row"]
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """One executable way to treat a block's saved tensors."""
+    """Describes one executable way to treat a block's saved tensors."""
 
     name: str
     """keep, full, select-1.., offload, offload as int8, full+offload: unique within the block."""
     extra_seconds: float
-    """What it costs per step beyond keep: recomputation and copying, without waiting for the link."""
+    """Cost per step beyond keep: recomputation and copying, without waiting for the link."""
     moved_bytes: int
     """Bytes that leave the device in forward and come back in backward."""
 
 
 class Block(Struct, frozen=True, kw_only=True):
-    """A sub-module treated as one. Blocks are listed in forward order."""
+    """Describes a sub-module treated as one. Blocks are listed in forward order."""
 
     path: str
     options: tuple[Option, ...]
@@ -32,17 +32,17 @@ class Block(Struct, frozen=True, kw_only=True):
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """At one program point: fixed_bytes + sum over blocks of held[block][chosen option] <= budget."""
+    """Limits one program point: fixed_bytes + sum over blocks of held[block][chosen option] <= budget."""
 
     label: str
-    """What a person reads: 'forward of blocks.3', 'loss', 'backward of blocks.0', 'optimizer step'."""
+    """For people: 'forward of blocks.3', 'loss', 'backward of blocks.0', 'optimizer step'."""
     fixed_bytes: int
     held: tuple[tuple[int, ...], ...]
     """held[block][option] bytes at this point; may be negative for what an option frees of fixed_bytes."""
 
 
 class Link(Struct, frozen=True, kw_only=True):
-    """The way to the next tier."""
+    """Describes the way to the next tier."""
 
     write_bytes_per_second: float
     read_bytes_per_second: float
@@ -53,7 +53,7 @@ class Link(Struct, frozen=True, kw_only=True):
 
 
 class Instance(Struct, frozen=True, kw_only=True):
-    """Choose one option per block, least seconds, every row within the budget."""
+    """Asks for one option per block, least seconds, every row within the budget."""
 
     blocks: tuple[Block, ...]
     rows: tuple[Row, ...]
@@ -63,7 +63,7 @@ class Instance(Struct, frozen=True, kw_only=True):
 
 
 class Choice(NamedTuple):
-    """A solution: the option index per block, in block order, and what it costs."""
+    """Holds a solution: the option index per block, in block order, and what it costs."""
 
     options: tuple[int, ...]
     extra_seconds: float

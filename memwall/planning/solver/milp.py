@@ -96,7 +96,7 @@ def milp_lowest_peak(instance: Instance, *, start: tuple[int, ...]) -> tuple[int
 
 
 class _Program:
-    """Columns and rows for HiGHS. The binaries come first, block after block, each block's from offsets[block] on."""
+    """Holds columns and rows for HiGHS. The binaries come first, those of a block from offsets[block] on."""
 
     def __init__(self, instance: Instance) -> None:
         room_bytes = instance.link.capacity_bytes if instance.link else 0
@@ -123,7 +123,7 @@ class _Program:
         self.add_bytes_row([(x, size) for x, size in moved if size], room_bytes)
 
     def each(self, block: int) -> Iterator[tuple[int, int]]:
-        """(column, option) of the options of a block that may be chosen."""
+        """Yields (column, option) of the options of a block that may be chosen."""
         return ((self.offsets[block] + option, option) for option in self.may[block])
 
     def add_column(self, cost: float, upper: float) -> int:
@@ -139,7 +139,7 @@ class _Program:
         self.row_starts.append(len(self.columns))
 
     def add_bytes_row(self, terms: Sequence[tuple[int, int]], room_bytes: int) -> None:
-        """Sum of non-negative integer terms <= room, divided by their common divisor and scaled to what floats keep."""
+        """Adds sum of non-negative integers <= room, divided by their common divisor and scaled to what floats keep."""
         for column, size in terms:
             if size > room_bytes:
                 self.uppers[column] = 0.0
@@ -153,7 +153,7 @@ class _Program:
 
 
 def _row_terms(program: _Program, held: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], int]:
-    """A memory row as bytes above each block's least option, and the sum of those leasts: fewer and smaller numbers."""
+    """Returns a row as bytes above each block's least option, and the sum of those leasts: smaller numbers."""
     terms: list[tuple[int, int]] = []
     least_bytes = 0
     for i, sizes in enumerate(held):
@@ -164,7 +164,7 @@ def _row_terms(program: _Program, held: Sequence[Sequence[int]]) -> tuple[list[t
 
 
 def _seconds_program(instance: Instance, unit_seconds: float) -> _Program | None:
-    """Least seconds within the budget; time in `unit_seconds`. None: some row is over the budget whatever is chosen."""
+    """Asks for least seconds, in `unit_seconds`; None where a row is over the budget whatever is chosen."""
     program = _Program(instance)
     for row in instance.rows:
         terms, least_bytes = _row_terms(program, row.held)
@@ -189,7 +189,7 @@ def _seconds_program(instance: Instance, unit_seconds: float) -> _Program | None
 
 
 def _add_writes(program: _Program, instance: Instance, unit_seconds: float) -> None:
-    """The out-queue: queue[i] + stall[i] >= max(0, queue[i-1] + direct - drained) + queueable; the last is a stall."""
+    """Adds the out-queue: queue[i] + stall[i] >= max(0, queue[i-1] + direct - drained) + queueable, last a stall."""
     link = instance.link
     assert link is not None
     rate = link.write_bytes_per_second * unit_seconds
@@ -209,7 +209,7 @@ def _add_writes(program: _Program, instance: Instance, unit_seconds: float) -> N
 
 
 def _add_reads(program: _Program, instance: Instance, unit_seconds: float) -> None:
-    """Reading back: what no choice of the next block could hide is a price of the option, the rest a stall column."""
+    """Adds reading back: what no choice of the next block hides is a price of the option, the rest a stall."""
     link = instance.link
     assert link is not None
     rate = link.read_bytes_per_second * unit_seconds
@@ -236,7 +236,7 @@ def _add_reads(program: _Program, instance: Instance, unit_seconds: float) -> No
 
 
 def _peak_program(instance: Instance) -> _Program | None:
-    """Least peak; the peak is the last column, in units that keep it near a few thousand."""
+    """Asks for the least peak, which is the last column, in units that keep it near a few thousand."""
     program = _Program(instance)
     rows = [(*_row_terms(program, row.held), row.fixed_bytes) for row in instance.rows]
     if not rows:
@@ -251,7 +251,7 @@ def _peak_program(instance: Instance) -> _Program | None:
 
 
 def _largest_bytes(instance: Instance) -> int:
-    """No choice can have a higher peak."""
+    """Returns a peak that no choice exceeds."""
     return max(
         (row.fixed_bytes + sum(max(sizes) for sizes in row.held) for row in instance.rows),
         default=0,
@@ -264,7 +264,7 @@ class _Found(NamedTuple):
 
 
 def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: float) -> _Found:
-    """The best integer solution HiGHS finds, and its dual bound in the program's units (-inf where it has none)."""
+    """Returns the best integer solution HiGHS finds, and its bound in the program's units (-inf for none)."""
     import highspy
 
     lp = highspy.HighsLp()

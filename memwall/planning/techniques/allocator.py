@@ -16,14 +16,14 @@ __all__ = ["TECHNIQUE", "AllocatorReuse"]
 
 
 class AllocatorReuse(Action, frozen=True, kw_only=True, tag="allocator"):
-    """How freed memory is kept or returned: a heap for tensors or malloc thresholds on a CPU, a string on CUDA."""
+    """Keeps or returns freed memory: a heap for tensors or malloc thresholds on a CPU, a string on CUDA."""
 
     policy: str
     """"tensor-heap", or a malloc policy as `predict.malloc` lists them."""
     limit_bytes: int = 0
     """Process bytes from which on the tensor heap returns free pages before it takes new ones; 0 for none."""
     outside_bytes: int = 0
-    """Of these, what a step needs outside the heap and gives back: workspace, staging, small tensors."""
+    """Bytes of these that a step needs outside the heap and gives back: workspace, staging, small tensors."""
     cuda_setting: str = ""
     """Complete PYTORCH_ALLOC_CONF string; must be in the environment before CUDA starts."""
 

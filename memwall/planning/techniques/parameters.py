@@ -40,7 +40,7 @@ class ParameterPlacement(Action, frozen=True, kw_only=True, tag="parameter-place
     blocks: tuple[str, ...]
     """Modules whose parameters are brought in as one; outside them each module with parameters is one by itself."""
     staying: tuple[str, ...] = ()
-    """Of all these modules those whose parameters stay in memory: only their gradients leave."""
+    """Paths of modules whose parameters stay in memory: only their gradients leave."""
     window_bytes: int
     """Parameters stepped at a time, and what may wait to be written; one parameter may always."""
     min_bytes: int
@@ -176,7 +176,7 @@ def as_streamed(step: Step, modules: Sequence[Module]) -> Step:
 
 
 def _first_units(trace: Trace, steady: Step, away: Away, share: float) -> tuple[str, ...]:
-    """The units that come first in the model, with at least so much of the parameters that can leave."""
+    """Returns the units that come first in the model, with at least so much of the parameters that can leave."""
     found: list[str] = []
     left_bytes = share * away.parameter_bytes
     for unit in sorted({unit for units in away.users.values() for unit in units}):
@@ -189,12 +189,12 @@ def _first_units(trace: Trace, steady: Step, away: Away, share: float) -> tuple[
 
 
 def _stepped_bytes(away: Away, leanest: Away) -> int:
-    """Of the parameters that leave, what a step reads and writes; a trace does not know which of them are trained."""
+    """Returns the bytes of leaving parameters that a step writes; a trace does not know which are trained."""
     return away.gradient_bytes * away.parameter_bytes // max(1, leanest.parameter_bytes)
 
 
 def passing_bytes(window_bytes: int, largest_bytes: int) -> int:
-    """The most that parameters take which leave as they are made.
+    """Returns the most that parameters take which leave as they are made.
 
     Of one window wait those that have just been made, of another those that are written. Beside both there is one that
     has no numbers yet, what it gets them from (`0.02 * torch.randn(...)`), and the copy of one that leaves.
@@ -211,7 +211,7 @@ def _away(trace: Trace, step: Step, placement: ParameterPlacement) -> Away:
 
 
 def _read_bytes(trace: Trace, away: Away, stepped_bytes: int) -> dict[str, int]:
-    """What each phase of an optimizer step reads."""
+    """Returns the bytes that each phase of an optimizer step reads."""
     num_passes = trace.num_micro_batches
     return {
         "forward": num_passes * away.parameter_bytes,
@@ -221,7 +221,7 @@ def _read_bytes(trace: Trace, away: Away, stepped_bytes: int) -> dict[str, int]:
 
 
 def _seconds(trace: Trace, steady: Step, away: Away, stepped_bytes: int) -> float:
-    """What a step takes longer than with parameters and gradients in memory.
+    """Returns how much longer a step takes than with parameters and gradients in memory.
 
     Args:
         stepped_bytes: of the parameters that leave, what the optimizer's step reads and writes.

@@ -112,7 +112,7 @@ def can_recompute(trace: Trace, model: StepModel, block: BlockCalls) -> str | No
 
 
 def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ...]]:
-    """Sets of operations whose results are worth keeping: the front of seconds saved per byte kept.
+    """Returns sets of operations whose results are worth keeping: the front of seconds saved per byte kept.
 
     Candidates make new storages that nobody writes to later; views and in-place operations always run again. A random
     operation that is kept draws nothing when the others run again, so none may come after it.
@@ -157,7 +157,7 @@ def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ..
 
 @cache
 def _is_random(name: str) -> bool:
-    """Whether an operator draws random numbers; one that is unknown here may."""
+    """Tells whether an operator draws random numbers; one that is unknown here may."""
     operator: Any = torch.ops
     for part in name.split("."):
         operator = getattr(operator, part, None)
