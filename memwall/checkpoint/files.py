@@ -6,10 +6,9 @@ holds everything that a training run goes on with, and is made in memory.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from msgspec import Struct
@@ -21,6 +20,7 @@ from memwall.checkpoint.resumption import Stateful
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.checkpoint.training_state import TensorRecord, low_bit_of, state_records
 from memwall.errors import StoreError, UsageError
+from memwall.own_files import whole_file
 from memwall.store.journal import Journal, is_begun
 from memwall.trace.tags import Tag
 
@@ -144,7 +144,7 @@ def export_safetensors(directory: str | os.PathLike[str], path: str | os.PathLik
         buckets: dict[int, dict[str, TensorRecord]] = {}
         for key in order:
             buckets.setdefault(chosen[key].bucket, {})[key] = chosen[key]
-        with _whole_file(Path(path)) as file:
+        with whole_file(Path(path), noun="checkpoint", error=StoreError, survives_power_loss=True) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for members in buckets.values():
                 for tensor in found.read(members).values():
@@ -171,7 +171,7 @@ def export_torch(directory: str | os.PathLike[str], path: str | os.PathLike[str]
             "helpers": found.objects["helpers"],
             "step": found.step,
         }
-        with _whole_file(Path(path)) as file:
+        with whole_file(Path(path), noun="checkpoint", error=StoreError, survives_power_loss=True) as file:
             torch.save(content, file)
         return found.step
 
@@ -230,21 +230,3 @@ def _numel(record: TensorRecord) -> int:
 
 def _num_bytes(record: TensorRecord) -> int:
     return _numel(record) * torch.empty(0, dtype=getattr(torch, record.dtype)).element_size()
-
-
-@contextmanager
-def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes its name when all of it is on disk."""
-    partial = path.with_name(path.name + ".part")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise StoreError(f"cannot write the checkpoint to {path}: {error.strerror or error}") from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -62,10 +62,7 @@ class Restoration:
         try:
             self.content = msgspec.msgpack.decode(found.content, type=Content)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise StoreError(
-                f"step {found.step} in {journal.directory} was committed by another version of memwall ({error}); "
-                "resume with the one that wrote it"
-            ) from error
+            raise self._written_by_another(error) from error
         self.objects = decode_objects(self.content.objects)
         self.has_model = False
         self.has_options = False
@@ -73,10 +70,21 @@ class Restoration:
         self._is_checked = False
         self._left: list[tuple[str, dict[str, Any]]] = [(name, state) for name, state in self.objects["helpers"]]
 
+    def _written_by_another(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"step {self._found.step} in {self._journal.directory} was committed by another version of memwall "
+            f"({error}); resume with the one that wrote it"
+        )
+
     @property
     def plan(self) -> Plan | None:
         """The plan under which the step was made."""
-        return None if self.content.plan is None else decoded(msgspec.json.decode(self.content.plan), Plan)
+        if self.content.plan is None:
+            return None
+        try:
+            return decoded(msgspec.json.decode(self.content.plan), Plan)
+        except msgspec.ValidationError as error:
+            raise self._written_by_another(error) from error
 
     def find_model(self) -> nn.Module | None:
         """The only module of this process that has these parameters; None where there is none, or are several."""

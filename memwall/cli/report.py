@@ -199,9 +199,7 @@ def _save_page(page: "Page", path: Path) -> None:
 
 
 def _save_json(record: Struct, path: Path) -> None:
-    import msgspec
-
-    from memwall.report.whole_file import whole_file
+    from memwall.own_files import json_bytes, whole_file
 
     with whole_file(path) as file:
-        file.write(msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=2) + b"\n")
+        file.write(json_bytes(record))

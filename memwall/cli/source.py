@@ -76,9 +76,11 @@ def source_kind(path: Path, *, expected: str) -> SourceKind:
         raise UsageError(f"{path} is nothing that memwall can report on; expected {expected}")
     import msgspec
 
+    from memwall.own_files import NO_JSON
+
     try:
         found = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *NO_JSON) as error:
         raise UsageError(f"{path} is cut short or no JSON ({error}); expected {expected}") from error
     schema = str(found.get("schema")) if isinstance(found, dict) else ""
     if schema.startswith("memwall.run/"):

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.own_files import json_bytes
 from memwall.planning.action import Action
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.planning.planfile import Plan
@@ -60,7 +60,7 @@ def exported(plan: Plan, target: str, output: Path, *, world_size: int = 1, disk
 
 def _deepspeed(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:
     config = deepspeed_config(plan, world_size=world_size, disk=disk)
-    return Exported(files={str(output): _json(config)}, kept=not_expressed(plan), remarks=remarks(plan, config))
+    return Exported(files={str(output): json_bytes(config)}, kept=not_expressed(plan), remarks=remarks(plan, config))
 
 
 def _trainer(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:
@@ -71,9 +71,9 @@ def _trainer(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exp
         arguments |= {name: value for name, value in found.items() if value is not False}
     if world_size > 1:
         config = deepspeed_config(plan, world_size=world_size, disk=disk, for_hugging_face=True)
-        files = {str(output): _json(arguments | {"deepspeed": config})}
+        files = {str(output): json_bytes(arguments | {"deepspeed": config})}
         return Exported(files=files, kept=not_expressed(plan), remarks=remarks(plan, config))
-    return Exported(files={str(output): _json(arguments)}, kept=_not_set_by_loop(plan), remarks=())
+    return Exported(files={str(output): json_bytes(arguments)}, kept=_not_set_by_loop(plan), remarks=())
 
 
 def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:
@@ -97,7 +97,7 @@ def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> 
             "Accelerator(**plan.accelerate_kwargs()) in the script"
         )
     if world_size == 1:
-        files = {str(output): _json(launch | {"mixed_precision": precision})}
+        files = {str(output): json_bytes(launch | {"mixed_precision": precision})}
         return Exported(files=files, kept=_not_set_by_loop(plan), remarks=tuple(said))
     config = deepspeed_config(plan, world_size=world_size, disk=disk, for_hugging_face=True)
     beside = output.with_name(f"{output.stem}.deepspeed.json").absolute()
@@ -106,7 +106,7 @@ def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> 
         "deepspeed_config_file": str(beside),
         "zero3_init_flag": config["zero_optimization"]["stage"] == 3,
     }
-    files = {str(output): _json(launch), str(beside): _json(config)}
+    files = {str(output): json_bytes(launch), str(beside): json_bytes(config)}
     return Exported(files=files, kept=not_expressed(plan), remarks=(*said, *remarks(plan, config)))
 
 
@@ -134,7 +134,3 @@ def _env(plan: Plan, output: Path) -> Exported:
 
 def _not_set_by_loop(plan: Plan) -> tuple[Action, ...]:
     return tuple(action for action in plan.actions if not technique_of(action).is_set_by_loop)
-
-
-def _json(value: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2) + b"\n"

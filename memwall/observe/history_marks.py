@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.own_files import NO_JSON
 from memwall.trace.tags import Tag
 
 __all__ = ["Marks", "TimedCall", "TimedPhase", "load_marks_beside", "marks_path"]
@@ -112,7 +113,7 @@ def load_marks_beside(snapshot: Path) -> Marks | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Marks)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *NO_JSON) as error:
         raise UsageError(
             f"{path} lies beside the snapshot and does not hold its marks: {error}; move it away or record again"
         ) from error

@@ -1,19 +1,21 @@
 """Measured beside predicted: the record that `memwall run --report` writes and `memwall verify` reads."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-import msgspec
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.own_files import FileKind, json_bytes, whole_file
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import decoded
 from memwall.trace.tags import Tag
 
 __all__ = ["Measured", "RunReport"]
 
-_NEWEST = 1
+_KIND = FileKind(
+    noun="run report", schema="memwall.run", version=1, error=UsageError, way_out="run again with --report"
+)
 
 
 class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,38 +69,15 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Raises:
             UsageError: the file cannot be written.
         """
-        target = Path(path)
-        partial = target.with_name(target.name + ".part")
-        try:
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=2) + b"\n")
-            partial.replace(target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise UsageError(f"cannot write the report to {target}: {error.strerror or error}") from error
+        with whole_file(Path(path)) as file:
+            file.write(json_bytes(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a report.
 
         Raises:
-            UsageError: no such file, cut short, not a report, of a newer version, or with a wrong field; the message
+            UsageError: no such file, cut short, not a report, of another version, or with a wrong field; the message
                 names the file and the path inside it.
         """
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise UsageError(f"cannot read the report {path}: {error.strerror or error}") from error
-        try:
-            found: Any = msgspec.json.decode(content)
-        except msgspec.DecodeError as error:
-            raise UsageError(f"{path} is cut short or no JSON ({error}); run again with --report") from error
-        schema = found.get("schema") if isinstance(found, dict) else None
-        prefix, _, version = str(schema).rpartition("/")
-        if prefix != "memwall.run":
-            raise UsageError(f"{path} is no run report: at $.schema expected 'memwall.run/{_NEWEST}', found {schema!r}")
-        if version.isdigit() and int(version) > _NEWEST:
-            raise UsageError(f"{path} has version {version}, this memwall reads up to {_NEWEST}; upgrade torch-memwall")
-        try:
-            return decoded(found, cls)
-        except msgspec.ValidationError as error:
-            raise UsageError(f"{path} is not a valid run report: {error}") from error
+        return _KIND.read_json(Path(path), lambda found: decoded(found, cls))

@@ -9,13 +9,16 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import PlanError
+from memwall.own_files import FileKind, json_bytes, whole_file
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast
 from memwall.planning.technique import technique_of, techniques
 
 __all__ = ["Plan", "decoded"]
 
-_NEWEST = 1
+_KIND = FileKind(
+    noun="plan", schema="memwall.plan", version=2, error=PlanError, way_out="make the plan again with `memwall plan`"
+)
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +35,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ((), 64)
     """
 
-    schema: Literal["memwall.plan/1"] = "memwall.plan/1"
+    schema: Literal["memwall.plan/2"] = "memwall.plan/2"
     model_fingerprint: str
     trace_hash: str
     """SHA-256 of the encoded trace the plan was made from."""
@@ -61,7 +64,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def encode(self) -> bytes:
         """Returns the bytes of the plan file: sorted keys, integers for bytes, indented for reading and diffing."""
-        return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=2) + b"\n"
+        return json_bytes(self)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan file.
@@ -69,47 +72,18 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Raises:
             PlanError: the file cannot be written.
         """
-        target = Path(path)
-        partial = target.with_name(target.name + ".part")
-        try:
-            partial.write_bytes(self.encode())
-            partial.replace(target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise PlanError(f"cannot write the plan to {target}: {error.strerror or error}") from error
+        with whole_file(Path(path), noun="plan", error=PlanError) as file:
+            file.write(self.encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a plan file.
 
         Raises:
-            PlanError: no such file, cut short, not a plan, of a newer version, or with an unknown or mistyped field;
+            PlanError: no such file, cut short, not a plan, of another version, or with an unknown or mistyped field;
                 the message names the file and the path inside it.
         """
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise PlanError(f"cannot read the plan {path}: {error.strerror or error}") from error
-        try:
-            found: Any = msgspec.json.decode(content)
-        except msgspec.DecodeError as error:
-            raise PlanError(
-                f"{path} is cut short or no JSON ({error}); make the plan again with `memwall plan`"
-            ) from error
-        schema = found.get("schema") if isinstance(found, dict) else None
-        prefix, _, version = str(schema).rpartition("/")
-        if prefix != "memwall.plan":
-            raise PlanError(
-                f"{path} is not a memwall plan: at $.schema expected 'memwall.plan/{_NEWEST}', found {schema!r}"
-            )
-        if version.isdigit() and int(version) > _NEWEST:
-            raise PlanError(
-                f"{path} is a plan of version {version}, this memwall reads up to {_NEWEST}; upgrade torch-memwall"
-            )
-        try:
-            return decoded(found, cls)
-        except msgspec.ValidationError as error:
-            raise PlanError(f"{path} is not a valid plan: {error}") from error
+        return _KIND.read_json(Path(path), lambda found: decoded(found, cls))
 
     def accelerate_kwargs(self) -> dict[str, Any]:
         """Returns arguments for `Accelerator(**plan.accelerate_kwargs())`: precision and accumulation, if planned."""

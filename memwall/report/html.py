@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.observe.run_report import RunReport
+from memwall.own_files import whole_file
 from memwall.planning.planfile import Plan
 from memwall.predict.curve import Peak
 from memwall.report.chart import chart_of, legend_of, scale_of
@@ -82,15 +83,9 @@ def save_page(page: Page, path: str | Path) -> None:
     Raises:
         UsageError: plotly or jinja2 is not installed, or the file cannot be written.
     """
-    target = Path(path)
     content = page_html(page)
-    partial = target.with_name(target.name + ".part")
-    try:
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UsageError(f"cannot write the page to {target}: {error.strerror or error}") from error
+    with whole_file(Path(path), noun="page") as file:
+        file.write(content.encode())
 
 
 def page_html(page: Page) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from memwall.errors import UsageError
+from memwall.own_files import whole_file
 from memwall.predict.curve import module_name
 from memwall.report.trace_grids import highest_point
-from memwall.report.whole_file import whole_file
 from memwall.trace.records import Step, Storage, Trace
 from memwall.trace.snapshot.records import Event, Segment, Snapshot
 

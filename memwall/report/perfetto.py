@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from memwall.own_files import whole_file
 from memwall.predict.curve import live_curve, module_name
 from memwall.predict.snapshot.analysis import devices_of
 from memwall.predict.snapshot.device_history import recording_of
 from memwall.predict.snapshot.timeline import Timeline, timeline_of
-from memwall.report.whole_file import whole_file
 from memwall.trace.records import Step, Storage, Trace
 from memwall.trace.snapshot.records import Annotation, Event, Snapshot
 from memwall.units import format_bytes

@@ -6,13 +6,14 @@ import msgspec
 import zstandard
 
 from memwall.errors import TraceError
+from memwall.own_files import FileKind, whole_file
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
 __all__ = ["MAGIC", "load_trace", "save_trace"]
 
-MAGIC = b"memwall.trace/"
-_VERSION = 2
+_KIND = FileKind(noun="trace", schema="memwall.trace", version=2, error=TraceError, way_out="record it again")
+MAGIC = f"{_KIND.schema}/".encode()
 # Traces shrink to a quarter, those of many equal layers further; a file made for it would grow 30,000-fold.
 _LARGEST_RATIO = 200
 _SMALL_BYTES = 64 << 20
@@ -25,15 +26,8 @@ def save_trace(trace: Trace, path: Path) -> None:
         TraceError: the file cannot be written.
     """
     payload = zstandard.ZstdCompressor(level=6, write_checksum=True).compress(msgspec.msgpack.encode(trace))
-    partial = path.with_name(path.name + ".part")
-    try:
-        partial.write_bytes(MAGIC + f"{_VERSION}\n".encode() + payload)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise TraceError(
-            f"cannot write the trace to {path}: {error.strerror or error}; choose another -o FILE"
-        ) from error
+    with whole_file(path, noun="trace", error=TraceError, way_out="choose another -o FILE") as file:
+        file.write(MAGIC + f"{_KIND.version}\n".encode() + payload)
 
 
 def load_trace(path: Path) -> Trace:
@@ -42,24 +36,11 @@ def load_trace(path: Path) -> Trace:
     Raises:
         TraceError: no such file, not a trace, another version, cut short or damaged; the message says which.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    content = _KIND.read_bytes(path)
     head, newline, payload = content[:64].partition(b"\n")
     if not content.startswith(MAGIC) or not newline or not head[len(MAGIC) :].isdigit():
         raise TraceError(f"{path} is not a memwall trace; expected a file written by `memwall profile -o FILE`")
-    version = int(head[len(MAGIC) :])
-    if version > _VERSION:
-        raise TraceError(
-            f"{path} is a trace of version {version}, this memwall reads up to {_VERSION}; "
-            "upgrade torch-memwall or record it again"
-        )
-    if version < _VERSION:
-        raise TraceError(
-            f"{path} is a trace of version {version}, which an older memwall wrote; this one reads version {_VERSION}: "
-            "record it again"
-        )
+    _KIND.require_version(path, int(head[len(MAGIC) :]))
     payload = content[len(head) + 1 :]
     try:
         size_bytes = zstandard.frame_content_size(payload)

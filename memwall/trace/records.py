@@ -64,7 +64,7 @@ class Storage(Struct, frozen=True, array_like=True):
     line: int = -1
     """The user's line that made it, an index into `Trace.lines`; -1 if it existed before the step or is not known."""
     dtype: str = ""
-    """Of the first tensor in it, e.g. `float32`; "" in files written before it was recorded."""
+    """Of the first tensor in it, e.g. `float32`; "" where none was seen."""
 
 
 class SavedTensor(Struct, frozen=True, array_like=True):
@@ -162,8 +162,8 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     modules: tuple[Module, ...]
     steps: tuple[Step, ...]
     input_shape: tuple[int, ...] = ()
-    """Of the first tensor that the model is called with; () in files written before it was recorded."""
+    """Of the first tensor that the model is called with; () if it is called with none."""
     input_dtype: str = ""
     """The dtype of that tensor, e.g. `int64`."""
     lines: tuple[str, ...] = ()
-    """Lines of the user's code, e.g. `models/gpt.py:42 forward`; none in files written before they were recorded."""
+    """Lines of the user's code, e.g. `models/gpt.py:42 forward`; none on other people's lines."""
