@@ -8,6 +8,7 @@
 #   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
 #       where its wheel brings CUDA)
 #   make test-deepspeed   real DeepSpeed on CPUs, in an environment of its own
+#   make reference   write docs/reference.md anew, from the code
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
 PYTHON ?= python3
@@ -39,7 +40,7 @@ UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and n
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
+.PHONY: venv reference test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -121,6 +122,9 @@ types: $(STAMP)
 
 layers: $(STAMP)
 	$(BIN)/lint-imports
+
+reference: $(STAMP)
+	$(BIN)/python .ci/reference.py
 
 wheel: $(STAMP)
 	rm -rf build dist

@@ -1,0 +1,32 @@
+"""Gives a callback to transformers' Trainer, a plugin to Accelerate, and two functions to users of DeepSpeed.
+
+As in `memwall` itself the names are loaded on first use: importing this loads no framework.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memwall.integrations.accelerate import MemwallPlugin as MemwallPlugin
+    from memwall.integrations.deepspeed import apply_rest as apply_rest
+    from memwall.integrations.deepspeed import load_checkpoint as load_checkpoint
+    from memwall.integrations.trainer import MemwallCallback as MemwallCallback
+
+__all__ = ["MemwallCallback", "MemwallPlugin", "apply_rest", "load_checkpoint"]
+
+_HOMES = {
+    "MemwallCallback": "memwall.integrations.trainer",
+    "MemwallPlugin": "memwall.integrations.accelerate",
+    "apply_rest": "memwall.integrations.deepspeed",
+    "load_checkpoint": "memwall.integrations.deepspeed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'; public names: {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -127,7 +127,7 @@ def check_resume(config: Mapping[str, Any]) -> None:
         raise IntegrationError(
             "DeepSpeed's own load_checkpoint loses an optimizer on NVMe: it copies the moments back beside the run and "
             "never reads them, so that Adam starts again from zero, and parameter groups below 1 MiB get back the "
-            "values they were initialized with; nothing says so. Load with memwall.integrations.deepspeed."
+            "values they were initialized with; nothing says so. Load with memwall.integrations."
             'load_checkpoint, which puts both back, or train and resume with offload_optimizer.device "cpu" and '
             "parameters not on NVMe"
         )

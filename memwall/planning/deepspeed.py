@@ -2,7 +2,7 @@
 
 Keys and their meaning: DeepSpeed 0.19.8, `config.py`, `zero/config.py`, `zero/offload_config.py` and `swap_tensor/` in
 `runtime/`; "auto" is Hugging Face's: transformers 5.23.0, `integrations/deepspeed.py`. What runs with such a
-configuration is `memwall.integrations.deepspeed`.
+configuration is in `memwall.integrations`.
 """
 
 import os
@@ -162,7 +162,7 @@ def remarks(plan: Plan, config: dict[str, Any]) -> tuple[str, ...]:
     if zero.get("offload_optimizer", {}).get("device") == "nvme":
         found.append(
             "DeepSpeed's load_checkpoint loses the moments of an optimizer on NVMe: resume through "
-            "memwall.integrations.deepspeed.load_checkpoint, which puts them back"
+            "memwall.integrations.load_checkpoint, which puts them back"
         )
     if zero["stage"] > 0:
         peak_text = format_bytes(plan.forecast.peak.process_bytes)

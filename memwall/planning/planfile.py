@@ -103,9 +103,9 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return dataclasses.replace(args, **changes)
 
     def deepspeed_config(self, **settings: Any) -> dict[str, Any]:
-        """Returns the configuration under which DeepSpeed does its part; see `memwall.planning.deepspeed`.
+        """Returns the configuration under which DeepSpeed does its part of the plan.
 
-        What DeepSpeed has nothing for stays memwall's: `memwall.integrations.deepspeed.apply_rest` applies it.
+        What DeepSpeed has nothing for stays memwall's: `memwall.integrations.apply_rest` applies it.
         """
         from memwall.planning.deepspeed import deepspeed_config
 

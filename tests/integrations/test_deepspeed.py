@@ -63,7 +63,7 @@ def test_deepspeeds_own_resume_of_an_optimizer_on_nvme_is_refused_with_the_ways_
     assert str(error.value) == (
         "DeepSpeed's own load_checkpoint loses an optimizer on NVMe: it copies the moments back beside the run and "
         "never reads them, so that Adam starts again from zero, and parameter groups below 1 MiB get back the values "
-        "they were initialized with; nothing says so. Load with memwall.integrations.deepspeed.load_checkpoint, which "
+        "they were initialized with; nothing says so. Load with memwall.integrations.load_checkpoint, which "
         'puts both back, or train and resume with offload_optimizer.device "cpu" and parameters not on NVMe'
     )
 

@@ -310,7 +310,7 @@ def test_remarks_say_where_deepspeed_does_it_otherwise(tmp_path: Path, monkeypat
         "them, which is other rounding and another number of bytes",
         "DeepSpeed holds 10.0 MiB of buffers for parameters, locked in memory",
         "DeepSpeed's load_checkpoint loses the moments of an optimizer on NVMe: resume through "
-        "memwall.integrations.deepspeed.load_checkpoint, which puts them back",
+        "memwall.integrations.load_checkpoint, which puts them back",
         "the forecast of 4.00 GiB is for one process without DeepSpeed; ZeRO 3 differs",
     )
     assert remarks(a_plan(), a_plan().deepspeed_config(world_size=1)) == ()
