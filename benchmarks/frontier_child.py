@@ -48,12 +48,12 @@ def _memwall(
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Facts]]:
     from memwall.apply.blocks.executor import BlockExecutor, resolve_blocks
     from memwall.apply.optimizer_state.bucketed_state import OptimizerState
-    from memwall.apply.optimizer_state.spaces import DiskSpace
     from memwall.apply.streaming.building import Building
     from memwall.apply.streaming.parameter_streaming import ParameterStreaming
     from memwall.apply.streaming.parameter_tier import ParameterTier
     from memwall.apply.techniques.recompute import RecomputeLayer
     from memwall.planning.techniques.recompute import Recompute
+    from memwall.store.buckets import DiskSpace
     from memwall.store.scratch import ScratchFile
     from memwall.store.transfer import TransferPool
 

@@ -50,7 +50,7 @@ class HeldDisk(SystemBackend):
     _lock = threading.Lock()
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """See `IOBackend`."""
+        """See `SystemBackend`."""
         with self._lock:
             begin = time.perf_counter()
             done = super().pwrite(fd, data, offset)
@@ -58,7 +58,7 @@ class HeldDisk(SystemBackend):
         return done
 
     def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """See `IOBackend`."""
+        """See `SystemBackend`."""
         with self._lock:
             begin = time.perf_counter()
             done = super().pread(fd, buffer, offset)

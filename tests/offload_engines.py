@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.predict.process import TENSOR_HEAP
-from memwall.store.backend import IOBackend
+from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 
@@ -31,7 +31,7 @@ class Pool(TransferPool):
 
 @contextmanager
 def a_pool(
-    directory: Path, policy: str, monkeypatch: pytest.MonkeyPatch, backend: IOBackend | None = None
+    directory: Path, policy: str, monkeypatch: pytest.MonkeyPatch, backend: SystemBackend | None = None
 ) -> Iterator[Pool]:
     """A pool on a disk, while tensors come from malloc, or lie on whole pages in a heap of their own."""
     allocator = AllocatorHandler()

@@ -7,7 +7,7 @@ import random
 import threading
 from dataclasses import dataclass, field
 
-from memwall.store.backend import OpenScratch
+from memwall.store.backend import OpenScratch, SystemBackend
 
 __all__ = ["Operation", "SimulatedDisk"]
 
@@ -46,8 +46,12 @@ class Operation:
 
 
 @dataclass
-class SimulatedDisk:
-    """An `IOBackend`. `ignores_sync_of`: the end of a path for which this disk says that it is synced, and is not."""
+class SimulatedDisk(SystemBackend):
+    """Answers in the system's place.
+
+    Attributes:
+        ignores_sync_of: the end of a path for which this disk says that it is synced, and is not.
+    """
 
     log: list[Operation] = field(default_factory=list)
     ignores_sync_of: str = "nothing"
@@ -86,7 +90,7 @@ class SimulatedDisk:
         syncs = [Operation(path, -1) for path in {operation.path for operation in left}]
         return SimulatedDisk(left + syncs, self.ignores_sync_of)
 
-    # -- IOBackend -------------------------------------------------------------------------------------------------
+    # -- SystemBackend -------------------------------------------------------------------------------------------------
 
     def open_scratch(self, directory: str) -> OpenScratch:
         raise NotImplementedError("a checkpoint has no scratch file")

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
-from memwall.apply.optimizer_state.opening import open_optimizer_state
-from memwall.apply.optimizer_state.spaces import DiskSpace
-from memwall.apply.streaming.opening import open_parameter_streaming
+from memwall.apply.optimizer_state.open_state import open_optimizer_state
+from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.store.buckets import DiskSpace
 from memwall.store.transfer import TransferPool
 
 __all__ = ["KIB", "VOCABULARY", "GPT", "Stream", "everything", "loss_of", "put_on_disk", "streamed", "train_gpt"]

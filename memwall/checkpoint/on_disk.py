@@ -44,8 +44,8 @@ def find_on_disk(
     holders = {id(state): names[id(p)] for p, state in optimizer.state.items() if id(p) in names}
     stored: list[Stored] = []
     records: list[TensorRecord] = []
-    tenant = space.tenant_of(optimizer)
-    for bucket in [] if tenant is None else tenant.buckets:
+    keeper = space.keeper_of(optimizer)
+    for bucket in () if keeper is None else keeper.buckets:
         if bucket.slot is None:
             continue
         number = first + len(stored)

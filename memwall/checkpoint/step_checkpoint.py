@@ -35,7 +35,7 @@ from memwall.checkpoint.writer import CommitTimes, CommitWriter, Packed
 from memwall.errors import MemwallError, UsageError
 from memwall.patches import Patches
 from memwall.planning.planfile import Plan
-from memwall.store.backend import IOBackend, round_up
+from memwall.store.backend import SystemBackend, round_up
 from memwall.store.journal import Journal, Stored
 from memwall.torch_internals.autograd import current_node, version_of
 from memwall.trace.attached import attach_hook
@@ -74,7 +74,7 @@ class StepCheckpoint:
         *,
         every: int = 1,
         is_resuming: bool = False,
-        backend: IOBackend | None = None,
+        backend: SystemBackend | None = None,
     ) -> None:
         self.directory = os.fspath(directory)
         self._journal = Journal(directory, backend=backend)
@@ -258,7 +258,7 @@ class StepCheckpoint:
         try:
             self.finish(completed=completed)
         finally:
-            if self.space.tenant is None and self.space.parameters is None:
+            if not self.space.is_used:
                 self._journal.close()
 
     # -- hooks -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import time
 from memwall.machine.disk_location import check_directory
 from memwall.machine.limits import num_local_ranks
 from memwall.machine.tiers import Tier
-from memwall.store.backend import IOBackend
+from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.store.transfer import DEFAULT_BLOCK_BYTES, Transfer, TransferPool
 
@@ -19,7 +19,7 @@ _QUEUE_DEPTH = 4
 
 
 def probe_disk(
-    directory: str | os.PathLike[str], num_bytes: int = 256 << 20, *, backend: IOBackend | None = None
+    directory: str | os.PathLike[str], num_bytes: int = 256 << 20, *, backend: SystemBackend | None = None
 ) -> Tier:
     """Measures the disk of a directory, as what the store reaches when nothing else uses disk and processor.
 

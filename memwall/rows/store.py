@@ -19,7 +19,7 @@ from memwall.machine.disk_location import check_directory
 from memwall.rows.index import RowIndex
 from memwall.rows.initial import InitialRows
 from memwall.rows.pages import PageCache
-from memwall.store.backend import IOBackend
+from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile
 
 __all__ = ["RowColumns", "RowLayout", "RowStore"]
@@ -103,7 +103,7 @@ class RowStore:
         directory: str | os.PathLike[str],
         cache_bytes: int,
         capacity_bytes: int | None = None,
-        backend: IOBackend | None = None,
+        backend: SystemBackend | None = None,
         page_bytes: int = _PAGE_BYTES,
     ) -> None:
         check_directory(directory)

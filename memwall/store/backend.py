@@ -1,7 +1,7 @@
-"""The one door to the disk: every read, write and reservation of offloaded bytes goes through an `IOBackend`.
+"""The one door to the disk: every read, write and reservation of offloaded bytes goes through a `SystemBackend`.
 
-Faults are tested by putting another backend in its place. Nothing here trusts a result: the two loops at the end move
-every byte or raise `OffloadIOError`.
+Faults are tested by putting a subclass in its place. Nothing here trusts a result: the two loops at the end move every
+byte or raise `OffloadIOError`.
 """
 
 import errno
@@ -10,8 +10,8 @@ import logging
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from memwall.errors import OffloadIOError
 from memwall.store.own_file import open_own
@@ -19,7 +19,6 @@ from memwall.units import format_bytes
 
 __all__ = [
     "ALIGNMENT_BYTES",
-    "IOBackend",
     "OpenScratch",
     "SystemBackend",
     "read_fully",
@@ -35,68 +34,31 @@ _logger = logging.getLogger(__name__)
 
 
 def round_up(num_bytes: int, unit_bytes: int = ALIGNMENT_BYTES) -> int:
-    """The smallest multiple of `unit_bytes` that holds `num_bytes`."""
+    """Returns the smallest multiple of `unit_bytes` that holds `num_bytes`."""
     return -(-num_bytes // unit_bytes) * unit_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OpenScratch:
-    """An open file: one without a name, or one that outlives the process."""
+    """Holds an open file: one without a name, or one that outlives the process."""
 
     fd: int
     is_direct: bool
-    """True when reads and writes bypass the page cache (O_DIRECT)."""
-
-
-class IOBackend(Protocol):
-    """What the store asks of an operating system. Methods raise `OSError`; the callers give it words."""
-
-    def open_scratch(self, directory: str) -> OpenScratch:
-        """Open an empty file in `directory` that vanishes with the process, however that ends."""
-
-    def open_file(self, path: str, *, is_read_only: bool = False) -> OpenScratch:
-        """Opens a file that outlives the process; one that is to be written is created empty where there is none.
-
-        Raises:
-            StoreError: the name is a link's, or a file's that is not this user's own.
-        """
-
-    def size_bytes(self, fd: int) -> int:
-        """The length of the file."""
-
-    def sync(self, fd: int) -> None:
-        """Return once everything written to the file, and its length, survives a loss of power."""
-
-    def sync_directory(self, path: str) -> None:
-        """Return once the names of the files in a directory survive a loss of power."""
-
-    def reserve(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Make [offset, offset + num_bytes) at the end of the file really exist on disk, or leave no trace."""
-
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write some of `data`; the number of bytes written."""
-
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Fill some of `buffer`; the number of bytes read, 0 at the end of the file."""
-
-    def forget(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Let the page cache drop an extent that passed through it."""
-
-    def free_bytes(self, directory: str) -> int:
-        """What an ordinary user can still write in `directory`."""
-
-    def close(self, fd: int) -> None:
-        """Close the file; its space returns to the disk."""
+    """Says whether reads and writes bypass the page cache (O_DIRECT)."""
 
 
 class SystemBackend:
-    """Files of this machine: O_TMPFILE, O_DIRECT and posix_fallocate, with a logged fallback for each."""
+    """Reaches files of this machine by O_TMPFILE, O_DIRECT and posix_fallocate, with a logged fallback for each.
+
+    Methods raise `OSError`; the callers give it words.
+    """
 
     def open_scratch(self, directory: str) -> OpenScratch:
-        """See `IOBackend`. O_DIRECT is tried with a real write, because some filesystems refuse it only then."""
+        """Opens an empty file in `directory` that vanishes with the process, however that ends."""
         fd = _open_unnamed(directory)
         try:
-            is_direct = _switch_to_direct(fd)
+            is_direct = _switch_to_direct(fd, os.pwrite)
+            os.ftruncate(fd, 0)
         except OSError:
             os.close(fd)
             raise
@@ -109,25 +71,29 @@ class SystemBackend:
         return OpenScratch(fd=fd, is_direct=is_direct)
 
     def open_file(self, path: str, *, is_read_only: bool = False) -> OpenScratch:
-        """See `IOBackend`. O_DIRECT is tried with a real read."""
+        """Opens a file that outlives the process; one that is to be written is created empty where there is none.
+
+        Raises:
+            StoreError: the name is a link's, or a file's that is not this user's own.
+        """
         fd = open_own(path, is_read_only=is_read_only)
         try:
-            is_direct = _switch_to_direct_reading(fd)
+            is_direct = _switch_to_direct(fd, lambda file, page, start: os.preadv(file, [page], start))
         except OSError:
             os.close(fd)
             raise
         return OpenScratch(fd=fd, is_direct=is_direct)
 
     def size_bytes(self, fd: int) -> int:
-        """See `IOBackend`."""
+        """Returns the length of the file."""
         return os.fstat(fd).st_size
 
     def sync(self, fd: int) -> None:
-        """See `IOBackend`."""
+        """Returns once everything written to the file, and its length, survives a loss of power."""
         os.fdatasync(fd)
 
     def sync_directory(self, path: str) -> None:
-        """See `IOBackend`."""
+        """Returns once the names of the files in a directory survive a loss of power."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -135,7 +101,10 @@ class SystemBackend:
             os.close(fd)
 
     def reserve(self, fd: int, offset: int, num_bytes: int) -> None:
-        """See `IOBackend`. Where the filesystem cannot reserve, zeros are written: never a sparse file."""
+        """Makes [offset, offset + num_bytes) at the end of the file really exist on disk, or leaves no trace.
+
+        Where the filesystem cannot reserve, zeros are written: the file is never sparse.
+        """
         try:
             try:
                 os.posix_fallocate(fd, offset, num_bytes)
@@ -158,24 +127,24 @@ class SystemBackend:
                 offset += count
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """See `IOBackend`."""
+        """Writes some of `data` and returns the number of bytes written."""
         return os.pwritev(fd, [data], offset)
 
     def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """See `IOBackend`."""
+        """Fills some of `buffer` and returns the number of bytes read, 0 at the end of the file."""
         return os.preadv(fd, [buffer], offset)
 
     def forget(self, fd: int, offset: int, num_bytes: int) -> None:
-        """See `IOBackend`."""
+        """Lets the page cache drop an extent that passed through it."""
         os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def free_bytes(self, directory: str) -> int:
-        """See `IOBackend`."""
+        """Returns the bytes that an ordinary user can still write in `directory`."""
         found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
 
     def close(self, fd: int) -> None:
-        """See `IOBackend`."""
+        """Closes the file; the space of one without a name returns to the disk."""
         os.close(fd)
 
 
@@ -191,30 +160,17 @@ def _open_unnamed(directory: str) -> int:
     return fd
 
 
-def _switch_to_direct(fd: int) -> bool:
-    """Set O_DIRECT on `fd` if the filesystem takes it; the file is empty before and after."""
+def _switch_to_direct(fd: int, attempt: Callable[[int, mmap.mmap, int], int]) -> bool:
+    """Sets O_DIRECT if the filesystem takes it, which some show at a real transfer only, and returns whether it does.
+
+    Args:
+        attempt: reads or writes a page of the file.
+    """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
-            os.pwrite(fd, page, 0)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
-    finally:
-        os.ftruncate(fd, 0)
-    return True
-
-
-def _switch_to_direct_reading(fd: int) -> bool:
-    """Set O_DIRECT on `fd` if the filesystem takes it; the file may have contents, which stay."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
-            os.preadv(fd, [page], 0)
+            attempt(fd, page, 0)
     except OSError as error:
         if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
             raise
@@ -224,9 +180,9 @@ def _switch_to_direct_reading(fd: int) -> bool:
 
 
 def write_fully(
-    backend: IOBackend, fd: int, data: memoryview, offset: int, *, path: str, label: str, is_kept: bool = False
+    backend: SystemBackend, fd: int, data: memoryview, offset: int, *, path: str, label: str, is_kept: bool = False
 ) -> None:
-    """Write all of `data` at `offset`.
+    """Writes all of `data` at `offset`.
 
     Args:
         path: of the file, or of the directory that a file without a name is in.
@@ -236,33 +192,38 @@ def write_fully(
     Raises:
         OffloadIOError: the system refused, or a write made no progress.
     """
-    done, total = 0, len(data)
-    while done < total:
-        try:
-            count = backend.pwrite(fd, data[done:], offset + done)
-        except OSError as error:
-            raise _failure("writing", path, label, offset, total, done, error.errno or 0, is_kept) from error
-        if not 0 < count <= total - done:
-            raise _failure("writing", path, label, offset, total, done, 0, is_kept)
-        done += count
+    _move_fully(backend.pwrite, "writing", fd, data, offset, path, label, is_kept)
 
 
 def read_fully(
-    backend: IOBackend, fd: int, buffer: memoryview, offset: int, *, path: str, label: str, is_kept: bool = False
+    backend: SystemBackend, fd: int, buffer: memoryview, offset: int, *, path: str, label: str, is_kept: bool = False
 ) -> None:
-    """Fill all of `buffer` from `offset`; the arguments are those of `write_fully`.
+    """Fills all of `buffer` from `offset`; the arguments are those of `write_fully`.
 
     Raises:
         OffloadIOError: the system refused, or the file ended early.
     """
-    done, total = 0, len(buffer)
+    _move_fully(backend.pread, "reading", fd, buffer, offset, path, label, is_kept)
+
+
+def _move_fully(
+    move: Callable[[int, memoryview, int], int],
+    verb: str,
+    fd: int,
+    view: memoryview,
+    offset: int,
+    path: str,
+    label: str,
+    is_kept: bool,
+) -> None:
+    done, total = 0, len(view)
     while done < total:
         try:
-            count = backend.pread(fd, buffer[done:], offset + done)
+            count = move(fd, view[done:], offset + done)
         except OSError as error:
-            raise _failure("reading", path, label, offset, total, done, error.errno or 0, is_kept) from error
+            raise _failure(verb, path, label, offset, total, done, error.errno or 0, is_kept) from error
         if not 0 < count <= total - done:
-            raise _failure("reading", path, label, offset, total, done, 0, is_kept)
+            raise _failure(verb, path, label, offset, total, done, 0, is_kept)
         done += count
 
 

@@ -1,6 +1,6 @@
 """Tensors that live elsewhere while nobody uses them: a bucket is a few of them, read and written as one.
 
-Elsewhere is a disk here; what a bucket is does not depend on it.
+Elsewhere is a disk here; `Bucket` does not depend on it.
 
 The owner of the tensors is a dictionary (an optimizer keeps one per parameter). While a bucket is away, the dictionary
 holds a tensor of the same shape on the meta device in each one's place: reading numbers out of it raises.
@@ -19,20 +19,30 @@ from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 
-__all__ = ["Bucket", "BucketBuffer", "DiskBucket", "Entry", "can_move", "drop_reads", "is_dense", "padded_bytes"]
+__all__ = [
+    "Bucket",
+    "BucketBuffer",
+    "DiskBucket",
+    "DiskSpace",
+    "Entry",
+    "can_move",
+    "drop_reads",
+    "is_dense",
+    "padded_bytes",
+]
 
 # Kernels load whole vectors; torch's own allocations begin at such a boundary as well.
 _TENSOR_ALIGNMENT_BYTES = 64
 
 Entry = tuple[dict[Any, Any], Any]
-"""A dictionary and the key under which it holds a tensor."""
+"""Names a dictionary and the key under which it holds a tensor."""
 
 
 class Move(Protocol):
-    """Bytes on their way."""
+    """Tells when bytes on their way have come."""
 
     def wait(self) -> object:
-        """Return once whoever goes on from here finds them moved.
+        """Returns once whoever goes on from here finds them moved.
 
         Raises:
             StoreError: the bytes cannot be had, or came back different.
@@ -45,7 +55,7 @@ _CPU = torch.device("cpu")
 
 
 def can_move(value: object, min_bytes: int, device: torch.device = _CPU) -> bool:
-    """Whether a value is a plain tensor on a device whose elements can be written out and read back as they lie."""
+    """Returns whether a value is a plain tensor on a device whose elements can be written and read back as they lie."""
     return (
         type(value) is Tensor
         and value.device == device
@@ -57,12 +67,12 @@ def can_move(value: object, min_bytes: int, device: torch.device = _CPU) -> bool
 
 
 def padded_bytes(sizes: Iterable[int]) -> int:
-    """What tensors of these sizes take in a bucket's memory."""
+    """Returns the bytes that tensors of these sizes take in a bucket's memory."""
     return round_up(sum(round_up(size, _TENSOR_ALIGNMENT_BYTES) for size in sizes))
 
 
 class BucketBuffer:
-    """Memory for a bucket in use, page-aligned; torch allocates it, so that it lies where other tensors lie."""
+    """Holds a bucket in use, page-aligned; torch allocates the memory, so that it lies where other tensors lie."""
 
     def __init__(self, num_bytes: int, device: torch.device = _CPU) -> None:
         self.num_bytes = round_up(num_bytes)
@@ -72,26 +82,26 @@ class BucketBuffer:
         self._address = address + self._skipped_bytes
 
     def view(self, num_bytes: int) -> memoryview:
-        """The first bytes, of a buffer on a CPU; whoever uses them keeps `memory`."""
+        """Returns the first bytes, of a buffer on a CPU; whoever uses them keeps `memory`."""
         return memory_at(self._address, num_bytes)
 
     def bytes_of(self, num_bytes: int) -> Tensor:
-        """The first bytes (uint8, one dimension)."""
+        """Returns the first bytes (uint8, one dimension)."""
         return self.memory[self._skipped_bytes : self._skipped_bytes + num_bytes]
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
-        """The tensor with the dtype, shape and strides of `like` that lies at `offset`."""
+        """Returns the tensor with the dtype, shape and strides of `like` that lies at `offset`."""
         start = (self._skipped_bytes + offset) // like.element_size()
         empty = torch.empty(0, dtype=like.dtype, device=self.memory.device)
         return empty.set_(self.memory.untyped_storage(), start, like.size(), like.stride())
 
     def holds(self, tensor: Tensor, offset: int) -> bool:
-        """Whether a tensor lies at `offset`."""
+        """Returns whether a tensor lies at `offset`."""
         return tensor.data_ptr() == self._address + offset
 
 
 class _Piece(NamedTuple):
-    """One tensor of a bucket. `away` stands in its place while it is away."""
+    """Names one tensor of a bucket. `away` stands in its place while it is away."""
 
     holder: dict[Any, Any]
     key: Any
@@ -100,7 +110,7 @@ class _Piece(NamedTuple):
 
 
 class Bucket(ABC, Generic[M]):
-    """Tensors of some dictionaries, in a place of their own that is reused at every write.
+    """Keeps tensors of some dictionaries in a place of their own, which is reused at every write.
 
     Args:
         device: where the tensors are used.
@@ -111,20 +121,20 @@ class Bucket(ABC, Generic[M]):
         self._pieces: tuple[_Piece, ...] = ()
         self._read: M | None = None
         self.write: M | None = None
-        """The last one begun."""
+        """Is the last one begun."""
         self.num_bytes = 0
-        """What is away, padding included: the buffer that a read needs."""
+        """Counts what is away, padding included: the buffer that a read needs."""
 
     @abstractmethod
     def _read_into(self, buffer: BucketBuffer, after: M | None) -> M:
-        """Begin to fill `buffer` with all `num_bytes`, once `after` is done."""
+        """Begins to fill `buffer` with all `num_bytes`, once `after` is done."""
 
     @abstractmethod
     def _write_from(self, buffer: BucketBuffer, num_bytes: int) -> M:
-        """Begin to write so many bytes."""
+        """Begins to write so many bytes."""
 
     def _write_each(self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int) -> M:
-        """Begin to write tensors that lie anywhere, each to its offset among so many bytes."""
+        """Begins to write tensors that lie anywhere, each to its offset among so many bytes."""
         source = self.new_buffer(num_bytes)
         for tensor, offset in tensors:
             source.tensor(offset, tensor).copy_(tensor)
@@ -132,19 +142,19 @@ class Bucket(ABC, Generic[M]):
 
     @abstractmethod
     def _free_place(self) -> None:
-        """Give up where the tensors are while they are away, if there is such a place."""
+        """Gives up where the tensors are while they are away, if there is such a place."""
 
     def new_buffer(self, num_bytes: int) -> BucketBuffer:
-        """Memory that such tensors are used in."""
+        """Returns memory that such tensors are used in."""
         return BucketBuffer(num_bytes, self._device)
 
     def begin_read(self, buffer: BucketBuffer, after: M | None = None) -> None:
-        """Begin to fill `buffer`, once the write `after` no longer needs it."""
+        """Begins to fill `buffer`, once the write `after` no longer needs it."""
         if self.num_bytes:
             self._read = self._read_into(buffer, after)
 
     def finish_read(self, buffer: BucketBuffer | None) -> None:
-        """Put the tensors, which then lie in `buffer`, back into their dictionaries.
+        """Puts the tensors, which then lie in `buffer`, back into their dictionaries.
 
         What an owner has put in a tensor's place meanwhile stays there.
 
@@ -160,7 +170,7 @@ class Bucket(ABC, Generic[M]):
                 piece.holder[piece.key] = buffer.tensor(piece.offset, piece.away)
 
     def put_away(self, entries: Sequence[Entry], buffer: BucketBuffer | None) -> None:
-        """Begin to write the tensors at `entries`; from now on they are away.
+        """Begins to write the tensors at `entries`; from now on they are away.
 
         Tensors that lie in `buffer` where they were read are written from there; it must not change until `write` is
         done. Others are written on return.
@@ -183,7 +193,7 @@ class Bucket(ABC, Generic[M]):
             piece.holder[piece.key] = piece.away
 
     def wait_for_write(self) -> None:
-        """Return once the last write is done.
+        """Returns once the last write is done.
 
         Raises:
             StoreError: it failed.
@@ -193,14 +203,14 @@ class Bucket(ABC, Generic[M]):
             self.write = None
 
     def cancel_read(self) -> None:
-        """Have no more done of a read than has begun. It is still to be dropped."""
+        """Has no more done of a read than has begun. It is still to be dropped."""
 
     def drop_read(self) -> None:
-        """Give up a read that nobody has waited for: its buffer may be freed, and is not used."""
+        """Gives up a read that nobody has waited for: its buffer may be freed, and is not used."""
         self._read = None
 
     def copies(self, device: torch.device | None = None) -> dict[int, Tensor]:
-        """Tensors of their own with what is away, by the id of what stands in their place.
+        """Returns tensors of their own with what is away, by the id of what stands in their place.
 
         Args:
             device: where they are to be; by default where they are used.
@@ -218,7 +228,7 @@ class Bucket(ABC, Generic[M]):
         }
 
     def bring_back(self, device: torch.device | None = None) -> None:
-        """Put the tensors back into their dictionaries for good, each in memory of its own.
+        """Puts the tensors back into their dictionaries for good, each in memory of its own.
 
         Args:
             device: where they are to be; by default where they are used.
@@ -233,7 +243,7 @@ class Bucket(ABC, Generic[M]):
         self.forget()
 
     def pieces_away(self) -> list[tuple[Entry, Tensor, int]]:
-        """Of each tensor that is away, where it belongs, what stands in its place, and its offset in the bucket."""
+        """Lists where each tensor that is away belongs, what stands in its place, and its offset in the bucket."""
         return [
             ((piece.holder, piece.key), piece.away, piece.offset)
             for piece in self._pieces
@@ -241,20 +251,20 @@ class Bucket(ABC, Generic[M]):
         ]
 
     def entries_away(self) -> list[tuple[Entry, Tensor]]:
-        """Where each tensor belongs, and what stands in its place while it is away."""
+        """Lists where each tensor belongs, and what stands in its place while it is away."""
         return [((piece.holder, piece.key), piece.away) for piece in self._pieces]
 
     def release(self) -> None:
-        """Give up what is away, and its place."""
+        """Gives up what is away, and its place."""
         self.forget()
         self._free_place()
 
     def forget(self) -> None:
-        """Give up what is away; its place stays."""
+        """Gives up what is away; its place stays."""
         self._pieces, self.num_bytes = (), 0
 
     def _laid_out(self, entries: Sequence[Entry]) -> tuple[tuple[_Piece, ...], int]:
-        """Where each tensor goes: where it was before, if these are the same as before."""
+        """Decides where each tensor goes: where it was before, if these are the same as before."""
         if len(entries) == len(self._pieces) and all(
             holder is piece.holder and key == piece.key and _are_alike(holder[key], piece.away)
             for (holder, key), piece in zip(entries, self._pieces, strict=True)
@@ -270,7 +280,7 @@ class Bucket(ABC, Generic[M]):
 
 
 class DiskBucket(Bucket[Transfer]):
-    """A bucket of tensors in CPU memory that has a slot on disk.
+    """Keeps tensors of CPU memory in a slot on disk.
 
     Args:
         pool: the threads and the file.
@@ -284,16 +294,15 @@ class DiskBucket(Bucket[Transfer]):
 
     @property
     def slot(self) -> Slot | None:
-        """Where the tensors are on disk; None while none are."""
+        """Says where the tensors are on disk; None while none are."""
         return self._slot if self.num_bytes else None
 
     def cancel_read(self) -> None:
-        """See `Bucket`."""
         if self._read is not None:
             self._read.cancel()
 
     def drop_read(self) -> None:
-        """See `Bucket`. Nothing is read any more on return: what is written into the slot next would be met."""
+        """Gives a read up, of which nothing is under way on return: it would meet what is written there next."""
         self.cancel_read()
         if self._read is not None:
             with suppress(StoreError):
@@ -316,8 +325,44 @@ class DiskBucket(Bucket[Transfer]):
             self._slot = None
 
 
+class DiskSpace:
+    """Makes buckets of CPU tensors in one file.
+
+    Args:
+        pool: the threads and the file; the caller closes it.
+    """
+
+    kept = "on disk"
+    device = _CPU
+
+    def __init__(self, pool: TransferPool) -> None:
+        self._pool = pool
+
+    @property
+    def bytes_written(self) -> int:
+        """Counts the bytes that have left so far."""
+        return self._pool.bytes_written
+
+    @property
+    def bytes_read(self) -> int:
+        """Counts the bytes that have come back so far."""
+        return self._pool.bytes_read
+
+    def reserve(self, num_bytes: int) -> None:
+        """Takes disk space ahead.
+
+        Raises:
+            StoreError: there is not so much.
+        """
+        self._pool.scratch.reserve(num_bytes)
+
+    def bucket(self, label: str) -> DiskBucket:
+        """Returns a new bucket, which `label` names in an error."""
+        return DiskBucket(self._pool, label)
+
+
 def drop_reads(buckets: Collection[Bucket[Any]]) -> None:
-    """Give up the reads of several: of those that follow the first one under way no block is read."""
+    """Gives up the reads of several: of those that follow the first one under way no block is read."""
     for bucket in buckets:
         bucket.cancel_read()
     for bucket in buckets:
@@ -325,7 +370,7 @@ def drop_reads(buckets: Collection[Bucket[Any]]) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of dimensions, so that they fill a range of bytes."""
+    """Returns whether its elements lie side by side, in whatever order of dimensions, and so fill a range of bytes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size > 1:

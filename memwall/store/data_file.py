@@ -8,13 +8,13 @@ import os
 from collections.abc import Sequence
 
 from memwall.errors import StoreError
-from memwall.store.backend import ALIGNMENT_BYTES, IOBackend, OpenScratch, SystemBackend
+from memwall.store.backend import ALIGNMENT_BYTES, OpenScratch, SystemBackend
 from memwall.store.scratch import ScratchFile, Slot
 
 __all__ = ["DataFile", "open_kept"]
 
 
-def open_kept(backend: IOBackend, path: str, *, is_read_only: bool = False) -> OpenScratch:
+def open_kept(backend: SystemBackend, path: str, *, is_read_only: bool = False) -> OpenScratch:
     """Opens a file of a checkpoint; one that is to be written is created where there is none.
 
     Raises:
@@ -44,7 +44,7 @@ class DataFile(ScratchFile):
 
     is_kept = True
 
-    def __init__(self, path: str, *, backend: IOBackend | None = None, is_read_only: bool = False) -> None:
+    def __init__(self, path: str, *, backend: SystemBackend | None = None, is_read_only: bool = False) -> None:
         self._is_read_only = is_read_only
         backend = backend if backend is not None else SystemBackend()
         # Growing by a little: the space is reserved for the whole run before its first commit.
@@ -57,7 +57,7 @@ class DataFile(ScratchFile):
         return open_kept(self._backend, self.path, is_read_only=self._is_read_only)
 
     def adopt(self, slots: Sequence[Slot]) -> None:
-        """Say what is in the file: the committed slots; everything else is free. To be called once, at the start."""
+        """Says what is in the file: the committed slots; everything else is free. To be called once, at the start."""
         end = 0
         for slot in sorted(slots, key=lambda slot: slot.offset):
             if slot.offset > end:
@@ -76,18 +76,18 @@ class DataFile(ScratchFile):
         return self.allocate(num_bytes)
 
     def hold(self, slots: Sequence[Slot]) -> None:
-        """Say that a step with these slots is being committed: what replaces their contents is written elsewhere."""
+        """Says that a step with these slots is being committed: what replaces their contents is written elsewhere."""
         self._committed = self._committed | {slot.offset for slot in slots}
 
     def free(self, slot: Slot) -> None:
-        """Give a slot back: now, or once another step than the one that it belongs to is committed."""
+        """Gives a slot back: now, or once another step than the one that it belongs to is committed."""
         if slot.offset in self._committed:
             self._retired[slot.offset] = slot
         else:
             super().free(slot)
 
     def publish(self, slots: Sequence[Slot]) -> None:
-        """Say that a step with these slots is committed, and the one before it no longer needed."""
+        """Says that a step with these slots is committed, and the one before it no longer needed."""
         self._committed = {slot.offset for slot in slots}
         for offset, slot in list(self._retired.items()):
             if offset not in self._committed:
@@ -95,7 +95,7 @@ class DataFile(ScratchFile):
                 super().free(slot)
 
     def sync(self) -> None:
-        """Return once everything written survives a loss of power.
+        """Returns once everything written survives a loss of power.
 
         Raises:
             OSError: the system says that it may not.

@@ -83,7 +83,7 @@ class DirectoryLock:
         )
 
     def release(self) -> None:
-        """Let the next run in."""
+        """Lets the next run in."""
         if self._process_id == os.getpid():
             with _guard:
                 if self._key in _held:

@@ -1,6 +1,6 @@
-"""Where parked bytes live. A tier takes the bytes of a storage, and gives them back in fresh memory.
+"""A tier takes the bytes of a storage, and gives them back in fresh memory: `DiskTier` those of CPU tensors.
 
-`Tier` is the interface the activation engine uses; `DiskTier` is the one for CPU tensors.
+`Tier` is what the activation engine asks of it, and of `memwall.store.pinned_tier.PinnedTier` for CUDA tensors.
 """
 
 import ctypes
@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ L = TypeVar("L")
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a storage that are to leave. Not a tensor: of those that a step saves each would be made for this."""
+    """Names bytes of a storage that are to leave, without a tensor: one for each that a step saves would cost time."""
 
     storage: torch.UntypedStorage
     start: int
@@ -35,55 +36,55 @@ class ByteRange(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """Those of a contiguous tensor."""
+        """Returns those of a contiguous tensor."""
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
 
     @property
     def address(self) -> int:
-        """Where they begin in memory."""
+        """Says where they begin in memory."""
         return self.storage.data_ptr() + self.start
 
     @property
     def is_whole(self) -> bool:
-        """Whether the storage has no others."""
+        """Says whether the storage has no others."""
         return self.storage.nbytes() == self.num_bytes
 
     def tensor(self) -> Tensor:
-        """The bytes (uint8, one dimension), not a copy of them."""
+        """Returns the bytes (uint8, one dimension), not a copy of them."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return empty.set_(self.storage, self.start, (self.num_bytes,), (1,))
 
 
 class Tier(Protocol[P, L]):
-    """A place for bytes away from their device. Methods are called by one thread at a time."""
+    """Holds bytes away from their device. Methods are called by one thread at a time."""
 
     stall_seconds: float
-    """Time `park` waited for room, so far."""
+    """Counts the time that `park` waited for room, so far."""
 
     def park(self, source: ByteRange, label: str) -> P:
-        """Take `source` away; the caller lets go of it on return.
+        """Takes `source` away; the caller lets go of it on return.
 
-        What comes back has `num_bytes`: what it takes here.
+        What is returned has `num_bytes`: what it takes here.
         """
 
     def load(self, parked: P, *, is_urgent: bool) -> L:
-        """Begin to bring the bytes back into fresh memory; may be called again and again."""
+        """Begins to bring the bytes back into fresh memory; may be called again and again."""
 
     def collect(self, load: L) -> tuple[Tensor, float]:
-        """The bytes (uint8, one dimension) once they are all there, and the seconds the caller had to wait."""
+        """Returns the bytes (uint8, one dimension) once all are there, and the seconds the caller had to wait."""
 
     def discard(self, load: L) -> None:
-        """Give up a load that nobody collects."""
+        """Gives up a load that nobody collects."""
 
     def release(self, parked: P) -> None:
-        """Forget the bytes; their place may be reused."""
+        """Forgets the bytes; their place may be reused."""
 
     def close(self) -> None:
-        """Give back what the tier itself holds."""
+        """Gives back what the tier itself holds."""
 
 
 class StagingArena:
-    """A fixed number of page-aligned blocks that bytes wait in on their way to the disk.
+    """Lends page-aligned blocks that bytes wait in on their way to the disk.
 
     One anonymous map, so its size is exact and only blocks ever used take memory. The block given back last is given
     out first: it is still in the cache.
@@ -100,11 +101,11 @@ class StagingArena:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the blocks that were in use at once: what of the map takes memory."""
+        """Counts the bytes of the blocks that were in use at once: what of the map takes memory."""
         return self._num_used * self.block_bytes
 
     def has_free(self, within_bytes: int) -> bool:
-        """True when `take` would succeed, with no more than so much memory in use."""
+        """Returns whether `take` would succeed, with no more than so much memory in use."""
         return bool(self._free) and (
             len(self._free) > self._num_blocks - self._num_used
             or self.resident_bytes + self.block_bytes <= within_bytes
@@ -117,18 +118,18 @@ class StagingArena:
             self._num_used = 0
 
     def take(self) -> int:
-        """The address of a free block. Raises IndexError where there is none."""
+        """Returns the address of a free block. Raises IndexError where there is none."""
         block = self._free.popleft()
         self._num_used = max(self._num_used, self._num_blocks - len(self._free))
         return self._address + block * self.block_bytes
 
     def give(self, address: int) -> None:
-        """Put a block back; called by workers."""
+        """Puts a block back; called by workers."""
         self._free.appendleft((address - self._address) // self.block_bytes)
 
 
 class LeavingSource:
-    """A source that is written from where it lies, and kept until it is; called back by a worker."""
+    """Keeps a source that is written from where it lies, until it is; a worker calls back."""
 
     __slots__ = ("_slot", "_source", "_tier")
 
@@ -148,7 +149,7 @@ class LeavingSource:
         return True
 
     def finish(self) -> None:
-        """It is written, or never will be."""
+        """Lets go of the source: it is written, or never will be."""
         with self._tier.leaving_lock:
             source, self._source = self._source, None
             assert source is not None
@@ -158,7 +159,7 @@ class LeavingSource:
 
 @dataclass(slots=True, eq=False)
 class DiskParked:
-    """Bytes that are on disk, or on their way there."""
+    """Holds the place of bytes that are on disk, or on their way there."""
 
     num_bytes: int
     slot: Slot
@@ -166,21 +167,21 @@ class DiskParked:
     label: str
     reads: list[Transfer]
     leaving: LeavingSource | None
-    """None where they leave through staging memory."""
+    """Keeps their source; None where they leave through staging memory."""
 
 
 @dataclass(slots=True, eq=False)
 class DiskLoad:
-    """Bytes on their way back: `buffer` is theirs once `read` is done."""
+    """Holds bytes on their way back: `buffer` is theirs once `read` is done."""
 
     buffer: Tensor
     read: Transfer | None
-    """None where the bytes are all there."""
+    """Fills the buffer; None where the bytes are all there."""
     parked: DiskParked
 
 
 class DiskTier:
-    """CPU memory to a scratch file and back.
+    """Moves CPU memory to a scratch file and back.
 
     Going out, a storage of whole pages that are its own is written from where it lies, and stays until it is written;
     anything else is copied into staging blocks inside `park`. `park` waits where both together would take more than the
@@ -213,18 +214,18 @@ class DiskTier:
         self._window_bytes = window_bytes
         self._owns_pages = owns_pages
         self.leaving_bytes = 0
-        """Bytes of sources that are written from where they lie and are not there yet."""
+        """Counts the bytes of sources that are written from where they lie and are not there yet."""
         # Reentrant: a garbage collection inside may run a callback.
         self.leaving_lock = threading.RLock()
         self.stall_seconds = 0.0
 
     @property
     def staging_bytes(self) -> int:
-        """Staging memory that is resident: of the window, what copies used so far."""
+        """Counts the staging memory that is resident: of the window, what copies used so far."""
         return self._arena.resident_bytes
 
     def park(self, source: ByteRange, label: str) -> DiskParked:
-        """See `Tier`. A source larger than the window passes through it in pieces.
+        """Takes `source` away; one larger than the window passes through it in pieces.
 
         Raises:
             StoreError: no room on disk, or a transfer failed.
@@ -284,23 +285,22 @@ class DiskTier:
             block = arena.take()
             ctypes.memmove(block, address + start, size)
             view = memory_at(block, round_up(size))
-            self._pool.add_write(write, start, view, keep=arena, after=_giver(arena, block))
+            self._pool.add_write(write, start, view, keep=arena, after=partial(arena.give, block))
 
     def _wait_for(self, is_ready: Callable[[], bool]) -> None:
         if not is_ready():
             self.stall_seconds += self._pool.wait_for(is_ready)
 
     def load(self, parked: DiskParked, *, is_urgent: bool) -> DiskLoad:
-        """See `Tier`. What is wanted at once and has not left yet is copied: the disk has much to write before it."""
-        self._pool.raise_failure()
+        """Begins to bring bytes back; what is wanted at once and has not left yet is copied, before all writes."""
+        self._pool.check_usable()
         padded_bytes = round_up(parked.num_bytes)
         # Where tensors lie on whole pages, these fit a hole of just their size.
-        spare_bytes = ALIGNMENT_BYTES if parked.leaving is None else 0
-        memory = torch.empty(padded_bytes + spare_bytes, dtype=torch.uint8, device="cpu")
-        skipped_bytes = -memory.data_ptr() % ALIGNMENT_BYTES
-        if skipped_bytes > spare_bytes:
-            memory = torch.empty(padded_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
+        for spare_bytes in (ALIGNMENT_BYTES if parked.leaving is None else 0, ALIGNMENT_BYTES):
+            memory = torch.empty(padded_bytes + spare_bytes, dtype=torch.uint8, device="cpu")
             skipped_bytes = -memory.data_ptr() % ALIGNMENT_BYTES
+            if skipped_bytes <= spare_bytes:
+                break
         is_whole = memory.numel() == parked.num_bytes
         buffer = memory if is_whole else memory[skipped_bytes : skipped_bytes + parked.num_bytes]
         if is_urgent and parked.leaving is not None and parked.leaving.copy_into(buffer):
@@ -318,7 +318,7 @@ class DiskTier:
         return DiskLoad(buffer=buffer, read=read, parked=parked)
 
     def collect(self, load: DiskLoad) -> tuple[Tensor, float]:
-        """See `Tier`.
+        """Returns the bytes once they are all there, and the seconds that took.
 
         Raises:
             StoreError: the bytes cannot be had, or came back different.
@@ -335,12 +335,12 @@ class DiskTier:
         return load.buffer, seconds
 
     def discard(self, load: DiskLoad) -> None:
-        """See `Tier`. A block that has begun keeps its memory until it is read."""
+        """Gives up a load; a block that has begun keeps its memory until it is read."""
         if load.read is not None:
             load.read.cancel()
 
     def release(self, parked: DiskParked) -> None:
-        """See `Tier`. The slot is free once nothing is under way in it, or a late write would hit its next user."""
+        """Frees the slot once nothing is under way in it: a late write would hit its next user."""
         scratch, slot, waiting = self._pool.scratch, parked.slot, [parked.write, *parked.reads]
 
         def free_when_idle() -> None:
@@ -356,9 +356,5 @@ class DiskTier:
         free_when_idle()
 
     def close(self) -> None:
-        """See `Tier`. The staging memory goes when the last block in it is written."""
+        """Gives up the staging memory, which goes when the last block in it is written."""
         del self._arena
-
-
-def _giver(arena: StagingArena, block: int) -> Callable[[], None]:
-    return lambda: arena.give(block)

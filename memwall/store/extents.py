@@ -47,7 +47,7 @@ class FreeExtents:
         return offset
 
     def give(self, offset: int, num_bytes: int) -> None:
-        """Put an extent back.
+        """Puts an extent back.
 
         Raises:
             ValueError: it overlaps space that is free already (freed twice).

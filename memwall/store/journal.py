@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from memwall.errors import OffloadIOError, StoreError
-from memwall.store.backend import ALIGNMENT_BYTES, IOBackend, SystemBackend, read_fully, round_up, write_fully
+from memwall.store.backend import ALIGNMENT_BYTES, SystemBackend, read_fully, round_up, write_fully
 from memwall.store.checksum import crc32
 from memwall.store.commit_format import (
     COMMIT_BYTES,
@@ -102,7 +102,7 @@ class Journal:
         self,
         directory: str | os.PathLike[str],
         *,
-        backend: IOBackend | None = None,
+        backend: SystemBackend | None = None,
         num_workers: int = 2,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         is_read_only: bool = False,
@@ -159,7 +159,7 @@ class Journal:
         return None if self._superblock is None or self.last is None else self._superblock.fingerprint
 
     def begin(self, fingerprint: bytes) -> None:
-        """Make an empty directory that of a model. To be called before the first commit, unless there is a `last`.
+        """Makes an empty directory that of a model. To be called before the first commit, unless there is a `last`.
 
         Raises:
             OffloadIOError: the files cannot be written.
@@ -184,7 +184,7 @@ class Journal:
         self._superblock = superblock
 
     def commit(self, step: int, buckets: Sequence[Stored], content: bytes) -> None:
-        """Make a step the one that is found from now on. All its buckets have been written, without failure.
+        """Makes a step the one that is found from now on. All its buckets have been written, without failure.
 
         Slots of the generation before it that are not among its own are free then.
 
@@ -366,7 +366,7 @@ class Journal:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the threads, close the files, and let the next run in."""
+        """Ends the threads, close the files, and let the next run in."""
         self.pool.close()
         if self._fd >= 0:
             self._backend.close(self._fd)

@@ -163,7 +163,7 @@ def has_pages(pages: PageMap) -> bool:
 
 
 def move_pages(source: PageMap, target: PageMap) -> None:
-    """Move what a map holds to an empty one of the same size, or one that shows a file.
+    """Moves what a map holds to an empty one of the same size, or one that shows a file.
 
     By page tables where the system can (Linux 5.7); then nobody who looks at it sees a gap.
 

@@ -71,7 +71,7 @@ class PagedTensor:
         return self._write is None or self._write.is_done
 
     def begin_read(self) -> None:
-        """Begin to bring it back, if it is away; it arrives beside its place, and takes it in `want`.
+        """Begins to bring it back, if it is away; it arrives beside its place, and takes it in `want`.
 
         Raises:
             StoreError: an earlier transfer failed.
@@ -82,7 +82,7 @@ class PagedTensor:
             self._read = self._pool.read(self._slot, view, label=self._label, keep=self._arrivals)
 
     def want(self) -> None:
-        """Return once it is here, to stay until `let_go`.
+        """Returns once it is here, to stay until `let_go`.
 
         Raises:
             StoreError: the bytes cannot be had, or came back different; or somebody has used its memory meanwhile.
@@ -98,7 +98,7 @@ class PagedTensor:
             self.is_here = True
 
     def show(self) -> bool:
-        """Have its memory read as if it were here, by way of the system's cache, which gives way to other memory.
+        """Has its memory read as if it were here, by way of the system's cache, which gives way to other memory.
 
         It may be written, too: `is_stored` tells. Whoever wants it afterwards does not see a difference.
 
@@ -118,7 +118,7 @@ class PagedTensor:
         return self.is_shown
 
     def changed(self) -> None:
-        """Say that its elements are about to be written: what is on disk is old. Waits for a write under way.
+        """Says that its elements are about to be written: what is on disk is old. Waits for a write under way.
 
         Raises:
             StoreError: that write failed.
@@ -138,7 +138,7 @@ class PagedTensor:
         self._is_wanted = self.is_here = True
 
     def begin_write(self) -> None:
-        """Begin to write it out; its elements must not change until `changed` says they will.
+        """Begins to write it out; its elements must not change until `changed` says they will.
 
         Raises:
             StoreError: no room on disk, or an earlier transfer failed.
@@ -150,7 +150,7 @@ class PagedTensor:
         self._is_stored = True
 
     def let_go(self) -> None:
-        """Give up the memory: now, or once the write under way is done and `sweep` is called again.
+        """Gives up the memory: now, or once the write under way is done and `sweep` is called again.
 
         Raises:
             StoreError: a transfer failed.
@@ -159,7 +159,7 @@ class PagedTensor:
         self.sweep()
 
     def sweep(self) -> None:
-        """Give up the memory if nobody wants it and no write needs it."""
+        """Gives up the memory if nobody wants it and no write needs it."""
         if self._is_wanted or not self._is_stored:
             return
         if self._write is not None:
@@ -169,7 +169,7 @@ class PagedTensor:
         self._drop_pages()
 
     def finish_write(self) -> None:
-        """Return once the write under way is done, and give up the memory if nobody wants it.
+        """Returns once the write under way is done, and give up the memory if nobody wants it.
 
         Raises:
             StoreError: it failed.
@@ -188,7 +188,7 @@ class PagedTensor:
         self._give_slot_back()
 
     def forget(self) -> None:
-        """Give up memory and disk space; the elements are lost. It can be used again through `overwrite`."""
+        """Gives up memory and disk space; the elements are lost. It can be used again through `overwrite`."""
         self._settle()
         self._is_wanted = self._is_stored = False
         self._drop_pages()
@@ -215,7 +215,7 @@ class PagedTensor:
             self._arrivals.drop_pages()
 
     def _keep_shown(self) -> None:
-        """Have in memory what is shown, with what was written there; nobody who looks at it sees a gap.
+        """Has in memory what is shown, with what was written there; nobody who looks at it sees a gap.
 
         Who looks at it may write, too, and from now on nothing tells: what is on disk counts as old.
         """
@@ -260,7 +260,7 @@ class WriteBehind:
         self._queued_bytes = 0
 
     def put_away(self, paged: PagedTensor) -> None:
-        """Let go of a tensor, after writing it if its newest bytes are not on disk.
+        """Lets go of a tensor, after writing it if its newest bytes are not on disk.
 
         Raises:
             StoreError: a transfer failed.
@@ -276,7 +276,7 @@ class WriteBehind:
         paged.let_go()
 
     def drain(self) -> None:
-        """Return once everything is written.
+        """Returns once everything is written.
 
         Raises:
             StoreError: a transfer failed.

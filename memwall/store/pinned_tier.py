@@ -76,17 +76,17 @@ class PinnedArena:
         return PinnedSlot(chunk.memory[offset : offset + num_bytes], chunk, offset, size)
 
     def free(self, slot: PinnedSlot) -> None:
-        """Take a slot back."""
+        """Takes a slot back."""
         slot.chunk.free.give(slot.offset, slot.num_bytes)
 
     def trim(self) -> None:
-        """Unpin maps in which nothing is lent. No copy may be under way there."""
+        """Unpins maps in which nothing is lent. No copy may be under way there."""
         for chunk in list(self._chunks):
             if chunk.free.total_bytes == chunk.memory.numel():
                 self._remove_chunk(chunk)
 
     def close(self) -> None:
-        """Unpin everything. No copy may be under way."""
+        """Unpins everything. No copy may be under way."""
         for chunk in list(self._chunks):
             self._remove_chunk(chunk)
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from memwall.errors import StoreError
-from memwall.store.backend import IOBackend, OpenScratch, SystemBackend, read_fully, round_up, write_fully
+from memwall.store.backend import OpenScratch, SystemBackend, read_fully, round_up, write_fully
 from memwall.store.extents import FreeExtents
 from memwall.store.page_map import PageMap
 from memwall.units import format_bytes
@@ -55,7 +55,7 @@ class ScratchFile:
         self,
         directory: str | os.PathLike[str],
         *,
-        backend: IOBackend | None = None,
+        backend: SystemBackend | None = None,
         capacity_bytes: int | None = None,
         step_bytes: int = 64 << 20,
     ) -> None:
@@ -110,7 +110,7 @@ class ScratchFile:
         return self._reserved_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Take disk space ahead, so that a run that lacks it fails before its first step.
+        """Takes disk space ahead, so that a run that lacks it fails before its first step.
 
         Raises:
             StoreError: `num_bytes` in all cannot be had; names what is needed, what is free, and where.
@@ -149,13 +149,13 @@ class ScratchFile:
         return slot if slot is not None else self.allocate(num_bytes)
 
     def free(self, slot: Slot) -> None:
-        """Give a slot back; its bytes may be overwritten at once."""
+        """Gives a slot back; its bytes may be overwritten at once."""
         with self._lock:
             self._free.give(slot.offset, slot.num_bytes)
             self._used_bytes -= slot.num_bytes
 
     def write(self, slot: Slot, slot_offset: int, data: memoryview, label: str) -> None:
-        """Write `data` into the slot; see `write_fully`."""
+        """Writes `data` into the slot; see `write_fully`."""
         self._check_range(slot, slot_offset, len(data))
         offset = slot.offset + slot_offset
         write_fully(self._backend, self._fd, data, offset, path=self.path, label=label, is_kept=self.is_kept)
@@ -163,7 +163,7 @@ class ScratchFile:
             self._backend.forget(self._fd, offset, len(data))
 
     def read(self, slot: Slot, slot_offset: int, buffer: memoryview, label: str) -> None:
-        """Fill `buffer` from the slot; see `read_fully`."""
+        """Fills `buffer` from the slot; see `read_fully`."""
         self._check_range(slot, slot_offset, len(buffer))
         offset = slot.offset + slot_offset
         read_fully(self._backend, self._fd, buffer, offset, path=self.path, label=label, is_kept=self.is_kept)
@@ -171,12 +171,12 @@ class ScratchFile:
             self._backend.forget(self._fd, offset, len(buffer))
 
     def show(self, slot: Slot, pages: PageMap) -> bool:
-        """Have a map show the slot's first bytes, see `PageMap`."""
+        """Has a map show the slot's first bytes, see `PageMap`."""
         self._check_range(slot, 0, pages.num_bytes)
         return pages.show(self._fd, slot.offset)
 
     def close(self) -> None:
-        """Return everything to the disk. Slots become invalid."""
+        """Returns everything to the disk. Slots become invalid."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -197,7 +197,7 @@ class ScratchFile:
             raise StoreError(f"bytes [{slot_offset}, {slot_offset + num_bytes}) lie outside a slot of {slot.num_bytes}")
 
     def _grow(self, wanted_bytes: int, *, at_least_bytes: int | None) -> None:
-        """Reserve `wanted_bytes` more, or only `at_least_bytes` where the disk or the limit has no more."""
+        """Reserves `wanted_bytes` more, or only `at_least_bytes` where the disk or the limit has no more."""
         needed_bytes = wanted_bytes if at_least_bytes is None else at_least_bytes
         if self._is_closed:
             raise StoreError(f"{self.place} is closed")

@@ -1,8 +1,8 @@
 """A few threads that carry blocks between memory and a scratch file while training goes on.
 
-A transfer is a set of pieces of memory, moved in blocks, in the order they were queued, urgent ones first. The first
-failure makes the pool refuse all further work: bytes that training relies on are gone, so the run must not go on with
-others.
+A transfer is a set of pieces of memory, moved in blocks, in the order they were queued, urgent ones first. A checksum
+of each block is taken at its write and compared at its read. The first failure makes the pool refuse all further work:
+bytes that training relies on are gone, so the run must not go on with others.
 """
 
 import ctypes
@@ -29,19 +29,18 @@ _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 def memory_at(address: int, num_bytes: int) -> memoryview:
-    """A writable view of raw memory. The caller keeps that memory alive."""
+    """Returns a writable view of raw memory, which the caller keeps alive."""
     view: memoryview = _memory_view(address, num_bytes, _PYBUF_WRITE)
     return view
 
 
 class TransferPool:
-    """Worker threads over one scratch file; owns that file and closes it.
+    """Runs worker threads over one scratch file, which it owns and closes.
 
     Args:
         scratch: where the bytes go.
         num_workers: threads; two keep a disk busy, each in the kernel, while a third checks what was moved.
         block_bytes: the size of one read or write, a multiple of 4096.
-        has_checksums: crc32 of every block at its write, compared at its read.
         stall_seconds: how long the disk may finish nothing before the training thread gives up waiting.
     """
 
@@ -51,12 +50,11 @@ class TransferPool:
         *,
         num_workers: int = 3,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
-        has_checksums: bool = True,
         stall_seconds: float = 60.0,
     ) -> None:
         self.scratch = scratch
         self.block_bytes = block_bytes
-        self._state = WorkState(scratch, block_bytes, has_checksums, stall_seconds)
+        self._state = WorkState(scratch, block_bytes, stall_seconds)
         self._threads = [
             threading.Thread(target=run_worker, args=(self._state,), name=f"memwall-disk-{index}", daemon=True)
             for index in range(num_workers)
@@ -68,21 +66,33 @@ class TransferPool:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes given to the disk so far, padding included."""
+        """Counts the bytes given to the disk so far, padding included."""
         return self._state.bytes_written
 
     @property
     def bytes_read(self) -> int:
-        """Bytes fetched from the disk so far, padding included."""
+        """Counts the bytes fetched from the disk so far, padding included."""
         return self._state.bytes_read
 
-    def raise_failure(self) -> None:
-        """Raise the first failure of a worker, if there was one."""
-        self._check_usable()
+    def check_usable(self) -> None:
+        """Returns if transfers can be begun.
+
+        Raises:
+            StoreError: one has failed, the pool is closed, or this process was forked from its own.
+        """
+        state = self._state
+        if state.process_id != os.getpid():
+            raise StoreError(
+                f"the disk offload of process {state.process_id} was used in process {os.getpid()}, which was "
+                "forked from it and has no transfer threads; start it after the fork, or use the spawn start method"
+            )
+        state.raise_failure()
+        if state.is_closing:
+            raise StoreError(f"the disk offload to {self.scratch.path} has been closed")
 
     def open_write(self, slot: Slot, label: str) -> Transfer:
-        """A transfer into `slot`, to which `add_write` gives blocks until it is sealed."""
-        self._check_usable()
+        """Returns a transfer into `slot`, to which `add_write` gives blocks until it is sealed."""
+        self.check_usable()
         return Transfer(self._state, slot, label)
 
     def add_write(
@@ -94,7 +104,7 @@ class TransferPool:
         keep: object = None,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a piece of an open write, which begins where a block does: a multiple of `block_bytes`.
+        """Queues a piece of an open write, which begins where a block does: a multiple of `block_bytes`.
 
         `data` must not change until `after` is called, from a worker.
         """
@@ -102,7 +112,7 @@ class TransferPool:
         self._state.queue(Piece(transfer, slot_offset, data, False, keep, after), is_urgent=False)
 
     def write(self, slot: Slot, data: memoryview, *, label: str = "a buffer", keep: object = None) -> Transfer:
-        """Write aligned `data` (at most the slot's size) into `slot`. It must not change until the transfer is done.
+        """Writes aligned `data` (at most the slot's size) into `slot`. It must not change until the transfer is done.
 
         Args:
             slot: where to.
@@ -124,7 +134,7 @@ class TransferPool:
         after: Transfer | None = None,
         is_urgent: bool = False,
     ) -> Transfer:
-        """Fill aligned `buffer` from the start of `slot`.
+        """Fills aligned `buffer` from the start of `slot`.
 
         Args:
             slot: must have been written in blocks of this pool's `block_bytes`.
@@ -134,7 +144,7 @@ class TransferPool:
             after: the write that must be done first.
             is_urgent: go before everything that is queued.
         """
-        self._check_usable()
+        self.check_usable()
         transfer = Transfer(self._state, slot, label)
         piece = Piece(transfer, 0, buffer, True, keep, None)
         if after is None or after.is_done:
@@ -144,11 +154,11 @@ class TransferPool:
         return transfer
 
     def wait_for(self, is_ready: Callable[[], bool]) -> float:
-        """Block until `is_ready()`, asked again whenever a piece is finished; the seconds that took."""
+        """Blocks until `is_ready()`, asked again whenever a piece is finished; returns the seconds that took."""
         return self._state.wait_for(is_ready)
 
     def close(self) -> None:
-        """Drop what is queued, end the workers, and return the scratch file's space. Never raises, never hangs."""
+        """Drops what is queued, ends the workers, and returns the file's space. Never raises, never hangs."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -158,14 +168,3 @@ class TransferPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _check_usable(self) -> None:
-        state = self._state
-        if state.process_id != os.getpid():
-            raise StoreError(
-                f"the disk offload of process {state.process_id} was used in process {os.getpid()}, which was "
-                "forked from it and has no transfer threads; start it after the fork, or use the spawn start method"
-            )
-        state.raise_failure()
-        if state.is_closing:
-            raise StoreError(f"the disk offload to {self.scratch.path} has been closed")

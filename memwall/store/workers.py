@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Transfer:
-    """Pieces under way between memory and one slot; made by `TransferPool`, waited for by the training thread."""
+    """Counts the pieces under way between memory and one slot; made by `TransferPool`, waited for by who trains."""
 
     __slots__ = ("_callbacks", "_pending", "_state", "is_cancelled", "label", "slot")
 
@@ -41,19 +41,19 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """True when nothing is queued or under way any more, for good or bad."""
+        """Says whether nothing is queued or under way any more, for good or bad."""
         return self._pending == 0
 
     def seal(self) -> None:
-        """Say that no further piece will be added."""
+        """Says that no further piece will be added."""
         self._state.finish_share(self)
 
     def cancel(self) -> None:
-        """Skip the blocks that have not begun."""
+        """Skips the blocks that have not begun."""
         self.is_cancelled = True
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when done: now, or from the worker that finishes the last piece."""
+        """Calls `callback` once when done: now, or from the worker that finishes the last piece."""
         with self._state.lock:
             if self._pending:
                 self._callbacks.append(callback)
@@ -61,7 +61,7 @@ class Transfer:
         callback()
 
     def wait(self) -> float:
-        """Block until done; the seconds that took.
+        """Blocks until done, and returns the seconds that took.
 
         Raises:
             StoreError: a block of this or an earlier transfer failed (`OffloadIOError` with the place), or the disk
@@ -74,9 +74,11 @@ class Transfer:
 
 
 class Piece:
-    """Memory to be read or written, which workers take block by block; `after` is called when all of it is settled.
+    """Holds memory to be read or written, which workers take block by block.
 
-    `keep` is whatever must outlive it: the memory's owner.
+    Args:
+        keep: must outlive it: the memory's owner.
+        after: is called when all of it is settled.
     """
 
     __slots__ = ("after", "is_read", "keep", "num_settled_bytes", "num_taken_bytes", "slot_offset", "transfer", "view")
@@ -100,12 +102,11 @@ class Piece:
 
 
 class WorkState:
-    """What the workers share with the pool. They hold this and not the pool, so that a forgotten pool can die."""
+    """Holds what the workers share with the pool: they hold this and not the pool, so that a forgotten pool can die."""
 
-    def __init__(self, scratch: ScratchFile, block_bytes: int, has_checksums: bool, stall_seconds: float) -> None:
+    def __init__(self, scratch: ScratchFile, block_bytes: int, stall_seconds: float) -> None:
         self.scratch = scratch
         self.block_bytes = block_bytes
-        self.has_checksums = has_checksums
         self.stall_seconds = stall_seconds
         self.lock = threading.RLock()  # reentrant: a garbage collection inside a locked region may run our callbacks
         self.work_added = threading.Condition(self.lock)
@@ -121,12 +122,12 @@ class WorkState:
         self.process_id = os.getpid()
 
     def add_share(self, transfer: Transfer) -> None:
-        """Count one more piece into `transfer`, before it is queued."""
+        """Counts one more piece into `transfer`, before it is queued."""
         with self.lock:
             transfer._pending += 1
 
     def queue(self, piece: Piece, *, is_urgent: bool) -> None:
-        """Hand a counted piece to the workers, or drop it when the pool is closing.
+        """Hands a counted piece to the workers, or drops it when the pool is closing.
 
         Where a worker looks for work by itself, only an urgent piece wakes one.
         """
@@ -143,9 +144,9 @@ class WorkState:
             self.drop(piece)
 
     def take(self) -> tuple[Piece, memoryview, int] | None:
-        """The next block: of which piece, its memory, and its place in the slot. Waits; None when the pool is closing.
+        """Waits for the next block, and returns its piece, its memory and its place in the slot.
 
-        One worker is woken for a piece; it wakes the next one if there is more.
+        One worker is woken for a piece; it wakes the next one if there is more. None comes when the pool is closing.
         """
         num_looks = 0
         with self.lock:
@@ -170,12 +171,12 @@ class WorkState:
         return piece, piece.view[start : start + self.block_bytes], piece.slot_offset + start
 
     def drop(self, piece: Piece) -> None:
-        """Finish what nobody has taken of a piece without doing it."""
+        """Finishes what nobody has taken of a piece without doing it."""
         piece.transfer.is_cancelled = True
         self.settle(piece, max(0, len(piece.view) - piece.num_taken_bytes))
 
     def settle(self, piece: Piece, num_bytes: int) -> None:
-        """Count so much of a piece as finished; with the last of it, give back what it holds."""
+        """Counts so much of a piece as finished; with the last of it, gives back what it holds."""
         with self.lock:
             self.num_finished += 1
             piece.num_settled_bytes += num_bytes
@@ -188,7 +189,7 @@ class WorkState:
             self.finish_share(piece.transfer)
 
     def finish_share(self, transfer: Transfer) -> None:
-        """Count one share of `transfer` as finished; the last one calls its callbacks."""
+        """Counts one share of `transfer` as finished; the last one calls its callbacks."""
         callbacks: list[Callable[[], None]] = []
         with self.lock:
             transfer._pending -= 1
@@ -203,7 +204,7 @@ class WorkState:
                     self.work_done.notify_all()
 
     def wait_for(self, is_ready: Callable[[], bool]) -> float:
-        """See `TransferPool.wait_for`."""
+        """Blocks until `is_ready()`, asked again whenever a piece is finished; returns the seconds that took."""
         started = time.perf_counter()
         with self.lock:
             self.questions.append(is_ready)
@@ -225,38 +226,28 @@ class WorkState:
         return time.perf_counter() - started
 
     def fail(self, error: BaseException) -> None:
-        """Note a failure, if it is the first, for whoever waits and whoever comes later."""
+        """Notes a failure, if it is the first, for whoever waits and whoever comes later."""
         with self.lock:
             self.failure = self.failure or error
             self.work_done.notify_all()
 
     def raise_failure(self) -> None:
-        """Raise a fresh copy of the first failure: raising one object again and again would grow its traceback."""
+        """Raises a fresh copy of the first failure: raising one object again and again would grow its traceback."""
         failure = self.failure
-        if isinstance(failure, OffloadIOError):
-            raise OffloadIOError(
-                str(failure),
-                path=failure.path,
-                offset=failure.offset,
-                wanted_bytes=failure.wanted_bytes,
-                got_bytes=failure.got_bytes,
-                errno=failure.errno,
-            ) from failure
         if isinstance(failure, StoreError):
-            raise StoreError(str(failure)) from failure
+            raise failure.without_frames() from failure
         if failure is not None:
             raise StoreError(
                 f"a worker moving bytes to or from {self.scratch.path} died of {type(failure).__name__}: {failure}"
             ) from failure
 
     def run_block(self, piece: Piece, view: memoryview, slot_offset: int) -> None:
-        """Do one block, unless nobody wants it any more."""
+        """Moves one block, unless nobody wants it any more."""
         transfer, size = piece.transfer, len(view)
         if transfer.is_cancelled or self.failure is not None:
             return
         if not piece.is_read:
-            if self.has_checksums:
-                transfer.slot.checksums[slot_offset] = crc32(view)
+            transfer.slot.checksums[slot_offset] = crc32(view)
             self.scratch.write(transfer.slot, slot_offset, view, transfer.label)
             with self.lock:
                 self.bytes_written += size
@@ -264,7 +255,7 @@ class WorkState:
         self.scratch.read(transfer.slot, slot_offset, view, transfer.label)
         with self.lock:
             self.bytes_read += size
-        if self.has_checksums and transfer.slot.checksums.get(slot_offset) != crc32(view):
+        if transfer.slot.checksums.get(slot_offset) != crc32(view):
             if transfer.slot.may_change:  # perhaps nobody wants these bytes, or who does is told
                 transfer.slot.is_torn = True
                 return
@@ -282,7 +273,7 @@ class WorkState:
 
 
 def run_worker(state: WorkState) -> None:
-    """The life of a worker thread."""
+    """Moves blocks until the pool closes: the life of a worker thread."""
     schedule_as_batch()
     while (taken := state.take()) is not None:
         piece, view, slot_offset = taken
@@ -298,7 +289,7 @@ def run_worker(state: WorkState) -> None:
 
 
 def shut_down(state: WorkState, threads: list[threading.Thread]) -> None:
-    """End the workers and close the file; does nothing in a forked child, where neither is its own."""
+    """Ends the workers and closes the file; does nothing in a forked child, where neither is its own."""
     if state.process_id != os.getpid():
         return
     with state.lock:

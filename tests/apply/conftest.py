@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from zoo import trained_parameters
 
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
-from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import Costs, Menu
@@ -21,6 +20,7 @@ from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import TENSOR_HEAP
 from memwall.predict.treatment import StepModel
+from memwall.store.buckets import DiskSpace
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.trace.trace_builder import TraceBuilder

@@ -18,7 +18,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import parking
 from memwall.apply.offload.parking import Parked
-from memwall.apply.optimizer_state import cpu_speed, opening
+from memwall.apply.optimizer_state import cpu_speed, open_state
 from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place, why_not_on_cpu
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.techniques import offload
@@ -179,7 +179,7 @@ def test_state_of_parameters_on_cuda_can_be_away_unless_the_run_is_committed(mon
     optimizer.param_groups[0]["differentiable"] = True
     assert not can_place(optimizer)
     adam = on_cuda(torch.optim.AdamW)
-    monkeypatch.setattr(opening, "kept_space", object)
+    monkeypatch.setattr(open_state, "kept_space", object)
     assert not can_place(adam)
     assert "each step of this run is committed to disk" in (why_not_on_cpu(adam) or "")
 

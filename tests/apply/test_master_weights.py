@@ -21,7 +21,7 @@ import memwall
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.low_bit import LowBitMoments
 from memwall.apply.optimizer_state.master_weights import MASTER, with_master_weights
-from memwall.apply.optimizer_state.opening import open_optimizer_state
+from memwall.apply.optimizer_state.open_state import open_optimizer_state
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.checkpoint.step_checkpoint import StepCheckpoint

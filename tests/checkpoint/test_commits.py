@@ -22,7 +22,7 @@ import memwall
 from memwall.checkpoint.resumption import open_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import OffloadIOError, UsageError
-from memwall.store.backend import IOBackend, SystemBackend
+from memwall.store.backend import SystemBackend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,7 +131,7 @@ def test_a_disk_that_fails_ends_the_run_with_a_typed_error_and_loses_no_committe
     tmp_path: Path, number: int
 ) -> None:
     plain = run(Script)
-    backend: IOBackend = FailingLater(5, number)
+    backend: SystemBackend = FailingLater(5, number)
     error = failure_of(Script, StepCheckpoint(tmp_path, backend=backend))
     assert isinstance(error, OffloadIOError)
     assert error.errno == number

@@ -6,7 +6,7 @@ import pytest
 from checkpoint_runs import Counting, Script, run
 from optimizer_runs import OPTIMIZERS, are_equal
 
-from memwall.apply.optimizer_state.opening import open_optimizer_state
+from memwall.apply.optimizer_state.open_state import open_optimizer_state
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,8 +19,7 @@ from torch import Tensor
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
 from memwall.apply.optimizer_state.ring import in_order, step_through
-from memwall.apply.optimizer_state.shares import Share, Shares
-from memwall.apply.optimizer_state.spaces import StateSpace
+from memwall.apply.optimizer_state.shares import Share, Shares, StateSpace
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError
 from memwall.store.buckets import DiskBucket, padded_bytes
@@ -91,6 +90,8 @@ class OptimizerState:
     def failure(self) -> MemwallError | None:
         """The first transfer that failed in a step."""
         return self._taken.failure
+
+    is_on_disk = True
 
     @property
     def buckets(self) -> list[DiskBucket]:

@@ -13,63 +13,61 @@ from memwall.store.buckets import DiskBucket
 from memwall.store.scratch import Slot
 from memwall.store.transfer import TransferPool
 
-__all__ = ["KeepsBuckets", "KeepsParameters", "KeepsState", "KeptSpace", "kept_space", "set_kept_space"]
+__all__ = ["KeepsParameters", "KeepsState", "KeptSpace", "kept_space", "set_kept_space"]
 
 
 class KeepsState(Protocol):
-    """What has an optimizer's state elsewhere than in memory, or in another form."""
+    """Has an optimizer's state elsewhere than in memory, or in another form."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Whose state it is."""
+        """Names the optimizer whose state it is."""
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Says whether it may write to the checkpoint's file at any time."""
+
+    @property
+    def buckets(self) -> Sequence[DiskBucket]:
+        """Lists what is on disk between two steps."""
 
     def keeps_low_bits(self, parameter: Tensor) -> bool:
-        """Whether the moments of this parameter are in 8 bits."""
+        """Returns whether the moments of this parameter are in 8 bits."""
 
     def fill(self, load: Callable[[Sequence[Tensor]], None]) -> None:
         """Takes over the state of another process, a few parameters' at a time, which `load` puts in its place."""
 
 
-class KeepsBuckets(KeepsState, Protocol):
-    """What has an optimizer's state on disk."""
-
-    @property
-    def buckets(self) -> list[DiskBucket]:
-        """What is on disk between two steps."""
-
-
 class KeepsParameters(Protocol):
-    """What has a model's parameters on disk."""
+    """Has a model's parameters on disk."""
 
     def stored(self) -> list[tuple[nn.Parameter, Slot, int]]:
-        """Each with where its newest elements are, and how many bytes they take there."""
+        """Returns each with where its newest elements are, and how many bytes they take there."""
 
 
 class KeptSpace:
-    """The data file of a checkpoint, and who else writes to it."""
+    """Holds the data file of a checkpoint, and lists who else writes to it."""
 
     def __init__(self, pool: TransferPool) -> None:
         self.pool = pool
-        self.tenant: KeepsBuckets | None = None
+        self.states: list[KeepsState] = []
         self.parameters: KeepsParameters | None = None
-        self.low_bit: KeepsState | None = None
-        """What has state in 8 bits. That lies in memory."""
+
+    @property
+    def is_used(self) -> bool:
+        """Says whether somebody has something there that has not come back into memory."""
+        return self.parameters is not None or any(state.is_on_disk for state in self.states)
 
     def keeper_of(self, optimizer: torch.optim.Optimizer) -> KeepsState | None:
-        """What takes over state of this optimizer from another process."""
-        every = (self.tenant_of(optimizer), self.low_bit)
-        return next((one for one in every if one is not None and one.optimizer is optimizer), None)
-
-    def tenant_of(self, optimizer: torch.optim.Optimizer) -> KeepsBuckets | None:
-        """What has state of this optimizer on disk."""
-        return None if self.tenant is None or self.tenant.optimizer is not optimizer else self.tenant
+        """Returns what has state of this optimizer; None if it lies in memory as torch has it."""
+        return next((one for one in self.states if one.optimizer is optimizer), None)
 
 
 _present: KeptSpace | None = None
 
 
 def kept_space() -> KeptSpace | None:
-    """The space of this process's run, if it is committed."""
+    """Returns the space of this process's run, if it is committed."""
     return _present
 
 

@@ -19,6 +19,7 @@ from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of,
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import ApplyError, MemwallError
 from memwall.predict.low_bit_moments import BLOCK_ELEMENTS, SLICE_ELEMENTS, can_be_low_bit
+from memwall.store.buckets import DiskBucket
 from memwall.trace.optimizers import has_moments
 
 __all__ = ["LowBitMoments", "LowBitOptimizerState"]
@@ -124,6 +125,9 @@ class LowBitMoments:
 class LowBitOptimizerState:
     """Keeps an optimizer's moments in 8 bits until `undo`; a run that is committed is told so."""
 
+    is_on_disk = False
+    buckets: Sequence[DiskBucket] = ()
+
     def __init__(self, moments: LowBitMoments) -> None:
         self.moments, self._optimizer = moments, moments.optimizer
         with torch.no_grad():
@@ -137,7 +141,7 @@ class LowBitOptimizerState:
         )
         self._space = kept_space()
         if self._space is not None:
-            self._space.low_bit = self
+            self._space.states.append(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -153,7 +157,7 @@ class LowBitOptimizerState:
     def undo(self) -> None:
         """The optimizer steps by itself again, on state as torch has it."""
         if self._space is not None:
-            self._space.low_bit = None
+            self._space.states.remove(self)
         self._taken.give_back()
         self.moments.open_all()
 
@@ -221,6 +225,6 @@ def _part(moment: Any, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _slices(tensor: Tensor) -> list[tuple[int, int]]:
-    """Begin and end of each, in elements."""
+    """Begins and end of each, in elements."""
     size = tensor.numel()
     return [(begin, min(begin + SLICE_ELEMENTS, size)) for begin in range(0, size, SLICE_ELEMENTS)]

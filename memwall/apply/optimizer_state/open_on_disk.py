@@ -18,12 +18,12 @@ T = TypeVar("T", bound=_Counting)
 
 
 class OpenOnDisk(Generic[T]):
-    """Nothing at first; `held` is what was opened, until it is closed."""
+    """Holds nothing at first; `held` is what was opened, until it is closed."""
 
     def __init__(self) -> None:
         self.held: T | None = None
-        self._close: Callable[[], None] | None = None
-        self._counted = (0, 0)
+        self._close: Callable[[], None] = lambda: None
+        self._written_bytes = self._read_bytes = 0  # by what is closed, less what was told
 
     def hold(self, opened: tuple[T, Callable[[], None]]) -> None:
         """Keeps what was opened, with what closes it."""
@@ -35,21 +35,19 @@ class OpenOnDisk(Generic[T]):
         Raises:
             StoreError: it could not bring back what it had on disk.
         """
-        close, self._close = self._close, None
+        close, self._close = self._close, lambda: None
         try:
-            if close is not None:
-                close()
+            close()
         finally:
-            counts = self._counts()
-            self._counted = (self._counted[0] - counts[0], self._counted[1] - counts[1])
+            if self.held is not None:
+                self._written_bytes += self.held.bytes_written
+                self._read_bytes += self.held.bytes_read
             self.held = None
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes written to disk and read from it since this was asked last, by what is closed already as well."""
-        counts = self._counts()
-        moved = counts[0] - self._counted[0], counts[1] - self._counted[1]
-        self._counted = counts
+        """Returns the bytes written to disk and read from it since this was asked last, by what is closed as well."""
+        held = self.held
+        written_bytes, read_bytes = (0, 0) if held is None else (held.bytes_written, held.bytes_read)
+        moved = self._written_bytes + written_bytes, self._read_bytes + read_bytes
+        self._written_bytes, self._read_bytes = -written_bytes, -read_bytes
         return moved
-
-    def _counts(self) -> tuple[int, int]:
-        return (0, 0) if self.held is None else (self.held.bytes_written, self.held.bytes_read)

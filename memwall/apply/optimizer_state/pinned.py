@@ -84,13 +84,13 @@ class PinnedSpace:
         return slot if slot is not None else self._arena.allocate(num_bytes)
 
     def free(self, slot: PinnedSlot) -> None:
-        """Take a slot back, and unpin what nobody uses; waits for copies, and is no part of a usual step."""
+        """Takes a slot back, and unpin what nobody uses; waits for copies, and is no part of a usual step."""
         self._synchronize()
         self._arena.free(slot)
         self._arena.trim()
 
     def copy_in(self, slot: PinnedSlot, memory: Tensor, after: StreamCopy | None) -> StreamCopy:
-        """Begin to fill `memory` (uint8, one dimension, on the device) from a slot.
+        """Begins to fill `memory` (uint8, one dimension, on the device) from a slot.
 
         Args:
             after: the copy out of `memory` that comes first.
@@ -104,7 +104,7 @@ class PinnedSpace:
         return StreamCopy(self._inward.record_event(), self.device)
 
     def copy_out(self, slot: PinnedSlot, tensors: Sequence[tuple[Tensor, int]]) -> StreamCopy:
-        """Begin to write dense tensors into a slot, each to its offset in bytes.
+        """Begins to write dense tensors into a slot, each to its offset in bytes.
 
         The current stream must have waited for the slot's last copy in.
         """
@@ -119,7 +119,7 @@ class PinnedSpace:
         return StreamCopy(self._outward.record_event(), self.device)
 
     def close(self) -> None:
-        """Unpin everything."""
+        """Unpins everything."""
         self._synchronize()
         self._arena.close()
 

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from memwall.apply.optimizer_state.master_weights import MASTER, has_master_weights, is_low_precision
 from memwall.apply.optimizer_state.partial_step import Part
-from memwall.apply.optimizer_state.spaces import StateSpace
-from memwall.store.buckets import Bucket, Entry, can_move, padded_bytes
+from memwall.apply.optimizer_state.pinned import PinnedSpace
+from memwall.store.buckets import Bucket, DiskSpace, Entry, can_move, padded_bytes
 
-__all__ = ["Share", "Shares", "expected_state_bytes", "state_entries"]
+__all__ = ["Share", "Shares", "StateSpace", "expected_state_bytes", "state_entries"]
+
+StateSpace = DiskSpace | PinnedSpace
+"""Is where an optimizer's state is between steps."""
 
 # State per byte of parameter, where it does not exist yet: two moments, and in some variants a third buffer.
 _USUAL_RATIO, _LARGER_RATIO = 2, 3

@@ -15,7 +15,7 @@ from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
-from memwall.apply.optimizer_state.opening import (
+from memwall.apply.optimizer_state.open_state import (
     check_can_be_away,
     check_can_step_on_cpu,
     open_cpu_step,
@@ -24,10 +24,10 @@ from memwall.apply.optimizer_state.opening import (
 )
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import expected_state_bytes
-from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.meter import process_bytes
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
+from memwall.store.buckets import DiskSpace
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.units import format_bytes
 

@@ -1,18 +1,19 @@
 """Where a session's parameters are: in memory until a step or a plan moves them, and carried over between plans."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.state_keeper import can_place
+from memwall.apply.scratch_pool import open_scratch_pool
 from memwall.apply.streaming.building import Building, leaves_no_room, num_processes
 from memwall.apply.streaming.gradients import StandsFor
-from memwall.apply.streaming.opening import close_tier, open_parameter_streaming, open_tier
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.apply.streaming.stream_units import hooked_parameters
@@ -23,7 +24,7 @@ from memwall.planning.techniques.parameters import MIN_PARAMETER_BYTES, Paramete
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.units import format_bytes
 
-__all__ = ["ParameterKeeper", "why_not_streamed"]
+__all__ = ["ParameterKeeper", "is_streamed", "open_parameter_streaming", "why_not_streamed"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,76 @@ def _hooked(names: Iterator[str]) -> str | None:
 def is_streamed(parameter: nn.Parameter) -> bool:
     """Whether a parameter is on disk between its uses."""
     return type(parameter) is not nn.Parameter
+
+
+def _open_tier(*, disk: str | None, capacity_bytes: int | None, window_bytes: int, min_bytes: int) -> ParameterTier:
+    """Returns a place for parameters on disk.
+
+    Raises:
+        StoreError: the directory is missing, read-only, full, or a RAM disk.
+    """
+    pool = open_scratch_pool(disk, capacity_bytes)
+    # Of a run that is committed, parameters lie where a commit need only name them.
+    kept = kept_space()
+    values_pool = None if kept is None else kept.pool
+    return ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes, values_pool=values_pool)
+
+
+def open_parameter_streaming(
+    model: nn.Module,
+    *,
+    disk: str | None,
+    capacity_bytes: int | None,
+    window_bytes: int,
+    min_bytes: int,
+    blocks: Sequence[str] | None = None,
+    has_root: bool = True,
+    built: ParameterTier | None = None,
+) -> tuple[ParameterStreaming, Callable[[], None]]:
+    """Puts a model's parameters and gradients on disk.
+
+    Args:
+        built: has some of them already; it is closed as well where this fails.
+
+    Returns:
+        The engine, and what brings parameters back and closes files and threads.
+
+    Raises:
+        ApplyError: a block is missing or cannot be wrapped.
+        StoreError: the directory is missing, read-only, full, or a RAM disk.
+    """
+    kept = kept_space()
+    tier = built
+    if tier is None:
+        tier = _open_tier(disk=disk, capacity_bytes=capacity_bytes, window_bytes=window_bytes, min_bytes=min_bytes)
+    tier.forget_unused()
+    tier.set_window(window_bytes)
+    try:
+        streaming = ParameterStreaming(model, tier, blocks=blocks, has_root=has_root)
+    except BaseException:
+        tier.close()
+        raise
+    if kept is not None:
+        kept.parameters = streaming
+    _log.info("%s of the parameters are on disk in %s", format_bytes(streaming.away_bytes), tier.pool.scratch.path)
+
+    def close() -> None:
+        try:
+            streaming.undo()
+            tier.close()
+        except StoreError as error:
+            if streaming.failure is None:
+                raise
+            _log.error(
+                "the parameters could not be brought back into memory: %s; load the model again before it is used",
+                error,
+            )
+        finally:
+            if kept is not None:
+                kept.parameters = None
+            tier.pool.close()
+
+    return streaming, close
 
 
 class ParameterKeeper:
@@ -105,7 +176,7 @@ class ParameterKeeper:
         def opened() -> ParameterTier:
             _log.info("parameters go to disk as they are made: %s have no room for them", format_bytes(budget_bytes))
             allocator.apply_tight(budget_bytes)
-            return open_tier(
+            return _open_tier(
                 disk=self._disk,
                 capacity_bytes=self._capacity_bytes,
                 window_bytes=window_bytes,
@@ -200,7 +271,7 @@ class ParameterKeeper:
         self._opened.close()
         tier = self._take_built()
         if tier is not None:
-            close_tier(tier)
+            tier.close()
 
     def bring_back_within(self, budget_bytes: int, reason: str) -> None:
         """The same, where parameters cannot stay on disk for a reason.

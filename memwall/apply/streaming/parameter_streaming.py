@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.streaming.calls import Call, Stream
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.parameter_tier import ParameterTier, StreamedParameter
 from memwall.apply.streaming.step import StreamedStep
-from memwall.apply.streaming.stream_units import find_units, hooked_parameters, repeated_blocks, tensors_in
+from memwall.apply.streaming.stream_units import Call, Unit, find_units, hooked_parameters, repeated_blocks, tensors_in
 from memwall.errors import ApplyError, MemwallError
 from memwall.patches import Patches
 from memwall.store.scratch import Slot
@@ -54,22 +53,22 @@ class ParameterStreaming:
         self.failure: MemwallError | None = None
         """The first error in a backward: autograd passes it through the caller's code, which may drop it."""
         self._unwrap: list[Callable[[], None]] = []
-        # Forward: which stream follows which, as seen last time.
-        self._following: dict[tuple[bool, Stream | None, Stream], Stream | None] = {}
-        self._path: tuple[Stream | None, Stream | None] = (None, None)
-        self._ahead: Stream | None = None
-        self._kept: Stream | None = None
+        # Forward: which unit follows which, as seen last time.
+        self._following: dict[tuple[bool, Unit | None, Unit], Unit | None] = {}
+        self._path: tuple[Unit | None, Unit | None] = (None, None)
+        self._ahead: Unit | None = None
+        self._kept: Unit | None = None
         # Backward.
         self._numbers = itertools.count()
         self._last_call: Call | None = None
-        self._held: dict[Stream, object] = {}
+        self._held: dict[Unit, object] = {}
         self._step = StreamedStep(tier)
         units = find_units(model, repeated_blocks(model) if blocks is None else blocks)
         units = units if has_root else tuple(unit for unit in units if unit.module is not model)
         self._unit_names = frozenset(unit.name for unit in units)
         _refuse_hooked(model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._order: list[Stream] = []
+        self._order: list[Unit] = []
         self._adopted: dict[StreamedParameter, None] = {}
         used = {id(parameter) for unit in units for parameter in unit.parameters}
         try:
@@ -77,14 +76,14 @@ class ParameterStreaming:
                 tier.give_up(member)  # built on disk, and nobody brings it in
             for unit in units:
                 found = [tier.adopt(parameter, names[id(parameter)]) for parameter in unit.parameters]
-                members = [member for member in found if member is not None]
-                self._adopted.update(dict.fromkeys(members))
-                tier.put_away(members)
-                if members:
-                    self._order.append(Stream(unit, members))
+                unit.members = [member for member in found if member is not None]
+                self._adopted.update(dict.fromkeys(unit.members))
+                tier.put_away(unit.members)
+                if unit.members:
+                    self._order.append(unit)
             tier.writes.drain()
-            for stream in self._order:
-                self._wrap(stream)
+            for unit in self._order:
+                self._wrap(unit)
             for member in self._members():
                 self._watch_gradient(member)
         except BaseException:
@@ -124,7 +123,7 @@ class ParameterStreaming:
                     f"the plan keeps the parameters of '{name}' in memory, but the model has no such module with "
                     "parameters to be moved: make the plan again with `memwall plan`"
                 )
-        staying = {member for stream in self._order if stream.unit.name in names for member in stream.members}
+        staying = {member for unit in self._order if unit.name in names for member in unit.members}
         for member in self._members():
             member.stays = member in staying
             if member.stays:
@@ -181,70 +180,70 @@ class ParameterStreaming:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def _wrap(self, stream: Stream) -> None:
-        self._unwrap.append(wrap_forward(stream.unit.module, partial(self._run, stream), stream.unit.name))
+    def _wrap(self, unit: Unit) -> None:
+        self._unwrap.append(wrap_forward(unit.module, partial(self._run, unit), unit.name))
 
-    def _run(self, stream: Stream, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, unit: Unit, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_in_backward = current_node() is not None
         begin = next(self._numbers)
-        self._enter(stream, is_in_backward)
+        self._enter(unit, is_in_backward)
         try:
             out = original(*args, **kwargs)
             if torch.is_grad_enabled():
-                self._watch_outputs(stream, out, (args, kwargs), None if is_in_backward else begin)
+                self._watch_outputs(unit, out, (args, kwargs), None if is_in_backward else begin)
         finally:
-            self._leave(stream)
+            self._leave(unit)
         return out
 
-    def _enter(self, stream: Stream, is_in_backward: bool) -> None:
+    def _enter(self, unit: Unit, is_in_backward: bool) -> None:
         if is_in_backward:
-            self._hold_recomputed(stream)
+            self._hold_recomputed(unit)
         else:
             if self.failure is not None:
                 raise self.failure.without_frames()
             self._let_go_of_backward()
             self._step.end()
-        self._tier.hold(stream.members, is_exposed=True)
+        self._tier.hold(unit.members, is_exposed=True)
         if not is_in_backward:
-            self._read_ahead_of(stream)
+            self._read_ahead_of(unit)
 
-    def _read_ahead_of(self, stream: Stream) -> None:
+    def _read_ahead_of(self, unit: Unit) -> None:
         is_grad, (before_last, last) = torch.is_grad_enabled(), self._path
         if last is not None:
-            self._following[is_grad, before_last, last] = stream
-        self._path = (last, stream)
-        ahead = self._following.get((is_grad, last, stream), self._after(stream))
-        if self._kept is not None and self._kept is not stream:
+            self._following[is_grad, before_last, last] = unit
+        self._path = (last, unit)
+        ahead = self._following.get((is_grad, last, unit), self._after(unit))
+        if self._kept is not None and self._kept is not unit:
             self._tier.put_away(self._kept.members)
-        self._stop_reading_ahead_but(ahead, stream)
+        self._stop_reading_ahead_but(ahead, unit)
         # Where a backward follows the forward's last unit, that unit's is the next to come.
-        self._kept = stream if ahead is None else None
+        self._kept = unit if ahead is None else None
         self._ahead = ahead
         if ahead is not None:
             self._tier.begin_read(ahead.members)
 
-    def _after(self, stream: Stream) -> Stream | None:
+    def _after(self, unit: Unit) -> Unit | None:
         """The next in the order of the model, for the time when nothing was seen yet."""
-        place = self._order.index(stream) + 1
+        place = self._order.index(unit) + 1
         return self._order[place] if place < len(self._order) else None
 
-    def _stop_reading_ahead_but(self, *streams: Stream | None) -> None:
+    def _stop_reading_ahead_but(self, *units: Unit | None) -> None:
         """Lets go of what was read ahead, if it was for none of these."""
-        if self._ahead is not None and self._ahead not in streams:
+        if self._ahead is not None and self._ahead not in units:
             self._tier.put_away(self._ahead.members)
             for member in self._ahead.members:
                 member.gradient.unload()
             self._ahead = None
 
-    def _leave(self, stream: Stream) -> None:
+    def _leave(self, unit: Unit) -> None:
         if torch.is_grad_enabled():
-            for member in stream.members:
+            for member in unit.members:
                 member.has_graph = True
-        self._tier.release(stream.members, is_exposed=True, is_kept=stream is self._kept)
+        self._tier.release(unit.members, is_exposed=True, is_kept=unit is self._kept)
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, stream: Stream, out: Any, given: Any, begin: int | None) -> None:
+    def _watch_outputs(self, unit: Unit, out: Any, given: Any, begin: int | None) -> None:
         """Has the gradient of an output bring the unit back.
 
         Args:
@@ -252,19 +251,19 @@ class ParameterStreaming:
         """
         taken = {id(tensor) for tensor in tensors_in(given)}
         outputs = [t for t in tensors_in(out) if t.grad_fn is not None and id(t) not in taken]
-        begins: Callable[[Tensor], None] = partial(self._begin_recomputed, stream)
+        begins: Callable[[Tensor], None] = partial(self._begin_recomputed, unit)
         if outputs and begin is not None:
-            self._last_call = Call(stream, begin, next(self._numbers), self._last_call)
+            self._last_call = Call(unit, begin, next(self._numbers), self._last_call)
             begins = partial(self._begin_backward, self._last_call)
         for tensor in outputs:
             tensor.register_hook(begins)
-        if not outputs and any(member.parameter.requires_grad for member in stream.members):
+        if not outputs and any(member.parameter.requires_grad for member in unit.members):
             _log.warning(
                 "the plan finds no output of %s that a backward could begin at; its parameters stay in memory, "
                 "which may pass the budget: return tensors from its forward, or give a larger budget",
-                stream.unit.name or "the model",
+                unit.name or "the model",
             )
-            for member in stream.members:
+            for member in unit.members:
                 self._tier.give_up(member)
 
     def _begin_backward(self, call: Call, _: Tensor) -> None:
@@ -277,35 +276,35 @@ class ParameterStreaming:
                 self._following[True, before_last, last] = None
             self._path = (None, None)
         with self._noting_failure():
-            _refuse_graph_of_backward(call.stream)
-            self._hold(call.stream, call.begin)
+            _refuse_graph_of_backward(call.unit)
+            self._hold(call.unit, call.begin)
             # Autograd runs what was computed later first, so units whose call began after this one's end are done.
-            for stream, reason in list(self._held.items()):
+            for unit, reason in list(self._held.items()):
                 if isinstance(reason, int) and reason > call.end:
-                    self._release_held(stream)
+                    self._release_held(unit)
             before = call.previous() if call.previous is not None else None
-            ahead = before.stream if before is not None else None
-            self._stop_reading_ahead_but(ahead, call.stream)
+            ahead = before.unit if before is not None else None
+            self._stop_reading_ahead_but(ahead, call.unit)
             self._ahead = ahead
-            if ahead is not None and ahead is not call.stream:
+            if ahead is not None and ahead is not call.unit:
                 self._tier.begin_read(ahead.members)
                 for member in ahead.members:
                     member.gradient.begin_load()
 
-    def _begin_recomputed(self, stream: Stream, _: Tensor) -> None:
+    def _begin_recomputed(self, unit: Unit, _: Tensor) -> None:
         with self._noting_failure():
-            _refuse_graph_of_backward(stream)
-            self._hold(stream, self._held.get(stream))
+            _refuse_graph_of_backward(unit)
+            self._hold(unit, self._held.get(unit))
 
-    def _hold_recomputed(self, stream: Stream) -> None:
+    def _hold_recomputed(self, unit: Unit) -> None:
         """Has a unit in memory that runs again in backward, with the others that the same node has made run again."""
         node = current_node()
         for other, reason in list(self._held.items()):
             if not isinstance(reason, int) and reason is not node:
                 self._release_held(other)
-        self._hold(stream, self._held.get(stream, node))
+        self._hold(unit, self._held.get(unit, node))
 
-    def _hold(self, stream: Stream, reason: object) -> None:
+    def _hold(self, unit: Unit, reason: object) -> None:
         """Has a unit in memory until its backward is over.
 
         Args:
@@ -313,15 +312,15 @@ class ParameterStreaming:
         """
         if not self._held:
             after_backward(self._let_go_of_backward)
-        if stream not in self._held:
-            self._tier.hold(stream.members)
-            for member in stream.members:
+        if unit not in self._held:
+            self._tier.hold(unit.members)
+            for member in unit.members:
                 member.has_graph = True
-        self._held[stream] = reason
+        self._held[unit] = reason
 
-    def _release_held(self, stream: Stream) -> None:
-        del self._held[stream]
-        self._tier.release(stream.members)
+    def _release_held(self, unit: Unit) -> None:
+        del self._held[unit]
+        self._tier.release(unit.members)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -337,8 +336,8 @@ class ParameterStreaming:
             return
         for member in self._members():
             member.has_graph = False
-        for stream in list(self._held):
-            self._release_held(stream)
+        for unit in list(self._held):
+            self._release_held(unit)
         self._stop_reading_ahead_but()
 
     def _watch_gradient(self, member: StreamedParameter) -> None:
@@ -370,11 +369,11 @@ class ParameterStreaming:
         return self._step.around(inner)
 
 
-def _refuse_graph_of_backward(stream: Stream) -> None:
+def _refuse_graph_of_backward(unit: Unit) -> None:
     """What a backward through the backward uses is not announced by any output's gradient."""
     if torch.is_grad_enabled():
         raise ApplyError(
-            f"backward through '{stream.unit.name}' was asked for with create_graph=True (as gradient penalties do), "
+            f"backward through '{unit.name}' was asked for with create_graph=True (as gradient penalties do), "
             "which cannot be done with its parameters on disk; plan without streaming parameters"
         )
 

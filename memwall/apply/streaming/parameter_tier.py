@@ -349,6 +349,18 @@ class ParameterTier:
 
     # -- leaving the tier ------------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Brings back whatever is there, and closes files and threads.
+
+        Raises:
+            StoreError: bytes cannot be read back.
+        """
+        try:
+            for member in list(self):
+                self.give_up(member)
+        finally:
+            self.pool.close()
+
     def forget_unused(self) -> None:
         """Gives back the place of parameters that nobody else has: of a model that was built in vain, or made anew.
 

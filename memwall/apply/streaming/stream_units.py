@@ -1,23 +1,41 @@
 """Which modules bring which parameters into memory: the blocks of a model, and what lies outside them.
 
-A unit is a module whose forward uses parameters. Tied parameters belong to each unit that uses them.
+A unit is a module whose forward uses parameters. Tied parameters belong to each unit that uses them. A call is one run
+of its forward.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.gradient_hooks import has_foreign_hook
+from memwall.apply.streaming.parameter_tier import StreamedParameter
 from memwall.errors import ApplyError
 
-__all__ = ["Unit", "find_units", "hooked_parameters", "repeated_blocks", "tensors_in"]
+__all__ = ["Call", "Unit", "find_units", "hooked_parameters", "repeated_blocks", "tensors_in"]
 
 
 class Unit:
-    """A module whose parameters are in memory while its forward or backward runs."""
+    """Names a module whose parameters are in memory while its forward or backward runs."""
 
     def __init__(self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.name, self.module, self.parameters = name, module, tuple(parameters)
+        self.members: Sequence[StreamedParameter] = ()
+        """Lists those that are on disk."""
+
+
+class Call:
+    """Is one run of a unit's forward that a backward may follow."""
+
+    __slots__ = ("__weakref__", "begin", "end", "previous", "unit")
+
+    def __init__(self, unit: Unit, begin: int, end: int, previous: "Call | None") -> None:
+        self.unit = unit
+        # Among the begins and ends of all calls: one may lie within another.
+        self.begin, self.end = begin, end
+        # Only the graph keeps calls alive: many may never have a backward.
+        self.previous = weakref.ref(previous) if previous is not None else None
 
 
 def find_units(model: nn.Module, blocks: Sequence[str]) -> tuple[Unit, ...]:

@@ -14,7 +14,7 @@ from optimizer_runs import Make, Net, are_equal, in_groups, same, train, train_s
 from plans import plan_of
 
 import memwall
-from memwall.apply.optimizer_state import opening
+from memwall.apply.optimizer_state import open_state
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.errors import ApplyError, StoreError
@@ -338,7 +338,7 @@ def step_on_cpu(keeper: StateKeeper, optimizer: torch.optim.Optimizer, bucket_by
 def test_a_plans_state_is_placed_and_brought_back_between_steps(
     device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_device_above_host", lambda _: CPU)
+    monkeypatch.setattr(open_state, "_device_above_host", lambda _: CPU)
     make: Make = partial(MAKES["adamw"], fused=True)
     torch.manual_seed(0)
     model = Net()
@@ -363,7 +363,7 @@ def test_a_plans_state_is_placed_and_brought_back_between_steps(
 def test_a_plan_that_takes_the_place_of_another_leaves_state_in_host_memory(
     device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_device_above_host", lambda _: CPU)
+    monkeypatch.setattr(open_state, "_device_above_host", lambda _: CPU)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     keeper = StateKeeper(None, None)

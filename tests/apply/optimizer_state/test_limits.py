@@ -14,10 +14,10 @@ import torch
 from optimizer_runs import Make, Net, are_equal, resident_state_bytes, train, train_step
 
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
-from memwall.apply.optimizer_state.opening import open_optimizer_state
-from memwall.apply.optimizer_state.spaces import DiskSpace
+from memwall.apply.optimizer_state.open_state import open_optimizer_state
 from memwall.errors import ApplyError, OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend
+from memwall.store.buckets import DiskSpace
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 

@@ -16,7 +16,7 @@ from plans import RESUMABLE, plan_of, resumable_model
 
 from memwall.apply.optimizer_state import low_bit_form
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
-from memwall.apply.optimizer_state.opening import open_optimizer_state
+from memwall.apply.optimizer_state.open_state import open_optimizer_state
 from memwall.checkpoint.files import export_torch, read_summary
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.planning.techniques.low_bit_state import LowBitState

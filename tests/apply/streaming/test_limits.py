@@ -12,7 +12,7 @@ from streamed_models import GPT, KIB, everything, loss_of, streamed, train_gpt
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.partial_step import inner_step_of
-from memwall.apply.streaming.opening import open_parameter_streaming
+from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.errors import ApplyError, MemwallError, OffloadIOError, StoreError

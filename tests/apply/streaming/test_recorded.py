@@ -10,9 +10,9 @@ from streamed_models import GPT, KIB, everything, loss_of
 from torch import nn
 
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
-from memwall.apply.optimizer_state.spaces import DiskSpace
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.store.buckets import DiskSpace
 from memwall.store.transfer import TransferPool
 from memwall.trace.records import Step
 from memwall.trace.trace_builder import TraceBuilder

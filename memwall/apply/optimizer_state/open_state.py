@@ -1,7 +1,11 @@
-"""Opens an optimizer's state elsewhere: the space it goes to, and what brings it back and closes that."""
+"""Moves an optimizer's state, or its step, to another place, and says whether that can be done.
+
+What opens something returns it with what brings the state back and closes the place.
+"""
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,11 +16,9 @@ from memwall.apply.optimizer_state.cpu_step_checks import check_optimizer
 from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.optimizer_state.pinned import PinnedSpace
-from memwall.apply.optimizer_state.spaces import DiskSpace
+from memwall.apply.scratch_pool import open_scratch_pool
 from memwall.errors import ApplyError, StoreError
-from memwall.machine.disk_location import check_directory, default_directory
-from memwall.store.scratch import ScratchFile
-from memwall.store.transfer import TransferPool
+from memwall.store.buckets import DiskSpace
 from memwall.units import format_bytes
 
 __all__ = ["check_can_be_away", "check_can_step_on_cpu", "open_cpu_step", "open_optimizer_state", "open_pinned_state"]
@@ -35,10 +37,7 @@ def open_optimizer_state(
     is_recorded: bool = False,
     around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
 ) -> tuple[OptimizerState, Callable[[], None]]:
-    """Puts an optimizer's state on disk.
-
-    Returns:
-        Its keeper, and what brings the state back and closes files and threads.
+    """Puts an optimizer's state on disk: of a run that is committed, where a commit need only name it.
 
     Raises:
         ApplyError: the optimizer cannot be stepped in parts.
@@ -46,14 +45,8 @@ def open_optimizer_state(
     """
     inner_step_of(optimizer)
     kept = kept_space()
-    if kept is None:
-        directory = disk if disk is not None else default_directory()
-        check_directory(directory)
-        pool = TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))
-    else:
-        pool = kept.pool
-        directory = pool.scratch.path
-    try:
+    with ExitStack() as closing:
+        pool = kept.pool if kept is not None else closing.enter_context(open_scratch_pool(disk, capacity_bytes))
         state = OptimizerState(
             optimizer,
             DiskSpace(pool),
@@ -63,24 +56,12 @@ def open_optimizer_state(
             is_recorded=is_recorded,
             around_step=around_step,
         )
-    except BaseException:
-        if kept is None:
-            pool.close()
-        raise
-    if kept is not None:
-        kept.tenant = state
-    _log.info("%s of the optimizer's state are on disk in %s", format_bytes(state.away_bytes), directory)
-
-    def close() -> None:
-        try:
-            _bring_back(state)
-        finally:
-            if kept is None:
-                pool.close()
-            else:
-                kept.tenant = None
-
-    return state, close
+        if kept is not None:
+            kept.states.append(state)
+            closing.callback(kept.states.remove, state)
+        closing.callback(_bring_back, state)
+        _log.info("%s of the optimizer's state are on disk in %s", format_bytes(state.away_bytes), pool.scratch.path)
+        return state, closing.pop_all().close
 
 
 def open_pinned_state(
@@ -96,36 +77,21 @@ def open_pinned_state(
     Args:
         limit_bytes: the most to pin.
 
-    Returns:
-        Its keeper, and what brings the state back and unpins the memory.
-
     Raises:
         ApplyError: the optimizer cannot be stepped in parts, its parameters are on a CPU, or the run is committed.
         StoreError: the host has no room, or the driver does not allow it.
     """
     device = _device_above_host(optimizer)
     inner_step_of(optimizer, kept=PinnedSpace.kept, device=device)
-    space = PinnedSpace(device, limit_bytes=limit_bytes)
-    try:
+    with ExitStack() as closing:
+        space = PinnedSpace(device, limit_bytes=limit_bytes)
+        closing.callback(space.close)
         state = OptimizerState(
-            optimizer,
-            space,
-            resident_bytes=resident_bytes,
-            bucket_bytes=bucket_bytes,
-            min_bytes=min_bytes,
+            optimizer, space, resident_bytes=resident_bytes, bucket_bytes=bucket_bytes, min_bytes=min_bytes
         )
-    except BaseException:
-        space.close()
-        raise
-    _log.info("%s of the optimizer's state are in pinned host memory", format_bytes(state.away_bytes))
-
-    def close() -> None:
-        try:
-            _bring_back(state)
-        finally:
-            space.close()
-
-    return state, close
+        closing.callback(_bring_back, state)
+        _log.info("%s of the optimizer's state are in pinned host memory", format_bytes(state.away_bytes))
+        return state, closing.pop_all().close
 
 
 def open_cpu_step(
@@ -136,9 +102,6 @@ def open_cpu_step(
     Args:
         limit_bytes: the most host memory to take.
         with_deepspeed: whether its kernel is DeepSpeed's.
-
-    Returns:
-        What steps it, and what gives the step and the state back to the device.
 
     Raises:
         ApplyError: the optimizer cannot be stepped there, its parameters are there already, or the run is committed.
@@ -156,7 +119,7 @@ def open_cpu_step(
 
 
 def check_can_be_away(optimizer: torch.optim.Optimizer) -> None:
-    """Whether its state can be on the tier below its parameters: on disk, or in host memory below CUDA.
+    """Returns if its state can be on the tier below its parameters: on disk, or in host memory below CUDA.
 
     Raises:
         ApplyError: the optimizer cannot be stepped in parts, or its state has to stay for another reason.
@@ -168,10 +131,10 @@ def check_can_be_away(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_can_step_on_cpu(optimizer: torch.optim.Optimizer) -> None:
-    """Whether its step can be taken to the CPU, as its groups, parameters and gradients are now.
+    """Returns if its step can be taken to the CPU, as its groups, parameters and gradients are now.
 
     Raises:
-        ApplyError: see `open_cpu_step`.
+        ApplyError: it cannot, as `open_cpu_step` would say.
     """
     device = _device_above_host(optimizer)
     inner_step_of(optimizer, kept=CpuStep.kept, device=device)
@@ -183,7 +146,7 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 
 def _device_above_host(optimizer: torch.optim.Optimizer) -> torch.device:
-    """The CUDA device of an optimizer whose state is to be in host memory.
+    """Returns the CUDA device of an optimizer whose state is to be in host memory.
 
     Raises:
         ApplyError: it has none, or the run is committed.
