@@ -16,7 +16,7 @@ _MIN_BYTES = 4096
 
 
 def crc32(data: memoryview) -> int:
-    """What `zlib.crc32` gives. Other threads run meanwhile."""
+    """Returns what `zlib.crc32` gives. Other threads run meanwhile."""
     library = _library()
     if library is None or data.readonly or data.nbytes < _MIN_BYTES:
         return zlib.crc32(data)

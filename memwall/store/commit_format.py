@@ -50,42 +50,42 @@ _DIGEST_BYTES = 32
 
 
 class Superblock(Struct, frozen=True, kw_only=True):
-    """Written once, before anything else."""
+    """Is written once, before anything else."""
 
     run_id: bytes
-    """16 random bytes: records of another run are not taken for this one's."""
+    """Is 16 random bytes: records of another run are not taken for this one's."""
     fingerprint: bytes
-    """16 bytes that two models share only if their tensors have the same names, shapes and types."""
+    """Is 16 bytes that two models share only if their tensors have the same names, shapes and types."""
     block_bytes: int
-    """How much data each crc32 covers."""
+    """Says how much data each crc32 covers."""
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """A committed generation; its predecessor's stays in the other block."""
+    """Points to a committed generation; its predecessor's stays in the other block."""
 
     run_id: bytes
     generation: int
     step: int
     meta_offset: int
     meta_bytes: int
-    """Without padding."""
+    """Leaves padding out."""
     meta_digest: bytes
 
 
 class Extent(Struct, frozen=True, kw_only=True):
-    """A bucket in the data file."""
+    """Says where a bucket is in the data file."""
 
     offset: int
     num_bytes: int
-    """Written, a multiple of 4096."""
+    """Counts what was written, a multiple of 4096."""
     slot_bytes: int
-    """Taken from the file."""
+    """Counts what is taken from the file."""
     checksums: tuple[int, ...]
-    """crc32 of each block of `Superblock.block_bytes`, the last one shorter."""
+    """Has the crc32 of each block of `Superblock.block_bytes`, the last one shorter."""
 
 
 class Meta(Struct, frozen=True, kw_only=True):
-    """What a record points to."""
+    """Is the table of contents that a record points to."""
 
     generation: int
     step: int
@@ -94,23 +94,23 @@ class Meta(Struct, frozen=True, kw_only=True):
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
-    """32 bytes of blake2b (RFC 7693)."""
+    """Returns 32 bytes of blake2b (RFC 7693)."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def record_offset(generation: int) -> int:
-    """Where in the commit file a generation's record is."""
+    """Returns where in the commit file a generation's record is."""
     return ALIGNMENT_BYTES * (1 + generation % 2)
 
 
 def encode_superblock(value: Superblock) -> bytes:
-    """One block."""
+    """Returns one block."""
     fields = _SUPERBLOCK.pack(_SUPERBLOCK_MAGIC, FORMAT_VERSION, value.block_bytes, value.run_id, value.fingerprint)
     return _block(fields)
 
 
 def decode_superblock(block: bytes, path: str) -> Superblock:
-    """The superblock in a block.
+    """Returns the superblock in a block.
 
     Raises:
         StoreError: it is damaged, or of a newer format.
@@ -131,7 +131,7 @@ def decode_superblock(block: bytes, path: str) -> Superblock:
 
 
 def encode_record(value: Record) -> bytes:
-    """One block."""
+    """Returns one block."""
     fields = _RECORD.pack(
         _RECORD_MAGIC,
         FORMAT_VERSION,
@@ -146,7 +146,7 @@ def encode_record(value: Record) -> bytes:
 
 
 def decode_record(block: bytes) -> Record | None:
-    """The record in a block; None where it is damaged or was never written."""
+    """Returns the record in a block; None where it is damaged or was never written."""
     if _checked(block, _RECORD.size) is None:
         return None
     magic, version, run_id, generation, step, offset, num_bytes, digest = _RECORD.unpack(block[: _RECORD.size])
@@ -163,12 +163,12 @@ def decode_record(block: bytes) -> Record | None:
 
 
 def encode_meta(value: Meta) -> bytes:
-    """The bytes that a record's digest is of."""
+    """Returns the bytes that a record's digest is of."""
     return msgspec.msgpack.encode(value)
 
 
 def decode_meta(data: bytes) -> Meta:
-    """What `encode_meta` was given.
+    """Returns what `encode_meta` was given.
 
     Raises:
         StoreError: the bytes are no meta.
@@ -180,7 +180,7 @@ def decode_meta(data: bytes) -> Meta:
 
 
 def is_blank(block: bytes) -> bool:
-    """Whether a block was reserved and never written."""
+    """Returns whether a block was reserved and never written."""
     return not any(block)
 
 

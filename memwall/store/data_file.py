@@ -31,7 +31,7 @@ def open_kept(backend: SystemBackend, path: str, *, is_read_only: bool = False) 
 
 
 class DataFile(ScratchFile):
-    """A named `ScratchFile` that keeps the slots of the last committed step.
+    """Keeps the slots of the last committed step, in a `ScratchFile` with a name.
 
     Args:
         path: the file, created where there is none.
@@ -69,7 +69,7 @@ class DataFile(ScratchFile):
         self._committed = {slot.offset for slot in slots}
 
     def successor(self, slot: Slot | None, num_bytes: int) -> Slot:
-        """See `ScratchFile`; a committed slot is left as it is."""
+        """Returns the slot for what takes the place of `slot`'s contents; a committed slot is left as it is."""
         if slot is None or slot.offset not in self._committed:
             return super().successor(slot, num_bytes)
         self.free(slot)
@@ -104,5 +104,5 @@ class DataFile(ScratchFile):
 
     @property
     def length_bytes(self) -> int:
-        """The length that the file has on disk."""
+        """Is the length that the file has on disk."""
         return self._backend.size_bytes(self._fd)

@@ -21,7 +21,7 @@ _guard = threading.Lock()
 
 
 class DirectoryLock:
-    """Held from the beginning until `release`.
+    """Keeps other runs out from the beginning until `release`.
 
     Args:
         directory: of the run.

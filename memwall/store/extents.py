@@ -14,22 +14,22 @@ class FreeExtents:
 
     @property
     def total_bytes(self) -> int:
-        """All free bytes."""
+        """Counts all free bytes."""
         return sum(self._sizes)
 
     @property
     def largest_bytes(self) -> int:
-        """The largest request that `take` can meet."""
+        """Is the largest request that `take` can meet."""
         return max(self._sizes, default=0)
 
     def tail_bytes(self, end: int) -> int:
-        """Free bytes that touch `end`, the end of the whole space: what growth there would be merged with."""
+        """Returns the free bytes that touch `end`, the end of the space: growth there would be merged with them."""
         if self._offsets and self._offsets[-1] + self._sizes[-1] == end:
             return self._sizes[-1]
         return 0
 
     def take(self, num_bytes: int) -> int | None:
-        """The offset of the smallest extent that holds `num_bytes` (the first of equals), or None."""
+        """Returns the offset of the smallest extent that holds `num_bytes` (the first of equals), or None."""
         best = -1
         for index, size in enumerate(self._sizes):
             if size >= num_bytes and (best < 0 or size < self._sizes[best]):

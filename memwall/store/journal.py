@@ -52,15 +52,15 @@ _log = logging.getLogger(__name__)
 
 
 class Stored(NamedTuple):
-    """A bucket on disk: what was written, with its checksums, in blocks of the pool's size."""
+    """Names a bucket on disk: what was written, with its checksums, in blocks of the pool's size."""
 
     slot: Slot
     num_bytes: int
-    """Written, a multiple of 4096."""
+    """Counts what was written, a multiple of 4096."""
 
 
 class Generation(NamedTuple):
-    """A committed step as it was found, every byte of it verified."""
+    """Holds a committed step as it was found, every byte of it verified."""
 
     number: int
     step: int
@@ -70,7 +70,7 @@ class Generation(NamedTuple):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All that must not be written to while this is the last one."""
+        """Lists all that must not be written to while this is the last one."""
         return (*(stored.slot for stored in self.buckets), self.meta)
 
 
@@ -155,7 +155,7 @@ class Journal:
 
     @property
     def fingerprint(self) -> bytes | None:
-        """What `begin` was given by the run that made the directory; None where nothing is committed yet."""
+        """Says what `begin` was given by the run that made the directory; None where nothing is committed yet."""
         return None if self._superblock is None or self.last is None else self._superblock.fingerprint
 
     def begin(self, fingerprint: bytes) -> None:
@@ -273,7 +273,7 @@ class Journal:
     # -- recovery --------------------------------------------------------------------------------------------------
 
     def _recover(self) -> Generation | None:
-        """The newest generation of which every byte is as it was written."""
+        """Returns the newest generation of which every byte is as it was written."""
         length_bytes, has_data = self._backend.size_bytes(self._fd), self.data.length_bytes > 0
         if length_bytes < COMMIT_BYTES:
             if has_data:
@@ -389,5 +389,5 @@ def is_begun(directory: str) -> bool:
 
 
 def _pages(num_bytes: int) -> memoryview:
-    """Page-aligned memory, of zeros, that lives as long as its views: those in an error's traceback too."""
+    """Returns page-aligned zeros that live as long as their views: those in an error's traceback too."""
     return memoryview(mmap.mmap(-1, num_bytes))

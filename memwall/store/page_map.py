@@ -30,7 +30,7 @@ _ENTRY_BYTES, _IS_PRESENT, _IS_SWAPPED, _IS_OF_FILE = 8, 1 << 63, 1 << 62, 1 << 
 
 
 class PageMap:
-    """Private memory of its own that begins without pages, to be given pages and emptied again.
+    """Owns private memory that begins without pages, to be given pages and emptied again.
 
     Where it can hold a huge page it begins at the boundary of one: then `move_pages` moves huge pages whole from map to
     map. Between other addresses it would have to cut them up, and what is moved out of would never get huge ones again.
@@ -48,7 +48,7 @@ class PageMap:
         self.memory = mmap.mmap(-1, num_bytes + boundary_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.offset = -start % boundary_bytes
-        """Where in `memory` it begins; what lies before it and after it stays without pages."""
+        """Says where in `memory` it begins; what lies before it and after it stays without pages."""
         self.address = start + self.offset
         _maps[self.address] = self.memory
         self._has_huge_pages = has_huge_pages
@@ -88,13 +88,13 @@ class PageMap:
 
     @property
     def own_bytes(self) -> int:
-        """Of what shows a file, what was written to since."""
+        """Counts what was written to since, of what shows a file."""
         own = (entry & _IS_SWAPPED or entry & (_IS_PRESENT | _IS_OF_FILE) == _IS_PRESENT for entry in self._entries())
         return mmap.PAGESIZE * sum(map(bool, own))
 
     @property
     def file_bytes(self) -> int:
-        """Of what shows a file, what is in memory as it was read: the system can take that back."""
+        """Counts what is in memory as it was read, of what shows a file: the system can take that back."""
         whole = _IS_PRESENT | _IS_OF_FILE
         return mmap.PAGESIZE * sum(entry & whole == whole for entry in self._entries())
 
@@ -119,16 +119,16 @@ class PageMap:
 
 
 _maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""The memory of every `PageMap` by where it begins, for as long as somebody has it."""
+"""Holds the memory of every `PageMap` by where it begins, for as long as somebody has it."""
 
 
 def is_page_map(address: int) -> bool:
-    """Whether the memory of a `PageMap` begins there, whether that is still there itself or not."""
+    """Returns whether the memory of a `PageMap` begins there, whether that is still there itself or not."""
     return address in _maps
 
 
 def is_of_file(address: int) -> bool:
-    """Whether memory shows a file that somebody has mapped."""
+    """Returns whether memory shows a file that somebody has mapped."""
     for line in Path("/proc/self/maps").read_text().splitlines() if _PAGEMAP.exists() else ():
         span, _, _, _, inode, *_ = line.split(maxsplit=5)
         start, end = (int(edge, 16) for edge in span.split("-"))
@@ -156,7 +156,7 @@ def _entries(address: int, num_bytes: int) -> Iterator[int]:
 
 
 def has_pages(pages: PageMap) -> bool:
-    """Whether anything in a map that was emptied has been touched since: each touch brings a page of zeros."""
+    """Returns whether anything in a map that was emptied has been touched since: each touch brings a page of zeros."""
     found = ctypes.create_string_buffer(-(-pages.num_bytes // mmap.PAGESIZE))
     failed = _libc.mincore(pages.address, pages.num_bytes, found)
     return not failed and found.raw.strip(b"\0") != b""

@@ -18,7 +18,7 @@ __all__ = ["PagedTensor", "WriteBehind"]
 
 
 class PagedTensor:
-    """A CPU tensor in an anonymous map of its own, with a slot on disk.
+    """Keeps a CPU tensor in an anonymous map of its own, with a slot on disk.
 
     Args:
         pool: the threads and the file.
@@ -30,15 +30,15 @@ class PagedTensor:
         num_bytes = like.numel() * like.element_size()
         self._pool, self._label = pool, label
         self.num_bytes = round_up(num_bytes)
-        """Pages included; also what it takes on disk."""
+        """Counts whole pages; also what it takes on disk."""
         self._pages = PageMap(self.num_bytes)
         self._arrivals: PageMap | None = None
         flat = torch.frombuffer(self._pages.memory, dtype=like.dtype, count=like.numel(), offset=self._pages.offset)
         self.tensor = flat.as_strided(like.size(), like.stride())
         self.is_here = True
-        """Whether the newest bytes are in memory."""
+        """Says whether the newest bytes are in memory."""
         self.is_shown = False
-        """Whether they are read by way of the system's cache, see `show`."""
+        """Says whether they are read by way of the system's cache, see `show`."""
         self._is_stored = False
         self._is_wanted = True
         self._slot: Slot | None = None
@@ -47,27 +47,27 @@ class PagedTensor:
 
     @property
     def is_resident(self) -> bool:
-        """Whether it takes memory: it is here, or on its way."""
+        """Says whether it takes memory: it is here, or on its way."""
         return self.is_here or self._read is not None
 
     @property
     def is_stored(self) -> bool:
-        """Whether the newest bytes are on disk, or on their way there."""
+        """Says whether the newest bytes are on disk, or on their way there."""
         return self._is_stored and not (self.is_shown and self._pages.own_bytes)
 
     @property
     def shown_bytes(self) -> int:
-        """Memory that the system has filled to `show` it, and can take back."""
+        """Counts the memory that the system has filled to `show` it, and can take back."""
         return self._pages.file_bytes if self.is_shown else 0
 
     @property
     def slot(self) -> Slot | None:
-        """Where its newest bytes are on disk; None while they are nowhere but in memory."""
+        """Says where its newest bytes are on disk; None while they are nowhere but in memory."""
         return self._slot if self.is_stored else None
 
     @property
     def is_written(self) -> bool:
-        """Whether no write of it is under way."""
+        """Says whether no write of it is under way."""
         return self._write is None or self._write.is_done
 
     def begin_read(self) -> None:
@@ -127,7 +127,7 @@ class PagedTensor:
         self._is_stored = False
 
     def overwrite(self) -> None:
-        """Like `want` and `changed` for a caller who writes every element: nothing is read.
+        """Does what `want` and `changed` do, for a caller who writes every element: nothing is read.
 
         Raises:
             StoreError: a transfer under way failed.
@@ -178,7 +178,7 @@ class PagedTensor:
         self.sweep()
 
     def stay(self) -> None:
-        """Be in memory for good: the place on disk is given back.
+        """Stays in memory for good: the place on disk is given back.
 
         Raises:
             StoreError: the bytes cannot be had, or came back different; or somebody has used its memory meanwhile.

@@ -27,7 +27,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """One registered map. `memory` (uint8) owns it."""
+    """Holds one registered map. `memory` (uint8) owns it."""
 
     memory: Tensor
     free: FreeExtents
@@ -35,7 +35,7 @@ class _Chunk:
 
 @dataclass(slots=True, eq=False)
 class PinnedSlot:
-    """Pinned bytes lent by an arena: `memory` (uint8, one dimension), `offset` within `chunk`."""
+    """Holds pinned bytes lent by an arena: `memory` (uint8, one dimension), `offset` within `chunk`."""
 
     memory: Tensor
     chunk: _Chunk
@@ -44,7 +44,7 @@ class PinnedSlot:
 
 
 class PinnedArena:
-    """Pinned host memory in exactly the size that is used.
+    """Lends pinned host memory, of which it takes exactly the size that is used.
 
     PyTorch's own pinned allocator rounds each request up to a power of two, and asking the driver for every tensor
     costs milliseconds; here maps of 64 MiB or one large request are registered once and reused.
@@ -61,7 +61,7 @@ class PinnedArena:
         self.pinned_bytes = 0
 
     def allocate(self, num_bytes: int) -> PinnedSlot:
-        """A slot of at least `num_bytes`.
+        """Returns a slot of at least `num_bytes`.
 
         Raises:
             StoreError: the limit, or the driver, does not allow it.
@@ -125,7 +125,7 @@ class PinnedArena:
 
 @dataclass(slots=True, eq=False)
 class PinnedParked:
-    """Bytes in pinned memory once `copied` has happened; `source` is still held while they may be under way."""
+    """Holds bytes in pinned memory once `copied` has happened, and `source` while they may be under way."""
 
     host: PinnedSlot
     copied: torch.cuda.Event
@@ -136,7 +136,7 @@ class PinnedParked:
 
 @dataclass(slots=True, eq=False)
 class PinnedLoad:
-    """Bytes in `buffer` once `ready` has happened; None: they never left."""
+    """Holds bytes in `buffer` once `ready` has happened; None: they never left."""
 
     buffer: Tensor
     ready: torch.cuda.Event | None
@@ -158,7 +158,7 @@ def _forget_refusal() -> None:
 
 
 class PinnedTier:
-    """Pinned host memory for one CUDA device.
+    """Holds bytes of one CUDA device in pinned host memory.
 
     A source is held until its copy is known to be ordered before whatever reuses its memory. Its release is decided by
     the program's order, not by polling, so that the device's peak is the same in every step: when more than the window
@@ -182,7 +182,6 @@ class PinnedTier:
         self.stall_seconds = 0.0
 
     def park(self, source: ByteRange, label: str) -> PinnedParked:
-        """See `Tier`."""
         tensor = source.tensor()
         compute = torch.cuda.current_stream(self._device)
         host = self._arena.allocate(source.num_bytes)
@@ -200,7 +199,7 @@ class PinnedTier:
         return parked
 
     def load(self, parked: PinnedParked, *, is_urgent: bool) -> PinnedLoad:
-        """See `Tier`. What has not been let go yet is given back as it is."""
+        """Begins to bring bytes back; what has not been let go yet is given back as it is."""
         if parked.source is not None:
             return PinnedLoad(buffer=parked.source, ready=None)
         compute = torch.cuda.current_stream(self._device)
@@ -215,25 +214,24 @@ class PinnedTier:
         return PinnedLoad(buffer=buffer, ready=ready)
 
     def collect(self, load: PinnedLoad) -> tuple[Tensor, float]:
-        """See `Tier`. The compute stream waits, the host does not: 0 seconds."""
+        """Returns the bytes; the compute stream waits for them, the host does not: 0 seconds."""
         if load.ready is not None:
             torch.cuda.current_stream(self._device).wait_event(load.ready)
         return load.buffer, 0.0
 
     def discard(self, load: PinnedLoad) -> None:
-        """See `Tier`. The buffer's next user on the compute stream must come after the copy into it."""
+        """Gives up a load: the buffer's next user on the compute stream must come after the copy into it."""
         if load.ready is not None:
             torch.cuda.current_stream(self._device).wait_event(load.ready)
 
     def release(self, parked: PinnedParked) -> None:
-        """See `Tier`. Copies out are in order on one stream; it only has to wait for reads of the slot."""
+        """Forgets the bytes. Copies out are in order on one stream; it only has to wait for reads of the slot."""
         if parked.last_read is not None:
             self._outward.wait_event(parked.last_read)
         self._let_go(parked)
         self._arena.free(parked.host)
 
     def close(self) -> None:
-        """See `Tier`."""
         self._outward.synchronize()
         self._inward.synchronize()
         self._arena.close()

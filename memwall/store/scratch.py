@@ -18,7 +18,7 @@ _OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Slot:
-    """A piece of a scratch file: `num_bytes` (a multiple of 4096) at `offset`.
+    """Names a piece of a scratch file: `num_bytes` (a multiple of 4096) at `offset`.
 
     Attributes:
         checksums: what was written, offset within the slot -> crc32 of that block; filled by the writer.
@@ -36,7 +36,7 @@ class Slot:
 
 
 class ScratchFile:
-    """A file without a name on a disk, growing by reservation and never shrinking until it is closed.
+    """Owns a file without a name, which grows by reservation and never shrinks until it is closed.
 
     A slot is handed out only when its bytes exist on disk, so a write into it cannot run out of space. Safe to use
     from several threads.
@@ -73,7 +73,7 @@ class ScratchFile:
         self.is_direct = opened.is_direct
 
     is_kept = False
-    """Whether the file outlives the process: a checkpoint's."""
+    """Says whether the file outlives the process: a checkpoint's."""
 
     def _open(self) -> OpenScratch:
         try:
@@ -86,27 +86,27 @@ class ScratchFile:
 
     @property
     def system_fd(self) -> int | None:
-        """The file for who moves bytes past this object; None where they are moved another way, or leave traces."""
+        """Is the file for who moves bytes past this object; None where they are moved another way, or leave traces."""
         return self._fd if type(self._backend) is SystemBackend and self.is_direct and not self._is_closed else None
 
     @property
     def place(self) -> str:
-        """What the file is called in an error."""
+        """Says what the file is called in an error."""
         return self.path if self.is_kept else f"the scratch file in {self.path}"
 
     @property
     def option(self) -> str:
-        """The option of the command line that another directory is given with."""
+        """Is the option of the command line that another directory is given with."""
         return "--checkpoint" if self.is_kept else "--disk"
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in slots that were handed out and not freed."""
+        """Counts the bytes in slots that were handed out and not freed."""
         return self._used_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """The file's size: bytes taken from the disk."""
+        """Is the file's size: bytes taken from the disk."""
         return self._reserved_bytes
 
     def reserve(self, num_bytes: int) -> None:
@@ -120,7 +120,7 @@ class ScratchFile:
                 self._grow(round_up(num_bytes) - self._reserved_bytes, at_least_bytes=None)
 
     def allocate(self, num_bytes: int) -> Slot:
-        """A slot that holds `num_bytes`.
+        """Returns a slot that holds `num_bytes`.
 
         Raises:
             StoreError: the disk or the limit has no room; nothing was written and no other slot is touched.
@@ -138,7 +138,7 @@ class ScratchFile:
         return Slot(offset, size)
 
     def successor(self, slot: Slot | None, num_bytes: int) -> Slot:
-        """The slot for what takes the place of `slot`'s contents: the same one where it is large enough.
+        """Returns the slot for what takes the place of `slot`'s contents: the same one where it is large enough.
 
         Raises:
             StoreError: the disk or the limit has no room.

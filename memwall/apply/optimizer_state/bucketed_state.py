@@ -71,7 +71,7 @@ class OptimizerState:
         with without_dispatch_modes(), torch.no_grad():
             self._put_all_away()
         self.on_return: Callable[[Sequence[Tensor]], None] = lambda _: None
-        """Called by `undo` for parameters whose state is in memory again, before the next ones' is."""
+        """Is called by `undo` for parameters whose state is in memory again, before the next ones' is."""
         self._taken = TakenStep(
             optimizer,
             done_to_state=f"put its state {space.kept}",
@@ -83,40 +83,40 @@ class OptimizerState:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Whose state it is."""
+        """Names the optimizer whose state it is."""
         return self._optimizer
 
     @property
     def failure(self) -> MemwallError | None:
-        """The first transfer that failed in a step."""
+        """Is the first transfer that failed in a step."""
         return self._taken.failure
 
     is_on_disk = True
 
     @property
     def buckets(self) -> list[DiskBucket]:
-        """What is on disk between steps."""
+        """Says what is on disk between steps."""
         buckets = [share.bucket for share in self._shares.every if share.bucket.num_bytes]
         return [bucket for bucket in buckets if isinstance(bucket, DiskBucket)]
 
     @property
     def kept(self) -> str:
-        """Where the state is between steps, as in "on disk"."""
+        """Says where the state is between steps, as in "on disk"."""
         return self._space.kept
 
     @property
     def away_bytes(self) -> int:
-        """Bytes that are away between steps, padding included."""
+        """Counts the bytes that are away between steps, padding included."""
         return sum(share.bucket.num_bytes for share in self._shares.every)
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that have left so far."""
+        """Counts the bytes that have left so far."""
         return self._space.bytes_written
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that have come back so far."""
+        """Counts the bytes that have come back so far."""
         return self._space.bytes_read
 
     @torch.no_grad()
@@ -177,7 +177,7 @@ class OptimizerState:
                 waiting.remove(whole)
 
     def keeps_low_bits(self, _: Tensor) -> bool:
-        """None is in 8 bits."""
+        """Returns False: none is in 8 bits."""
         return False
 
     @torch.no_grad()
@@ -199,12 +199,12 @@ class OptimizerState:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While a recorder looks at the optimizer's state: every tensor is in its place, though it holds nothing."""
+        """Has every tensor of the state in its place while a recorder looks, though it holds nothing."""
         with self._recorded.shown() if self._recorded is not None else nullcontext():
             yield
 
     def end_recording(self) -> None:
-        """From now on nobody looks on."""
+        """Says that nobody looks on from now on."""
         self._recorded = None
 
     def _new_shares(self, resident_bytes: int, bucket_bytes: int) -> Shares:
@@ -221,7 +221,7 @@ class OptimizerState:
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _step_all(self, arguments: Arguments) -> None:
-        """Bucket by bucket."""
+        """Steps all parameters, bucket by bucket."""
         self._shares.adopt()
         parts = self._shares.parts()
         step_some(self._optimizer, self._inner_step, parts.get(None), arguments)
@@ -271,7 +271,7 @@ class OptimizerState:
         return self._copier(_CPU)
 
     def _copier(self, device: torch.device | None = None) -> Callable[[Tensor], Tensor]:
-        """Everything that is away, and what is in memory: a step later that would belong to another state.
+        """Returns what copies all that is away, and what is in memory: a step later that would be another state.
 
         Args:
             device: where what is away is to be copied to; by default where it is used.

@@ -21,12 +21,12 @@ _LEAST_GAIN = 1.05
 
 
 class CpuStepSpeeds(NamedTuple):
-    """What a step reads and writes with all of torch's threads, to two digits: no more of them repeat."""
+    """Says what a step reads and writes with all of torch's threads, to two digits: no more of them repeat."""
 
     torch_bytes_per_second: float
-    """Of torch's fused kernel."""
+    """Is that of torch's fused kernel."""
     deepspeed_bytes_per_second: float
-    """Of DeepSpeed's; 0.0 where it is not built, or is not at least 5 % faster."""
+    """Is that of DeepSpeed's; 0.0 where it is not built, or is not at least 5 % faster."""
 
 
 def cpu_step_speeds() -> CpuStepSpeeds:

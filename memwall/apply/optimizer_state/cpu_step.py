@@ -37,20 +37,20 @@ _SCALER_TENSORS = ("grad_scale", "found_inf")
 
 
 class _Stage:
-    """Pinned memory for the gradients and parameters of one bucket."""
+    """Holds pinned memory for the gradients and parameters of one bucket."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._used_bytes = 0
         self.up: torch.cuda.Event | None = None
-        """The last copy from here to the device."""
+        """Is the last copy from here to the device."""
 
     def clear(self) -> None:
-        """What was laid out here is no longer used."""
+        """Forgets what was laid out here: it is no longer used."""
         self._used_bytes = 0
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Memory for a tensor, as it lies on the device."""
+        """Returns memory for a tensor, as it lies on the device."""
         start = (int(self._memory.storage_offset()) + self._used_bytes) // tensor.element_size()
         self._used_bytes += round_up(tensor.numel() * tensor.element_size(), _ALIGNMENT_BYTES)
         empty = torch.empty(0, dtype=tensor.dtype)
@@ -58,7 +58,7 @@ class _Stage:
 
 
 class _Down:
-    """A bucket on its way down: parameters by group, and what stands for each of them on the CPU."""
+    """Holds a bucket on its way down: parameters by group, and what stands for each of them on the CPU."""
 
     def __init__(self, stage: _Stage, members: Sequence[tuple[int, Tensor]]) -> None:
         self.stage, self.members = stage, members
@@ -113,12 +113,12 @@ class CpuStep:
 
     @property
     def failure(self) -> MemwallError | None:
-        """The first error of a step."""
+        """Is the first error of a step."""
         return self._taken.failure
 
     @property
     def away_bytes(self) -> int:
-        """State that is in host memory."""
+        """Counts the state that is in host memory."""
         return sum(value.nbytes for _, _, value in self._state() if value.ndim > 0)
 
     def step_with(self, *, deepspeed: bool) -> None:
@@ -189,7 +189,7 @@ class CpuStep:
 
     @torch.no_grad()
     def _unscale(self, parameters: Sequence[Tensor]) -> None:
-        """What a fused step does to gradients that a scaler left to it, on the device: they have come down by now."""
+        """Does to gradients that a scaler left to a fused step what that does: on the device, they are down by now."""
         scale, found_inf = (vars(self._optimizer).get(name) for name in _SCALER_TENSORS)
         if scale is None:
             return
@@ -221,7 +221,7 @@ class CpuStep:
         down.stage.up = self._inward.record_event()
 
     def _step(self, down: _Down, arguments: Arguments) -> None:
-        """The optimizer's own step, of what stands for its parameters here."""
+        """Does the optimizer's own step, of what stands for its parameters here."""
         part: dict[int, list[Tensor]] = {}
         for (number, _), twin in zip(down.members, down.twins, strict=True):
             part.setdefault(number, []).append(twin)
@@ -239,7 +239,7 @@ class CpuStep:
             optimizer.state = whole
 
     def _buckets(self) -> list[list[tuple[int, Tensor]]]:
-        """Parameters with a gradient, in the optimizer's order, each with the number of its group."""
+        """Lists parameters with a gradient, in the optimizer's order, each with the number of its group."""
         buckets: list[list[tuple[int, Tensor]]] = []
         filled_bytes = 0
         for number, group in enumerate(self._optimizer.param_groups):
@@ -287,7 +287,7 @@ def _staged_bytes(members: Sequence[tuple[int, Tensor]]) -> int:
 
 @contextmanager
 def _as_fused_on_cpu(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While a step is the CPU's: the fused one, and a gradient scaler's tensors where it finds them."""
+    """Has the optimizer step as the fused one of the CPU, with a gradient scaler's tensors where that finds them."""
     ways = [(group, group.get("fused"), group.get("foreach")) for group in optimizer.param_groups]
     scaler = {name: vars(optimizer)[name] for name in _SCALER_TENSORS if vars(optimizer).get(name) is not None}
     try:

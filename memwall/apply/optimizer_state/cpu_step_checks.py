@@ -22,7 +22,7 @@ _MIN_BYTES = 16
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Whether the CPU can step it, as its groups, parameters and gradients are now.
+    """Returns if the CPU can step it, as its groups, parameters and gradients are now.
 
     Args:
         device: where parameters and gradients are to be.
@@ -36,7 +36,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> N
 
 
 def deepspeed_operator(optimizer: torch.optim.Optimizer) -> Any:
-    """DeepSpeed's kernel, for an optimizer that it can step as its groups are now.
+    """Returns DeepSpeed's kernel, for an optimizer that it can step as its groups are now.
 
     Raises:
         ApplyError: it cannot, or is not there.
@@ -57,7 +57,7 @@ def deepspeed_operator(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Whether state is where it was put, and of the kind that the kernel steps.
+    """Returns if state is where it was put, and of the kind that the kernel steps.
 
     Raises:
         ApplyError: somebody has moved it, or converted it.
@@ -77,7 +77,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_room(optimizer: torch.optim.Optimizer, device: torch.device, *, bucket_bytes: int, limit_bytes: int) -> None:
-    """Whether host memory has room for state on a device, that which there will be included, and what passes through.
+    """Returns if host memory has room for a device's state, that which there will be included, and what passes through.
 
     Raises:
         StoreError: it has none.

@@ -25,7 +25,7 @@ _IDS = itertools.count(1 << 30)
 
 @cache
 def load_operator() -> Any | None:
-    """DeepSpeed's operator; None where the package is not installed, or its operator is not built or does not load."""
+    """Returns DeepSpeed's operator; None where it is not installed, not built, or does not load."""
     try:
         package = importlib.util.find_spec("deepspeed")
     except ValueError:  # somebody put a module of that name there that was not imported
@@ -50,7 +50,7 @@ def load_operator() -> Any | None:
 
 
 def _takes_a_step(operator: Any) -> bool:
-    """Whether it is called as here: other versions of DeepSpeed may leave another one behind."""
+    """Returns whether it is called as here: other versions of DeepSpeed may leave another one behind."""
     parameter = torch.zeros(8, device="cpu")
     parameter.grad = torch.ones(8, device="cpu")
     try:
@@ -61,7 +61,7 @@ def _takes_a_step(operator: Any) -> bool:
 
 
 def _compiled_when_used(name: str) -> Path:
-    """Where an operator of that name is once it was used, as `torch.utils.cpp_extension.load` builds it."""
+    """Returns where an operator of that name is once it was used, as `torch.utils.cpp_extension.load` builds it."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR")

@@ -11,7 +11,7 @@ __all__ = ["OwnHook", "has_foreign_hook"]
 
 
 class OwnHook:
-    """A hook for accumulated gradients that calls a method, for as long as its object lives.
+    """Calls a method when a gradient is accumulated, for as long as its object lives.
 
     torch holds such hooks where Python's collector does not look: one that held its object, which holds the optimizer,
     would hold the parameter that it hangs on.
@@ -30,5 +30,5 @@ class OwnHook:
 
 
 def has_foreign_hook(parameter: torch.Tensor) -> bool:
-    """Whether somebody else's hook runs when the parameter's gradient is accumulated."""
+    """Returns whether somebody else's hook runs when the parameter's gradient is accumulated."""
     return any(not isinstance(hook, OwnHook) for hook in accumulation_hooks(parameter).values())

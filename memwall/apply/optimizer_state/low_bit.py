@@ -27,11 +27,11 @@ __all__ = ["LowBitMoments", "LowBitOptimizerState"]
 # The moments, and whether they have a sign.
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 _FILLED_BYTES = 32 << 20
-"""Of parameters, whose state another process left in float32: so many come into memory at a time, to be closed."""
+"""Bounds the parameters whose state, left in float32 by another process, comes into memory at a time to be closed."""
 
 
 class LowBitMoments:
-    """The moments of one optimizer, some of them in 8 bits.
+    """Holds the moments of one optimizer, some of them in 8 bits.
 
     Args:
         optimizer: torch's Adam or AdamW, on CPU parameters.
@@ -58,11 +58,11 @@ class LowBitMoments:
 
     @property
     def num_closed(self) -> int:
-        """Tensors that are in 8 bits now."""
+        """Counts the tensors that are in 8 bits now."""
         return sum(isinstance(value, self._form) for state in self.optimizer.state.values() for value in state.values())
 
     def can_close(self, parameter: Tensor) -> bool:
-        """Whether moments of this parameter are kept in 8 bits."""
+        """Returns whether moments of this parameter are kept in 8 bits."""
         return parameter.dtype == torch.float32 and parameter.is_contiguous() and can_be_low_bit(parameter.numel())
 
     def close(self, parameters: Sequence[Tensor]) -> None:
@@ -79,12 +79,12 @@ class LowBitMoments:
                         self.write(state[key], begin, end, moment.reshape(-1)[begin:end])
 
     def close_all(self) -> None:
-        """Of all parameters."""
+        """Puts the moments of all parameters into 8 bits."""
         for group in self.optimizer.param_groups:
             self.close(group["params"])
 
     def new(self, parameter: Tensor, key: str) -> Any:
-        """A moment of zeros."""
+        """Returns a moment of zeros."""
         return self._form.zeros(parameter.shape, _MOMENTS[key], BLOCK_ELEMENTS, parameter.device, parameter.dtype)
 
     def write(self, moment: Any, begin: int, end: int, values: Tensor) -> None:
@@ -103,7 +103,7 @@ class LowBitMoments:
         codes.copy_(below.add_(rest >= halves[below]))
 
     def opened(self, value: Any, begin: int, end: int) -> Any:
-        """A slice of a moment in float32; anything else, as the count of steps, for this slice alone."""
+        """Returns a slice of a moment in float32; anything else, as the count of steps, for this slice alone."""
         if isinstance(value, self._form):
             return self._form(*_part(value, begin, end), value.signed, value.dtype).dequantize()
         return value.clone() if isinstance(value, Tensor) else value
@@ -115,7 +115,7 @@ class LowBitMoments:
         return opened(value.codes, value.scale, value.qmap)
 
     def open_all(self) -> None:
-        """All of them are torch's again."""
+        """Makes all of them torch's again."""
         for state in self.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, self._form):
@@ -145,24 +145,24 @@ class LowBitOptimizerState:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Whose state it is."""
+        """Names the optimizer whose state it is."""
         return self._optimizer
 
     @property
     def failure(self) -> MemwallError | None:
-        """The first error of a step."""
+        """Is the first error of a step."""
         return self._taken.failure
 
     @torch.no_grad()
     def undo(self) -> None:
-        """The optimizer steps by itself again, on state as torch has it."""
+        """Lets the optimizer step by itself again, on state as torch has it."""
         if self._space is not None:
             self._space.states.remove(self)
         self._taken.give_back()
         self.moments.open_all()
 
     def keeps_low_bits(self, parameter: Tensor) -> bool:
-        """Whether the moments of this parameter are in 8 bits."""
+        """Returns whether the moments of this parameter are in 8 bits."""
         return self.moments.can_close(parameter)
 
     @torch.no_grad()
@@ -193,7 +193,7 @@ class LowBitOptimizerState:
             step_some(self._optimizer, self.moments.inner_step, [(number, whole)], arguments)
 
     def _step_slices(self, number: int, parameter: Tensor, arguments: Arguments) -> None:
-        """The optimizer is given each slice as a parameter of its own, with its own state."""
+        """Gives the optimizer each slice as a parameter of its own, with its own state."""
         moments, every, state = self.moments, self._optimizer.state, self._optimizer.state[parameter]
         before = dict(state)
         gradient = parameter.grad

@@ -19,11 +19,11 @@ __all__ = ["facts_of", "is_low_bit", "load_torchao", "opened", "pieces_of", "put
 
 _MODULE = "torchao.optim.subclass_8bit"
 _PIECES = ("codes", "scale", "qmap")
-"""Attributes: uint8 in the moment's shape; a float32 for each block of elements; the float32 of each code."""
+"""Names attributes: uint8 in the moment's shape; a float32 for each block of elements; the float32 of each code."""
 
 
 def load_torchao() -> Any:
-    """The class of torchao's that holds a tensor in 8 bits.
+    """Returns the class of torchao's that holds a tensor in 8 bits.
 
     Raises:
         ApplyError: torchao is not installed.
@@ -36,18 +36,18 @@ def load_torchao() -> Any:
 
 
 def is_low_bit(value: object) -> bool:
-    """Whether a value of an optimizer's state is in 8 bits. Loads nothing: without torchao's module there is none."""
+    """Returns whether a value of an optimizer's state is in 8 bits; without torchao's module loaded there is none."""
     module = sys.modules.get(_MODULE)
     return module is not None and type(value) is module.OptimState8bit
 
 
 def pieces_of(key: str, moment: Any) -> dict[str, Tensor]:
-    """The plain tensors of a moment, under keys made of its own; they share its memory."""
+    """Returns the plain tensors of a moment, under keys made of its own; they share its memory."""
     return {f"{key}.{piece}": getattr(moment, piece) for piece in _PIECES}
 
 
 def facts_of(moment: Any) -> dict[str, Any]:
-    """What of a moment is no tensor."""
+    """Returns what of a moment is no tensor."""
     return {"signed": moment.signed, "dtype": moment.dtype}
 
 
@@ -70,7 +70,7 @@ def put_together(state: dict[Any, Any], facts: Mapping[str, Mapping[str, Any]], 
 
 
 def opened(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-    """A moment in float32, in the shape of its codes; a slice's worth of temporaries at a time."""
+    """Returns a moment in float32, in the shape of its codes; a slice's worth of temporaries at a time."""
     whole = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     block_elements = codes.numel() // scales.numel()
     num_blocks = max(1, SLICE_ELEMENTS // block_elements)

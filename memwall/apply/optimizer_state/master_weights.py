@@ -26,17 +26,17 @@ _made: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {}
 
 
 def is_low_precision(parameter: Tensor) -> bool:
-    """Whether a parameter has a master."""
+    """Returns whether a parameter has a master."""
     return parameter.dtype in _LOW
 
 
 def has_master_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer keeps a master of each low-precision parameter."""
+    """Returns whether an optimizer keeps a master of each low-precision parameter."""
     return hasattr(below_hooks(type(optimizer).step), "steps_as")
 
 
 def with_master_weights(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The class of optimizer with float32 master weights for low-precision parameters; others are stepped as ever.
+    """Returns the class with float32 master weights for low-precision parameters; others are stepped as ever.
 
     A master is made from its parameter at the first step. Where somebody else has changed elements of the parameter
     since, as by loading weights into the model, these are the master's from then on.
@@ -98,7 +98,7 @@ def _with_master_weights(kind: type[torch.optim.Optimizer]) -> type[torch.optim.
         step.steps_as = inner  # type: ignore[attr-defined]
 
         def load_state_dict(self, state_dict: Any) -> None:
-            """See `torch.optim.Optimizer.load_state_dict`, which rounds state to the dtype of its parameter."""
+            """Loads state as torch does, which would round it to the dtype of its parameter."""
             loaded: list[_Exact] = []
             # After all hooks that change what is loaded, and before all that look at what was.
             handles = (
@@ -123,7 +123,7 @@ def _with_master_weights(kind: type[torch.optim.Optimizer]) -> type[torch.optim.
 
 
 def _step_master(optimizer: torch.optim.Optimizer, inner: Callable[..., Any], number: int, parameter: Tensor) -> None:
-    """The optimizer steps the master as a parameter of its own, with the parameter's state and gradient."""
+    """Has the optimizer step the master as a parameter of its own, with the parameter's state and gradient."""
     state = optimizer.state[parameter]
     assert parameter.grad is not None
     for key, value in state.items():  # of an optimizer without masters, whose state was loaded
@@ -154,11 +154,11 @@ def _master_of(parameter: Tensor, master: Tensor | None) -> Tensor:
 
 
 _Exact = tuple[Tensor, dict[Any, Tensor]]
-"""A parameter, and what a state dict has for it in float32."""
+"""Is a parameter, and what a state dict has for it in float32."""
 
 
 def _float32_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> list[_Exact]:
-    """Of low-precision parameters; torch matches those of a state dict by their order."""
+    """Returns those of low-precision parameters; torch matches those of a state dict by their order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     found = []

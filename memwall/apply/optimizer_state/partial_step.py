@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a step is called with, by position and by name."""
+"""Says what a step is called with, by position and by name."""
 Part = Sequence[tuple[int, list[Tensor]]]
-"""Parameters by the number of the group they are in."""
+"""Lists parameters by the number of the group they are in."""
 
 _CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 def inner_step_of(
     optimizer: torch.optim.Optimizer, *, kept: str = "on disk", device: torch.device = _CPU
 ) -> Callable[..., Any]:
-    """The step below the hooks, of an optimizer that may be stepped a few parameters at a time.
+    """Returns the step below the hooks, of an optimizer that may be stepped a few parameters at a time.
 
     Args:
         kept: where its state is to be between steps, for messages.
@@ -97,7 +97,7 @@ def step_some(
 
 
 def with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of a step, as its hooks get them, with a closure that returns the loss it has just computed.
+    """Returns a step's arguments, as its hooks get them, with a closure that returns the loss it has just computed.
 
     The first of `args` is the optimizer (torch.optim.Optimizer.profile_hook_step).
     """
@@ -116,7 +116,7 @@ def with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argume
 
 
 def without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of a step, as its hooks get them, without the optimizer and the closure, which has been called."""
+    """Returns a step's arguments, as its hooks get them, without the optimizer and the closure, which was called."""
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
     return ((None, *args[2:]) if len(args) > 1 else ()), rest
 
@@ -134,7 +134,7 @@ def is_stepped_alone(kind: Any) -> bool:
 
 
 def below_hooks(step: Any) -> Callable[..., Any]:
-    """What torch wrapped in the code that calls step hooks (`Optimizer.profile_hook_step`).
+    """Returns what torch wrapped in the code that calls step hooks (`Optimizer.profile_hook_step`).
 
     Its attribute `steps_as` is the step that it is in other numbers (`memwall.apply.optimizer_state.master_weights`).
     """

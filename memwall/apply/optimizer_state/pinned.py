@@ -27,18 +27,18 @@ __all__ = ["PinnedBucket", "PinnedSpace", "StreamCopy"]
 
 @dataclass(frozen=True, slots=True)
 class StreamCopy:
-    """A copy on a stream of its own, done when `done` has happened."""
+    """Is a copy on a stream of its own, done when `done` has happened."""
 
     done: torch.cuda.Event
     device: torch.device
 
     def wait(self) -> None:
-        """What is launched on the current stream from now on comes after it."""
+        """Has what is launched on the current stream from now on come after it."""
         torch.cuda.current_stream(self.device).wait_event(self.done)
 
 
 class PinnedSpace:
-    """Pinned host memory in the size of the state that is in it, and the streams to it and from it.
+    """Holds pinned host memory in the size of the state that is in it, and the streams to it and from it.
 
     Args:
         device: the CUDA device of the parameters.
@@ -57,11 +57,11 @@ class PinnedSpace:
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned now, free slots included."""
+        """Counts the bytes that are pinned now, free slots included."""
         return self._arena.pinned_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """See `StateSpace`. Nothing is pinned before there is state to put there."""
+        """Returns if so much may be pinned; nothing is before there is state to put there."""
         if num_bytes > self._limit_bytes:
             raise StoreError(
                 f"the optimizer's state needs {format_bytes(num_bytes)} of pinned host memory, and "
@@ -69,11 +69,11 @@ class PinnedSpace:
             )
 
     def bucket(self, label: str) -> "PinnedBucket":
-        """See `StateSpace`."""
+        """Returns a new bucket."""
         return PinnedBucket(self)
 
     def successor(self, slot: PinnedSlot | None, num_bytes: int) -> PinnedSlot:
-        """The slot for what takes the place of `slot`'s contents: the same one where it is large enough.
+        """Returns the slot for what takes the place of `slot`'s contents: the same one where it is large enough.
 
         Raises:
             StoreError: the limit, or the driver, does not allow it.
@@ -128,7 +128,7 @@ class PinnedSpace:
         self._inward.synchronize()
 
     def _compute(self) -> torch.cuda.Stream:
-        """The stream that steps.
+        """Returns the stream that steps.
 
         Raises:
             StoreError: what it does is being captured, and would be played back without the dictionaries' changes.
@@ -142,7 +142,7 @@ class PinnedSpace:
 
 
 class PinnedBucket(Bucket[StreamCopy]):
-    """A bucket of tensors on a CUDA device that has a slot in pinned host memory."""
+    """Keeps tensors of a CUDA device in a slot of pinned host memory."""
 
     def __init__(self, space: PinnedSpace) -> None:
         super().__init__(space.device)
@@ -150,7 +150,7 @@ class PinnedBucket(Bucket[StreamCopy]):
         self._slot: PinnedSlot | None = None
 
     def drop_read(self) -> None:
-        """See `Bucket`. Whoever gets the buffer's memory next comes after the copy into it."""
+        """Gives up a read: whoever gets the buffer's memory next comes after the copy into it."""
         if self._read is not None:
             self._read.wait()
         super().drop_read()
@@ -163,7 +163,7 @@ class PinnedBucket(Bucket[StreamCopy]):
         return self._write_each([(buffer.bytes_of(num_bytes), 0)], num_bytes)
 
     def _write_each(self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int) -> StreamCopy:
-        """See `Bucket`. Without a copy on the device, which would take as much as the tensors once more."""
+        """Begins to write tensors, without a copy on the device, which would take as much as they do once more."""
         self._slot = self._space.successor(self._slot, num_bytes)
         return self._space.copy_out(self._slot, tensors)
 

@@ -17,7 +17,7 @@ __all__ = ["RecordedState", "emptiable"]
 
 
 class _Emptied(NamedTuple):
-    """A tensor without memory, and the one on the meta device that stands in its place."""
+    """Holds a tensor without memory, and the one on the meta device that stands in its place."""
 
     entry: Entry
     tensor: Tensor
@@ -26,7 +26,7 @@ class _Emptied(NamedTuple):
 
 
 def emptiable(entries: Sequence[Entry]) -> list[Entry]:
-    """Those whose tensor has all of a storage that can give up its memory."""
+    """Returns those whose tensor has all of a storage that can give up its memory."""
     found = []
     for holder, key in entries:
         tensor: Tensor = holder[key]
@@ -37,7 +37,7 @@ def emptiable(entries: Sequence[Entry]) -> list[Entry]:
 
 
 class RecordedState:
-    """Tensors of buckets that are away, as the recorder knows them."""
+    """Keeps tensors of buckets that are away, as the recorder knows them."""
 
     def __init__(self) -> None:
         self._emptied: dict[Bucket[Any], list[_Emptied]] = {}
@@ -80,7 +80,7 @@ class RecordedState:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """For as long as it lasts every tensor stands where it stands in a plain run, to be looked at, not read."""
+        """Has every tensor stand where it stands in a plain run for a while, to be looked at, not read."""
         every = [emptied for some in self._emptied.values() for emptied in some]
         present = [one for one in every if one.entry[0].get(one.entry[1]) is one.away]
         for (holder, key), tensor, _, num_bytes in present:

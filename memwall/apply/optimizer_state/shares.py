@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 
 class Share:
-    """Parameters that are stepped together, and where their state is between steps."""
+    """Lists parameters that are stepped together, and says where their state is between steps."""
 
     def __init__(self, bucket: Bucket[Any]) -> None:
         self.bucket = bucket
@@ -34,17 +34,17 @@ class Share:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a step would change anything."""
+        """Says whether a step would change anything."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The same for shares of the same parameters."""
+        """Is the same for shares of the same parameters."""
         return tuple(map(id, self.parameters))
 
 
 class Shares:
-    """The shares of one optimizer.
+    """Divides the state of one optimizer into shares.
 
     Args:
         space: has the buckets.
@@ -79,7 +79,7 @@ class Shares:
                     self._share_of[parameter] = self._place_of(parameter, num_bytes)
 
     def parts(self) -> dict[Share | None, Part]:
-        """Per share, which parameters of which of the optimizer's groups it steps, in their order."""
+        """Says for each share which parameters of which of the optimizer's groups it steps, in their order."""
         parts: dict[Share | None, dict[int, list[Tensor]]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
@@ -87,7 +87,7 @@ class Shares:
         return {share: tuple(groups.items()) for share, groups in parts.items()}
 
     def entries(self, share: Share) -> list[Entry]:
-        """Where a share's state holds tensors that may leave memory."""
+        """Returns where a share's state holds tensors that may leave memory."""
         return [
             entry
             for parameter in share.parameters
@@ -95,7 +95,7 @@ class Shares:
         ]
 
     def _place_of(self, parameter: Tensor, num_bytes: int) -> Share | None:
-        """The share that takes a parameter; None where its state stays in memory."""
+        """Returns the share that takes a parameter; None where its state stays in memory."""
         if num_bytes <= self._resident_left_bytes:
             self._resident_left_bytes -= num_bytes
             return None
@@ -110,7 +110,7 @@ class Shares:
 def state_entries(
     optimizer: torch.optim.Optimizer, parameter: Tensor, min_bytes: int, device: torch.device = _CPU
 ) -> list[Entry]:
-    """Where the state of a parameter holds tensors that are in a device's memory and may leave it."""
+    """Returns where the state of a parameter holds tensors that are in a device's memory and may leave it."""
     state = optimizer.state.get(parameter)
     if not isinstance(state, dict):
         return []
@@ -130,7 +130,7 @@ def expected_state_bytes(
     min_bytes: int,
     device: torch.device = _CPU,
 ) -> int:
-    """State of a parameter that may leave memory: what there is, or what such optimizers usually make."""
+    """Returns the bytes of state that may leave memory: what there is, or what such optimizers usually make."""
     state = optimizer.state.get(parameter)
     has_master = is_low_precision(parameter) and has_master_weights(optimizer)
     if state:

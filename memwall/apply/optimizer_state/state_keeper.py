@@ -42,7 +42,7 @@ _SLACK_BYTES = 16 << 20
 
 
 def can_place(given: Optimizers) -> bool:
-    """Whether a model's optimizer state can be on the next tier between steps: one's; an unknown one may be such."""
+    """Returns whether the state of a model's optimizer can be on the next tier between steps; several cannot."""
     optimizers = optimizers_of(given)
     try:
         for optimizer in optimizers:
@@ -53,7 +53,7 @@ def can_place(given: Optimizers) -> bool:
 
 
 def why_not_on_cpu(given: Optimizers) -> str | None:
-    """None if the CPU can step what steps a model on CUDA, as far as it is known, else why not."""
+    """Returns None if the CPU can step what steps a model on CUDA, as far as it is known, else why not."""
     try:
         for optimizer in optimizers_of(given):
             check_can_step_on_cpu(optimizer)
@@ -88,23 +88,23 @@ class StateKeeper:
 
     @property
     def failure(self) -> MemwallError | None:
-        """The first transfer that failed in a step."""
+        """Is the first transfer that failed in a step."""
         every = (self._state, self._on_cpu.held, self._low_bit)
         return next((kept.failure for kept in every if kept and kept.failure), None)
 
     @property
     def is_away(self) -> bool:
-        """Whether state is on disk, or would be if there were any."""
+        """Says whether state is on disk, or would be if there were any."""
         return self._state is not None or self._on_cpu.held is not None
 
     @property
     def away_bytes(self) -> int:
-        """State that is on disk now."""
+        """Counts the state that is on disk now."""
         return sum(kept.away_bytes for kept in (self._state, self._on_cpu.held) if kept is not None)
 
     @property
     def num_low_bit(self) -> int:
-        """Tensors of state that are in 8 bits now."""
+        """Counts the tensors of state that are in 8 bits now."""
         return 0 if self._low_bit is None else self._low_bit.moments.num_closed
 
     def close_moments(self, optimizer: torch.optim.Optimizer) -> None:
@@ -241,12 +241,12 @@ class StateKeeper:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While a recorder looks at the optimizer's state."""
+        """Has state in its place while a recorder looks at it."""
         with self._state.shown() if self._state is not None else nullcontext():
             yield
 
     def bring_back(self) -> None:
-        """All state is in memory again, as torch has it, and nothing on disk.
+        """Brings all state into memory again, as torch has it; nothing stays on disk.
 
         Raises:
             StoreError: state cannot be read back, and no step has failed for that reason before.
@@ -261,13 +261,13 @@ class StateKeeper:
             low_bit.undo()
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes written to disk and read from it since this was asked last."""
+        """Returns the bytes written to disk and read from it since this was asked last."""
         kinds = (self._opened.moved_bytes(), self._on_cpu.moved_bytes())
         return sum(written for written, _ in kinds), sum(read for _, read in kinds)
 
 
 def _lacks_room(optimizer: torch.optim.Optimizer, allocator: AllocatorHandler, budget_bytes: int) -> bool:
-    """Whether a step that keeps its state in memory would pass the budget."""
+    """Returns whether a step that keeps its state in memory would pass the budget."""
     new_bytes = largest_bytes = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:

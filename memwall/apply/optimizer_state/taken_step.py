@@ -45,7 +45,7 @@ class TakenStep:
         self._copier, self._saver = copier, saver or copier
         self._withheld: list[dict[str, Any]] | None = None
         self.failure: MemwallError | None = None
-        """The first error of a step."""
+        """Is the first error of a step."""
         self._patches = Patches(f"{done_to_state}, and takes its step over")
         self._patches.hook(optimizer.register_step_pre_hook, self._before_step)
         self._before_id = next(reversed(step_pre_hooks(optimizer)))
@@ -58,7 +58,7 @@ class TakenStep:
         self._patches.replace(optimizer, "__getstate__", self._whole)
 
     def give_back(self) -> None:
-        """The optimizer steps by itself again."""
+        """Lets the optimizer step by itself again."""
         try:
             self._patches.undo()
         finally:
@@ -95,7 +95,7 @@ class TakenStep:
 
     @torch.no_grad()
     def _gathered(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict with all of the state, in tensors that later steps do not change."""
+        """Returns the state dict with all of the state, in tensors that later steps do not change."""
         return self._with_copies(state_dict, self._saver())
 
     def _with_copies(self, state_dict: dict[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class TakenStep:
         return {**state_dict, "state": copied(state_dict["state"])}
 
     def _whole(self) -> dict[str, Any]:
-        """What a copy or a pickle of the optimizer gets."""
+        """Returns what a copy or a pickle of the optimizer gets."""
         with torch.no_grad():
             whole = self._with_copies(type(self._optimizer).__getstate__(self._optimizer), self._copier())
         return {**whole, "state": defaultdict(dict, whole["state"])}

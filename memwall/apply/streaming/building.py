@@ -24,7 +24,7 @@ _FIRST_SWEEP = 64
 
 
 def leaves_no_room(budget_bytes: int, window_bytes: int) -> Callable[[nn.Parameter], bool]:
-    """When a model has outgrown a budget, for `Building`: what the process holds leaves no room to put it on disk.
+    """Returns what tells that a model has outgrown a budget: the process leaves no room to put it on disk.
 
     Not before parameters take more than passes through memory on the way there: nothing would be won.
     """
@@ -42,7 +42,7 @@ def leaves_no_room(budget_bytes: int, window_bytes: int) -> Callable[[nn.Paramet
 
 
 def num_processes() -> int:
-    """How many processes train together, as torch.distributed has it."""
+    """Returns how many processes train together, as torch.distributed has it."""
     is_one_of_several = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if is_one_of_several else 1
 
@@ -89,7 +89,7 @@ class Building:
         self.end()
 
     def finish(self) -> None:
-        """What still waits leaves, too; returns once all is on disk.
+        """Has what still waits leave, too, and returns once all is on disk.
 
         Raises:
             StoreError: no room on disk, or a transfer failed.
@@ -147,7 +147,7 @@ class Building:
             self._waiting_bytes += parameter.nbytes
 
     def _forget(self, key: int) -> tuple["weakref.ref[nn.Parameter]", str] | None:
-        """Of one that need not wait any more, what there is to it; None if it did not."""
+        """Returns what there is to one that need not wait any more; None if it did not."""
         with self._lock:
             found = self._waiting.pop(key, None)
             if found is None:

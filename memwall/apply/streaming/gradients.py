@@ -32,11 +32,11 @@ _DEFERRED = frozenset(
 )
 
 Operation = tuple[Any, tuple[Any, ...], dict[str, Any]]
-"""An operation on a gradient: what is called, the arguments that follow it, and those by name."""
+"""Is an operation on a gradient: what is called, the arguments that follow it, and those by name."""
 
 
 class Reductions:
-    """Single numbers that the loop has asked of gradients, such as their norms.
+    """Knows the single numbers that the loop has asked of gradients, such as their norms.
 
     Once asked for, each is computed as soon as a gradient is there, so that clipping need not read it again.
     """
@@ -45,13 +45,13 @@ class Reductions:
         self._operations: dict[str, Operation] = {}
 
     def note(self, operation: Operation) -> None:
-        """Compute it of every gradient from now on, unless it depends on other tensors."""
+        """Has it computed of every gradient from now on, unless it depends on other tensors."""
         name = _name(operation)
         if name is not None:
             self._operations[name] = operation
 
     def of(self, gradient: Tensor) -> dict[str, Tensor]:
-        """All of them, by name."""
+        """Returns all of them, by name."""
         return {name: func(gradient, *args, **kwargs) for name, (func, args, kwargs) in self._operations.items()}
 
 
@@ -61,12 +61,12 @@ StandsFor = Callable[[Tensor, Tensor], None]
 
 @functools.cache
 def _plain_gradients() -> MutableMapping[Tensor, Tensor]:
-    """Gradients of a recorded plain step, by the tensors that stand for them in memory, for as long as these live."""
+    """Returns gradients of a recorded plain step, by the tensors that stand for them in memory while these live."""
     return weak_tensor_dict()
 
 
 class GradientStore:
-    """Where one parameter's gradient is, over all steps.
+    """Keeps one parameter's gradient, over all steps.
 
     Args:
         pool: the threads and the file.
@@ -97,16 +97,16 @@ class GradientStore:
         self.handle: SpilledGradient | None = None
         """Stands for the gradient; None while there is none here."""
         self._plain: tuple[Tensor, StandsFor] | None = None
-        """While a step is recorded: the gradient of the plain step, without its memory, and who is to be told."""
+        """Holds, while a step is recorded, the plain step's gradient, without its memory, and who is to be told."""
 
     @property
     def resident_bytes(self) -> int:
-        """Memory it takes."""
+        """Counts the memory it takes."""
         return self._paged.num_bytes if self._paged is not None and self._paged.is_resident else 0
 
     @property
     def address(self) -> int:
-        """Where its elements lie whenever they are in memory."""
+        """Says where its elements lie whenever they are in memory."""
         return self._paged_tensor().tensor.data_ptr()
 
     def add(self, new: Tensor, stands_for: StandsFor | None = None) -> None:
@@ -145,7 +145,7 @@ class GradientStore:
             self._paged_tensor().begin_read()
 
     def load(self) -> Tensor:
-        """The gradient, in memory until `unload`."""
+        """Returns the gradient, in memory until `unload`."""
         paged = self._paged_tensor()
         if not paged.is_here:
             self._num_done = 0
@@ -196,7 +196,7 @@ class GradientStore:
             self._paged.forget()
 
     def compute(self, operation: Operation) -> Any:
-        """What an operation that writes nothing makes of the gradient."""
+        """Returns what an operation that writes nothing makes of the gradient."""
         known = self._numbers.get(_name(operation) or "")
         if known is not None:
             return known.clone()
@@ -220,7 +220,7 @@ class SpilledGradient(Tensor):
 
     _store: GradientStore
     taken: Tensor | None
-    """The gradient, once it is in memory for good."""
+    """Is the gradient, once it is in memory for good."""
 
     __torch_function__ = disabled_torch_function
 
@@ -236,7 +236,7 @@ class SpilledGradient(Tensor):
         return f"SpilledGradient(size={tuple(self.size())}, dtype={self.dtype})"
 
     def data_ptr(self) -> int:
-        """Where its elements lie whenever they are in memory."""
+        """Returns where its elements lie whenever they are in memory."""
         return self.taken.data_ptr() if self.taken is not None else self._store.address
 
     @classmethod
@@ -256,7 +256,7 @@ class SpilledGradient(Tensor):
         return _run(func, args, kwargs, away)
 
     def is_away(self) -> bool:
-        """Whether its elements must be read from disk.
+        """Returns whether its elements must be read from disk.
 
         Raises:
             ApplyError: there are none any more: the gradient was dropped, by `zero_grad` say.
@@ -295,7 +295,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], away: list[Sp
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to."""
+    """Returns the arguments that an operation writes to."""
     found = []
     for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -308,12 +308,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _own(value: Any) -> Any:
-    """The value as it is now, should a tensor of it change later."""
+    """Returns the value as it is now, should a tensor of it change later."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _name(operation: Operation) -> str | None:
-    """The same for the same operation with the same numbers; None if it depends on other tensors."""
+    """Returns the same for the same operation with the same numbers; None if it depends on other tensors."""
     func, args, kwargs = operation
     if any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs))):
         return None

@@ -18,7 +18,7 @@ __all__ = ["Guard", "GuardedParameter", "guarded", "unguarded"]
 
 
 class Guard(Protocol):
-    """Who keeps a parameter away from memory."""
+    """Keeps a parameter away from memory."""
 
     name: str
 
@@ -32,7 +32,7 @@ class Guard(Protocol):
         """Runs code that makes another tensor over the parameter's memory, to be read or written later."""
 
     def get_gradient(self) -> Tensor | None:
-        """What `parameter.grad` is."""
+        """Returns what `parameter.grad` is."""
 
     def set_gradient(self, value: Tensor | None) -> None:
         """Assigns `parameter.grad`."""
@@ -54,7 +54,7 @@ def unguarded(parameter: nn.Parameter) -> None:
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter whose elements may be on disk."""
+    """Is a parameter whose elements may be on disk."""
 
     @classmethod
     def __torch_function__(
@@ -105,7 +105,7 @@ _Tensor: Any = Tensor  # whose descriptors type checkers take for values
 
 
 def _properties(*names: str) -> list[Any]:
-    """Their getters; not every version of torch has each."""
+    """Returns their getters; not every version of torch has each."""
     return [getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)]
 
 

@@ -33,7 +33,7 @@ _SLACK_BYTES = 16 << 20
 
 
 def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
-    """None if a model's parameters can be on disk between their uses, as far as it is known, else why not."""
+    """Returns None if a model's parameters can be on disk between their uses, as far as it is known, else why not."""
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return "parameters move to disk from CPU memory only"
     optimizers = optimizers_of(given)
@@ -52,7 +52,7 @@ def _hooked(names: Iterator[str]) -> str | None:
 
 
 def is_streamed(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is on disk between its uses."""
+    """Returns whether a parameter is on disk between its uses."""
     return type(parameter) is not nn.Parameter
 
 
@@ -139,10 +139,10 @@ class ParameterKeeper:
         self._opened = OpenOnDisk[ParameterStreaming]()
         self._building: Building | None = None
         self.is_watching = False
-        """Whether models are built by a script that is watched, so that no budget has to have room for that."""
+        """Says whether models are built by a script that is watched, so that no budget has to have room for that."""
         self._was_built_there = False
         self.stays_from_bytes = 0
-        """From which budget on the step that was to be recorded keeps parameters and gradients in memory."""
+        """Says from which budget on the step that was to be recorded keeps parameters and gradients in memory."""
 
     @property
     def _streaming(self) -> ParameterStreaming | None:
@@ -150,27 +150,27 @@ class ParameterKeeper:
 
     @property
     def failure(self) -> MemwallError | None:
-        """The first error in a backward."""
+        """Is the first error in a backward."""
         return self._streaming.failure if self._streaming is not None else None
 
     @property
     def away_bytes(self) -> int:
-        """Parameters that have their place on disk."""
+        """Counts the bytes of parameters that have their place on disk."""
         return self._streaming.away_bytes if self._streaming is not None else 0
 
     @property
     def absent_bytes(self) -> int:
-        """Of these, what is not in memory now."""
+        """Counts those of these that are not in memory now."""
         streaming = self._streaming
         return 0 if streaming is None else streaming.away_bytes - streaming.resident_bytes
 
     @property
     def num_spilled(self) -> int:
-        """How many gradients have left memory, or terms of them."""
-        return 0 if self._streaming is None else self._streaming.num_spilled
+        """Says how many gradients have left memory, or terms of them."""
+        return 0 if self._streaming is None else self._streaming.tier.num_spilled
 
     def watch_building(self, budget_bytes: int, allocator: AllocatorHandler) -> None:
-        """From now on, until the model is called, parameters go to disk as they are made where they would not fit."""
+        """Puts parameters that would not fit on disk as they are made, until the model is called."""
         window_bytes = parameter_window_bytes(budget_bytes)
 
         def opened() -> ParameterTier:
@@ -187,16 +187,16 @@ class ParameterKeeper:
         self._building = Building(leaves_no_room(budget_bytes, window_bytes), opened)
 
     def end_building(self) -> None:
-        """Parameters that are made from now on stay where they are made."""
+        """Lets parameters that are made from now on stay where they are made."""
         if self._building is not None:
             self._building.end()
 
     def end_showing(self) -> int:
-        """See `ParameterTier`; to be called between two steps."""
+        """Lets go of what is shown, and returns its bytes, between two steps (`ParameterTier.end_showing`)."""
         return 0 if self._streaming is None else self._streaming.end_showing()
 
     def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """An optimizer's step below its hooks that brings in the parameters it steps, as long as they are away."""
+        """Returns an optimizer's step below its hooks that brings in the parameters it steps while they are away."""
 
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             streaming = self._streaming
@@ -258,12 +258,12 @@ class ParameterKeeper:
         return reason is None
 
     def follow(self, stands_for: StandsFor | None) -> None:
-        """While a step is recorded: whom to tell what stands for a gradient that has left."""
+        """Says whom to tell what stands for a gradient that has left, while a step is recorded."""
         if self._streaming is not None:
-            self._streaming.follow(stands_for)
+            self._streaming.tier.stands_for = stands_for
 
     def bring_back(self) -> None:
-        """All parameters and gradients are in memory again, and nothing on disk.
+        """Brings all parameters and gradients into memory again; nothing stays on disk.
 
         Raises:
             StoreError: some cannot be read back, and no step has failed for that reason before.
@@ -274,7 +274,7 @@ class ParameterKeeper:
             tier.close()
 
     def bring_back_within(self, budget_bytes: int, reason: str) -> None:
-        """The same, where parameters cannot stay on disk for a reason.
+        """Does what `bring_back` does, where parameters cannot stay on disk for a reason.
 
         Raises:
             ApplyError: there is no room for those that were built there.
@@ -291,7 +291,7 @@ class ParameterKeeper:
         self.bring_back()
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes written to disk and read from it since this was asked last."""
+        """Returns the bytes written to disk and read from it since this was asked last."""
         return self._opened.moved_bytes()
 
     def _open(self, model: nn.Module, blocks: tuple[str, ...] | None, window_bytes: int, min_bytes: int) -> None:
@@ -310,12 +310,12 @@ class ParameterKeeper:
 
     @property
     def _built_bytes(self) -> int:
-        """Parameters that were put on disk while they were built, and not in memory now."""
+        """Counts the bytes of parameters that were put on disk while they were built and are not in memory now."""
         tier = None if self._building is None else self._building.tier
         return 0 if tier is None else tier.num_bytes - tier.resident_bytes
 
     def _take_built(self) -> ParameterTier | None:
-        """What has parameters that were built on disk; the building is over then."""
+        """Returns what has parameters that were built on disk; the building is over then."""
         building, self._building = self._building, None
         if building is None:
             return None
@@ -324,12 +324,12 @@ class ParameterKeeper:
         return building.tier
 
     def _why_not_streamed(self, model: nn.Module, optimizers: Optimizers) -> str | None:
-        """Before anything of this keeper hooks parameters itself."""
+        """Returns why not, before anything of this keeper hooks parameters itself."""
         return why_not_streamed(model, optimizers) or _hooked(name for name, _ in hooked_parameters(model))
 
 
 def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int, coming_bytes: int) -> bool:
-    """Whether a step with all its gradients in memory would pass the budget, beside parameters that would come back."""
+    """Returns whether a step with all gradients in memory would pass the budget, beside parameters that come back."""
     room_bytes = budget_bytes - _coming_bytes(model, coming_bytes)
     if process_bytes() > room_bytes:
         allocator.trim()
@@ -340,7 +340,7 @@ def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int
 
 
 def _coming_bytes(model: nn.Module, built_bytes: int) -> int:
-    """What a step adds at least that has everything in memory, beside parameters that would come back."""
+    """Returns what a step adds at least that has everything in memory, beside parameters that would come back."""
     return built_bytes + _gradient_bytes(model) + WINDOW_BYTES + _SLACK_BYTES
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.parameter_tier import ParameterTier, StreamedParameter
 from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.stream_units import Call, Unit, find_units, hooked_parameters, repeated_blocks, tensors_in
@@ -49,9 +48,9 @@ class ParameterStreaming:
     def __init__(
         self, model: nn.Module, tier: ParameterTier, *, blocks: Sequence[str] | None = None, has_root: bool = True
     ) -> None:
-        self._tier = tier
+        self.tier = tier
         self.failure: MemwallError | None = None
-        """The first error in a backward: autograd passes it through the caller's code, which may drop it."""
+        """Is the first error in a backward: autograd passes it through the caller's code, which may drop it."""
         self._unwrap: list[Callable[[], None]] = []
         # Forward: which unit follows which, as seen last time.
         self._following: dict[tuple[bool, Unit | None, Unit], Unit | None] = {}
@@ -90,12 +89,8 @@ class ParameterStreaming:
             self.undo()
             raise
 
-    def follow(self, stands_for: StandsFor | None) -> None:
-        """While a step is recorded: whom to tell what stands for a gradient that has left; None ends that."""
-        self._tier.stands_for = stands_for
-
     def stored(self) -> list[tuple[nn.Parameter, Slot, int]]:
-        """Each parameter with where its newest elements are on disk, and how many bytes they take there.
+        """Returns each parameter with where its newest elements are on disk, and how many bytes they take there.
 
         To be called between a step and the next forward.
 
@@ -103,7 +98,7 @@ class ParameterStreaming:
             StoreError: no room on disk, or a transfer failed.
         """
         with torch.no_grad(), without_subclass_functions():
-            self._tier.settle()
+            self.tier.settle()
         members = [(member, member.values.slot) for member in self._members()]
         for member, _ in members:
             if member.is_aliased:
@@ -129,37 +124,32 @@ class ParameterStreaming:
             if member.stays:
                 member.values.want()
             else:
-                self._tier.put_away([member])
+                self.tier.put_away([member])
 
     @property
     def away_bytes(self) -> int:
-        """Bytes of the parameters that are on disk between their uses."""
+        """Counts the bytes of the parameters that are on disk between their uses."""
         return sum(member.values.num_bytes for member in self._members() if not member.stays)
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that these and their gradients take now."""
+        """Counts the memory that these and their gradients take now."""
         return sum(member.resident_bytes for member in self._members() if not member.stays)
 
     @property
-    def num_spilled(self) -> int:
-        """How many gradients have left memory, or terms of them."""
-        return self._tier.num_spilled
-
-    @property
     def bytes_written(self) -> int:
-        """Bytes given to the disk so far."""
-        return self._tier.pool.bytes_written
+        """Counts the bytes given to the disk so far."""
+        return self.tier.pool.bytes_written
 
     @property
     def bytes_read(self) -> int:
-        """Bytes fetched from the disk so far."""
-        return self._tier.pool.bytes_read
+        """Counts the bytes fetched from the disk so far."""
+        return self.tier.pool.bytes_read
 
     def end_showing(self) -> int:
-        """See `ParameterTier`; to be called between a step and the next forward."""
+        """Lets go of what is shown, and returns its bytes, between a step and the next forward."""
         with torch.no_grad(), without_subclass_functions():
-            return self._tier.end_showing()
+            return self.tier.end_showing()
 
     def undo(self) -> None:
         """Brings everything back into memory and takes all hooks away.
@@ -172,11 +162,11 @@ class ParameterStreaming:
         self._unwrap = []
         self._let_go_of_backward()
         for member in self._members():
-            self._tier.give_up(member)
+            self.tier.give_up(member)
 
     def _members(self) -> list[StreamedParameter]:
-        """The parameters of this model that are on disk."""
-        return [member for member in self._adopted if self._tier.get(member.parameter) is not None]
+        """Returns the parameters of this model that are on disk."""
+        return [member for member in self._adopted if self.tier.get(member.parameter) is not None]
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +193,7 @@ class ParameterStreaming:
                 raise self.failure.without_frames()
             self._let_go_of_backward()
             self._step.end()
-        self._tier.hold(unit.members, is_exposed=True)
+        self.tier.hold(unit.members, is_exposed=True)
         if not is_in_backward:
             self._read_ahead_of(unit)
 
@@ -214,23 +204,23 @@ class ParameterStreaming:
         self._path = (last, unit)
         ahead = self._following.get((is_grad, last, unit), self._after(unit))
         if self._kept is not None and self._kept is not unit:
-            self._tier.put_away(self._kept.members)
+            self.tier.put_away(self._kept.members)
         self._stop_reading_ahead_but(ahead, unit)
         # Where a backward follows the forward's last unit, that unit's is the next to come.
         self._kept = unit if ahead is None else None
         self._ahead = ahead
         if ahead is not None:
-            self._tier.begin_read(ahead.members)
+            self.tier.begin_read(ahead.members)
 
     def _after(self, unit: Unit) -> Unit | None:
-        """The next in the order of the model, for the time when nothing was seen yet."""
+        """Returns the next in the order of the model, for the time when nothing was seen yet."""
         place = self._order.index(unit) + 1
         return self._order[place] if place < len(self._order) else None
 
     def _stop_reading_ahead_but(self, *units: Unit | None) -> None:
         """Lets go of what was read ahead, if it was for none of these."""
         if self._ahead is not None and self._ahead not in units:
-            self._tier.put_away(self._ahead.members)
+            self.tier.put_away(self._ahead.members)
             for member in self._ahead.members:
                 member.gradient.unload()
             self._ahead = None
@@ -239,7 +229,7 @@ class ParameterStreaming:
         if torch.is_grad_enabled():
             for member in unit.members:
                 member.has_graph = True
-        self._tier.release(unit.members, is_exposed=True, is_kept=unit is self._kept)
+        self.tier.release(unit.members, is_exposed=True, is_kept=unit is self._kept)
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -264,7 +254,7 @@ class ParameterStreaming:
                 unit.name or "the model",
             )
             for member in unit.members:
-                self._tier.give_up(member)
+                self.tier.give_up(member)
 
     def _begin_backward(self, call: Call, _: Tensor) -> None:
         """Brings a unit back, lets go of those that autograd is done with, and begins to read the one before it."""
@@ -287,7 +277,7 @@ class ParameterStreaming:
             self._stop_reading_ahead_but(ahead, call.unit)
             self._ahead = ahead
             if ahead is not None and ahead is not call.unit:
-                self._tier.begin_read(ahead.members)
+                self.tier.begin_read(ahead.members)
                 for member in ahead.members:
                     member.gradient.begin_load()
 
@@ -313,14 +303,14 @@ class ParameterStreaming:
         if not self._held:
             after_backward(self._let_go_of_backward)
         if unit not in self._held:
-            self._tier.hold(unit.members)
+            self.tier.hold(unit.members)
             for member in unit.members:
                 member.has_graph = True
         self._held[unit] = reason
 
     def _release_held(self, unit: Unit) -> None:
         del self._held[unit]
-        self._tier.release(unit.members)
+        self.tier.release(unit.members)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -342,7 +332,7 @@ class ParameterStreaming:
 
     def _watch_gradient(self, member: StreamedParameter) -> None:
         def accumulated(_: Tensor) -> None:
-            if self._tier.get(member.parameter) is None:
+            if self.tier.get(member.parameter) is None:
                 return
             with self._noting_failure():
                 if not member.values.is_here:
@@ -361,7 +351,7 @@ class ParameterStreaming:
     # -- step ------------------------------------------------------------------------------------------------------
 
     def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """An optimizer's step below its hooks that has a window of parameters and gradients in memory at a time.
+        """Returns an optimizer's step below its hooks that has a window of parameters and gradients in memory.
 
         Args:
             inner: the step, of an optimizer that may be stepped a few parameters at a time (`inner_step_of`).
@@ -370,7 +360,7 @@ class ParameterStreaming:
 
 
 def _refuse_graph_of_backward(unit: Unit) -> None:
-    """What a backward through the backward uses is not announced by any output's gradient."""
+    """Refuses a backward through the backward: what it uses is not announced by any output's gradient."""
     if torch.is_grad_enabled():
         raise ApplyError(
             f"backward through '{unit.name}' was asked for with create_graph=True (as gradient penalties do), "

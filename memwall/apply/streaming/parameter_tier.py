@@ -35,18 +35,18 @@ _log = logging.getLogger(__name__)
 
 
 class StreamedParameter:
-    """One parameter of the tier; the guard of its uses."""
+    """Holds one parameter of the tier, and guards its uses."""
 
     def __init__(self, tier: "ParameterTier", parameter: nn.Parameter, name: str) -> None:
         self._tier, self.parameter, self.name = tier, parameter, name
         self.num_holders = 0
         """Blocks and steps that have it in memory now."""
         self.num_exposures = 0
-        """Those of them that use it as a plain parameter."""
+        """Counts those of them that use it as a plain parameter."""
         self.stays = False
-        """Whether it is in memory between its uses as well: only its gradient leaves."""
+        """Says whether it is in memory between its uses as well: only its gradient leaves."""
         self.has_graph = False
-        """Whether a graph may have saved it, so that references to its storage tell nothing."""
+        """Says whether a graph may have saved it, so that references to its storage tell nothing."""
         self.gradient_hook: Patch | None = None
         """Sees its gradient arrive; goes when it leaves the tier."""
         self.values = PagedTensor(tier.values_pool, parameter.detach(), name)
@@ -71,19 +71,19 @@ class StreamedParameter:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that its elements and those of its gradient take."""
+        """Counts the memory that its elements and those of its gradient take."""
         return (self.values.num_bytes if self.values.is_resident else 0) + self.gradient.resident_bytes
 
     @property
     def is_aliased(self) -> bool:
-        """Whether somebody else holds a tensor over its memory, and would see it vanish; with a graph, did before."""
+        """Says whether somebody else holds a tensor over its memory, and would see it go; with a graph, did before."""
         if not self.has_graph:
             self._was_aliased = _num_references(self.parameter) > self._num_own_references
         return self._was_aliased
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is a gradient, here or away."""
+        """Says whether there is a gradient, here or away."""
         with without_subclass_functions():
             return self.gradient.handle is not None or self.parameter.grad is not None
 
@@ -98,30 +98,25 @@ class StreamedParameter:
     # -- the guard's side ------------------------------------------------------------------------------------------
 
     def use(self, others: Sequence[Guard], run: Callable[[], Any]) -> Any:
-        """See `Guard`."""
         return self._tier.use([self, *(other for other in others if isinstance(other, StreamedParameter))], run)
 
     def show(self, run: Callable[[], Any]) -> Any:
-        """See `Guard`."""
         return self._tier.show(self, run)
 
     def replace(self, run: Callable[[], Any]) -> Any:
-        """See `Guard`."""
         return self._tier.replace(self, run)
 
     def get_gradient(self) -> Tensor | None:
-        """See `Guard`."""
         return self.gradient.handle if self.gradient.handle is not None else self.parameter.grad
 
     def set_gradient(self, value: Tensor | None) -> None:
-        """See `Guard`."""
         if value is None or value is not self.gradient.handle:
             self.gradient.drop()
             self.parameter.grad = value
 
 
 def _put_gradient(reference: "weakref.ref[nn.Parameter]", value: Tensor) -> None:
-    """Not a method: who leaves the tier must be forgotten at once, or its memory seems to be shared."""
+    """Sets the gradient. No method: who leaves the tier must be forgotten at once, or its memory seems shared."""
     parameter = reference()
     assert parameter is not None  # the tier has it
     with without_subclass_functions():
@@ -146,11 +141,11 @@ class ParameterTier:
         self.writes = WriteBehind(window_bytes)
         self.reductions = Reductions()
         self.stands_for: StandsFor | None = None
-        """While a step is recorded: who is told what stands for a gradient that has left."""
+        """Is told, while a step is recorded, what stands for a gradient that has left."""
         self.num_spilled = 0
-        """How many gradients have left memory, or terms of them."""
+        """Says how many gradients have left memory, or terms of them."""
         self.on_replaced: Callable[[StreamedParameter], None] | None = None
-        """While models are built: who is told that a parameter has left the tier, to be given other memory."""
+        """Is told, while models are built, that a parameter has left the tier, to be given other memory."""
         self._members: dict[int, StreamedParameter] = {}
         self._patch: Patch | None = None  # one for all of them: each is exposed and guarded again in every step
         # Used outside blocks, the longest ago first; in memory until the window is full.
@@ -164,17 +159,17 @@ class ParameterTier:
         self.window_bytes = self.writes.window_bytes = window_bytes
 
     def get(self, parameter: Tensor) -> StreamedParameter | None:
-        """The record of a parameter; None if it stays in memory."""
+        """Returns the record of a parameter; None if it stays in memory."""
         return self._members.get(id(parameter))
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that parameters and gradients of the tier take now."""
+        """Counts the memory that parameters and gradients of the tier take now."""
         return sum(member.resident_bytes for member in self)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parameters that have their place on disk."""
+        """Counts the bytes of the parameters that have their place on disk."""
         return sum(member.values.num_bytes for member in self)
 
     @torch.no_grad()
@@ -401,13 +396,13 @@ class ParameterTier:
 
 
 def _num_references(parameter: nn.Parameter) -> int:
-    """How many tensors, and other objects, hold the parameter's storage."""
+    """Returns how many tensors, and other objects, hold the parameter's storage."""
     with without_subclass_functions():
         return num_references(parameter.untyped_storage())
 
 
 def _is_nobody_elses(address: int) -> bool:
-    """Of memory that torch did not allocate: whether nothing but tensors can show it, as an array of numpy would."""
+    """Returns whether nothing but tensors can show memory that torch did not allocate, as an array of numpy would."""
     return is_page_map(address) or is_of_file(address)
 
 
@@ -417,5 +412,5 @@ _OWN_REFERENCES = 2
 
 @functools.cache
 def _usual_references() -> int:
-    """What counts for a parameter that nobody else holds."""
+    """Returns what counts for a parameter that nobody else holds."""
     return _num_references(nn.Parameter(torch.empty(1)))

@@ -37,7 +37,7 @@ class StreamedStep:
         self._stop_reading_ahead_but(())
 
     def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """See `ParameterStreaming.around_step`."""
+        """Returns a step that brings in a window of the parameters that it steps."""
 
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             for part, members in self._windows(optimizer):
@@ -47,7 +47,7 @@ class StreamedStep:
         return step
 
     def _windows(self, optimizer: torch.optim.Optimizer) -> list[tuple[Part, list[StreamedParameter]]]:
-        """What is stepped together, in order: all that is in memory anyway, then as much as the window holds."""
+        """Lists what is stepped together, in order: all that is in memory anyway, then as much as the window holds."""
         standing: dict[int, list[Tensor]] = {}
         windows: list[tuple[dict[int, list[Tensor]], list[StreamedParameter]]] = []
         num_bytes = self._tier.window_bytes
@@ -103,7 +103,7 @@ class StreamedStep:
             member.gradient.unload()
 
     def _next(self, members: Sequence[StreamedParameter]) -> list[StreamedParameter]:
-        """Of those to come, as many as are stepped now, but one at least."""
+        """Returns as many of those to come as are stepped now, but one at least."""
         found: list[StreamedParameter] = []
         left_bytes = sum(member.values.num_bytes for member in members)
         following = self._after.get(members[-1]) if members else None

@@ -39,7 +39,7 @@ class Call:
 
 
 def find_units(model: nn.Module, blocks: Sequence[str]) -> tuple[Unit, ...]:
-    """The blocks, and every module outside them that has parameters of its own; in the order of the model.
+    """Returns the blocks, and every module outside them that has parameters of its own; in the order of the model.
 
     Args:
         model: the root.
@@ -87,14 +87,14 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def hooked_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those with others' hooks that run when their gradient is accumulated, as steps inside backward do; by name."""
+    """Yields by name those with others' hooks that run when a gradient is accumulated, as steps in backward do."""
     for name, parameter in model.named_parameters():
         if has_foreign_hook(parameter):
             yield name, parameter
 
 
 def tensors_in(value: object, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors in what a module takes or returns: in lists, dictionaries and plain objects."""
+    """Returns the tensors in what a module takes or returns: in lists, dictionaries and plain objects."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -49,7 +49,7 @@ def test_parameters_that_a_plan_leaves_in_memory_have_only_their_gradients_on_di
             keeper = session._live.parameters
             assert keeper.num_spilled > 4
             assert (keeper.away_bytes == 0) == (len(stays) > 2)
-            present = [member.name for member in keeper._streaming._tier if member.values.is_here]
+            present = [member.name for member in keeper._streaming.tier if member.values.is_here]
             if stays:
                 assert any(name.startswith("layers.1.") for name in present)
         assert numbers == plain_numbers

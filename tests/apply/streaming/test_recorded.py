@@ -49,7 +49,7 @@ def recorded(
     streaming = ParameterStreaming(model, ParameterTier(pool, window_bytes=16 * KIB, min_bytes=4 * KIB))
     with torch._C.DisableTorchFunctionSubclass():
         builder.start_step(optimizer)
-    streaming.follow(builder.stands_for)
+    streaming.tier.stands_for = builder.stands_for
     if comes_back:
         back = optimizer.register_step_pre_hook(lambda *_: streaming.undo())
         train_step(model, optimizer, 0, num_micro)
@@ -69,7 +69,7 @@ def recorded(
     assert streaming.resident_bytes <= 8 * 32 * KIB
     with state.shown():
         step = builder.finish_step(optimizer)
-    streaming.follow(None)
+    streaming.tier.stands_for = None
     state.end_recording()
     train_step(model, optimizer, 1, num_micro)
     names = builder.trace(optimizer).names
