@@ -285,7 +285,7 @@ from memwall.store.transfer import TransferPool
 pool = TransferPool(ScratchFile({str(tmp_path)!r}))
 if os.fork() == 0:
     try:
-        pool.raise_failure()
+        pool.check_usable()
     except StoreError as error:
         print(error, flush=True)
     raise SystemExit

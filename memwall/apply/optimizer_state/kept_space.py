@@ -1,6 +1,7 @@
 """Disk space that outlives the process, while a run is committed: what lives on disk anyway is written there.
 
-Then a commit has nothing to write of it: it names the extents that the last step has written.
+Then a commit has nothing to write of it: it names the extents that the last step has written. Of other runs it is in
+scratch files.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,11 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from memwall.machine.disk_location import check_directory, default_directory
 from memwall.store.buckets import DiskBucket
-from memwall.store.scratch import Slot
+from memwall.store.scratch import ScratchFile, Slot
 from memwall.store.transfer import TransferPool
 
-__all__ = ["KeepsParameters", "KeepsState", "KeptSpace", "kept_space", "set_kept_space"]
+__all__ = ["KeepsParameters", "KeepsState", "KeptSpace", "kept_space", "open_scratch_pool", "set_kept_space"]
 
 
 class KeepsState(Protocol):
@@ -75,3 +77,18 @@ def set_kept_space(space: KeptSpace | None) -> None:
     """Says where state that moves to disk from now on is to be."""
     global _present
     _present = space
+
+
+def open_scratch_pool(disk: str | None, capacity_bytes: int | None) -> TransferPool:
+    """Returns threads over a new scratch file.
+
+    Args:
+        disk: directory; None for the default one.
+        capacity_bytes: the most to take there; None leaves only the disk's own limit.
+
+    Raises:
+        StoreError: the directory is missing, read-only, full, or a RAM disk.
+    """
+    directory = disk if disk is not None else default_directory()
+    check_directory(directory)
+    return TransferPool(ScratchFile(directory, capacity_bytes=capacity_bytes))

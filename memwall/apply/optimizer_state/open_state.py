@@ -13,10 +13,9 @@ import torch
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.cpu_step_checks import check_optimizer
-from memwall.apply.optimizer_state.kept_space import kept_space
+from memwall.apply.optimizer_state.kept_space import kept_space, open_scratch_pool
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.optimizer_state.pinned import PinnedSpace
-from memwall.apply.scratch_pool import open_scratch_pool
 from memwall.errors import ApplyError, StoreError
 from memwall.store.buckets import DiskSpace
 from memwall.units import format_bytes

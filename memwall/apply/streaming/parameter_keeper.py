@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
-from memwall.apply.optimizer_state.kept_space import kept_space
+from memwall.apply.optimizer_state.kept_space import kept_space, open_scratch_pool
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.state_keeper import can_place
-from memwall.apply.scratch_pool import open_scratch_pool
 from memwall.apply.streaming.building import Building, leaves_no_room, num_processes
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
