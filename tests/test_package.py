@@ -76,6 +76,7 @@ def test_import_changes_nothing_and_reads_no_other_library() -> None:
     assert found == {"same": [True, True, True], "loggers": [], "loaded": ["memwall"]}
 
 
+@pytest.mark.slow
 def test_public_names_start_no_device_and_load_no_optional_library() -> None:
     # torch imports an installed triton by itself and goes on where that fails; memwall's own import would not.
     code = (
@@ -137,6 +138,7 @@ def test_unknown_name_lists_the_public_ones() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["memwall", "memwall.planning", "memwall.planning.solver.instance"])
 def test_plan_is_the_verb_whichever_import_came_first(first: str) -> None:
     code = f"import memwall, {first}; from memwall import plan; print(callable(memwall.plan), plan is memwall.plan)"
@@ -158,6 +160,7 @@ def test_entry_point_is_the_command() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.slow
 def test_wheel_installs_memwall_only(tmp_path: Path) -> None:
     # A copy: setuptools leaves build/ behind, from where removed files would come back into a later wheel.
     for name in (

@@ -48,6 +48,7 @@ def names_of_a_script(folder: Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_runs(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN the names an example uses WHEN it runs THEN it trains: the weights have changed."""

@@ -10,6 +10,8 @@ import pytest
 from memwall.predict.malloc.malloc_policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
+pytestmark = pytest.mark.slow
+
 needs_heap = pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
 needs_glibc = pytest.mark.skipif(bool(unavailable_reason()), reason=f"no glibc malloc: {unavailable_reason()}")
 

@@ -46,6 +46,7 @@ def test_the_first_step_under_the_plan_is_in_lower_precision_already(dtype: Lite
     assert "forward" not in model.__dict__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("loop_ends_steps", [False, True])
 def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_precision(

@@ -91,6 +91,7 @@ def test_a_copied_model_runs_its_own_weights_and_nothing_of_a_plans(
     assert not torch.equal(copied(batch), model(batch))
 
 
+@pytest.mark.slow
 def test_in_the_recorded_step_too(tmp_path: Path) -> None:
     model = nn.Sequential(Block(), Block())
     optimizer = torch.optim.AdamW(model.parameters())

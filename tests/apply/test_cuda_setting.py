@@ -219,6 +219,7 @@ def test_a_release_that_ignores_a_variable_is_named() -> None:
     assert found[0] == "torch 2.9.1 ignores expandable_segments in PYTORCH_ALLOC_CONF; use PYTORCH_CUDA_ALLOC_CONF"
 
 
+@pytest.mark.slow
 def test_the_installed_torch_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import torch\n"

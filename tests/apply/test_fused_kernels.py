@@ -26,7 +26,7 @@ from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.trace_builder import record
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 FUSED = FusedKernels(modules=PATHS, chunk_rows=256)
 

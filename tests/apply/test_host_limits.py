@@ -94,6 +94,7 @@ def test_where_the_link_cannot_be_measured_saved_tensors_stay_in_the_recorded_st
     assert parked.min_bytes == parked.engine._min_bytes == sys.maxsize
 
 
+@pytest.mark.slow
 def test_saved_tensors_that_stay_in_the_recorded_step_are_no_workspace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +230,7 @@ def test_how_fast_the_cpu_steps_is_measured_unseen_by_who_watches_optimizers(mon
     assert not seen
 
 
+@pytest.mark.slow
 def test_a_budget_above_the_limit_in_force_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """GIVEN more than the machine has WHEN the plan is made THEN it says so, with the limit."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))

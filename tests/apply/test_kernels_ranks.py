@@ -76,6 +76,7 @@ def trained(folder: Path, wrapper: str, chunk_rows: int) -> list[dict[str, Any]]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrapper", "chunk_rows"), [("ddp", 128), ("fsdp", 0)])
 def test_two_processes_train_as_with_the_models_own_forwards(tmp_path: Path, wrapper: str, chunk_rows: int) -> None:
     """Under DDP the loss without logits as well; under FSDP norms and MLPs, whose own calls gather their weights."""

@@ -241,6 +241,7 @@ class WithMastersOnDisk(WithMasters):
     is_kept = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [WithMasters, WithMastersOnDisk])
 def test_a_run_that_is_resumed_ends_with_the_same_bits(script: type[WithMasters], tmp_path: Path) -> None:
     plain = run(WithMasters)
@@ -280,6 +281,7 @@ def test_parameters_and_masters_on_disk_train_to_the_same_bits(tmp_path: Path) -
     assert same(plain[1], placed[1])
 
 
+@pytest.mark.slow
 def test_what_its_state_takes_is_known_before_there_is_any_and_found_in_a_trace() -> None:
     net = made(torch.bfloat16)
     optimizer = with_master_weights(torch.optim.AdamW)(net.parameters())

@@ -132,6 +132,7 @@ def test_a_range_that_every_layer_shares_leaves_room_to_read_ahead(pool: Pool) -
         assert torch.equal(kept, shared)
 
 
+@pytest.mark.slow
 def test_the_graph_may_change_between_steps(pool: Pool) -> None:
     model = Tiny()
     model.eval()

@@ -260,6 +260,7 @@ def test_where_the_op_would_stop_the_device_the_plan_is_refused(tmp_path: Path) 
         trained(model, torch.empty(48, 64, device="meta"), session)
 
 
+@pytest.mark.slow
 def test_a_run_that_may_pack_and_cannot_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

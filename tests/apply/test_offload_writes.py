@@ -53,6 +53,7 @@ def test_a_write_in_place_between_two_saves_makes_two_copies(pool: Pool) -> None
             offload.unpack(first)
 
 
+@pytest.mark.slow
 def test_views_of_one_storage_move_once_and_come_back_with_their_strides(pool: Pool) -> None:
     with offload_for(pool) as offload:
         base = torch.randn(64, 96)
@@ -145,6 +146,7 @@ def test_a_second_derivative_saves_what_it_was_given_under_its_own_name(pool: Po
         assert unused.grad_fn is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_bytes", [1024, 1 << 20], ids=["moved", "kept"])
 def test_a_forward_without_a_backward_leaves_nothing_behind(pool: Pool, min_bytes: int) -> None:
     """GIVEN an operation that saves its own result, as of an evaluation with gradients on THEN all of it is freed."""

@@ -17,6 +17,8 @@ from memwall.session import replanning as planning
 from memwall.trace.records import Trace
 from memwall.trace.trace_builder import TraceBuilder
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

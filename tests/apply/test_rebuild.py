@@ -25,7 +25,7 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 NUM_LAYERS, CHUNK_ROWS = 6, 128
 LAYERS = tuple(f"layers.{number}" for number in range(NUM_LAYERS))

@@ -27,6 +27,7 @@ from memwall.store.backend import SystemBackend
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_with_every_third_step_the_last_whole_one_is_continued(tmp_path: Path) -> None:
     plain = run(Script)
     run(lambda: Script(stop_in=5), StepCheckpoint(tmp_path, every=3))
@@ -97,6 +98,7 @@ class Meddling(Net):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_forward_that_writes_to_a_parameter_is_noticed(
     tmp_path: Path, is_open: bool, caplog: pytest.LogCaptureFixture
@@ -126,6 +128,7 @@ class FailingLater(SystemBackend):
         super().sync(fd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_disk_that_fails_ends_the_run_with_a_typed_error_and_loses_no_committed_step(
     tmp_path: Path, number: int

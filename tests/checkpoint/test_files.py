@@ -91,6 +91,7 @@ def test_an_exported_state_dict_is_loaded_as_any_other(tmp_path: Path) -> None:
     assert other_schedule.state_dict() == schedule.state_dict()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_imported_state_dict(tmp_path: Path) -> None:
     plain = made()
     train_to(5, None, plain)

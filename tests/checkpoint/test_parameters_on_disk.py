@@ -23,7 +23,7 @@ from memwall.integrations.launcher import run_script
 from memwall.session.session import Session
 from memwall.store.backend import SystemBackend
 
-pytestmark = [pytest.mark.leaves_changed, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.leaves_changed, pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 NUM_STEPS = 6
 

@@ -9,7 +9,7 @@ from optimizer_runs import OPTIMIZERS, are_equal
 from memwall.apply.optimizer_state.open_state import open_optimizer_state
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 class OnDisk(Script):

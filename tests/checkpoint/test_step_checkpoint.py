@@ -17,7 +17,7 @@ from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.checkpoint.writer import CommitTimes
 from memwall.errors import StoreError, UsageError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 CONTINUED = ["adamw for-loop", "adamw fused", "adam amsgrad", "sgd fused", "Adafactor", "RAdam", "Lion", "lion foreach"]
 

@@ -58,6 +58,7 @@ def test_a_script_that_raises_ends_with_its_own_traceback_and_status(capsys: pyt
     assert shown.endswith("raises.py ended with status 1 before a step under a plan; there is nothing to report\n")
 
 
+@pytest.mark.slow
 def test_a_script_s_own_status_is_passed_on(folder: Path) -> None:
     assert main(["run", "--budget", "8GiB", "--report", "run.json", str(SCRIPTS / "exits_3.py")]) == 3
     assert (folder / "run.json").exists()
@@ -112,6 +113,7 @@ def test_steps_of_several_optimizers_are_not_committed(refused: Refused, folder:
 # -- budgets -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_floor_names_the_floor_and_the_cheapest_relaxation(refused: Refused) -> None:
     lines = refused("run", "--budget", "20MiB", PLAIN, status=3).splitlines()
     assert re.fullmatch(
@@ -123,11 +125,13 @@ def test_a_budget_below_the_floor_names_the_floor_and_the_cheapest_relaxation(re
     )
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_budget_below_the_floor(refused: Refused, made: Path) -> None:
     message = refused("plan", made / "t.trace", "--budget", "20MiB", status=3)
     assert message.startswith("the budget of 20.0 MiB cannot be met: the smallest feasible one is ")
 
 
+@pytest.mark.slow
 def test_a_script_that_swallows_errors_still_ends_with_what_memwall_found(
     refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +139,7 @@ def test_a_script_that_swallows_errors_still_ends_with_what_memwall_found(
     assert message.startswith("the budget of 20.0 MiB cannot be met: ")
 
 
+@pytest.mark.slow
 def test_a_loop_that_swallows_the_error_does_not_train_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--budget", "20MiB", str(SCRIPTS / "swallows.py")]) == 3
     skipped = [f"step {step} skipped: InfeasibleError" for step in (1, 2, 3)]
@@ -338,6 +343,7 @@ def test_a_plan_for_a_cuda_device(refused: Refused, made: Path, folder: Path) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "message"),
     [

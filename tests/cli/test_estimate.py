@@ -16,6 +16,8 @@ from memwall.cli.app import main
 from memwall.machine.hardware import hardware_named
 from memwall.units import format_bytes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.requires("transformers")
 def test_the_object_keeps_the_contract_and_says_what_it_rests_on(run: Run, config: str) -> None:

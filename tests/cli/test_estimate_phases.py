@@ -8,6 +8,8 @@ from forecasts import FACTORY, LLAMA, OUTLIER, SCHEMA, Run, estimated
 
 from memwall.cli.app import main
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.requires("transformers")
 def test_an_outlier_of_the_data_decides_the_forecast(run: Run, config: str, data: str) -> None:

@@ -78,6 +78,7 @@ def test_the_release_that_wrote_a_snapshot_may_be_named(snapshot: Path, capsys: 
     assert "--torch 2.11.0: only for a CUDA memory snapshot" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_whether_it_would_fit_on_a_smaller_card(
     snapshot: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

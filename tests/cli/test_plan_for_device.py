@@ -21,6 +21,7 @@ from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_a_plan_for_a_device_fits_what_its_allocator_would_reserve(run: Run, config: str, tmp_path: Path) -> None:
     """GIVEN a budget below what the step needs THEN blocks are recomputed until the simulated process fits."""
@@ -42,6 +43,7 @@ def test_a_plan_for_a_device_fits_what_its_allocator_would_reserve(run: Run, con
     assert (found["workload"]["dtype"], found["workload"]["input_shape"]) == ("bfloat16", [4, 1024])
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_host_memory_is_the_next_tier_of_a_device(run: Run, tmp_path: Path) -> None:
     """GIVEN host memory THEN a smaller budget is feasible, and host memory is no way out any more."""
@@ -55,6 +57,7 @@ def test_host_memory_is_the_next_tier_of_a_device(run: Run, tmp_path: Path) -> N
     assert not any("--host SIZE" in line for line in given["relaxations"])
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_what_a_plan_moves_to_the_host_is_there_beside_the_process(run: Run, config: str) -> None:
     common = ("plan", config, "--device", "h100-80gb", "--seq", "2048", "--optimizer", "sgd", "--host", "64GiB")
@@ -67,6 +70,7 @@ def test_what_a_plan_moves_to_the_host_is_there_beside_the_process(run: Run, con
     assert tight["peak"]["host_bytes"] == max(phase["host_bytes"] for phase in tight["phases"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_precision_is_offered_with_its_figure_and_planned_where_it_is_allowed(run: Run, tmp_path: Path) -> None:
     """GIVEN weights in float32 THEN autocast is recorded and replayed, before it is offered or chosen."""
@@ -81,6 +85,7 @@ def test_precision_is_offered_with_its_figure_and_planned_where_it_is_allowed(ru
     assert lower["phases"]["eval"]["allocated_bytes"] < lower["phases"]["steady_step"]["allocated_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_kernels_are_offered_with_their_figure_and_planned_where_they_are_allowed(run: Run, tmp_path: Path) -> None:
     """GIVEN a vocabulary that outweighs the layers THEN the loss without logits is what makes it fit."""
@@ -144,6 +149,7 @@ def test_moments_in_8_bits_are_refused_for_another_optimizer(
     assert "--allow low-bit-optimizer: only moments of Adam and AdamW are kept in 8 bits; SGD steps" in message
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, config: str) -> None:
     """Where nothing is to be done both say the same of each; under a plan the steps need less, and resuming does not.
@@ -171,6 +177,7 @@ def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, config: st
     assert tight["phases"]["resume"] == ample["phases"]["resume"]
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_an_evaluation_that_needs_more_than_the_budget_is_what_does_not_fit(
     run: Run, config: str, capsys: pytest.CaptureFixture[str]
@@ -198,6 +205,7 @@ def test_an_evaluation_that_needs_more_than_the_budget_is_what_does_not_fit(
     assert "evaluation with metrics" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_an_evaluation_may_have_the_allocator_give_back_what_steps_left_cached(run: Run, config: str) -> None:
     """GIVEN steps that leave pieces too small for it THEN it fits where those are given back, as the plan says."""
@@ -232,6 +240,7 @@ def test_options_of_a_configuration_need_a_device(capsys: pytest.CaptureFixture[
     assert "--batch: only together with --device NAME" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_a_plan_is_made_for_the_worst_batch(
     run: Run, config: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

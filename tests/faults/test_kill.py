@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from plans import RESUMABLE, resumable_on_disk
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 KILLED = ROOT / "tests" / "scripts" / "train_killed.py"
 PLAIN = ROOT / "tests" / "scripts" / "train_plain.py"

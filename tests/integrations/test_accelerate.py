@@ -78,11 +78,13 @@ def with_actions(plan: Plan, actions: Sequence[Action]) -> Plan:
 
 
 class TestTraining:
+    @pytest.mark.slow
     def test_recording_the_first_step_does_not_change_what_is_learned(self, train: Any, digest: Any, recorded: Any):
         found, session = recorded
         assert found == digest(train())
         assert (session.state, session.measured.num_steps) == ("closed", 3)
 
+    @pytest.mark.slow
     def test_further_optimizers_are_part_of_the_step(self, make_model: Any, samples: Any):
         from accelerate import Accelerator
 
@@ -104,6 +106,7 @@ class TestTraining:
         step = recorded[1].trace.steps[0]
         assert step.marks[-1] == ("eval", len(step.ops)), "recording ends where the evaluation begins"
 
+    @pytest.mark.slow
     def test_a_given_plan_recomputes_and_learns_the_same_bits(
         self, train: Any, digest: Any, make_model: Any, recorded: Any, plan: Plan, count_calls: Any
     ):
@@ -118,6 +121,7 @@ class TestTraining:
         assert len(calls) == 1 + 3 * 3, "the first call is proven; forward, recomputation and evaluation in three steps"
         assert (plugin.report().plan_hash, plugin.report().measured.steps) == (plan.plan_hash, 3)
 
+    @pytest.mark.slow
     def test_accumulation_and_precision_are_left_to_the_accelerator(self, train: Any, digest: Any, plan: Plan):
         from memwall.integrations.accelerate import MemwallPlugin
 
@@ -129,6 +133,7 @@ class TestTraining:
         assert plugin.session.measured.num_steps == 3
         assert digest(model) == digest(train(batch_size=4, gradient_accumulation_steps=4, mixed_precision="bf16"))
 
+    @pytest.mark.slow
     def test_a_failed_loop_gives_the_model_back(self, train: Any, plan: Plan, make_model: Any):
         from memwall.integrations.accelerate import MemwallPlugin
 

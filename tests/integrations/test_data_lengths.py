@@ -66,6 +66,7 @@ def warnings_after_the_first_step(make_model: Any, samples: Any, caplog: pytest.
     return found
 
 
+@pytest.mark.slow
 def test_an_outlier_at_step_50_is_named_before_step_2(make_model: Any, caplog: pytest.LogCaptureFixture) -> None:
     found = warnings_after_the_first_step(make_model, data(outlier_at=PLACE - 1), caplog)
     assert found == [
@@ -75,6 +76,7 @@ def test_an_outlier_at_step_50_is_named_before_step_2(make_model: Any, caplog: p
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outlier_at", [None, 0], ids=["none", "first"])
 def test_a_plan_made_from_the_longest_batch_says_nothing(
     outlier_at: int | None, make_model: Any, caplog: pytest.LogCaptureFixture

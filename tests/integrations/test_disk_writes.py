@@ -13,6 +13,8 @@ from memwall.errors import UsageError
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 DAY_BYTES = 2 << 40
 PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
 

@@ -21,7 +21,7 @@ from memwall.session.session import Session
 
 KIB = 1 << 10
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_plain.py"
-pytestmark = [pytest.mark.requires("transformers", "accelerate"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.requires("transformers", "accelerate"), pytest.mark.timeout(120), pytest.mark.slow]
 
 
 def all_on_disk(model: nn.Module) -> Plan:

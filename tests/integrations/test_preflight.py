@@ -59,6 +59,7 @@ def test_find_unused_parameters_with_reentrant_checkpointing(make_model: Any) ->
         model(input_ids=tokens, labels=tokens).loss.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_find_unused_parameters_with_a_plan_that_recomputes(make_model: Any) -> None:
     """GIVEN a parameter that is unused WHEN memwall recomputes blocks under DDP THEN that is no obstacle."""

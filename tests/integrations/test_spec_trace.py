@@ -87,6 +87,7 @@ def workload():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_autocast_is_that_of_the_trainer(tmp_path: Path, written: Any) -> None:
     """WHEN autocast is asked for THEN the step is that of a loop with torch.autocast and results in float32 again."""
@@ -106,6 +107,7 @@ def test_autocast_is_that_of_the_trainer(tmp_path: Path, written: Any) -> None:
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_autocast_halves_activations_and_keeps_weights(dtype: str, written: Any) -> None:
@@ -170,6 +172,7 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_the_peak_of_a_run_whose_longest_sample_comes_late_is_foreseen(data: Path, written: Any) -> None:
     """GIVEN an outlier in step 50 WHEN the batches are trained on THEN step 50 has the peak that was foreseen."""
@@ -251,6 +254,7 @@ def test_a_factory_decides_its_batches_itself(tmp_path: Path) -> None:
     assert run.evaluation.device == "cuda"
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_training_is_recorded_the_same_with_and_without_an_evaluation(written: Any) -> None:
     spec = written(TINY)

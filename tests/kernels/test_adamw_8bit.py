@@ -64,6 +64,7 @@ def shares_after_1500_steps() -> Tensor:
     return root / scale / (1 - 0.999**1500) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_second_moment_neither_grows_nor_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it would if it were always rounded up: two to five times."""
     share = shares_after_1500_steps()

@@ -59,6 +59,7 @@ def test_runs_on_fake_tensors_of_a_real_shape() -> None:
         assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, leaf.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
 def test_operators_follow_torchs_rules(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     gate, up = (torch.randn(6, 5, dtype=dtype).t().requires_grad_() for dtype in dtypes)

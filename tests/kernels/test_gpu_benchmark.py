@@ -24,6 +24,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 def test_refuses_without_a_gpu(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     done = run("--op", "swiglu", "--output", str(output))
@@ -34,6 +35,7 @@ def test_refuses_without_a_gpu(tmp_path: Path) -> None:
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_lists_every_operation_with_shapes_and_providers() -> None:
     done = run("--list")
     assert done.returncode == 0
@@ -44,6 +46,7 @@ def test_lists_every_operation_with_shapes_and_providers() -> None:
     assert listed == elements | others
 
 
+@pytest.mark.slow
 def test_a_shape_of_another_operation_is_named() -> None:
     done = run("--op", "swiglu", "--shape", "8,16,32")
     assert done.returncode == 2

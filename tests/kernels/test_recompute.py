@@ -103,6 +103,7 @@ def test_what_comes_back_has_the_bits_the_shape_and_the_strides_of_what_went(vie
     assert torch.equal(restored, saved)
 
 
+@pytest.mark.slow
 def test_a_forward_without_a_backward_leaves_nothing_behind(x: Tensor) -> None:
     """GIVEN an operation that saves its own result THEN graph and saved result do not hold each other for ever."""
     with recompute_handles():
@@ -113,6 +114,7 @@ def test_a_forward_without_a_backward_leaves_nothing_behind(x: Tensor) -> None:
     assert storage.expired()
 
 
+@pytest.mark.slow
 def test_the_result_is_freed_between_forward_and_backward(x: Tensor) -> None:
     model, alive = Mlp(), []
 
@@ -170,6 +172,7 @@ def test_backward_twice_with_retained_graph(x: Tensor) -> None:
     assert handles.num_rebuilt == 2
 
 
+@pytest.mark.slow
 def test_a_partial_backward_leaves_nothing_behind(x: Tensor) -> None:
     model, rebuilt = Mlp(num_consumers=3), []
     handles = recompute_handles()

@@ -80,6 +80,7 @@ def test_a_micro_batch_without_a_valid_row_is_zero(losses: Any) -> None:
         assert all(not gradient.any() for gradient in found.gradients.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_heads_gradient_does_not_lose_small_contributions(losses: Any, dtype: torch.dtype) -> None:
     """Liger #512, #827; CCE #14; OLMo-core #370: its error is checked, over many chunks, not only the loss."""
@@ -186,6 +187,7 @@ def test_the_chunk_changes_no_loss_of_a_row(losses: Any) -> None:
         torch.testing.assert_close(a, b, rtol=2**-7, atol=0.0)
 
 
+@pytest.mark.slow
 def test_recompute_keeps_nothing_across_micro_batches(losses: Any) -> None:
     """Liger #533: gradients of the head held for every micro-batch in flight."""
     p = losses.make(rows=16, hidden=32, vocabulary=512)

@@ -96,6 +96,7 @@ def test_make_runs_every_test_that_needs_triton_but_no_gpu() -> None:
     assert needing == set(listed.split())
 
 
+@pytest.mark.slow
 def test_import_and_cost_need_no_triton(tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("raise ImportError('not to be imported')\n")
     code = """

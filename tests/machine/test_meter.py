@@ -98,6 +98,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) ->
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_a_session_measures_where_its_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("session", "recorded_step"):
         monkeypatch.setattr(f"memwall.session.{module}.meter_of", lambda *_: Fixed())

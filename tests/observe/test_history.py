@@ -325,6 +325,7 @@ class TestOnACpu:
         with pytest.raises(UsageError, match="no CUDA device here"):
             trainer.MemwallCallback(budget="1GiB", history=tmp_path)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("error", ["MemoryError()", 'RuntimeError("DefaultCPUAllocator: can\'t allocate memory")'])
     def test_the_recorded_step_is_written_when_memory_runs_out(
         self, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -339,6 +340,7 @@ class TestOnACpu:
         said = "memwall: history: memory ran out; the recorded step was written to found/oom.trace"
         assert said in capsys.readouterr().err.splitlines()
 
+    @pytest.mark.slow
     def test_another_error_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         Path("train.py").write_text(_SCRIPT.replace("ERROR", "ValueError()"))

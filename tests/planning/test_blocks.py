@@ -172,6 +172,7 @@ def test_blocks_do_not_depend_on_times() -> None:
     assert blocks_of(case.model, case.batch, case.loss)[2] == blocks_of(case.model, case.batch, case.loss)[2]
 
 
+@pytest.mark.slow
 def test_each_of_many_layers_is_a_block_although_it_saves_little() -> None:
     """GIVEN a model of 150 equal layers, under 1 % of the saved bytes each WHEN divided THEN each layer is a block."""
     found = paths(nn.Sequential(*(Layer(16) for _ in range(150))), torch.randn(64, 16))

@@ -69,6 +69,7 @@ def tight(trace: Trace, hardware: Hardware, *allow: str) -> Plan:
     return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=budget_bytes, allow=allow))
 
 
+@pytest.mark.slow
 def test_deepspeeds_kernel_is_planned_with_its_own_speed_where_it_was_measured_faster(
     trace: Trace, hardware: Hardware
 ) -> None:
@@ -102,6 +103,7 @@ def is_stepped_on_device(plan: Plan) -> bool:
     return any(isinstance(action, OptimizerPlacement) for action in plan.actions)
 
 
+@pytest.mark.slow
 def test_it_is_chosen_where_it_is_faster_and_allowed(trace: Trace, hardware: Hardware) -> None:
     assert is_stepped_on_device(tight(trace, hardware))
     slow = on_machine(trace, cpu_step_bytes_per_second=SLOW)
@@ -173,6 +175,7 @@ def test_the_host_holds_the_state_and_what_passes_through(trace: Trace, hardware
     assert step_on_cpu(trace, step, capacity_bytes=room_bytes - 1, allow=ALLOWED) is None
 
 
+@pytest.mark.slow
 def test_saved_tensors_get_what_the_host_has_left_beside_state_and_what_passes_through(hardware: Hardware) -> None:
     def plan(host_bytes: int, budget_bytes: int) -> Plan:
         machine = on_machine(trace, free_bytes=host_bytes)

@@ -13,7 +13,7 @@ from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.trace.records import Trace
 from memwall.units import parse_size
 
-pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
+pytestmark = [pytest.mark.usefixtures("one_thread", "without_malloc"), pytest.mark.slow]
 DAY_SECONDS = 86_400
 
 

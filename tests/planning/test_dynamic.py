@@ -66,6 +66,7 @@ def test_equals_the_cheapest_of_all_choices(
     assert 50 <= num_feasible < 150
 
 
+@pytest.mark.slow
 def test_equals_the_mixed_integer_program_on_two_hundred_chains(random_chain: RandomChain) -> None:
     rng = random.Random(2)
     num_feasible = 0
@@ -95,6 +96,7 @@ def test_sizes_are_rounded_up_so_that_a_coarse_quantum_never_exceeds_the_budget(
     assert num_answers > 500
 
 
+@pytest.mark.slow
 def test_never_above_capacity_on_ten_thousand_chains(random_chain: RandomChain) -> None:
     rng = random.Random(4)
     num_answers = 0

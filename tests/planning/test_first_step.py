@@ -16,7 +16,7 @@ from memwall.trace.records import Trace
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
+pytestmark = [pytest.mark.usefixtures("one_thread", "without_malloc"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -61,6 +61,7 @@ def placement_of(plan: Plan) -> OptimizerPlacement:
     return found
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_else_meets_is_met_with_state_in_host_memory(tight: Plan) -> None:
     action = placement_of(tight)
     assert (action.tier, action.exactness) == ("host", "bit-exact")

@@ -29,7 +29,7 @@ LINK = Machine(
 )
 """As a session measures it; of no machine in particular."""
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 def live(hardware: Hardware, num_rows: int) -> Trace:

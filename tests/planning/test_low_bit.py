@@ -80,6 +80,7 @@ def test_digits_are_not_lost_where_there_is_room_or_a_fast_disk(
         assert allowed.actions == plan(trace, budget=budget_bytes).actions
 
 
+@pytest.mark.slow
 def test_they_are_where_the_disk_is_slow(a_trace: Callable[[str], Trace], diskless: Trace) -> None:
     budget_bytes = (least_budget(diskless) + least_budget(diskless, *ALLOWED)) // 2
     slow = on_machine(a_trace("gpt"), read_bytes_per_second=1e7, write_bytes_per_second=1e7)

@@ -49,6 +49,7 @@ def test_another_global_batch_than_the_traces_is_an_error(a_trace: Callable[[str
     )
 
 
+@pytest.mark.slow
 @without_malloc
 def test_a_batch_with_batch_norm_is_never_split(
     a_trace: Callable[[str], Trace], smallest_bytes: Callable[..., int]
@@ -63,6 +64,7 @@ def test_micro_batches_are_divisors_so_that_all_are_equal(a_trace: Callable[[str
     assert candidate_micro_batches(msgspec.structs.replace(trace, micro_batch=12)) == (12, 6, 4, 3, 2, 1)
 
 
+@pytest.mark.slow
 def test_half_the_batch_is_predicted_as_it_runs(magnified_trace: Callable[[Case], Trace]) -> None:
     """GIVEN a step of four samples WHEN it is halved THEN its peak is that of a recorded accumulation of two."""
     whole = MODELS["gpt"]("tiny")
@@ -79,6 +81,7 @@ def test_half_the_batch_is_predicted_as_it_runs(magnified_trace: Callable[[Case]
     assert predicted == pytest.approx(live_peak_bytes(steady_step(halved), "cpu"), rel=0.02)
 
 
+@pytest.mark.slow
 @without_malloc
 def test_what_is_moved_in_parts_is_moved_as_often_as_there_are_parts(
     a_trace: Callable[[str], Trace], smallest_bytes: Callable[..., int], fast_disk: Machine

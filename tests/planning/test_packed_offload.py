@@ -58,6 +58,7 @@ def slow_disk(magnified_trace: Callable[[Case], Trace]) -> Trace:
     return on_machine(magnified_trace(case), pack_seconds_per_element=1.5e-9, **speeds)
 
 
+@pytest.mark.slow
 def test_what_is_allowed_makes_the_step_shorter(
     slow_disk: Trace, budgets: Callable[..., list[int]], tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_what_is_allowed_makes_the_step_shorter(
         assert Plan.load(tmp_path / "plan.json") == packed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "machine",
     [{"pack_seconds_per_element": 1e-6}, {"write_bytes_per_second": 1e12, "read_bytes_per_second": 1e12}],
@@ -94,6 +96,7 @@ def test_digits_are_not_lost_for_little(
     assert allowed.actions == plain.actions
 
 
+@pytest.mark.slow
 def test_digits_are_lost_where_the_disk_has_no_room_for_all_of_them(slow_disk: Trace) -> None:
     """Even if that is slow: nothing else fits."""
     trace = on_machine(slow_disk, pack_seconds_per_element=1e-6)

@@ -157,6 +157,7 @@ def test_parameters_may_stay_where_their_gradients_leave_more_of_them_for_more_m
 # In the search.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "vit"])
 def test_a_budget_that_nothing_else_meets_is_met_with_parameters_on_disk(
     name: str,
@@ -191,6 +192,7 @@ def test_a_budget_that_nothing_else_meets_is_met_with_parameters_on_disk(
     assert any("are written to the disk in a day of such steps" in line for line in forecast.binding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "vit"])
 def test_a_budget_that_something_else_meets_is_met_without(
     name: str, a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int]
@@ -201,6 +203,7 @@ def test_a_budget_that_something_else_meets_is_met_without(
     assert not any(isinstance(action, ParameterPlacement) for action in found.actions)
 
 
+@pytest.mark.slow
 def test_more_parameters_stay_under_a_larger_budget_and_the_step_is_shorter(
     a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], smallest_bytes: Callable[..., int]
 ) -> None:
@@ -216,6 +219,7 @@ def test_more_parameters_stay_under_a_larger_budget_and_the_step_is_shorter(
     assert seconds[-1] < seconds[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_heap", [False, True], ids=["tensors alone", "in a heap that keeps pages"])
 def test_what_a_budget_leaves_beside_parameters_on_disk_is_used_for_state(
     has_heap: bool,
@@ -271,6 +275,7 @@ def test_what_stays_of_the_state_is_that_of_whole_parameters_and_never_all_of_it
     assert resident[-2:] == [sum(sizes) - min(sizes)] * 2
 
 
+@pytest.mark.slow
 def test_no_budget_is_met_that_the_model_does_not_fit_into_when_it_is_built(
     a_trace: Callable[[str], Trace], smallest_bytes: Callable[..., int]
 ) -> None:
@@ -278,6 +283,7 @@ def test_no_budget_is_met_that_the_model_does_not_fit_into_when_it_is_built(
     assert smallest_bytes(trace) >= built_bytes(trace)
 
 
+@pytest.mark.slow
 def test_what_keeps_parameters_in_memory_is_in_the_message(
     a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], smallest_bytes: Callable[..., int]
 ) -> None:

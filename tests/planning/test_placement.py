@@ -214,6 +214,7 @@ def test_a_budget_that_nothing_else_meets_is_met_with_state_on_disk(
     assert any("are written to the disk in a day of such steps" in line for line in forecast.binding)
 
 
+@pytest.mark.slow
 def test_with_more_room_more_of_the_state_stays(
     a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], smallest_bytes: Callable[..., int]
 ) -> None:
@@ -248,6 +249,7 @@ def test_a_plan_that_costs_less_without_it_stays_as_it_is(
     assert (found.smallest_feasible_budget_bytes or 0) < (without.smallest_feasible_budget_bytes or 0)
 
 
+@pytest.mark.slow
 def test_where_memory_suffices_state_is_moved_only_for_a_clearly_shorter_step(
     a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +284,7 @@ def test_an_optimizer_that_cannot_be_stepped_in_parts_keeps_its_state_in_memory(
     assert error.value.smallest_feasible_bytes == smallest_without(trace)
 
 
+@pytest.mark.slow
 def test_a_disk_too_small_for_the_state_leaves_the_budget_infeasible(
     a_trace: Callable[[str], Trace], smallest_without: Callable[[Trace], int], smallest_bytes: Callable[..., int]
 ) -> None:

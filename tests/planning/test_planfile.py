@@ -104,6 +104,7 @@ def test_the_order_of_dictionaries_does_not_show() -> None:
     assert other.encode() == a_plan().encode()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_two_processes_with_different_hash_seeds_write_the_same_bytes(tmp_path: Path) -> None:
     """GIVEN one trace file WHEN it is planned in two processes THEN their plan files are equal, byte for byte."""

@@ -22,6 +22,8 @@ from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 from memwall.units import format_bytes
 
+pytestmark = pytest.mark.slow
+
 A100 = hardware_named("a100-80gb")
 PROFILE, _ = profile_for("2.13.0")
 HOST_BYTES = 64 << 30

@@ -35,7 +35,7 @@ from memwall.units import format_bytes, parse_size
 
 MIB = 1 << 20
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 without_malloc = pytest.mark.usefixtures("without_malloc")
 
 

@@ -45,6 +45,7 @@ def _residual_chain(num_blocks: int) -> Chain:
     return Chain(blocks=blocks, base_bytes=100 * MIB, loss_bytes=20 * MIB)
 
 
+@pytest.mark.slow
 def test_the_peak_never_rises_when_the_budget_is_lowered() -> None:
     # P12: torch.compile's memory budget, lowered from 0.15 to 0.05, took this from 275 to 1145 MB (pytorch #197838).
     instance = chain_instance(_residual_chain(32), 1)
@@ -117,6 +118,7 @@ def test_every_nth_block_recomputed_is_among_the_knobs() -> None:
         assert options in knobs
 
 
+@pytest.mark.slow
 def test_within_the_budget_and_as_cheap_as_claimed_on_random_instances(
     random_instance: RandomInstance, all_verdicts: Callable[[Instance], list[Evaluation]]
 ) -> None:
@@ -137,6 +139,7 @@ def test_within_the_budget_and_as_cheap_as_claimed_on_random_instances(
     assert num_feasible >= 60
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_is_feasible_and_one_per_cent_less_is_not(
     random_instance: RandomInstance, decoder: Decoder
 ) -> None:
@@ -216,6 +219,7 @@ for share in (0.5, 0.15):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_choose_the_same_and_print_nothing() -> None:
     # P27: HiGHS inside scipy 1.17 wrote debug lines to file descriptor 1; the JSON of `memwall plan` goes there.
     root = Path(solve_module.__file__).parents[3]

@@ -23,6 +23,7 @@ def _step_seconds(instance: Instance) -> float:
     return sum(block.forward_seconds + block.backward_seconds for block in instance.blocks)
 
 
+@pytest.mark.slow
 def test_milp_is_within_the_budget_and_its_bound_is_what_the_evaluator_says(random_instance: RandomInstance) -> None:
     # P11. Solved to optimality, a bound below the evaluated cost would mean that the program is the kinder of the two.
     rng = random.Random(11)
@@ -45,6 +46,7 @@ def test_milp_is_within_the_budget_and_its_bound_is_what_the_evaluator_says(rand
     assert num_moving >= 50
 
 
+@pytest.mark.slow
 def test_milp_equals_the_cheapest_of_all_choices(
     random_instance: RandomInstance, all_verdicts: AllVerdicts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_greedy_leaves_what_has_no_room_on_the_tier_and_recomputes_instead() -> 
     assert choice.extra_seconds == pytest.approx(2.0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_milp_stopped_at_its_gap_is_no_further_from_the_best_than_the_gap(
     random_instance: RandomInstance, all_verdicts: AllVerdicts
 ) -> None:
@@ -172,6 +175,7 @@ def test_an_answer_over_the_budget_is_cut_off_and_the_next_one_taken(
     assert solve_milp(instance, gap_share_of_step=0.0) is None
 
 
+@pytest.mark.slow
 def test_the_lowest_peak_is_the_lowest_of_all_choices(
     random_instance: RandomInstance, all_verdicts: AllVerdicts
 ) -> None:

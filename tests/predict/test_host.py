@@ -109,6 +109,7 @@ def test_sizes_are_those_of_the_step(host: HostBytes) -> None:
     assert (host.loader_bytes, host.pinned_bytes) == (3 * WIDTH * 4, 32_768)
 
 
+@pytest.mark.slow
 def test_saving_copies_all_weights_of_a_file_and_one_tensor_of_the_state(
     host: HostBytes, measured: dict[str, int]
 ) -> None:

@@ -70,6 +70,7 @@ requests = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(requests=requests)
 def test_the_kernel_maps_what_the_books_have_and_less_than_a_huge_page_more(requests: list[tuple[str, int]]) -> None:
@@ -170,6 +171,7 @@ ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(other)), 1, len(other))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cgroup
 @needs_huge_pages
 def test_parts_of_huge_pages_that_are_returned_are_there_for_others_at_once() -> None:

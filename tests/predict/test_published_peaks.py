@@ -70,6 +70,7 @@ class VisionTransformer(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("side", "is_deit", "kernel", "measured_mib"),
     [

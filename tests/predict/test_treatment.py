@@ -230,6 +230,7 @@ def measured_bytes(run: Run, recorded: Recorded, treatments: Treatments, directo
             executor.undo()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_the_predicted_peak_of_every_treatment_is_the_measured_one(name: str, tmp_path: Path) -> None:
     run, unparked = plain_run(name)
@@ -250,6 +251,7 @@ def test_the_predicted_peak_of_every_treatment_is_the_measured_one(name: str, tm
     assert not wrong, f"predicted / measured (recorded parked, recorded plain): {wrong}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_the_prediction_holds_when_two_micro_batches_make_a_step(name: str, tmp_path: Path) -> None:
     """A block then has two calls, and the batch that both are fed is one storage."""

@@ -143,6 +143,7 @@ class TestPage:
     def test_a_title_is_enough(self) -> None:
         assert "empty" in _Content(page_html(Page(title="empty"))).text
 
+    @pytest.mark.slow
     def test_100_000_operations_stay_below_5_mb(self, page: Page, trace: Trace, step: Step) -> None:
         num_ops = 100_000
         ops = tuple(msgspec.structs.replace(step.ops[k * 7 // num_ops], seconds=1e-5) for k in range(num_ops))
@@ -157,6 +158,7 @@ class TestPage:
         html = page_html(msgspec.structs.replace(page, curves=(curve, curve)))
         assert len(html.encode()) < 5_000_000
 
+    @pytest.mark.slow
     def test_a_file_is_written_whole(self, page: Page, tmp_path: Path) -> None:
         save_page(page, tmp_path / "page.html")
         assert (tmp_path / "page.html").read_text(encoding="utf-8") == page_html(page)

@@ -150,6 +150,7 @@ class TestPage:
         analysis = with_settings(analysis, snapshot, "2.13.0")
         return page_html(snapshot_page(((analysis, timeline),), "memwall snapshot: s.pickle"))
 
+    @pytest.mark.slow
     def test_what_a_reader_finds(self, tmp_path: Path) -> None:
         """GIVEN steps whose sizes vary THEN the page says who held what, what was stranded, what settings save."""
         text = re.sub(r"<[^>]+>|\s+", " ", self.page(loaded(tmp_path, simulated_snapshot(varying_requests())[0])))
@@ -173,6 +174,7 @@ class TestPage:
     def test_an_empty_snapshot_says_so(self) -> None:
         assert "was CUDA used before it was taken?" in page_html(snapshot_page((), "empty"))
 
+    @pytest.mark.slow
     def test_100_000_events_stay_below_5_mb(self) -> None:
         """GIVEN 100,000 events of 500 lines in ten categories THEN the page, all of it, is smaller than 5 MB."""
         stacks = ((), *((Frame(f"/home/me/part{k}.py", k, "forward"),) for k in range(500)))

@@ -52,6 +52,7 @@ def saved(make: Callable[..., Any], tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+@pytest.mark.slow
 def test_training_goes_on_to_the_same_bits(make: Callable[..., Any], tmp_path: Path) -> None:
     whole = make()
     optimizer = torch.optim.SparseAdam(whole.parameters(), lr=0.05)

@@ -37,6 +37,7 @@ def planned(directory: PageDirectory, frames: list[int], pages: list[int]) -> Pa
     return swaps
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_pages_take_the_place_of_others_and_what_changed_is_written(data: st.DataObject) -> None:

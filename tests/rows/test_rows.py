@@ -60,6 +60,7 @@ def fill(store: RowStore, num_steps: int = 20) -> dict[int, Tensor]:
     return written
 
 
+@pytest.mark.slow
 def test_what_was_written_comes_back_from_twenty_times_the_cache(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         written: dict[int, Tensor] = {}
@@ -157,6 +158,7 @@ def test_initial_rows_that_are_looked_up_and_then_stepped_are_made_once(tmp_path
     assert made == [[3, 9, 4], [4, 10, 5]]
 
 
+@pytest.mark.slow
 def test_unchanged_pages_are_not_written_again(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         written = fill(store)
@@ -269,6 +271,7 @@ def test_work_that_was_broken_off_is_not_taken_for_done(tmp_path: Path, monkeypa
             store.records(torch.tensor([1 << 40]))
 
 
+@pytest.mark.slow
 def test_short_transfers_are_completed(tmp_path: Path) -> None:
     class Short(SystemBackend):
         def pread(self, fd: int, buffer: memoryview, offset: int) -> int:

@@ -83,6 +83,7 @@ def peak_of() -> Callable[[Callable[[nn.Module, torch.optim.Optimizer], None]], 
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "between",
     [lambda model, _: evaluate(model), lambda model, _: save(model), save_optimizer],
@@ -94,6 +95,7 @@ def test_memory_that_a_step_has_freed_is_there_for_what_follows(between: Callabl
     assert peak_bytes <= budget_bytes + 4 * MIB
 
 
+@pytest.mark.slow
 def test_an_evaluation_inside_a_step_returns_nothing(monkeypatch: pytest.MonkeyPatch, peak_of: Callable) -> None:
     """GIVEN a step that calls its model without gradients WHEN it goes on THEN its free memory is kept for it."""
     calls = []

@@ -84,6 +84,7 @@ def block_actions(case: Case, kind: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "selective", "offload"])
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "encdec", "moe", "lora"])
 def test_a_plan_trains_the_same_bits(name: str, kind: str, tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ def test_a_plan_trains_the_same_bits(name: str, kind: str, tmp_path: Path) -> No
         assert session.measured.bytes_to_tier > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tensor-heap", "mmap"])
 def test_where_memory_comes_from_changes_no_bit(policy: str) -> None:
     """GIVEN a plan for the allocator alone WHEN it runs THEN bits are the plain run's, and it is taken back."""
@@ -116,6 +118,7 @@ def test_where_memory_comes_from_changes_no_bit(policy: str) -> None:
     assert session._allocator.policy is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(heap_unavailable_reason()), reason="no tensor heap here")
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_tensors_of_the_heap_leave_from_where_they_lie_but_for_the_recorded_step(
@@ -136,6 +139,7 @@ def test_tensors_of_the_heap_leave_from_where_they_lie_but_for_the_recorded_step
     assert ("_let_leave" in moved) is not is_recorded
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """GIVEN a session that offloads WHEN it ends THEN forwards, hooks, threads and files are as before."""
     case = MODELS["gpt"]("tiny")
@@ -165,6 +169,7 @@ def test_an_exception_in_the_loop_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
     """GIVEN a budget below the process itself WHEN the first step ends THEN the error names the smallest feasible."""
     case = MODELS["gpt"]("tiny")
@@ -182,6 +187,7 @@ def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
     assert any("--allow precision" in line for line in caught.value.relaxations)
 
 
+@pytest.mark.slow
 def test_a_step_that_uses_more_than_foreseen_brings_a_new_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a running plan WHEN a step comes near the budget unforeseen THEN the next one has a new plan, once."""
     case = MODELS["gpt"]("tiny")
@@ -202,6 +208,7 @@ def test_a_step_that_uses_more_than_foreseen_brings_a_new_plan(tmp_path: Path, m
     assert foreseen[3:] == [foreseen[3]] * 3
 
 
+@pytest.mark.slow
 def test_what_runs_between_steps_is_the_runs_peak_but_no_excess(tmp_path: Path) -> None:
     """GIVEN a running plan WHEN an evaluation needs much THEN the run's peak has it, and the plan stays."""
     case = MODELS["gpt"]("tiny")
@@ -218,6 +225,7 @@ def test_what_runs_between_steps_is_the_runs_peak_but_no_excess(tmp_path: Path) 
     assert session.measured.overall_peak_bytes > before + 240 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
 def test_memory_that_a_step_needs_outside_the_heap_is_kept_free_for_it() -> None:
     """GIVEN a limit WHEN a step also needs memory that is no tensor THEN free pages of the heap make up for it."""
@@ -263,6 +271,7 @@ def test_two_sessions_cannot_hold_one_process_to_two_limits() -> None:
         assert session._allocator.policy == "tensor-heap"
 
 
+@pytest.mark.slow
 def test_sparse_gradients_are_no_obstacle(tmp_path: Path) -> None:
     """GIVEN an embedding with sparse gradients WHEN a budget is asked for THEN the run is recorded and planned."""
     model = nn.Sequential(nn.Embedding(1000, 16, sparse=True), nn.Linear(16, 4))
@@ -276,6 +285,7 @@ def test_sparse_gradients_are_no_obstacle(tmp_path: Path) -> None:
     assert session.measured.num_steps == 3
 
 
+@pytest.mark.slow
 def test_a_caught_end_of_planning_ends_the_session_quietly(tmp_path: Path) -> None:
     """GIVEN a budget that nothing meets WHEN the loop catches the error THEN leaving the session raises no other."""
     case = MODELS["gpt"]("tiny")

@@ -53,6 +53,7 @@ def await_threads(number: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("under", ["a budget", "a plan"])
 def test_its_backward_finds_what_was_parked(under: str, tmp_path: Path) -> None:
     plain = gradients(under="nothing", tmp_path=tmp_path)
@@ -61,6 +62,7 @@ def test_its_backward_finds_what_was_parked(under: str, tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
 
+@pytest.mark.slow
 def test_what_was_parked_goes_with_the_graph(tmp_path: Path) -> None:
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     model = nn.Sequential(Block(), Block())

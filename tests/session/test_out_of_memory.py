@@ -20,6 +20,8 @@ from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.redo import MAX_RECOVERIES
 from memwall.session.session import Session
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 NUM_STEPS = 3
 SAMPLES = 512

@@ -73,6 +73,7 @@ def shown_at_first_step(session: Session) -> Iterator[None]:
 # Bits.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2], ids=["both in each step", "one in every second"])
 @pytest.mark.parametrize("adamw_first", [False, True], ids=["muon adamw", "adamw muon"])
 @pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
@@ -89,6 +90,7 @@ def test_a_session_ends_with_the_bits_of_the_plain_run(is_known: bool, adamw_fir
     assert session.measured.num_steps == 4
 
 
+@pytest.mark.slow
 def test_a_plan_that_recomputes_ends_with_the_bits_of_the_plain_run() -> None:
     model, optimizers = made()
     train(model, optimizers)
@@ -179,6 +181,7 @@ class Hungry(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.slow
 def test_what_the_second_optimizer_needs_is_in_the_forecast_and_in_the_measurement() -> None:
     model, (muon, adamw) = made()
     hungry = Hungry(adamw.param_groups[0]["params"], lr=1e-2)
@@ -192,6 +195,7 @@ def test_what_the_second_optimizer_needs_is_in_the_forecast_and_in_the_measureme
     assert len(session.measured.step_seconds) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_state_of_both_stands_in_the_step_that_is_planned(is_known: bool, every: int) -> None:
@@ -223,6 +227,7 @@ def test_a_plan_that_keeps_state_on_disk_is_refused_before_the_first_step() -> N
     assert not any(optimizer.state for optimizer in optimizers)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_comes_to_one_whose_state_is_on_disk_is_refused() -> None:
     model, _ = made()
     plan = plan_of(model, OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB))
@@ -237,6 +242,7 @@ def test_an_optimizer_that_comes_to_one_whose_state_is_on_disk_is_refused() -> N
         train(model, (first, second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
 def test_a_first_step_without_room_keeps_state_in_memory_and_has_parameters_back(
     is_known: bool, without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,6 +49,7 @@ def gated(gate: Gate, tmp_path: Path) -> Iterator[TransferPool]:
         gate.event.set()
 
 
+@pytest.mark.slow
 def test_a_storage_of_whole_pages_is_written_from_where_it_lies_and_stays_until_then(
     gate: Gate, gated: TransferPool
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_range_of_bytes_is_those_of_its_tensor_in_their_storage() -> None:
     assert ByteRange.of(numbers).is_whole
 
 
+@pytest.mark.slow
 def test_of_a_larger_storage_a_part_is_copied_because_all_of_it_would_stay(gate: Gate, gated: TransferPool) -> None:
     tier = tier_on(gated, 4)
     source = on_a_page(3 * BLOCK)
@@ -151,6 +153,7 @@ def test_a_source_that_changes_while_it_is_written_is_an_error_for_its_reader_on
     gated.raise_failure()
 
 
+@pytest.mark.slow
 def test_bytes_on_their_way_out_never_take_more_than_the_window(gate: Gate, gated: TransferPool) -> None:
     draw, most_bytes = random.Random(1), 0
     tier = tier_on(gated, 6)

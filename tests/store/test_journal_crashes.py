@@ -95,6 +95,7 @@ def is_lost_or_mixed(run: Run, disk: SimulatedDisk, position: int) -> bool:
     return not oldest <= found <= newest
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=120)
 @given(SIZES, CHANGES, st.floats(0, 1), st.integers(0, 2**32))
 def test_after_a_loss_of_power_the_last_or_the_next_generation_is_there_whole(
@@ -108,6 +109,7 @@ def test_after_a_loss_of_power_the_last_or_the_next_generation_is_there_whole(
     assert oldest <= run.found_on(run.disk.without_power_at(position, seed)) <= newest
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(SIZES, CHANGES, CHANGES, st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32))
 def test_a_run_killed_and_resumed_survives_a_loss_of_power_after_that(

@@ -63,6 +63,7 @@ def test_its_bits_come_back_to_the_same_address(
         paged.tensor.add_(1)
 
 
+@pytest.mark.slow
 def test_its_memory_goes_back_to_the_system(pool: TransferPool) -> None:
     paged, numbers = filled(pool, 8 * MIB)  # the numbers stay until the end: where malloc keeps them is not asked
     before = resident_anonymous_bytes()
@@ -74,6 +75,7 @@ def test_its_memory_goes_back_to_the_system(pool: TransferPool) -> None:
     del numbers
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this system gives no huge pages"
 )

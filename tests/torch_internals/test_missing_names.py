@@ -227,6 +227,7 @@ def modules_of_memwall() -> list[str]:
     return [name.removesuffix(".__init__") for name in dotted if not name.endswith("__main__")]
 
 
+@pytest.mark.slow
 def test_all_modules_import_where_torch_has_none_of_the_names() -> None:
     """In one process the look-up finds none: torch itself, which has uses of its own for them, keeps them."""
     done = subprocess.run(

@@ -273,6 +273,7 @@ def test_what_is_put_into_a_modules_dicts_is_the_modules() -> None:
     assert norm.weight is None
 
 
+@pytest.mark.slow
 def test_running_norms_and_compiled_modules_are_told() -> None:
     assert modules.is_running_norm(nn.BatchNorm2d(1))
     assert not modules.is_running_norm(nn.LayerNorm(1))

@@ -159,6 +159,7 @@ def test_own_and_public_names_are_not(code: str) -> None:
     assert found_in(code) == []
 
 
+@pytest.mark.slow
 def test_private_names_stand_behind_the_door_alone() -> None:
     outside = {
         str(path.relative_to(ROOT)): found

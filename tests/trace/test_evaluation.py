@@ -35,6 +35,7 @@ def workload_of_case(model_name: str) -> Workload:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_name", sorted(set(MODELS) - {"moe"}))  # a live router is not perfectly balanced
 def test_a_fake_evaluation_has_the_peak_that_the_allocator_counts(
     model_name: str, names_of: Callable[[Trace, Step], list[str]]
@@ -59,6 +60,7 @@ def test_a_fake_evaluation_has_the_peak_that_the_allocator_counts(
     assert live_peak_bytes(fake.steps[0], "cpu") == pytest.approx(counted_bytes, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_an_evaluation_holds_weights_and_state_and_saves_nothing() -> None:
     run = record_fake_run(workload_of_case("gpt"), workload_of_case("gpt").make_batch)
     assert run.evaluation is not None
@@ -72,6 +74,7 @@ def test_an_evaluation_holds_weights_and_state_and_saves_nothing() -> None:
     assert len(run.training.steps) == 2
 
 
+@pytest.mark.slow
 def test_a_router_needs_the_share_in_evaluation_too() -> None:
     workload = workload_of_case("moe")
     run = record_fake_run(workload, workload.make_batch, mask_share=EXPERT_SHARE)

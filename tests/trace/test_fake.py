@@ -28,6 +28,7 @@ EXPERT_SHARE = 0.25
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer_name", sorted(optimizers()))
 @pytest.mark.parametrize("model_name", sorted(MODELS))
 def test_a_fake_step_is_the_live_one(
@@ -88,6 +89,7 @@ def test_a_model_and_a_batch_that_exist_already_are_left_alone(
     assert model.weight.grad is None
 
 
+@pytest.mark.slow
 def test_recording_twice_gives_the_same_trace_and_leaves_no_trace_behind(
     sgd: Callable[[Any], torch.optim.Optimizer],
 ) -> None:
@@ -111,6 +113,7 @@ def test_a_share_is_between_zero_and_one(share: float, workload_of: Callable[...
         record_fake(workload_of(lambda model, batch: model(batch).sum()), mask_share=share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_precision_that_autocast_lowers_is_lowered(
     dtype: torch.dtype, sgd: Callable[[Any], torch.optim.Optimizer]

@@ -211,6 +211,7 @@ def test_recording_changes_no_bit() -> None:
     assert all(torch.equal(plain, recorded) for plain, recorded in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 def test_a_library_model_is_named_below_its_package() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel

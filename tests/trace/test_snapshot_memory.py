@@ -45,6 +45,7 @@ def peak_and_kept_bytes(file: Path) -> tuple[int, int]:
     return peak_bytes, kept_bytes
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_records_kept_and_not_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

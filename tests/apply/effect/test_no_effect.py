@@ -23,6 +23,8 @@ from memwall.predict.malloc.malloc_policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_library, heap_unavailable_reason
 from memwall.session.session import Session
 
+pytestmark = pytest.mark.slow
+
 # -- recompute ---------------------------------------------------------------------------------------------------------
 
 

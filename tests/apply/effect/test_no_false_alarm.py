@@ -20,6 +20,8 @@ from memwall.predict.malloc.malloc_policies import restored_policy, settings_of,
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.session import Session
 
+pytestmark = pytest.mark.slow
+
 
 class Dropping(Model):
     """Leaves blocks out, as layer drop and early exits do."""

@@ -48,6 +48,7 @@ def applied_to(model: torch.nn.Module, keeper: StateKeeper) -> AppliedPlan:
 # In a plan.
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_placement_trains_to_the_same_bits(tmp_path: Path) -> None:
     make = OPTIMIZERS["adamw foreach"]
     plain = train(make, num_steps=4)

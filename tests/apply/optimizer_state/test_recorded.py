@@ -145,6 +145,7 @@ def test_a_second_recording_shows_the_state_that_the_first_one_spilled(keep: Cal
         assert storages_of(one, "optimizer_state") == storages_of(other, "optimizer_state")
 
 
+@pytest.mark.slow
 def test_a_session_spills_state_that_was_loaded_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ def test_state_is_spilled_where_the_budget_has_no_room_for_it(
     keeper.bring_back()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_spilled_stays_in_memory(tmp_path: Path) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1 << 16))]
     lbfgs = torch.optim.LBFGS(parameters)

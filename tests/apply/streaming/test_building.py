@@ -251,6 +251,7 @@ def resident_file_bytes() -> int:
     return int(line.split()[1]) * KIB
 
 
+@pytest.mark.slow
 def test_of_a_checkpoint_that_is_mapped_no_pages_stay_in_memory(tier: ParameterTier, tmp_path: Path) -> None:
     """GIVEN weights that are a mapped file's WHEN they leave for the disk THEN the file's pages leave memory, too."""
     torch.save(nn.Linear(4096, 1000).state_dict(), tmp_path / "checkpoint.pt")
@@ -313,6 +314,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["given plan", "recorded", "recorded, with room after all"])
 def test_a_model_built_on_disk_trains_and_is_saved_like_a_plain_one(
     kind: str, tiny: None, request: pytest.FixtureRequest, tmp_path: Path, open_sessions: list[Session]
@@ -341,6 +343,7 @@ def test_a_model_built_on_disk_trains_and_is_saved_like_a_plain_one(
     assert [name for name, value in plain.items() if not torch.equal(found[name], value)] == []
 
 
+@pytest.mark.slow
 def test_a_state_dict_of_a_model_on_disk_takes_no_memory_until_a_step_needs_it(
     tiny: None, tmp_path: Path, open_sessions: list[Session]
 ) -> None:

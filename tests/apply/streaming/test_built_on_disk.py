@@ -85,6 +85,7 @@ def test_a_window_is_in_memory_while_it_is_built(tier: ParameterTier, monkeypatc
     assert tier.num_bytes > 0.9 * total
 
 
+@pytest.mark.slow
 def test_what_was_built_on_disk_trains_like_a_plain_model(tier: ParameterTier) -> None:
     found = []
     for is_streamed in (False, True):

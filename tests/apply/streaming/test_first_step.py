@@ -17,7 +17,7 @@ from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.session.session import Session
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 @pytest.fixture(params=[True, False], ids=["gradients dropped", "gradients zeroed"])

@@ -179,6 +179,7 @@ def test_moving_to_where_it_is_changes_nothing(model: nn.Module, state_pool: Tra
 # Gradients.
 
 
+@pytest.mark.slow
 def test_a_gradient_reads_as_it_is_and_may_be_changed(state_pool: TransferPool) -> None:
     found = []
     for is_streamed in (False, True):

@@ -23,6 +23,7 @@ from memwall.store.transfer import TransferPool
 pytestmark = [pytest.mark.leaves_changed, pytest.mark.timeout(60)]
 
 
+@pytest.mark.slow
 def test_undo_leaves_no_trace_and_training_goes_on(state_pool: TransferPool) -> None:
     plain = train_gpt(None)[1]
     torch.manual_seed(0)
@@ -133,6 +134,7 @@ def test_an_error_in_the_loop_leaves_a_model_that_trains_on(place: str, state_po
     assert differences(made, run, state_pool) == []
 
 
+@pytest.mark.slow
 def test_what_is_read_ahead_for_a_step_that_goes_another_way_does_not_stay(state_pool: TransferPool) -> None:
     model = GPT()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -221,6 +223,7 @@ def test_a_block_without_outputs_stays_in_memory(state_pool: TransferPool, caplo
     assert "finds no output of the model that a backward could begin at" in caplog.text
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_streamed_too(state_pool: TransferPool) -> None:
     def made() -> tuple[GPT, torch.optim.Optimizer]:
         model = GPT()

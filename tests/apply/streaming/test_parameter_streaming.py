@@ -79,6 +79,7 @@ def test_training_is_bitwise_equal(
     assert state_pool.bytes_written > 20 * 16 * KIB
 
 
+@pytest.mark.slow
 def test_without_the_optimizers_state_too(
     state_pool: TransferPool, plain_run: tuple[list[float], dict[str, Tensor]]
 ) -> None:
@@ -230,6 +231,7 @@ def language_model(kind: str) -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts, intermediate_size=128))
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 @pytest.mark.parametrize("has_recomputation", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])

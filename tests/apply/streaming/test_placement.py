@@ -20,7 +20,7 @@ from memwall.errors import ApplyError, NoEffectError
 from memwall.planning.planfile import Plan
 from memwall.session.session import Session
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 @pytest.fixture(params=[True, False], ids=["gradients dropped", "gradients zeroed"])

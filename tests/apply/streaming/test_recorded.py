@@ -85,6 +85,7 @@ def storages_of(step: Step, category: str) -> Counter[tuple[int, str, str, bool]
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_micro", [1, 2], ids=["one batch", "two micro-batches"])
 def test_a_step_with_parameters_on_disk_is_recorded_as_a_plain_one(num_micro: int, state_pool: TransferPool) -> None:
     plain, plain_names, plain_left = recorded(None, num_micro)
@@ -126,6 +127,7 @@ def left_out(step: Step) -> list[int]:
     return [s.nbytes for s in step.storages if s.category == "gradient" and s.nbytes >= 4 * KIB]
 
 
+@pytest.mark.slow
 def test_gradients_live_from_backward_to_the_end_of_the_step(
     state_pool: TransferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

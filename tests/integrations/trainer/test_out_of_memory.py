@@ -10,7 +10,7 @@ from trainer_runs import NUM_STEPS, Recorded, arguments
 
 from memwall.errors import OutOfMemoryError
 
-pytestmark = pytest.mark.requires("transformers", "accelerate")
+pytestmark = [pytest.mark.requires("transformers", "accelerate"), pytest.mark.slow]
 
 
 class TestOutOfMemory:

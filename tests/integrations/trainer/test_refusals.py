@@ -19,6 +19,7 @@ pytestmark = pytest.mark.requires("transformers", "accelerate")
 
 
 class TestInfeasible:
+    @pytest.mark.slow
     def test_names_the_arguments_that_would_fit(self, train: Any, budget_relative_to: Any):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -37,6 +38,7 @@ class TestInfeasible:
         assert callback.session.state == "closed"
         assert caught.value.relaxations[0] in str(caught.value)
 
+    @pytest.mark.slow
     def test_is_left_as_it_is_where_no_argument_helps(self, train: Any, budget_relative_to: Any):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -70,6 +72,7 @@ class TestRefusals:
             "them; set TrainingArguments(torch_compile=False)"
         )
 
+    @pytest.mark.slow
     def test_a_model_that_is_built_anew(self, build: Any, make_model: Any):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -83,6 +86,7 @@ class TestRefusals:
         )
         assert callback.session.state == "closed"
 
+    @pytest.mark.slow
     def test_a_callback_added_later(self, build: Any):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -95,6 +99,7 @@ class TestRefusals:
             "Pass it when building: Trainer(..., callbacks=[MemwallCallback(...)])"
         )
 
+    @pytest.mark.slow
     def test_micro_batches_that_are_not_the_plans(self, build: Any, plan: Plan):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -151,6 +156,7 @@ class TestTrainingArguments:
         assert changed.to_dict() == {**args.to_dict(), **changes}
         assert args.gradient_accumulation_steps == 1, "the given arguments stay as they are"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("actions", "settings"),
         [

@@ -17,7 +17,7 @@ from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.recompute import Recompute
 
-pytestmark = pytest.mark.requires("transformers", "accelerate")
+pytestmark = [pytest.mark.requires("transformers", "accelerate"), pytest.mark.slow]
 
 
 class TestTraining:
@@ -133,7 +133,6 @@ def test_an_optimizer_that_is_none_of_torchs_is_refused():
     assert torch_optimizer(type("Wrapper", (), {"optimizer": inner})()) is inner
 
 
-@pytest.mark.slow
 def test_a_trainer_script_fits_under_the_launcher(run_both_ways: Callable[..., Any]):
     report = run_both_ways(Path(__file__).parents[1] / "scripts" / "train_trainer.py", below_plain=60 * MIB)
     assert report["measured"]["steps"] == NUM_STEPS

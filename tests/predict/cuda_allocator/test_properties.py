@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -141,6 +142,7 @@ class World:
                 assert block.size % segment.granule_bytes == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 1 << 32))
 def test_every_byte_is_accounted_for_after_every_step(seed: int) -> None:

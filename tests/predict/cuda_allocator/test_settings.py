@@ -175,6 +175,7 @@ def test_an_unknown_release_gets_the_newest_profile_and_says_so() -> None:
         profile_for("2.1.0")
 
 
+@pytest.mark.slow
 def test_the_installed_torch_refuses_the_same_strings() -> None:
     strings = [
         "max_split_size_mb:128",
