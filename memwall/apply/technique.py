@@ -6,7 +6,7 @@ a `Target`, the run as it is now, and leaves there what takes its action back.
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
@@ -23,13 +23,18 @@ from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.errors import ApplyError
+from memwall.planning.settings import Settings
+from memwall.planning.technique import Technique, techniques
 from memwall.trace.modules import root_names
+from memwall.trace.records import Trace
 
 __all__ = [
     "Handler",
+    "InRecording",
     "Target",
     "Tier",
     "Zero",
+    "allowed",
     "handler_of",
     "register",
     "registered",
@@ -49,6 +54,15 @@ class Zero(NamedTuple):
     """Of ZeRO."""
     lends_weights: bool
     """Whether weights are computed with in NVMe buffers that go to the next parameter afterwards."""
+
+
+class InRecording(NamedTuple):
+    """Describes how a step that is recorded runs with a technique before there is a plan."""
+
+    undo: Callable[[], None]
+    """Gives the model back; safe to call twice."""
+    settled: Callable[[Settings, Trace], Settings]
+    """Says in the settings of plans what the recorded step shows of it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -157,6 +171,40 @@ class Handler(Generic[A]):
         """Returns what the action means to use of a tier for other things than saved tensors."""
         return 0
 
+    # -- in a run that has no plan yet; asked of techniques that are allowed ------------------------------------------
+
+    @classmethod
+    def prepare(cls, settings: Settings) -> Settings:
+        """Does what must be done in the process before a step is recorded, so that what that takes is known.
+
+        Raises:
+            ApplyError: a library is missing.
+        """
+        return settings
+
+    @classmethod
+    def why_not_here(cls, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+        """Returns why the technique cannot be used with what steps the model; None if it can, as far as is known."""
+        return None
+
+    @classmethod
+    def begin_recording(cls, model: nn.Module, *, is_streamed: bool) -> InRecording | None:
+        """Has the step that is about to be recorded run with the technique; None where it is recorded without.
+
+        Args:
+            is_streamed: whether parameters are on disk until their own module is called.
+        """
+        return None
+
+    @classmethod
+    def record_again(cls, model: nn.Module, trace: Trace, *, is_running: bool) -> InRecording | None:
+        """Has the next step recorded with the technique, as no plan fits without; None where that is not possible.
+
+        Args:
+            is_running: whether the model's forward is being called right now, by a hook before it.
+        """
+        return None
+
     # -- before a run ----------------------------------------------------------------------------------------------
 
     def before_cuda(self) -> None:
@@ -209,6 +257,14 @@ def registered() -> dict[str, type[Handler[Any]]]:
     """
     _discover()
     return dict(sorted(_handlers.items(), key=lambda item: (item[1].applies_last, item[0]), reverse=True))
+
+
+def allowed(allow: Sequence[str]) -> Iterator[tuple[Technique[Any], type[Handler[Any]]]]:
+    """Yields the techniques that need a word of --allow and have it, each with what applies it."""
+    handlers = registered()
+    for technique in techniques():
+        if technique.allow in allow:
+            yield technique, handlers[technique.tag]
 
 
 def tag_of(action: Struct) -> str:

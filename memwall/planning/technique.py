@@ -114,6 +114,13 @@ class Technique(Generic[A]):
         """Returns why the technique, having been allowed, cannot be used for a trace; None if it can."""
         return None
 
+    def check_device(self, device: str) -> None:
+        """Checks what is allowed to a run that makes its plan by itself, once it is known where its model is.
+
+        Raises:
+            UsageError: the technique has been allowed, and is for other devices.
+        """
+
     def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
         """Returns what a person can allow or give so that less memory is needed; None where that would not help.
 

@@ -1,11 +1,11 @@
-"""What a session measures while it runs, and what it counts between steps."""
+"""The figures that a session measures while it runs, and counts between steps."""
 
 import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from memwall.machine.meter import HostMeter, Meter
+from memwall.machine.meter import HostMeter, Meter, meter_of
 from memwall.torch_internals.storages import sparse_indices, sparse_values
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
@@ -14,10 +14,10 @@ __all__ = ["Measurements", "standing_bytes"]
 
 
 class Measurements(Struct, kw_only=True):
-    """What was measured while a session ran."""
+    """Holds what was measured while a session ran; its methods alone change it."""
 
     meter: Meter = msgspec.field(default_factory=HostMeter)
-    """What "process bytes" are below: those of the device that the model is on."""
+    """Knows the process bytes of the device that the model is on, which are meant below."""
     first_step_peak_bytes: int = 0
     peak_bytes: int = 0
     """Highest process bytes of the steps under the plan."""
@@ -35,14 +35,14 @@ class Measurements(Struct, kw_only=True):
     """Failures to get memory after which a step was done again."""
     bytes_to_tier: int = 0
     first_step_bytes_to_tier: int = 0
-    """Of these, what the recorded step moved under the safest plan."""
+    """Of these, what was moved before the plan was in effect: in the recorded step, under the safest plan."""
     bytes_from_tier: int = 0
     plan_seconds: float = 0.0
     has_plan: bool = False
     """Whether a plan was in effect already."""
 
     def note_peak(self, shown_bytes: int = 0) -> None:
-        """To be called before every reset of the process's peak, and at the end.
+        """Notes what the process held at most; to be called before every reset of its peak, and at the end.
 
         Args:
             shown_bytes: what of it the system has filled from a file to show parameters there, and can take back.
@@ -50,12 +50,21 @@ class Measurements(Struct, kw_only=True):
         self.note(self.meter.peak_bytes() - shown_bytes)
 
     def note(self, peak_bytes: int) -> None:
-        """The process has held so much."""
+        """Notes that the process has held so much."""
         self.overall_peak_bytes = max(self.overall_peak_bytes, peak_bytes)
         self.judged_peak_bytes = max(self.judged_peak_bytes, peak_bytes)
 
+    def begin_run(self, model: nn.Module) -> None:
+        """Measures the device of a model from now on."""
+        self.meter = meter_of(model)
+        self.note_peak()
+
     def begin_plan(self, base_bytes: int | None) -> None:
-        """A plan is in effect from now on, in a process that holds so much before each step; None for what it holds."""
+        """Measures steps under a plan from now on.
+
+        Args:
+            base_bytes: what the process holds before each step; None for what it holds now.
+        """
         self.meter.reset_peak()
         if self.meter.device == "cuda" and not self.has_plan:
             self.judged_peak_bytes = 0
@@ -63,18 +72,63 @@ class Measurements(Struct, kw_only=True):
         self.base_bytes = self.meter.now_bytes() if base_bytes is None else base_bytes
 
     def forget_steps(self) -> None:
-        """What was measured so far was another plan's."""
+        """Forgets what was measured of another plan's steps."""
         self.peak_bytes, self.step_seconds = 0, []
 
     def note_first_step(self, peak_bytes: int) -> None:
-        """A recorded step has ended; there are two where the first was not the last."""
+        """Notes the peak of a recorded step; there are two of them where the first was not the last."""
         self.first_step_peak_bytes = max(self.first_step_peak_bytes, peak_bytes)
         self.note(peak_bytes)
 
+    def end_step(self, seconds: float | None, *, is_first: bool) -> int:
+        """Counts a step that has ended; returns what the process held in it at most.
+
+        Args:
+            seconds: that it took; None where it ran under no plan.
+            is_first: whether its first optimizer has stepped now, or a further one.
+        """
+        peak_bytes = self.meter.peak_bytes()
+        self.note(peak_bytes)
+        self.num_steps += is_first
+        if seconds is not None:
+            if not is_first:
+                self.step_seconds.pop()
+            self.step_seconds.append(seconds)
+            self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        return peak_bytes
+
+    def count_moved(self, out_bytes: int, in_bytes: int, *, is_recorded: bool = False) -> None:
+        """Counts bytes that were moved to the next tier, and back.
+
+        Args:
+            is_recorded: whether that was before the plan was in effect.
+        """
+        self.bytes_to_tier += out_bytes
+        self.bytes_from_tier += in_bytes
+        self.first_step_bytes_to_tier += out_bytes if is_recorded else 0
+
+    def count_replan(self) -> None:
+        """Counts a plan that was made since a step used more than foreseen."""
+        self.num_replans += 1
+
+    def count_recovery(self) -> None:
+        """Counts a step that is done again."""
+        self.oom_recoveries += 1
+
+    def note_planning(self, seconds: float) -> None:
+        """Notes the time between the recorded step and its plan."""
+        self.plan_seconds = seconds
+
+    def note_not_recomputed(self, found: dict[str, str]) -> None:
+        """Notes blocks that the run no longer recomputes, and why."""
+        self.not_recomputed |= found
+
 
 def standing_bytes(model: nn.Module, optimizers: Optimizers, trace: Trace) -> int:
-    """Bytes of tensors in the machine's memory that stand between steps: parameters, buffers, gradients, optimizer
-    state, and the batch."""
+    """Returns the bytes of tensors in the machine's memory that stand between steps.
+
+    These are parameters, buffers, gradients, the optimizer's state, and the batch.
+    """
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     for optimizer in optimizers_of(optimizers):
@@ -87,7 +141,7 @@ def standing_bytes(model: nn.Module, optimizers: Optimizers, trace: Trace) -> in
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What holds a tensor's bytes; a sparse one has no storage of its own."""
+    """Returns what holds a tensor's bytes; a sparse one has no storage of its own."""
     if tensor.layout is torch.strided:
         return (tensor,)
     return (sparse_indices(tensor), sparse_values(tensor)) if tensor.layout is torch.sparse_coo else ()

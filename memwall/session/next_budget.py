@@ -6,11 +6,12 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import OutOfMemoryError, StoreError, UsageError
-from memwall.session.redo import MAX_RECOVERIES
 from memwall.units import format_bytes
 
-__all__ = ["NextBudget", "note_failure", "read_next_budget"]
+__all__ = ["MAX_ATTEMPTS", "NextBudget", "note_failure", "read_next_budget"]
 
+MAX_ATTEMPTS = 3
+"""How often a run is given another plan for the same reason: one that needs more holds something that no plan knows."""
 _NAME = "out-of-memory.json"
 
 
@@ -40,7 +41,7 @@ def read_next_budget(directory: str | Path, budget_bytes: int | None) -> NextBud
         raise StoreError(f"{path} cannot be read ({error}); remove it to go on with the budget as it is") from error
     if found.budget_bytes != budget_bytes:
         return None
-    if found.num_failures > MAX_RECOVERIES:
+    if found.num_failures > MAX_ATTEMPTS:
         raise UsageError(
             f"--resume {directory}: the run has run out of memory {found.num_failures} times under a budget of "
             f"{format_bytes(found.budget_bytes)}, the last time with a plan for {format_bytes(found.within_bytes)} or "
@@ -75,7 +76,7 @@ def note_failure(directory: str | Path, budget_bytes: int, failure: OutOfMemoryE
         raise StoreError(f"{path} cannot be written: {error.strerror or error}") from failure
     return OutOfMemoryError(
         f"{failure}; or go on from the last committed step: the same command with --resume plans for that, attempt "
-        f"{number} of {MAX_RECOVERIES}",
+        f"{number} of {MAX_ATTEMPTS}",
         phase=failure.phase,
         asked_bytes=failure.asked_bytes,
         held_bytes=failure.held_bytes,

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.offload.parking import close_once_unneeded, close_unneeded
-from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError, PlanError, UsageError
-from memwall.machine.meter import meter_of
 from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
 from memwall.planning.settings import Settings
-from memwall.planning.techniques.cpu_step import require_step_beside_device
+from memwall.planning.technique import techniques
+from memwall.session.first_plan import check_plan_is_for
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
+from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
-from memwall.session.replanning import check_plan_is_for, excess_bytes
 from memwall.session.step_borders import StepBorders
 from memwall.session.vector_functions import settle_first_calls
 from memwall.trace.optimizers import Optimizers, optimizers_of
@@ -67,16 +66,12 @@ class Session:
                 "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
             )
         if not torch.cuda.is_available():
-            require_step_beside_device(allow, "cpu")
-        is_low_bit = "low-bit-optimizer" in allow
-        if is_low_bit:
-            load_torchao()  # before a step is recorded, so that what it takes is known
+            _check_device(allow, "cpu")
         settings = Settings(
             budget_bytes=budget_bytes if budget_bytes is not None else (plan.forecast.budget_bytes or 0) if plan else 0,
             disk=disk,
             disk_bytes_per_day=disk_bytes_per_day,
             allow=tuple(allow),
-            is_torchao_loaded=is_low_bit,
         )
         self.state: Literal["waiting", "recording", "running", "closed"] = "waiting"
         self.measured = Measurements()
@@ -84,9 +79,11 @@ class Session:
         """Called when a plan stands, before it is applied: the place to show it, or to object."""
         self.failure: MemwallError | None = None
         """What ended the run; raised again at each further forward, should the loop have caught it."""
+        self._borders = StepBorders(self)
         self._live = LivePlan(
             settings,
             plan,
+            borders=self._borders,
             measured=self.measured,
             on_plan=self._show_plan,
             set_by_loop=set_by_loop,
@@ -95,13 +92,9 @@ class Session:
         )
         if within_bytes is not None:
             self._live.lower_budget(within_bytes)
-        self._borders = StepBorders(self)
-        self._redo = Redo(self._live, self._borders, self.measured)
-        self._allocator, self._keeper, self._micro = self._live.allocator, self._live.keeper, self._live.micro
+        self._recovery = Recovery(self._live, self._borders, self.measured)
+        self._redo = Redo(self._recovery, self._borders)
         self._step_begin = 0.0
-        self._excess_bytes = 0
-        """By how much the last step under the plan exceeded what the plan promised, the budget being near."""
-        self._can_plan_again = True
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
         self._has_room = True
@@ -132,7 +125,7 @@ class Session:
         if self.plan is not None:
             check_plan_is_for(self.plan, model)
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        require_step_beside_device(self._live.settings.allow, device)
+        _check_device(self._live.settings.allow, device)
         self._borders.attach(model, optimizers_of(optimizers))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -160,7 +153,7 @@ class Session:
 
     def explained(self, error: BaseException) -> OutOfMemoryError | None:
         """What a failure to get memory means for this run, and what to do; None of any other failure."""
-        return self._redo.explained(error)
+        return self._recovery.explained(error)
 
     def close(self, *, completed: bool = True, brings_back: bool = True) -> None:
         """Ends the session: the model and the process are as before. A first step that was alone is still planned.
@@ -203,12 +196,12 @@ class Session:
                 position does not count, as for causal language models, unless transformers knows the model as another
                 kind.
         """
-        self._live.take_batches_from(self._borders.model if self.state == "waiting" else None)
-        yield from self._micro.split(batch, count)
+        self._live.take_batches(is_begun=self.state != "waiting")
+        yield from self._live.micro.split(batch, count)
 
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()`, weighted by the present micro-batch's share of the batch."""
-        self._micro.backward(loss)
+        self._live.micro.backward(loss)
 
     def compute_gradients(
         self, batch: Any, loss_of: Callable[[Any], Tensor], *, count: Callable[[Any], int] | None = None
@@ -235,7 +228,7 @@ class Session:
 
         def part() -> Tensor:
             parts = self.step(batch, count=count)
-            return sum((self._micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
+            return sum((self._live.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
 
         return self.redoable(part)
 
@@ -265,14 +258,11 @@ class Session:
         """
         if self.state != "recording" or self._borders.in_step:
             return
-        assert self._borders.model is not None
         self._redo.before_plan()
         self._num_planned_for = len(self._borders.stepped)
         self._borders.end_step()
         try:
-            is_made = self._live.make(
-                self._borders.model, self._borders.optimizers, is_running=self._borders.in_first_forward
-            )
+            is_made = self._live.make()
         except MemwallError as error:
             self.failure = error.without_frames()
             raise
@@ -307,11 +297,11 @@ class Session:
             self.end_step()
             if self.state == "running" and self._has_newcomer:
                 self._live.forget_plan()
-                self.state, self._excess_bytes = "waiting", 0
+                self._recovery.forget_excess()
+                self.state = "waiting"
             if self.state == "waiting":
                 self._begin_run()
-            if self._excess_bytes:
-                self._plan_again()
+            self._recovery.plan_again()
         except MemwallError as error:
             self.failure = error.without_frames()
             raise
@@ -319,9 +309,7 @@ class Session:
     def step_began(self) -> None:
         """Measures from here on."""
         if self.state == "running":
-            # What ran since the last step, an evaluation say, is the run's peak, but not the step's.
-            self.measured.note_peak()
-            self._can_plan_again &= self.measured.meter.reset_peak()
+            self._recovery.begin_step()
         if self._live.applied is not None:
             self._live.applied.begin_step()
         self._step_begin = time.perf_counter()
@@ -336,16 +324,11 @@ class Session:
         self._has_room = False
         if is_first:
             self._redo.end_step()
-            self.measured.num_steps += 1
-        peak_bytes = self.measured.meter.peak_bytes()
-        self.measured.note(peak_bytes)
-        if self.state == "running":
-            if not is_first:
-                self.measured.step_seconds.pop()
-            self.measured.step_seconds.append(time.perf_counter() - self._step_begin)
-            self.measured.peak_bytes = max(self.measured.peak_bytes, peak_bytes)
-            if self.plan is not None and self.trace is not None and self._can_plan_again:
-                self._excess_bytes = excess_bytes(self.plan, peak_bytes)
+        is_planned = self.state == "running"
+        seconds = time.perf_counter() - self._step_begin if is_planned else None
+        peak_bytes = self.measured.end_step(seconds, is_first=is_first)
+        if is_planned:
+            self._recovery.end_step(peak_bytes)
         if is_first:
             self._live.check_effects()
 
@@ -355,22 +338,14 @@ class Session:
         return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
 
     def _begin_run(self) -> None:
-        assert self._borders.model is not None
-        self.measured.meter = meter_of(self._borders.model)
-        self.measured.note_peak()
+        self.measured.begin_run(self._borders.attached_model)
         if self._live.is_given:
-            self._live.apply(self._borders.model, self._borders.optimizers, is_running=True)
+            self._live.apply()
             self.state = "running"
             return
-        self._live.record(self._borders.model, self._borders.optimizers)
+        self._live.record()
         self._borders.watch_optimizers()
         self.state = "recording"
-
-    def _plan_again(self) -> None:
-        """Between two steps: the last one used more than foreseen."""
-        assert self._borders.model is not None
-        excess, self._excess_bytes = self._excess_bytes, 0
-        self._can_plan_again = self._live.replace(self._borders.model, self._borders.optimizers, excess)
 
     def _make_room(self) -> None:
         if self._live.applied is not None:
@@ -383,3 +358,9 @@ class Session:
 
     def _note_engine_failure(self) -> None:
         self.failure = self.failure or self._live.failure
+
+
+def _check_device(allow: Sequence[str], device: str) -> None:
+    for technique in techniques():
+        if technique.allow in allow:
+            technique.check_device(device)

@@ -65,6 +65,12 @@ class StepBorders:
         self.in_first_forward = False
         """Whether the model's forward is about to be called, from within the hook before it."""
 
+    @property
+    def attached_model(self) -> nn.Module:
+        """Returns the model, which is known."""
+        assert self.model is not None
+        return self.model
+
     def attach(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begins to follow a model, and its optimizers as far as they are known."""
         self.model = model

@@ -52,7 +52,7 @@ def test_the_first_step_under_the_plan_is_in_lower_precision_already(dtype: Lite
 def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_precision(
     monkeypatch: pytest.MonkeyPatch, loop_ends_steps: bool, dtype: Literal["bfloat16", "float16"]
 ):
-    monkeypatch.setattr("memwall.session.live_plan.lower_dtype", lambda device_type: dtype)
+    monkeypatch.setattr("memwall.apply.techniques.autocast.lower_dtype", lambda device_type: dtype)
     traces: list[Trace] = []
 
     def fits_in_lower_precision(trace: Trace, settings: Settings) -> Plan:
@@ -61,7 +61,7 @@ def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_preci
             raise InfeasibleError("no", budget_bytes=1, smallest_feasible_bytes=2)
         return lower_precision(model, dtype)
 
-    monkeypatch.setattr("memwall.session.replanning.make_plan", fits_in_lower_precision)
+    monkeypatch.setattr("memwall.session.first_plan.make_plan", fits_in_lower_precision)
     model, seen = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fit(model, optimizer, budget="1TiB", allow=["precision"]) as session:

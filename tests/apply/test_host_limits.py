@@ -33,6 +33,7 @@ from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.session import live_plan, recorded_step
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
+from memwall.session.step_borders import StepBorders
 from memwall.units import format_bytes
 
 GIB = 1 << 30
@@ -124,6 +125,7 @@ def live() -> LivePlan:
     return LivePlan(
         settings,
         None,
+        borders=StepBorders(SimpleNamespace()),  # type: ignore[arg-type]
         measured=Measurements(),
         on_plan=lambda: None,
         set_by_loop=(),
@@ -148,28 +150,31 @@ def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
     monkeypatch.setattr(live_plan, "RecordedStep", taken)
     monkeypatch.setattr(live_plan, "AppliedPlan", taken)
     monkeypatch.setattr(Measurements, "begin_plan", lambda *_: None)
-    model = OnCuda()
-    live.record(model, ())
-    made_with = live._present_settings(model, ())
+    live._borders.model = OnCuda()
+    live.record()
+    made_with = live._present_settings()
     # What the host has free may change: what the plan was made with counts.
     monkeypatch.setattr(live_plan, "pinnable_bytes", lambda: 3)
     live.plan = a_plan(device="cuda")
-    live.apply(model, (), is_running=False)
+    live.apply()
     assert [*told, made_with.tier_capacity_bytes] == 3 * [expected_bytes]
     # What has left the device by then is torch's still, and would count as held.
     assert done == ["applied", "cache given back"]
 
 
 def test_a_plan_on_a_cpu_has_the_disk_that_was_given(live: LivePlan) -> None:
-    assert live._present_settings(torch.nn.Linear(2, 2), ()).tier_capacity_bytes == 7
+    live._borders.model = torch.nn.Linear(2, 2)
+    assert live._present_settings().tier_capacity_bytes == 7
 
 
 def test_the_cpu_is_not_planned_with_where_it_could_not_step_the_optimizer(live: LivePlan) -> None:
     adam = on_cuda(torch.optim.AdamW)
-    assert live._present_settings(OnCuda(), (adam,)).allow == ("cpu-optimizer-step", "kernels")
+    live._borders.model, live._borders.optimizers = OnCuda(), (adam,)
+    assert live._present_settings().allow == ("cpu-optimizer-step", "kernels")
     capturable = on_cuda(torch.optim.AdamW)
     capturable.param_groups[0]["capturable"] = True
-    assert live._present_settings(OnCuda(), (capturable,)).allow == ("kernels",)
+    live._borders.optimizers = (capturable,)
+    assert live._present_settings().allow == ("kernels",)
     assert "counts its steps on the device" in (why_not_on_cpu(capturable) or "")
 
 

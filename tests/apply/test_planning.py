@@ -13,7 +13,7 @@ from memwall.planning.settings import Settings
 from memwall.predict.first_step import FirstStep
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import calibrated
-from memwall.session import replanning as planning
+from memwall.session import first_plan as planning
 from memwall.trace.records import Trace
 from memwall.trace.trace_builder import TraceBuilder
 

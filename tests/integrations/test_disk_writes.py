@@ -28,7 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         found.append(settings.disk_bytes_per_day)
         return make_plan(trace, settings)
 
-    monkeypatch.setattr("memwall.session.replanning.make_plan", noted)
+    monkeypatch.setattr("memwall.session.first_plan.make_plan", noted)
     return found
 
 

@@ -100,7 +100,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) ->
 
 @pytest.mark.slow
 def test_a_session_measures_where_its_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("session", "recorded_step"):
+    for module in ("measurements", "recorded_step"):
         monkeypatch.setattr(f"memwall.session.{module}.meter_of", lambda *_: Fixed())
     monkeypatch.setattr("memwall.trace.trace_builder.meter_of", lambda *_: Fixed())
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))

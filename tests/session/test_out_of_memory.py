@@ -17,7 +17,7 @@ import memwall
 from memwall.errors import OutOfMemoryError
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
-from memwall.session.redo import MAX_RECOVERIES
+from memwall.session.next_budget import MAX_ATTEMPTS
 from memwall.session.session import Session
 
 pytestmark = pytest.mark.slow
@@ -128,7 +128,7 @@ class TestRecovery:
         """GIVEN dropout and batch statistics WHEN a step fails THEN one new plan, one line, and no bit is different."""
         model, optimizer = made()
         with (
-            caplog.at_level(logging.WARNING, logger="memwall.session.redo"),
+            caplog.at_level(logging.WARNING, logger="memwall.session.recovery"),
             memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session,
         ):
             found = train(model, optimizer, session, arm=lambda step, _: model.bomb.arm(place) if step == 1 else None)
@@ -137,7 +137,7 @@ class TestRecovery:
         assert session.measured.num_steps == NUM_STEPS
         assert session.plan is not None
         assert session.plan.actions != ()
-        (line,) = [record.getMessage() for record in caplog.records if record.name == "memwall.session.redo"]
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "memwall.session.recovery"]
         assert line.startswith(f"out of memory in the {place} of step 2: 4.0 MiB asked for, ")
         assert "; attempt 1 of 3, under a plan for " in line
 
@@ -181,8 +181,8 @@ class TestRecovery:
 
     def test_attempts_are_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """GIVEN a step that fails whatever the plan WHEN it was recovered as often as may be THEN the run ends."""
-        assert MAX_RECOVERIES == 3
-        monkeypatch.setattr("memwall.session.redo.MAX_RECOVERIES", 1)
+        assert MAX_ATTEMPTS == 3
+        monkeypatch.setattr("memwall.session.recovery.MAX_ATTEMPTS", 1)
         model, optimizer = made()
         model.bomb.asked = "64.00 KiB"
         with (

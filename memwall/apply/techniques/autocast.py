@@ -4,16 +4,18 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from memwall.apply.effect import Effect
 from memwall.apply.microbatch import tensors_in
-from memwall.apply.precision import LowerPrecision
-from memwall.apply.technique import Handler, Target, register
-from memwall.planning.techniques.autocast import Autocast
+from memwall.apply.precision import LowerPrecision, lower_dtype
+from memwall.apply.technique import Handler, InRecording, Target, register
+from memwall.planning.techniques.autocast import TECHNIQUE, Autocast, can_autocast
 from memwall.torch_internals.autograd import has_input_dtypes, input_dtypes
 from memwall.trace.attached import attach_hook
+from memwall.trace.records import Trace
 
 _log = logging.getLogger(__name__)
 
@@ -30,10 +32,16 @@ class AutocastHandler(Handler[Autocast]):
     def effect(self, target: Target) -> "AutocastEffect":
         return AutocastEffect(self.action, target.model)
 
-    @property
-    def _name(self) -> str:
-        """What Accelerate and the Trainer call the precision."""
-        return "bf16" if self.action.dtype == "bfloat16" else "fp16"
+    @classmethod
+    def record_again(cls, model: nn.Module, trace: Trace, *, is_running: bool) -> InRecording | None:
+        if can_autocast(trace, (TECHNIQUE.allow,)) is not None:
+            return None
+        dtype = lower_dtype(trace.device)
+        _log.info("no plan fits in the present precision; the next step is recorded under %s autocast", dtype)
+        return InRecording(
+            LowerPrecision(model, dtype, is_running=is_running).undo,
+            lambda settings, _: msgspec.structs.replace(settings, autocast=dtype),
+        )
 
 
 class AutocastEffect(Effect):

@@ -1,5 +1,10 @@
 """The optimizer's step on the CPU, beside state in host memory: parameters and gradients pass by instead of state."""
 
+from collections.abc import Sequence
+
+import torch
+
+from memwall.apply.optimizer_state.state_keeper import why_not_on_cpu
 from memwall.apply.state_technique import PlacementEffect, StateHandler
 from memwall.apply.technique import Target, Tier, register
 from memwall.planning.techniques.cpu_step import StepOnCpu
@@ -12,6 +17,10 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
     """Has the CPU step a device's parameters."""
 
     is_away = True
+
+    @classmethod
+    def why_not_here(cls, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+        return why_not_on_cpu(optimizers)
 
     @property
     def kept(self) -> str:

@@ -1,11 +1,19 @@
 """Fused kernels: they run in place of modules' own forwards, and the loss of a language model without its logits."""
 
+import logging
+
+import msgspec
+from torch import nn
+
 from memwall.apply.effect import Effect
-from memwall.apply.kernels.patched import PatchedKernels, apply_kernels
-from memwall.apply.technique import Handler, Target, register
-from memwall.planning.techniques.kernels import FusedKernels
+from memwall.apply.kernels.head import chunk_rows_of
+from memwall.apply.kernels.patched import PatchedKernels, apply_kernels, patch_kernels
+from memwall.apply.technique import Handler, InRecording, Target, register
+from memwall.planning.techniques.kernels import TECHNIQUE, FusedKernels, can_use_kernels, kernels_in
 
 __all__ = ["KernelsEffect", "KernelsHandler"]
+
+_log = logging.getLogger(__name__)
 
 
 @register("kernels")
@@ -13,6 +21,26 @@ class KernelsHandler(Handler[FusedKernels]):
     """Replaces the forwards that the plan names."""
 
     _patched: PatchedKernels | None = None
+
+    @classmethod
+    def begin_recording(cls, model: nn.Module, *, is_streamed: bool) -> InRecording | None:
+        """Patches the model: with fused kernels its step is the leanest there is, and a plan made from it has them in.
+
+        Whether the model's own modules would be faster is not asked: that would take a second recording, in which the
+        step may not fit.
+        """
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        reason = can_use_kernels(device, (TECHNIQUE.allow,), is_here=True)
+        if is_streamed:
+            reason = "the budget has no room for the parameters, and on disk only their own modules read them"
+        if reason is not None:
+            _log.warning("kernels are allowed, but no fused kernels run: %s", reason)
+            return None
+        chunk_rows = chunk_rows_of(model)
+        return InRecording(
+            patch_kernels(model, chunk_rows=chunk_rows).undo,
+            lambda settings, trace: msgspec.structs.replace(settings, kernels=kernels_in(trace, chunk_rows)),
+        )
 
     def apply(self, target: Target) -> None:
         self._patched = apply_kernels(target.model, self.action.modules, self.action.chunk_rows)

@@ -1,8 +1,12 @@
 """The moments of Adam and AdamW in 8 bits between steps; a step opens them slice by slice."""
 
+import msgspec
+
 from memwall.apply.effect import Effect
+from memwall.apply.optimizer_state.low_bit_form import load_torchao
 from memwall.apply.state_technique import StateHandler
 from memwall.apply.technique import Target, register
+from memwall.planning.settings import Settings
 from memwall.planning.techniques.low_bit_state import LowBitState
 
 __all__ = ["LowBitEffect", "LowBitHandler"]
@@ -11,6 +15,11 @@ __all__ = ["LowBitEffect", "LowBitHandler"]
 @register("low-bit-state")
 class LowBitHandler(StateHandler[LowBitState]):
     """Rounds moments after each step."""
+
+    @classmethod
+    def prepare(cls, settings: Settings) -> Settings:
+        load_torchao()
+        return msgspec.structs.replace(settings, is_torchao_loaded=True)
 
     @property
     def kept(self) -> str:

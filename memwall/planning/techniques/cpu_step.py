@@ -19,7 +19,7 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["TECHNIQUE", "StepOnCpu", "can_step_on_cpu", "require_step_beside_device"]
+__all__ = ["TECHNIQUE", "StepOnCpu", "can_step_on_cpu"]
 
 # Large enough to keep the link busy, and little memory.
 _BUCKET_BYTES = 16 << 20
@@ -55,6 +55,14 @@ class _CpuStep(Technique[StepOnCpu]):
 
     def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
         return can_step_on_cpu(trace, allow)
+
+    def check_device(self, device: str) -> None:
+        if device != "cuda":
+            raise UsageError(
+                f"cpu-optimizer-step is allowed to a run whose model is on '{device}', and a step is taken to the CPU "
+                "from CUDA only: leave it out of what is allowed, or move the model to CUDA first; for a device that "
+                f"is not here {_HOW_TO_STEP_ON_CPU}"
+            )
 
     def locations(self, inputs: SearchInputs, ordinary: tuple[Location, ...] | str) -> tuple[Location, ...] | str:
         trace, steady = inputs.trace, inputs.steady
@@ -136,20 +144,6 @@ class _CpuStep(Technique[StepOnCpu]):
 
 
 TECHNIQUE = _CpuStep()
-
-
-def require_step_beside_device(allow: Sequence[str], device: str) -> None:
-    """Checks what is allowed to a run that makes its plan by itself, once it is known where its model is.
-
-    Raises:
-        UsageError: the run may leave its optimizer's step to the CPU, where it is already.
-    """
-    if "cpu-optimizer-step" in allow and device != "cuda":
-        raise UsageError(
-            f"cpu-optimizer-step is allowed to a run whose model is on '{device}', and a step is taken to the CPU from "
-            "CUDA only: leave it out of what is allowed, or move the model to CUDA first; for a device that is not "
-            f"here {_HOW_TO_STEP_ON_CPU}"
-        )
 
 
 def can_step_on_cpu(trace: Trace, allow: tuple[str, ...]) -> str | None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from placed_runs import differing, made, plan_for, train
+from placed_runs import PARAMETERS, STATE, differing, made, plan_for, train
+from plans import plan_of
 from streamed_models import GPT, KIB, everything, loss_of
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -15,6 +17,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.streaming import parameter_keeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
+from memwall.session.live_plan import Revision
 from memwall.session.session import Session
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
@@ -124,7 +127,8 @@ def test_parameters_stay_away_while_one_plan_follows_another(
     with memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)) as session:
         session.on_plan = lambda ready: setattr(ready._live, "plan", plan_for(model))
         train(model, optimizer, scheduler, num_steps=2)
-        session._live._change_to(session.trace, plan_for(model), model, (optimizer,), is_running=False)
+        assert session.trace is not None
+        session._live.change_to(Revision(session.trace, session.budget_bytes, plan_for(model)))
         train(model, optimizer, scheduler, first=2, num_steps=2)
     assert len(opened) == 1
     assert differing(plain, everything(model, optimizer)) == []
@@ -155,8 +159,8 @@ def test_a_step_that_ran_out_of_memory_is_done_again_with_parameters_where_they_
         if session is not None:
             session.on_plan = lambda ready, model=model: setattr(ready._live, "plan", plan_for(model))
             monkeypatch.setattr(
-                "memwall.session.live_plan.planned_after",
-                lambda trace, settings, plan, _, model=model: (trace, settings, plan_for(model)),
+                "memwall.session.live_plan.make_plan",
+                lambda *_, model=model: plan_of(model, PARAMETERS, msgspec.structs.replace(STATE, cost_seconds=1.0)),
             )
         for step in range(3):
             if session is None:

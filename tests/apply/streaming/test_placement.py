@@ -18,6 +18,7 @@ import memwall
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper, why_not_streamed
 from memwall.errors import ApplyError, NoEffectError
 from memwall.planning.planfile import Plan
+from memwall.session.live_plan import Revision
 from memwall.session.session import Session
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
@@ -89,7 +90,7 @@ def test_what_stays_may_change_from_plan_to_plan(tmp_path: Path) -> None:
         train(model, optimizer, scheduler, num_steps=2)
         for first, staying in ((2, ()), (4, BLOCKS[:1])):
             away.append(session._live.parameters.away_bytes)
-            session._live._change_to(session.trace, plan_with(*staying), model, (optimizer,), is_running=False)
+            session._live.change_to(Revision(session.trace, session.budget_bytes, plan_with(*staying)))  # type: ignore[arg-type]
             train(model, optimizer, scheduler, first=first, num_steps=2)
         away.append(session._live.parameters.away_bytes)
     assert away[0] < away[2] < away[1]

@@ -66,7 +66,7 @@ def budget_relative_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], 
             peaks = {"plain": ample.plain_peak.process_bytes, "smallest": ample.smallest_feasible_budget_bytes}
             return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=peaks[peak] - below))
 
-        monkeypatch.setattr("memwall.session.replanning.make_plan", relative)
+        monkeypatch.setattr("memwall.session.first_plan.make_plan", relative)
 
     return set_to
 

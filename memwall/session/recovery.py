@@ -1,0 +1,183 @@
+"""Decides what follows where a step needed more memory than its plan foresaw.
+
+A step that took more, but ran, is followed by steps under a plan that knows of it. One that ran out of memory is done
+again under a plan that needs less. Where neither can be, the run ends with an error that says with which budget to
+begin again; a run that commits its steps leaves that budget to the process that resumes it (`next_budget`).
+"""
+
+import logging
+
+from torch import distributed
+
+from memwall.apply.memory.exhaustion import Exhaustion, as_error, exhaustion_of
+from memwall.errors import InfeasibleError, OutOfMemoryError
+from memwall.planning.planfile import Plan
+from memwall.session.live_plan import LivePlan
+from memwall.session.measurements import Measurements
+from memwall.session.next_budget import MAX_ATTEMPTS
+from memwall.session.step_borders import StepBorders
+from memwall.session.step_state import StepState
+from memwall.units import format_bytes
+
+__all__ = ["Recovery", "excess_bytes"]
+
+_log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Watches the steps of one session, and changes its plan where they need more."""
+
+    def __init__(self, live: LivePlan, borders: StepBorders, measured: Measurements) -> None:
+        self._live, self._borders, self._measured = live, borders, measured
+        self._excess_bytes = 0
+        """By how much the last step under the plan exceeded what the plan promised, the budget being near."""
+        self._can_plan_again = True
+
+    # -- steps that took more than foreseen ----------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Measures a step from here on: what ran since the last one, an evaluation say, is no part of it."""
+        self._measured.note_peak()
+        self._can_plan_again &= self._measured.meter.reset_peak()
+
+    def end_step(self, peak_bytes: int) -> None:
+        """Notes what a step under the plan held at most."""
+        if self._live.plan is not None and self._live.trace is not None and self._can_plan_again:
+            self._excess_bytes = excess_bytes(self._live.plan, peak_bytes)
+
+    def forget_excess(self) -> None:
+        """Forgets what the last step took too much: the plan that it ran under is no more."""
+        self._excess_bytes = 0
+
+    def plan_again(self) -> None:
+        """Plans anew before the next step, if the last one used more than foreseen.
+
+        What it used beyond that is charged to the process, unless blocks that did not repeat themselves explain it.
+        """
+        if not self._excess_bytes:
+            return
+        excess, self._excess_bytes = self._excess_bytes, 0
+        is_explained = self._live.note_not_recomputed()
+        try:
+            revision = self._live.revised(charged_bytes=0 if is_explained else excess)
+        except InfeasibleError as error:
+            _log.warning(
+                "a step used %s more than foreseen, and no plan makes up for it, so the run goes on with this one: %s",
+                format_bytes(excess),
+                error,
+            )
+            self._can_plan_again = False
+            return
+        _log.warning(
+            "a step used %s more than foreseen; a new plan makes up for it, and nothing needs to be done",
+            format_bytes(excess),
+        )
+        self._measured.count_replan()
+        self._live.change_to(revision)
+        self._can_plan_again = self._measured.num_replans < MAX_ATTEMPTS
+
+    # -- steps that ran out of memory ----------------------------------------------------------------------------------
+
+    def exhaustion_of(self, error: BaseException) -> Exhaustion | None:
+        """Returns what a failure to get memory says; None of any other failure."""
+        return exhaustion_of(error, self._borders.phase, self._measured.meter)
+
+    def why_final(self, state: StepState | None) -> str | None:
+        """Returns why a step that ran out of memory cannot be done again; None if it can.
+
+        Args:
+            state: what the step began with, where that is known.
+        """
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            return (
+                f"this is one of {distributed.get_world_size()} processes, and the others wait for its part of this "
+                "step: it ends, so that they do not wait for ever"
+            )
+        if self._live.plan is None:
+            return "the first step runs under the safest plan that there is already"
+        if self._live.trace is None:
+            return "the run follows a plan that was given, and has recorded no step to make another one from"
+        if self._measured.oom_recoveries >= MAX_ATTEMPTS:
+            return f"this run was recovered {MAX_ATTEMPTS} times before"
+        return None if state is None else state.why_not()
+
+    def plan_for_less(self, found: Exhaustion) -> bool:
+        """Changes to a plan under which the step would not have failed like that; False if none needs less.
+
+        What was needed beyond the forecast is charged to the process. What the process held is all that it can have:
+        where that is below the budget, the budget was not there.
+        """
+        before = self._live.plan
+        assert before is not None
+        self._live.note_not_recomputed()
+        self._live.allocator.trim()
+        charged_bytes = max(0, found.held_bytes + found.asked_bytes - _foreseen_bytes(before))
+        try:
+            revision = self._live.revised(charged_bytes=charged_bytes, held_bytes=found.held_bytes)
+        except InfeasibleError as error:
+            _log.warning("no plan fits the %s that could be had: %s", format_bytes(error.budget_bytes), error)
+            return False
+        if revision.plan.actions == before.actions:
+            return False
+        self._live.change_to(revision)
+        self._measured.count_recovery()
+        _log.warning(
+            "out of memory in the %s of step %d: %s asked for, %s held; the step is done again; attempt %d of %d, "
+            "under a plan for %s",
+            found.phase,
+            self._measured.num_steps + 1,
+            format_bytes(found.asked_bytes),
+            format_bytes(found.held_bytes),
+            self._measured.oom_recoveries,
+            MAX_ATTEMPTS,
+            format_bytes(revision.plan.forecast.peak.process_bytes),
+        )
+        return True
+
+    def error(self, found: Exhaustion, reason: str, *, has_next: bool = True) -> OutOfMemoryError:
+        """Returns the error that ends the run.
+
+        Args:
+            reason: why the step is not done again.
+            has_next: whether a run with a smaller budget may get further.
+        """
+        plan = self._live.plan
+        return as_error(
+            found,
+            num_steps=self._measured.num_steps,
+            budget_bytes=self._live.budget_bytes,
+            reason=reason,
+            next_budget_bytes=_budget_after(plan, found) if plan is not None and has_next else 0,
+        )
+
+    def explained(self, error: BaseException) -> OutOfMemoryError | None:
+        """Returns the typed error for a failure to get memory that nobody handed over; None of any other failure."""
+        found = None if isinstance(error, OutOfMemoryError) else self.exhaustion_of(error)
+        if found is None:
+            return None
+        if found.phase == "optimizer step":
+            return self.error(found, "parameters had begun to change, so that the step cannot be done again")
+        reason = self.why_final(None) or "the loop computes the gradients itself, so that memwall cannot do that again"
+        return self.error(found, reason)
+
+
+def excess_bytes(plan: Plan, peak_bytes: int) -> int:
+    """Returns how far a step's peak lies above what the plan foresaw; 0 within the margin, or far from the budget."""
+    excess = peak_bytes - _foreseen_bytes(plan)
+    margin_bytes, budget_bytes = plan.forecast.margin_bytes, plan.forecast.budget_bytes
+    is_near = budget_bytes is not None and peak_bytes + margin_bytes > budget_bytes
+    return excess if excess > margin_bytes and is_near else 0
+
+
+def _budget_after(plan: Plan, found: Exhaustion) -> int:
+    """Returns the budget of a plan that would not have failed like that; 0 where there is none.
+
+    What the process held, it can have. And if what is foreseen is too little, as it was for this plan, then a plan that
+    foresees less by what was asked for needs that much less.
+    """
+    budget_bytes = min(found.held_bytes, _foreseen_bytes(plan) - found.asked_bytes) + plan.forecast.margin_bytes
+    return budget_bytes if budget_bytes >= (plan.forecast.smallest_feasible_budget_bytes or 1) else 0
+
+
+def _foreseen_bytes(plan: Plan) -> int:
+    return plan.forecast.phases.get("steady_step", plan.forecast.peak).process_bytes
