@@ -10,22 +10,23 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.kept_space import KeepsState
+from memwall.apply.optimizer_state.low_bit_form import put_together
 from memwall.checkpoint.discovery import Helpers, find_models
 from memwall.checkpoint.training_state import (
+    Part,
     TensorRecord,
-    check_belongs,
     decode_objects,
+    dtype_name,
+    low_bit_of,
     names_of_parameters,
     parts_of_model,
     parts_of_optimizer,
-    restore_options,
-    restore_state,
+    state_records,
 )
 from memwall.errors import StoreError
 from memwall.planning.planfile import Plan, decoded
 from memwall.store.buckets import BucketBuffer
 from memwall.store.journal import Generation, Journal
-from memwall.trace.optimizers import has_moments
 
 __all__ = ["Content", "Restoration"]
 
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Content(Struct, frozen=True, kw_only=True):
-    """What a run puts into a generation of the journal."""
+    """Holds what a run puts into a generation of the journal."""
 
     tensors: tuple[TensorRecord, ...]
     objects: bytes
@@ -42,7 +43,7 @@ class Content(Struct, frozen=True, kw_only=True):
 
 
 class Restoration:
-    """A committed step, as far as it has been put back.
+    """Puts a committed step back, part by part.
 
     Args:
         journal: reads the buckets.
@@ -78,7 +79,7 @@ class Restoration:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan under which the step was made."""
+        """Returns the plan under which the step was made."""
         if self.content.plan is None:
             return None
         try:
@@ -87,7 +88,7 @@ class Restoration:
             raise self._written_by_another(error) from error
 
     def find_model(self) -> nn.Module | None:
-        """The only module of this process that has these parameters; None where there is none, or are several."""
+        """Returns the only module of this process that has these parameters; None where there is none, or several."""
         kind = "parameter/"
         shapes = {r.name.removeprefix(kind): r.shape for r in self.content.tensors if _is_of_model(r, kind)}
         models = find_models(shapes)
@@ -102,7 +103,7 @@ class Restoration:
         """
         parts = parts_of_model(model)
         records = [record for record in self.content.tensors if _is_of_model(record, "parameter/", "buffer/")]
-        check_belongs(self._journal.directory, records, parts)
+        self._check_belongs(records, parts)
         tensors = {part.name: part.tensor for part in parts}
         self.read([(record, tensors[record.name]) for record in records])
         self.has_model = True
@@ -115,7 +116,16 @@ class Restoration:
         Raises:
             StoreError: they are another optimizer's.
         """
-        restore_options(model, optimizer, self.objects["optimizer"])
+        saved, names = self.objects["optimizer"], names_of_parameters(model, optimizer)
+        found = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        wanted = [group["parameters"] for group in saved["groups"]]
+        if type(optimizer).__qualname__ != saved["class"] or found != wanted:
+            raise StoreError(
+                f"the checkpoint is of a {saved['class']} with {_groups_text(wanted)}, and this script has a "
+                f"{type(optimizer).__qualname__} with {_groups_text(found)}; resume with the script that made it"
+            )
+        for group, before in zip(optimizer.param_groups, saved["groups"], strict=True):
+            group.update(before["options"])
         outside = {part.name: part.tensor for part in parts_of_optimizer(model, optimizer)}
         beside = [record for record in self.content.tensors if record.name.startswith("parameter/(group ")]
         self.read([(record, outside[record.name]) for record in beside])
@@ -131,26 +141,54 @@ class Restoration:
         Raises:
             StoreError: the bytes cannot be had, or came back different, or there is no room for them.
         """
+        names, saved = names_of_parameters(model, optimizer), self.objects["optimizer"]
 
         def load(chosen: Sequence[Tensor] | None) -> None:
-            objects, records = self.objects["optimizer"], self.content.tensors
-            restore_state(model, optimizer, objects, records, self.read, keeps_low_bits, chosen)
-
-        def keeps_low_bits(parameter: Tensor) -> bool:
-            if keeper is not None:
-                return keeper.keeps_low_bits(parameter)
-            return not has_moments(optimizer)
+            self._load_state(optimizer, names, chosen, keeper)
 
         if keeper is not None:
             keeper.fill(load)
         load(None)
         # In the order in which it came to be: a state dict lists it so.
-        names = names_of_parameters(model, optimizer)
-        place = {name: number for number, name in enumerate(self.objects["optimizer"]["state"])}
+        place = {name: number for number, name in enumerate(saved["state"])}
         ordered = sorted(optimizer.state.items(), key=lambda item: place.get(names[id(item[0])], len(place)))
         optimizer.state.clear()
         optimizer.state.update(ordered)
         self.has_state = True
+
+    def _load_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[int, str],
+        chosen: Sequence[Tensor] | None,
+        keeper: KeepsState | None,
+    ) -> None:
+        """Loads the state of the chosen parameters; by default of those that have none yet."""
+        if chosen is None:
+            every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            chosen = [parameter for parameter in every if not optimizer.state.get(parameter)]
+        saved, parameters = self.objects["optimizer"], {names[id(parameter)]: parameter for parameter in chosen}
+        states: dict[str, dict[Any, Any]] = {
+            name: dict(rest) for name, rest in saved["state"].items() if name in parameters
+        }
+        targets: list[tuple[TensorRecord, Tensor]] = []
+        for name, key, record in state_records(self.content.tensors):
+            if name not in parameters:
+                continue
+            device = torch.device("cpu") if record.is_on_host else parameters[name].device
+            tensor = torch.empty_strided(record.shape, record.stride, dtype=getattr(torch, record.dtype), device=device)
+            states.setdefault(name, {})[key] = tensor
+            targets.append((record, tensor))
+        self.read(targets)
+        targets.clear()  # or what is opened would stay in memory beside it
+        for name, state in states.items():
+            parameter = parameters[name]
+            if keeper is None:
+                is_kept = not isinstance(optimizer, torch.optim.Adam)
+            else:
+                is_kept = keeper.keeps_low_bits(parameter)
+            put_together(state, low_bit_of(saved, name), is_kept=is_kept)
+            optimizer.state[parameter] = state
 
     def restore_helpers(self, helpers: Helpers) -> None:
         """Loads the schedulers and scalers that have appeared."""
@@ -158,7 +196,7 @@ class Restoration:
             self._left = helpers.restore(self._left)
 
     def check_complete(self, helpers: Helpers) -> None:
-        """Returns if the script has what the step was made with, no more and no less; asked before the first update.
+        """Checks that the script has what the step was made with, no more and no less, before its first update.
 
         Raises:
             StoreError: it lacks a scheduler or scaler, or has another one.
@@ -199,6 +237,26 @@ class Restoration:
                 dtype = getattr(torch, record.dtype)
                 like = torch.empty_strided(record.shape, record.stride, dtype=dtype, device="meta")
                 tensor.copy_(buffer.tensor(record.offset, like))
+
+    def _check_belongs(self, records: Iterable[TensorRecord], parts: Iterable[Part]) -> None:
+        """Checks that the tensors are those of this model; else the error lists the first differences."""
+        saved = {record.name: record.text for record in records}
+        here = {part.name: f"{dtype_name(part.tensor)} {list(part.tensor.shape)}" for part in parts}
+        differences = [
+            f"{name.replace('/', ' ')} is {saved.get(name, 'not')} in the checkpoint and {here.get(name, 'not')} here"
+            for name in sorted(saved.keys() | here.keys())
+            if saved.get(name) != here.get(name)
+        ]
+        if differences:
+            more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+            raise StoreError(
+                f"the checkpoint in {self._journal.directory} is of another model: {'; '.join(differences[:3])}{more}; "
+                "resume with the script that made it, or give this one a directory of its own"
+            )
+
+
+def _groups_text(groups: list[list[str]]) -> str:
+    return f"{len(groups)} group{'s' if len(groups) != 1 else ''} of {', '.join(str(len(group)) for group in groups)}"
 
 
 def _is_of_model(record: TensorRecord, *kinds: str) -> bool:

@@ -5,24 +5,23 @@ random numbers belong together then, whatever the loop did after the update. The
 and its backward run; the next update waits for them. What a forward changes, buffers, is copied first.
 """
 
-import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
+from memwall.checkpoint.commits import Commits
 from memwall.checkpoint.discovery import HELPERS, Helpers, find_optimizer, objects_of
-from memwall.checkpoint.layout import CommitLayout
 from memwall.checkpoint.loop import LoopState
 from memwall.checkpoint.on_disk import find_on_disk
-from memwall.checkpoint.restoration import Content, Restoration
+from memwall.checkpoint.restoration import Restoration
 from memwall.checkpoint.training_state import (
-    decode_objects,
     encode_objects,
     fingerprint_of,
     optimizer_objects,
@@ -31,23 +30,21 @@ from memwall.checkpoint.training_state import (
     random_states,
     restore_random_states,
 )
-from memwall.checkpoint.writer import CommitTimes, CommitWriter, Packed
+from memwall.checkpoint.writer import CommitTimes
 from memwall.errors import MemwallError, UsageError
 from memwall.patches import Patches
 from memwall.planning.planfile import Plan
-from memwall.store.backend import SystemBackend, round_up
-from memwall.store.journal import Journal, Stored
-from memwall.torch_internals.autograd import current_node, version_of
+from memwall.store.backend import SystemBackend
+from memwall.store.journal import Journal
+from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import joint_name, trains
 
 __all__ = ["StepCheckpoint"]
 
-_log = logging.getLogger(__name__)
-
 
 class StepCheckpoint:
-    """Commits the steps of one model and one optimizer into a directory; see the module.
+    """Commits the steps of one model and one optimizer into a directory.
 
     Args:
         directory: of this run alone; made where it is missing.
@@ -81,7 +78,7 @@ class StepCheckpoint:
         self._every = every
         self.failure: MemwallError | None = None
         self.plan_in_effect: Callable[[], bytes | None] = lambda: None
-        """Asked at each commit for the plan file to be kept with it."""
+        """Gives each commit the plan file to be kept with it."""
         self.space = KeptSpace(self._journal.pool)
         self._restoration: Restoration | None = None
         self.resumed_steps = self.recovered_bytes = 0
@@ -93,17 +90,12 @@ class StepCheckpoint:
             self._journal.close()
             raise
         self.steps_done = self.resumed_steps
-        self._committed_steps = self.resumed_steps
+        self._committed_before = self.resumed_steps
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._writer: CommitWriter | None = None
+        self._commits: Commits | None = None
         self._helpers = Helpers()
-        self._layout = CommitLayout()
-        self._num_commits = 0
         self._is_between_steps = False
-        self._is_overlapped = True
-        self._to_check: list[tuple[Packed, Stored]] = []
-        """Buckets of the first commit, to be compared with memory just before the update."""
         self._was_asked = False
         self._loop = LoopState()
         self._patches = Patches("commits steps to a checkpoint")
@@ -121,7 +113,7 @@ class StepCheckpoint:
         self.recovered_bytes = sum(stored.num_bytes for stored in found.buckets)
 
     def plan_for(self, budget_bytes: int | None) -> Plan | None:
-        """The plan under which the step to continue from was made, if it was made for this budget.
+        """Returns the plan under which the step to continue from was made, if it was made for this budget.
 
         A run that goes on under it computes as before, where an action of it changes numerics too.
         """
@@ -130,22 +122,25 @@ class StepCheckpoint:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing had been committed when this process began."""
+        """Tells whether nothing had been committed when this process began."""
         return self._restoration is None
 
     # -- a loop that cooperates --------------------------------------------------------------------------------------
 
     def ask(self) -> int:
-        """The steps that the loop is to leave out; says that it does."""
+        """Returns the steps that the loop is to leave out, and notes that it does."""
         self._was_asked = True
         return self.resumed_steps
 
     def enter_loop(self, num_steps: int, stateful: dict[str, Any]) -> int:
-        """Puts a new process where the last one was at the top of its loop, as far as it can be found; the iteration.
+        """Puts a new process where the last one was at the top of its loop, as far as it can be found.
 
         Args:
             num_steps: where the loop ends.
             stateful: what else the loop goes on with, by name: objects with `state_dict` and `load_state_dict`.
+
+        Returns:
+            The iteration to begin with.
 
         Raises:
             UsageError: the checkpoint was made without one of them, or with another.
@@ -168,7 +163,7 @@ class StepCheckpoint:
         return begin
 
     def at_loop_top(self, position: int) -> None:
-        """Takes down what an iteration begins with. To be called before it fetches its batch."""
+        """Takes down what an iteration begins with; to be called before it fetches its batch."""
         self._loop.at_top(position, is_due=self._is_due)
 
     # -- life cycle --------------------------------------------------------------------------------------------------
@@ -189,11 +184,8 @@ class StepCheckpoint:
             UsageError: the script would begin anew with its data.
             StoreError: the checkpoint is of another model, or there is no room.
         """
-        try:
+        with self._noting_failure():
             self._begin(model)
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
         self._patches.push(attach_hook(model.register_forward_pre_hook, self._before_forward))
         self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
         self._patches.hook(register_optimizer_step_post_hook, self._after_step)
@@ -216,7 +208,7 @@ class StepCheckpoint:
             if not self._loop.is_open:
                 restore_random_states(restoration.objects["random"])
         self._look(model)
-        self._model, self._writer = model, CommitWriter(self._journal)
+        self._model, self._commits = model, Commits(self._journal, step=self._committed_before)
 
     def _look(self, model: nn.Module) -> None:
         """Finds the optimizer and what goes with it, if they have appeared, and puts them back."""
@@ -234,15 +226,13 @@ class StepCheckpoint:
         What fails is in `failure`.
         """
         self._patches.undo()
+        commits, self._commits = self._commits, None
         try:
-            if self._writer is not None and self.failure is None:
-                self._writer.wait()
-                if completed and self._is_between_steps and self.steps_done > self._committed_steps:
-                    self._commit()
-                    self._writer.wait()
-            if self._writer is not None:
-                self.times = self._writer.times
-            self._writer = None
+            if commits is not None and self.failure is None:
+                commits.writer.wait()
+                if completed and self._is_between_steps and self.steps_done > commits.step:
+                    self._commit(commits)
+                    commits.writer.wait()
             restoration = self._restoration
             if completed and self.failure is None and restoration is not None and not restoration.has_model:
                 raise UsageError(
@@ -251,10 +241,15 @@ class StepCheckpoint:
                 )
         except MemwallError as error:
             self.failure = self.failure or error.without_frames()
+        finally:
+            if commits is not None:
+                self.times = commits.writer.times
 
     def close(self, *, completed: bool) -> None:
-        """Finishes what is not finished, and lets go of the directory; at the end of the process, where somebody has
-        state or parameters there that did not come back into memory."""
+        """Finishes what is not finished, and lets go of the directory.
+
+        Where state or parameters are there that did not come back into memory, the end of the process lets go of it.
+        """
         try:
             self.finish(completed=completed)
         finally:
@@ -263,46 +258,51 @@ class StepCheckpoint:
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Keeps what fails as what has ended the run."""
+        try:
+            yield
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+
     @property
     def _is_due(self) -> bool:
-        return self.steps_done > self._committed_steps and self.steps_done % self._every == 0
+        is_new = self._commits is not None and self.steps_done > self._commits.step
+        return is_new and self.steps_done % self._every == 0
 
     def _before_forward(self, *_: Any) -> None:
         if self.failure is not None:
             raise self.failure.without_frames()
-        if self._writer is None or not torch.is_grad_enabled() or current_node() is not None:
+        if self._commits is None or not torch.is_grad_enabled() or current_node() is not None:
             return
-        try:
-            is_first_forward, self._is_between_steps = self._is_between_steps, False
-            if is_first_forward and self._is_due:
-                self._commit()
-                if not self._is_overlapped:
-                    self._writer.wait()
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
+        is_first_forward, self._is_between_steps = self._is_between_steps, False
+        if is_first_forward and self._is_due:
+            with self._noting_failure():
+                self._commit(self._commits)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._model is None or self._writer is None:
-            return
-        try:
-            if self._optimizer is None:
-                self._optimizer = optimizer
-                self._look(self._model)
-            elif optimizer is not self._optimizer and trains(optimizer, self._model):
-                raise UsageError(
-                    f"--checkpoint {self.directory} commits one model and one optimizer, and this model is stepped by "
-                    f"{joint_name((self._optimizer, optimizer))}; run it without --checkpoint, and save in the script"
-                )
-            if self._restoration is not None and not self._restoration.has_state:
-                self._restoration.check_complete(self._helpers)
-                # Not earlier: only now it is certain where the state is to live, and in which form.
-                self._restoration.restore_state(self._model, optimizer, self.space.keeper_of(optimizer))
-            self._writer.wait()
-            self._check_first_commit()
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
+        if self._model is not None and self._commits is not None:
+            with self._noting_failure():
+                self._prepare_step(self._model, optimizer, self._commits)
+
+    def _prepare_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits) -> None:
+        """Puts the optimizer's state back before its first update, and has every update wait for what is written."""
+        if self._optimizer is None:
+            self._optimizer = optimizer
+            self._look(model)
+        elif optimizer is not self._optimizer and trains(optimizer, model):
+            raise UsageError(
+                f"--checkpoint {self.directory} commits one model and one optimizer, and this model is stepped by "
+                f"{joint_name((self._optimizer, optimizer))}; run it without --checkpoint, and save in the script"
+            )
+        if self._restoration is not None and not self._restoration.has_state:
+            self._restoration.check_complete(self._helpers)
+            # Not earlier: only now it is certain where the state is to live, and in which form.
+            self._restoration.restore_state(model, optimizer, self.space.keeper_of(optimizer))
+        commits.writer.wait()
+        commits.check_first()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer is self._optimizer:
@@ -312,83 +312,33 @@ class StepCheckpoint:
     # -- committing --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _commit(self) -> None:
+    def _commit(self, commits: Commits) -> None:
         """Takes down everything of the present step, and begins to write it."""
-        model, optimizer, writer = self._model, self._optimizer, self._writer
+        model, optimizer = self._model, self._optimizer
         assert model is not None
         assert optimizer is not None
-        assert writer is not None
-        writer.wait()
-        self._num_commits += 1
+        commits.writer.wait()
         self._helpers.look_now_and_then(model, optimizer)
         parts = [*parts_of_model(model), *parts_of_optimizer(model, optimizer)]
-        present = [part for part in parts if part.kind != "away"]
-        buckets = self._layout.pack(present)
         absent = [part for part in parts if part.kind == "away"]
-        there, away = find_on_disk(model, optimizer, self.space, absent, first=len(buckets))
-        self._journal.data.hold([stored.slot for stored in there])
-        objects = self._objects(model, optimizer)
-        content = msgspec.msgpack.encode(
-            Content(tensors=(*self._layout.records, *away), objects=objects, plan=self.plan_in_effect())
-        )
-        if self._num_commits == 1:
-            num_bytes = sum(bucket.num_bytes for bucket in buckets) + sum(stored.num_bytes for stored in there)
-            self._journal.data.reserve(2 * (num_bytes + round_up(2 * len(content))))
-        versions = [(part.name, part.tensor, version_of(part.tensor)) for part in present if part.kind != "volatile"]
-        step, is_first = self.steps_done, self._num_commits == 1
-
-        def finish(stored: tuple[Stored, ...]) -> None:
-            changed = next((name for name, tensor, version in versions if version_of(tensor) != version), None)
-            if changed is None:
-                self._journal.commit(step, (*stored, *there), content)
-                self._layout.stored, self._committed_steps = stored, step
-            else:
-                self._give_up(stored, changed)
-
-        writer.begin(buckets, finish)
-        if is_first:
-            writer.wait()
-            if self._committed_steps == step:
-                self._to_check = list(zip(buckets, self._layout.stored, strict=True))
-
-    def _give_up(self, stored: Iterable[Stored], name: str) -> None:
-        """Something changed while it was written: what was written is a mixture, and stays uncommitted."""
-        for one in stored:
-            if one not in self._layout.stored:
-                self._journal.data.free(one.slot)
-        self._write_at_once(name)
-
-    def _write_at_once(self, name: str) -> None:
-        self._is_overlapped = False
-        _log.warning(
-            "%s changed between a forward and the optimizer's step; from now on each forward waits until its commit is "
-            "written; change it after the optimizer's step to have commits written beside the next step",
-            name,
+        commits.begin(
+            self.steps_done,
+            [part for part in parts if part.kind != "away"],
+            partial(self._objects, model, optimizer, commits),
+            self.plan_in_effect(),
+            lambda first: find_on_disk(model, optimizer, self.space, absent, first=first),
         )
 
-    def _check_first_commit(self) -> None:
-        """Once: whether what was written is what is there just before the update.
-
-        A forward that writes to a parameter through `.data` leaves no other trace.
-        """
-        assert self._writer is not None
-        changed, self._to_check = self._writer.first_changed(self._to_check), []
-        if changed is not None:
-            self._write_at_once(changed)
-
-    def _objects(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-        data = encode_objects(
+    def _objects(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits) -> bytes:
+        return encode_objects(
             {
                 "optimizer": optimizer_objects(model, optimizer),
                 "helpers": self._helpers.states(),
                 "random": random_states(),
                 "loop": self._loop.take(),
-                "state_dict": self._layout.state_dict_names(model),
+                "state_dict": commits.state_dict_names(model),
             }
         )
-        if self._num_commits == 1:
-            decode_objects(data)  # what cannot be read back must not be found out when it is needed
-        return data
 
     def commit_as(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, stateful: dict[str, Any]
@@ -400,6 +350,6 @@ class StepCheckpoint:
         """
         self._loop.begin(stateful)
         self._loop.at_top(step, is_due=False)
+        self._committed_before = -1
         self.attach(model)
         self._optimizer, self.steps_done, self._is_between_steps = optimizer, step, True
-        self._committed_steps = -1

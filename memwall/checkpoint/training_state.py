@@ -1,4 +1,4 @@
-"""What a training run consists of between two steps, as named tensors and as the small rest, and how it is put back.
+"""A training run between two steps, as named tensors and as the small rest.
 
 Tensors are the model's parameters and buffers and the optimizer's state, under names made of the parameters' own. The
 rest is what `torch.load(weights_only=True)` reads: options of parameter groups, numbers in the optimizer's state,
@@ -10,23 +10,22 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from memwall.apply.optimizer_state.low_bit_form import facts_of, is_low_bit, pieces_of, put_together
+from memwall.apply.optimizer_state.low_bit_form import facts_of, is_low_bit, pieces_of
 from memwall.apply.streaming.guard import GuardedParameter
-from memwall.errors import ApplyError, StoreError
+from memwall.errors import ApplyError
 from memwall.store.buckets import is_dense
 from memwall.torch_internals.modules import without_state_dict_entry
 
 __all__ = [
     "Part",
     "TensorRecord",
-    "check_belongs",
     "decode_objects",
     "encode_objects",
     "fingerprint_of",
@@ -37,9 +36,7 @@ __all__ = [
     "parts_of_optimizer",
     "random_states",
     "record_of",
-    "restore_options",
     "restore_random_states",
-    "restore_state",
     "state_dict_names",
     "state_records",
 ]
@@ -48,9 +45,10 @@ Kind = Literal["trained", "frozen", "volatile", "away"]
 
 
 class Part(NamedTuple):
-    """A tensor of the run. What is trained changes in the optimizer's step; what is volatile, in a forward as well.
+    """Names a tensor of the run.
 
-    Of what is away, on disk between its uses, nothing but name, shape and type is to be asked.
+    One that is trained changes in the optimizer's step, one that is volatile in a forward as well. Of one that is away,
+    on disk between its uses, nothing but name, shape and type is to be asked.
     """
 
     name: str
@@ -59,7 +57,7 @@ class Part(NamedTuple):
 
 
 class TensorRecord(Struct, frozen=True, kw_only=True):
-    """Where a tensor is in a checkpoint."""
+    """Says where a tensor is in a checkpoint."""
 
     name: str
     dtype: str
@@ -73,12 +71,12 @@ class TensorRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """For a person: `float32 [4, 8]`."""
+        """Returns what it is, for a person: `float32 [4, 8]`."""
         return f"{self.dtype} {list(self.shape)}"
 
 
 def record_of(name: str, tensor: Tensor, bucket: int, offset: int, *, is_on_host: bool) -> TensorRecord:
-    """The record of a tensor as it lies, or, where that has gaps, as a copy of it does."""
+    """Returns the record of a tensor as it lies, or, where that has gaps, as a copy of it does."""
     stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
     return TensorRecord(
         name=name,
@@ -92,12 +90,12 @@ def record_of(name: str, tensor: Tensor, bucket: int, offset: int, *, is_on_host
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """`float32`."""
+    """Returns a name such as `float32`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def parts_of_model(model: nn.Module) -> list[Part]:
-    """Parameters and buffers, each once; also buffers that the model's own state dict leaves out.
+    """Returns parameters and buffers, each once; also buffers that the model's own state dict leaves out.
 
     Raises:
         ApplyError: a tensor of the model is of a kind that cannot be written out as it lies.
@@ -120,7 +118,7 @@ def _kind_of(parameter: nn.Parameter) -> Kind:
 
 
 def state_dict_names(model: nn.Module) -> dict[str, str]:
-    """Keys of the model's own state dict, and the part that each stands for: of tied weights there are several keys."""
+    """Returns the part that each key of the model's own state dict stands for; tied weights have several keys."""
     parts = {id(part.tensor): part.name for part in parts_of_model(model)}
     hidden = {
         f"{path}{'.' if path else ''}{name}"
@@ -132,7 +130,7 @@ def state_dict_names(model: nn.Module) -> dict[str, str]:
 
 
 def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """By id; those that the optimizer trains beside the model's have names from their place in its groups."""
+    """Returns names by id; parameters that the optimizer trains beside the model's are named by their place in it."""
     names = {id(value): name for name, value in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -141,7 +139,7 @@ def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 
 def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
-    """Tensors of the optimizer's state, and parameters that it trains beside the model's."""
+    """Returns tensors of the optimizer's state, and parameters that it trains beside the model's."""
     names = names_of_parameters(model, optimizer)
     of_model = {id(parameter) for parameter in model.parameters()}
     parts = [
@@ -162,7 +160,7 @@ def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
 
 
 def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What of an optimizer is no tensor: options of its groups, the rest of its state, and which of it is in 8 bits."""
+    """Returns what is no tensor: options of its groups, the rest of its state, and which of that is in 8 bits."""
     names = names_of_parameters(model, optimizer)
     rest: dict[Any, Any] = {}
     low_bit: dict[str, dict[Any, Any]] = {}
@@ -189,68 +187,8 @@ def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return {"class": type(optimizer).__qualname__, "groups": groups, "state": rest, "low_bit": low_bit}
 
 
-def restore_options(model: nn.Module, optimizer: torch.optim.Optimizer, objects: Mapping[str, Any]) -> None:
-    """Gives the groups of an optimizer the options that they had.
-
-    Args:
-        objects: of `optimizer_objects`.
-
-    Raises:
-        StoreError: it is another optimizer, or trains other parameters.
-    """
-    names = names_of_parameters(model, optimizer)
-    found = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    wanted = [group["parameters"] for group in objects["groups"]]
-    if type(optimizer).__qualname__ != objects["class"] or found != wanted:
-        raise StoreError(
-            f"the checkpoint is of a {objects['class']} with {_groups_text(wanted)}, and this script has a "
-            f"{type(optimizer).__qualname__} with {_groups_text(found)}; resume with the script that made it"
-        )
-    for group, saved in zip(optimizer.param_groups, objects["groups"], strict=True):
-        group.update(saved["options"])
-
-
-def restore_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    objects: Mapping[str, Any],
-    records: Iterable[TensorRecord],
-    read: Callable[[Iterable[tuple[TensorRecord, Tensor]]], None],
-    keeps_low_bits: Callable[[Tensor], bool],
-    chosen: Sequence[Tensor] | None = None,
-) -> None:
-    """Gives an optimizer the state that it had.
-
-    Args:
-        objects: of `optimizer_objects`.
-        records: tensors of the checkpoint.
-        read: fills tensors with what is recorded.
-        keeps_low_bits: whether moments of a parameter stay in 8 bits, if they were.
-        chosen: the parameters whose state is meant; None for those that have none yet.
-    """
-    names = names_of_parameters(model, optimizer)
-    wanted = [p for p in parameters_of(optimizer) if not optimizer.state.get(p)] if chosen is None else chosen
-    parameters = {names[id(parameter)]: parameter for parameter in wanted}
-    states: dict[str, dict[Any, Any]] = {
-        name: dict(rest) for name, rest in objects["state"].items() if name in parameters
-    }
-    targets: list[tuple[TensorRecord, Tensor]] = []
-    for name, key, record in state_records(records):
-        if name not in parameters:
-            continue
-        device = torch.device("cpu") if record.is_on_host else parameters[name].device
-        tensor = torch.empty_strided(record.shape, record.stride, dtype=getattr(torch, record.dtype), device=device)
-        states.setdefault(name, {})[key] = tensor
-        targets.append((record, tensor))
-    read(targets)
-    targets.clear()  # or what is opened would stay in memory beside it
-    for name, state in states.items():
-        put_together(state, low_bit_of(objects, name), is_kept=keeps_low_bits(parameters[name]))
-        optimizer.state[parameters[name]] = state
-
-
 def state_records(records: Iterable[TensorRecord]) -> Iterator[tuple[str, str, TensorRecord]]:
-    """The tensors of an optimizer's state: of which parameter, under which key, and where."""
+    """Yields the tensors of an optimizer's state: of which parameter, under which key, and where."""
     for record in records:
         kind, _, rest = record.name.partition("/")
         key, _, name = rest.partition("/")
@@ -259,43 +197,13 @@ def state_records(records: Iterable[TensorRecord]) -> Iterator[tuple[str, str, T
 
 
 def low_bit_of(objects: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Which moments of a parameter were committed in 8 bits; none by a memwall that did not know of them."""
+    """Returns which moments of a parameter were committed in 8 bits; none by a memwall that did not know of them."""
     found: Mapping[str, Any] = objects.get("low_bit", {}).get(name, {})
     return found
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Its parameters, in their order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _groups_text(groups: list[list[str]]) -> str:
-    return f"{len(groups)} group{'s' if len(groups) != 1 else ''} of {', '.join(str(len(group)) for group in groups)}"
-
-
-def check_belongs(directory: str, records: Iterable[TensorRecord], parts: Iterable[Part]) -> None:
-    """Returns if a checkpoint's tensors are those of this model.
-
-    Raises:
-        StoreError: they are not; the message lists the first differences.
-    """
-    saved = {record.name: record.text for record in records}
-    here = {part.name: f"{dtype_name(part.tensor)} {list(part.tensor.shape)}" for part in parts}
-    differences = [
-        f"{name.replace('/', ' ')} is {saved.get(name, 'not')} in the checkpoint and {here.get(name, 'not')} here"
-        for name in sorted(saved.keys() | here.keys())
-        if saved.get(name) != here.get(name)
-    ]
-    if differences:
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise StoreError(
-            f"the checkpoint in {directory} is of another model: {'; '.join(differences[:3])}{more}; resume with the "
-            "script that made it, or give this one a directory of its own"
-        )
-
-
 def fingerprint_of(parts: Iterable[Part]) -> bytes:
-    """16 bytes that depend on names, shapes and types."""
+    """Returns 16 bytes that depend on names, shapes and types."""
     text = "\n".join(sorted(f"{part.name} {dtype_name(part.tensor)} {list(part.tensor.shape)}" for part in parts))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -304,7 +212,7 @@ def fingerprint_of(parts: Iterable[Part]) -> bytes:
 
 
 def random_states() -> dict[str, Any]:
-    """Of the generators that scripts share: torch's, Python's, and numpy's where it is loaded."""
+    """Returns the states of the generators that scripts share: torch's, Python's, and numpy's where it is loaded."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
@@ -331,7 +239,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 def encode_objects(objects: Mapping[str, Any]) -> bytes:
-    """Bytes of what is no tensor of the model or the optimizer.
+    """Returns what is no tensor of the model or the optimizer as bytes.
 
     Raises:
         ApplyError: it holds an object that cannot be written; the message names it.
@@ -345,7 +253,7 @@ def encode_objects(objects: Mapping[str, Any]) -> bytes:
 
 
 def decode_objects(data: bytes) -> dict[str, Any]:
-    """What `encode_objects` was given; code in it is not run.
+    """Returns what `encode_objects` was given; code in it is not run.
 
     Raises:
         ApplyError: it holds an object of a class that is not loaded from a checkpoint; the message names it.

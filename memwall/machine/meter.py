@@ -1,4 +1,4 @@
-"""What a process holds: of the machine, as the operating system says, or of a CUDA device, as its meter shows."""
+"""The bytes that a process holds: of the machine, as the system says, or of a CUDA device, as its meter shows."""
 
 import ctypes
 import gc
@@ -35,14 +35,14 @@ def _status_bytes(field: str) -> int:
 
 
 def process_bytes() -> int:
-    """Resident bytes of this process now."""
+    """Returns the resident bytes of this process."""
     if _STATM.exists():
         return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
     return int(psutil.Process().memory_info().rss)
 
 
 def process_peak_bytes() -> int:
-    """Highest resident bytes of this process since it started or since the last reset (VmHWM)."""
+    """Returns the highest resident bytes of this process since it started or since the last reset (VmHWM)."""
     return _status_bytes("VmHWM") if _STATUS.exists() else int(psutil.Process().memory_info().rss)
 
 
@@ -73,48 +73,39 @@ def return_free_memory(*, generation: int = 2) -> None:
 
 
 class Meter(Protocol):
-    """What this process holds where its model is. All in bytes."""
+    """Says what this process holds where its model is, in bytes."""
 
     device: str
     """The kind of device: of tensors on others nothing is known here."""
 
     def now_bytes(self) -> int:
-        """Held now."""
+        """Returns what is held now."""
 
     def peak_bytes(self) -> int:
-        """Held at most since the last reset."""
+        """Returns what was held at most since the last reset."""
 
     def reset_peak(self) -> bool:
-        """Begins a new peak; False where that is not possible."""
+        """Begins a new peak; returns False where that is not possible."""
 
     def base_bytes(self, tensor_bytes: int) -> int:
-        """Held now beside tensors, of which so many bytes are alive on the device."""
+        """Returns what is held beside tensors, of which so many bytes are alive on the device."""
 
 
 class HostMeter:
-    """Resident bytes of the process."""
+    """Reads the resident bytes of the process."""
 
     device = "cpu"
-
-    def now_bytes(self) -> int:
-        """See `Meter`."""
-        return process_bytes()
-
-    def peak_bytes(self) -> int:
-        """See `Meter`."""
-        return process_peak_bytes()
-
-    def reset_peak(self) -> bool:
-        """See `Meter`."""
-        return reset_process_peak()
+    now_bytes = staticmethod(process_bytes)
+    peak_bytes = staticmethod(process_peak_bytes)
+    reset_peak = staticmethod(reset_process_peak)
 
     def base_bytes(self, tensor_bytes: int) -> int:
-        """See `Meter`. What malloc keeps free counts: it should be returned before."""
+        """Counts what malloc keeps free as well: it should be returned before."""
         return process_bytes() - tensor_bytes
 
 
 class CudaMeter:
-    """What is in use on a CUDA device: torch's segments, and beside them context, kernels and libraries.
+    """Reads what is in use on a CUDA device: torch's segments, and beside them context, kernels and libraries.
 
     The device does not tell apart what other processes hold there; it counts as in use.
     """
@@ -125,21 +116,19 @@ class CudaMeter:
         self._device = device
 
     def now_bytes(self) -> int:
-        """See `Meter`."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         return total_bytes - free_bytes
 
     def peak_bytes(self) -> int:
-        """See `Meter`. What is beside the segments only grows, so its present size was never exceeded."""
+        """Adds the segments' peak to what is beside them, which only grows."""
         return self._beside_bytes() + torch.cuda.max_memory_reserved(self._device)
 
     def reset_peak(self) -> bool:
-        """See `Meter`."""
         torch.cuda.reset_peak_memory_stats(self._device)
         return True
 
     def base_bytes(self, tensor_bytes: int) -> int:
-        """See `Meter`. Segments hold all tensors, and what they keep free is no part of it."""
+        """Returns what is beside segments, which hold all tensors: what they keep free is no part of it."""
         return self._beside_bytes()
 
     def _beside_bytes(self) -> int:
@@ -147,6 +136,6 @@ class CudaMeter:
 
 
 def meter_of(*models: nn.Module) -> Meter:
-    """The meter of the device that the models' first parameter is on."""
+    """Returns the meter of the device that the models' first parameter is on."""
     device = next((parameter.device for model in models for parameter in model.parameters()), torch.device("cpu"))
     return CudaMeter(device) if device.type == "cuda" else HostMeter()
