@@ -5,17 +5,26 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from torch import nn
 
-from memwall.checkpoint.on_disk import OnDisk
+from memwall.apply.optimizer_state.kept_space import KeptSpace
 from memwall.checkpoint.restoration import Content
-from memwall.checkpoint.training_state import Part, TensorRecord, decode_objects, record_of, state_dict_names
+from memwall.checkpoint.training_state import (
+    Part,
+    TensorRecord,
+    decode_objects,
+    names_of_parameters,
+    record_of,
+    state_dict_names,
+)
 from memwall.checkpoint.writer import CommitWriter, Packed, bytes_of, packed
+from memwall.errors import ApplyError
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.journal import Journal, Stored
 from memwall.torch_internals.autograd import version_of
 
-__all__ = ["Commits"]
+__all__ = ["Commits", "find_on_disk"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +36,13 @@ class _Layout(NamedTuple):
     records: tuple[TensorRecord, ...]
     groups: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...]
     """Per bucket its kind, and (number of the part, offset) of each tensor in it."""
+
+
+class OnDisk(NamedTuple):
+    """Holds buckets, and the tensors in them."""
+
+    stored: tuple[Stored, ...]
+    records: tuple[TensorRecord, ...]
 
 
 class Commits:
@@ -168,3 +184,50 @@ class Commits:
         )
         self._layout, self._stored, self._names = _Layout(key, records, tuple(groups)), (), None
         return self._layout
+
+
+def find_on_disk(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    space: KeptSpace,
+    absent: Iterable[Part],
+    *,
+    first: int,
+) -> OnDisk:
+    """Returns what a commit is to name of the optimizer's state and of the model's parameters.
+
+    Args:
+        space: where it lies.
+        absent: parameters that are on disk, wherever that is.
+        first: the number of the first bucket.
+
+    Raises:
+        ApplyError: one of them lies elsewhere.
+        StoreError: no room on disk, or a transfer failed.
+    """
+    names = names_of_parameters(model, optimizer)
+    holders = {id(state): names[id(p)] for p, state in optimizer.state.items() if id(p) in names}
+    stored: list[Stored] = []
+    records: list[TensorRecord] = []
+    keeper = space.keeper_of(optimizer)
+    for bucket in () if keeper is None else keeper.buckets:
+        if bucket.slot is None:
+            continue
+        number = first + len(stored)
+        records += [
+            record_of(f"state/{key}/{holders[id(holder)]}", away, number, offset, is_on_host=True)
+            for (holder, key), away, offset in bucket.pieces_away()
+        ]
+        stored.append(Stored(bucket.slot, bucket.num_bytes))
+    for parameter, slot, num_bytes in [] if space.parameters is None else space.parameters.stored():
+        number = first + len(stored)
+        records.append(record_of(f"parameter/{names[id(parameter)]}", parameter, number, 0, is_on_host=True))
+        stored.append(Stored(slot, num_bytes))
+    known = {record.name for record in records}
+    lost = next((part.name for part in absent if part.name not in known), None)
+    if lost is not None:
+        raise ApplyError(
+            f"{lost.replace('/', ' ')} is neither in memory nor in {space.pool.scratch.path}: a session put it "
+            "elsewhere before the checkpoint was opened; open the checkpoint first"
+        )
+    return OnDisk(tuple(stored), tuple(records))

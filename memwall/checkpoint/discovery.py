@@ -18,12 +18,12 @@ from memwall.torch_internals.optimizers import inner_schedulers
 __all__ = ["HELPERS", "Helpers", "find_models", "find_optimizer", "objects_of"]
 
 HELPERS = (LRScheduler, torch.amp.GradScaler, GradientScaling)
-"""What has a state of its own beside the optimizer."""
+"""Classes of objects that have a state of their own beside the optimizer."""
 _LOOK_RATIO = 8
 
 
 def find_optimizer(model: nn.Module, objects: Iterable[Any]) -> torch.optim.Optimizer | None:
-    """The only optimizer among them that trains parameters of a model; None where there is none yet, or several."""
+    """Returns the only optimizer among them that trains a model's parameters; None where there is none, or several."""
     parameters = {id(parameter) for parameter in model.parameters()}
     found = [
         value
@@ -36,7 +36,7 @@ def find_optimizer(model: nn.Module, objects: Iterable[Any]) -> torch.optim.Opti
 
 
 def find_models(shapes: Mapping[str, tuple[int, ...]]) -> list[nn.Module]:
-    """Modules whose parameters have exactly these names and shapes."""
+    """Returns modules whose parameters have exactly these names and shapes."""
     return [
         value
         for value in objects_of((nn.Module,))
@@ -45,7 +45,7 @@ def find_models(shapes: Mapping[str, tuple[int, ...]]) -> list[nn.Module]:
 
 
 class Helpers:
-    """Schedulers of an optimizer, gradient scalers, and memwall's own scaling, in an order that a new process finds."""
+    """Holds an optimizer's schedulers, gradient scalers and memwall's own, in an order that a new process finds."""
 
     def __init__(self) -> None:
         self._found: list[Any] = []
@@ -78,15 +78,15 @@ class Helpers:
             self.look(model, optimizer, objects_of(HELPERS))
 
     def names(self) -> list[str]:
-        """The class of each."""
+        """Returns the class of each."""
         return [_name(value) for value in self._found]
 
     def states(self) -> list[tuple[str, dict[str, Any]]]:
-        """Class and state of each."""
+        """Returns class and state of each."""
         return [(_name(value), value.state_dict()) for value in self._found]
 
     def restore(self, states: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-        """Gives each the state that the one of its class had; what is left over, for objects that are made later."""
+        """Gives each the state that the one of its class had; returns what is left, for objects that are made later."""
         waiting = list(self._found)
         left = []
         for name, state in states:
@@ -100,7 +100,7 @@ class Helpers:
 
 
 def objects_of(kinds: tuple[type, ...]) -> list[Any]:
-    """All objects of these kinds and their subclasses that the garbage collector knows."""
+    """Returns all objects of these kinds and their subclasses that the garbage collector knows."""
     # By exact type: a fifth of the time that issubclass takes, and a proxy is not asked for its class.
     wanted: set[type] = set()
     left = list(kinds)

@@ -44,7 +44,7 @@ _SAFETENSORS_TYPES = {
 
 
 class CheckpointSummary(Struct, frozen=True, kw_only=True):
-    """What a directory holds, for scripts."""
+    """Says for scripts what a directory holds."""
 
     schema: str = "memwall.checkpoint/1"
     tag: Tag = "cpu-measured"
@@ -58,7 +58,7 @@ class CheckpointSummary(Struct, frozen=True, kw_only=True):
 
 
 class _Committed:
-    """The last step of a directory, open for reading."""
+    """Opens the last step of a directory for reading."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         path = os.fspath(directory)
@@ -86,7 +86,7 @@ class _Committed:
         self.journal.close()
 
     def read(self, records: Mapping[Any, TensorRecord]) -> dict[Any, Tensor]:
-        """Tensors of their own, in CPU memory."""
+        """Returns tensors of their own, in CPU memory."""
         tensors = {
             key: torch.empty_strided(record.shape, record.stride, dtype=getattr(torch, record.dtype))
             for key, record in records.items()
@@ -96,7 +96,7 @@ class _Committed:
 
 
 def read_summary(directory: str | os.PathLike[str]) -> CheckpointSummary:
-    """What is in a directory, after every byte of it has been verified.
+    """Returns what is in a directory, after every byte of it has been verified.
 
     Raises:
         UsageError: it holds no committed step.
@@ -117,7 +117,7 @@ def read_summary(directory: str | os.PathLike[str]) -> CheckpointSummary:
 
 
 def export_safetensors(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Writes the weights under the names of the model's state dict, of tied ones the first; the step they are of.
+    """Writes the weights under the names of the model's state dict, of tied ones the first; returns their step.
 
     Raises:
         UsageError: the directory holds no committed step.
@@ -153,7 +153,7 @@ def export_safetensors(directory: str | os.PathLike[str], path: str | os.PathLik
 
 
 def export_torch(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Writes `{"model": ..., "optimizer": ..., "helpers": ..., "step": ...}` with torch.save; the step it is of.
+    """Writes `{"model": ..., "optimizer": ..., "helpers": ..., "step": ...}` with torch.save; returns its step.
 
     `model` and `optimizer` are what `load_state_dict` of the model and of the optimizer take. `helpers` is a list of
     the class and the state dict of each scheduler and scaler. torch.load(weights_only=True) reads the file.

@@ -1,15 +1,15 @@
-"""What a training loop goes on with: the iteration it is in, generators of random numbers, and what it names itself."""
+"""The state of a training loop: the iteration it is in, generators of random numbers, and what it names itself."""
 
 from typing import Any
 
-from memwall.checkpoint.training_state import random_states, restore_random_states
+from memwall.checkpoint.training_state import random_states
 from memwall.errors import UsageError
 
 __all__ = ["LoopState"]
 
 
 class LoopState:
-    """Of one loop over `memwall.steps`, or of a loop that shows nothing of itself.
+    """Holds the state of a loop over `memwall.steps`; of another loop nothing is known.
 
     Attributes:
         is_open: whether the loop is one over `memwall.steps`.
@@ -22,7 +22,7 @@ class LoopState:
         self._at_top: dict[str, Any] | None = None
 
     def begin(self, stateful: dict[str, Any]) -> None:
-        """A new loop, at its first iteration.
+        """Begins a loop, at its first iteration.
 
         Args:
             stateful: objects with `state_dict` and `load_state_dict`, by name.
@@ -30,7 +30,7 @@ class LoopState:
         self.is_open, self._position, self._stateful, self._at_top = True, 0, stateful, None
 
     def restore(self, saved: dict[str, Any] | None, directory: str) -> int:
-        """Puts what the loop names where it was; the iteration that it is in.
+        """Puts what the loop names where it was; returns the iteration that it is in.
 
         Args:
             saved: what `take` gave.
@@ -50,18 +50,13 @@ class LoopState:
         self._position = int(saved["position"])
         return self._position
 
-    @staticmethod
-    def restore_random(saved: dict[str, Any]) -> None:
-        """Sets the generators to what they were at the top of the iteration."""
-        restore_random_states(saved["random"])
-
     def at_top(self, position: int, *, is_due: bool) -> None:
         """Notes what an iteration begins with, before it fetches its batch; takes it down if a commit is due."""
         self._position = position
         self._at_top = self._taken() if is_due else None
 
     def take(self) -> dict[str, Any] | None:
-        """The loop as it was at the top of the present iteration; None of one that shows nothing of itself."""
+        """Returns the loop as it was at the top of the present iteration; None of one that shows nothing of itself."""
         if not self.is_open:
             return None
         taken, self._at_top = self._at_top, None

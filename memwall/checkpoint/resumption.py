@@ -1,4 +1,4 @@
-"""What a training loop asks when it can be resumed: where to begin. In a script that memwall does not run: at 0."""
+"""Tells a training loop that can be resumed where to begin: in a script that memwall does not run, at 0."""
 
 import logging
 import os
@@ -15,10 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """Part of a training loop that can be taken down and continued, as torchdata's StatefulDataLoader."""
+    """Can be taken down and continued, as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> Any:
-        """What to continue from."""
+        """Returns what to continue from."""
 
     def load_state_dict(self, state: Any, /) -> object:
         """Continues."""
@@ -35,7 +35,7 @@ def set_checkpoint(checkpoint: StepCheckpoint | None) -> None:
 
 
 def resumed_steps() -> int:
-    """Optimizer steps that the run had committed when this process began: 0 in a new run.
+    """Returns the optimizer steps that the run had committed when this process began: 0 in a new run.
 
     Example::
 
@@ -49,7 +49,7 @@ def resumed_steps() -> int:
 
 
 def steps(num_steps: int, **stateful: Stateful) -> Iterator[int]:
-    """Numbers of iterations up to `num_steps`, from the one that a resumed run has to do next.
+    """Yields numbers of iterations up to `num_steps`, from the one that a resumed run has to do next.
 
     Random numbers, and what is passed by name, are as they were at the beginning of that iteration: bit-equal to the
     run without interruption, as long as each iteration draws its batch in its own body.
@@ -73,7 +73,7 @@ def steps(num_steps: int, **stateful: Stateful) -> Iterator[int]:
 
 
 def open_checkpoint(directory: str | os.PathLike[str], *, every: int, is_resuming: bool) -> StepCheckpoint:
-    """A `StepCheckpoint` for a process that trains alone.
+    """Opens a `StepCheckpoint` for a process that trains alone.
 
     Raises:
         UsageError: it is one of several; or as `StepCheckpoint` does.

@@ -16,10 +16,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
-from memwall.checkpoint.commits import Commits
+from memwall.checkpoint.commits import Commits, find_on_disk
 from memwall.checkpoint.discovery import HELPERS, Helpers, find_optimizer, objects_of
 from memwall.checkpoint.loop import LoopState
-from memwall.checkpoint.on_disk import find_on_disk
 from memwall.checkpoint.restoration import Restoration
 from memwall.checkpoint.training_state import (
     encode_objects,
@@ -159,7 +158,7 @@ class StepCheckpoint:
             self._look(model)
             if begin >= num_steps and self._optimizer is not None:
                 restoration.restore_state(model, self._optimizer, None)
-        self._loop.restore_random(saved)
+        restore_random_states(saved["random"])
         return begin
 
     def at_loop_top(self, position: int) -> None:

@@ -30,11 +30,11 @@ _STALL_SECONDS = 60.0
 
 
 class CommitTimes(NamedTuple):
-    """What the commits of a process took, in the background of its steps for the most part."""
+    """Holds what the commits of a process took, in the background of its steps for the most part."""
 
     num_commits: int = 0
     written_bytes: int = 0
-    """Of buckets: not what lay on disk already, nor what had not changed."""
+    """Bytes of buckets, without what lay on disk already and what had not changed."""
     transfer_seconds: float = 0.0
     """To compare those with what was there, and to write them."""
     record_seconds: float = 0.0
@@ -42,7 +42,7 @@ class CommitTimes(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A bucket of tensors: their bytes, and where in the bucket each begins."""
+    """Describes a bucket of tensors: their bytes, and where in the bucket each begins."""
 
     sources: tuple[Tensor, ...]
     """One-dimensional, of bytes."""
@@ -55,7 +55,7 @@ class Packed(NamedTuple):
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor, as they lie; of another, in a copy without gaps."""
+    """Returns the bytes of a dense tensor, as they lie; of another, in a copy without gaps."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     whole = tensor.detach()
     if not is_dense(whole):
@@ -65,7 +65,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def packed(sizes: Sequence[int], bucket_bytes: int) -> list[list[tuple[int, int]]]:
-    """Which tensors go into which bucket: per bucket (number of the tensor, offset) in order."""
+    """Sorts tensors into buckets; returns per bucket (number of the tensor, offset) in order."""
     buckets: list[list[tuple[int, int]]] = []
     end = 0
     for number, size in enumerate(sizes):
@@ -78,7 +78,7 @@ def packed(sizes: Sequence[int], bucket_bytes: int) -> list[list[tuple[int, int]
 
 
 class CommitWriter:
-    """One commit at a time.
+    """Writes one commit at a time.
 
     Args:
         journal: begun.
@@ -97,13 +97,13 @@ class CommitWriter:
         self.times = CommitTimes()
 
     def begin(self, buckets: Sequence[Packed], finish: Callable[[tuple[Stored, ...]], None]) -> None:
-        """Begin to write; `finish` is called in the background, with where everything is, once it is written."""
+        """Begins to write; `finish` is called in the background, with where everything is, once it is written."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(buckets, finish), name="memwall-commit", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Return once what was begun is committed, or was given up.
+        """Returns once what was begun is committed, or was given up.
 
         Raises:
             StoreError: it failed.
@@ -161,7 +161,7 @@ class CommitWriter:
         return Stored(slot, bucket.num_bytes), transfer
 
     def _next_staging(self) -> BucketBuffer:
-        """A free block: a worker gives each back, however its write ends."""
+        """Returns a free block: a worker gives each back, however its write ends."""
         try:
             return self._staging.get(timeout=_STALL_SECONDS)
         except queue.Empty:
@@ -171,12 +171,12 @@ class CommitWriter:
             ) from None
 
     def first_changed(self, written: Iterable[tuple[Packed, Stored]]) -> str | None:
-        """The label of the first bucket whose bytes are others now than those that were written; None if all are."""
+        """Returns the label of the first bucket whose bytes are others now than were written; None if none are."""
         changed = (bucket.label for bucket, stored in written if self._checksums_of(bucket) != stored.slot.checksums)
         return next(changed, None)
 
     def _checksums_of(self, bucket: Packed) -> dict[int, int]:
-        """What writing a bucket would record, of its bytes as they are now."""
+        """Returns what writing a bucket would record, of its bytes as they are now."""
         found: dict[int, int] = {}
         buffer = self._next_staging()
         try:

@@ -17,7 +17,7 @@ def verify(
     require_file(plan_path, expected="a plan written by memwall plan -o plan.json")
     require_file(run_path, expected="a report written by memwall run --report run.json")
     from memwall.cli.output import show
-    from memwall.observe.verify import load_pair
+    from memwall.observe.run_report import load_pair
     from memwall.report.text import run_report, verify_status
 
     report = load_pair(plan_path, run_path)

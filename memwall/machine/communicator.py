@@ -1,4 +1,4 @@
-"""What a communicator of NCCL or RCCL holds on each rank beside torch's allocator, measured where the devices are.
+"""Measures what a communicator of NCCL or RCCL holds on each rank beside torch's allocator, where the devices are.
 
 It grows with the channels that NCCL gives the links between the devices, so that published figures differ threefold.
 """
@@ -41,7 +41,7 @@ _TIMEOUT_SECONDS = 120
 
 @cache
 def measured_communicator_bytes(indices: tuple[int, ...]) -> int:
-    """Most bytes that one communicator of all these CUDA devices holds on one of them; takes some seconds.
+    """Returns the most bytes that a communicator of these CUDA devices holds on one of them; takes some seconds.
 
     Raises:
         MemwallError: a rank ended without a figure, or others freed memory of its device meanwhile.

@@ -1,4 +1,4 @@
-"""Is this directory fit to hold offloaded bytes? Answered before a run starts, with what to do when it is not."""
+"""Checks before a run starts whether a directory is fit to hold offloaded bytes, and says what to do if not."""
 
 import errno
 import logging
@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 
 def filesystem_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> str | None:
-    """The type of the filesystem that holds `path` ("ext4", "tmpfs"), or None where the system does not tell.
+    """Returns the type of the filesystem that holds `path` ("ext4", "tmpfs"); None where the system does not tell.
 
     Args:
         path: an existing file or directory.
@@ -39,7 +39,7 @@ def filesystem_of(path: str | os.PathLike[str], mountinfo: str | None = None) ->
 
 
 def check_directory(path: str | os.PathLike[str], needed_bytes: int = 0) -> None:
-    """Return if `path` can hold `needed_bytes` of offloaded bytes.
+    """Checks that `path` can hold `needed_bytes` of offloaded bytes.
 
     Raises:
         StoreError: it is missing, no directory, not writable, in RAM, or too full; the message says what to do.
@@ -75,7 +75,7 @@ def check_directory(path: str | os.PathLike[str], needed_bytes: int = 0) -> None
 
 
 def default_directory() -> str:
-    """The directory to use when the user named none: the system's temporary directory, where that is on a disk.
+    """Returns the directory to use when the user named none: the system's temporary one, where that is on a disk.
 
     Raises:
         StoreError: it is unsuitable; the message asks for `--disk DIR`.

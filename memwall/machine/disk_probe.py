@@ -1,4 +1,4 @@
-"""How fast is this disk for the way the store uses it? Measured in under a second, through the store itself."""
+"""Measures in under a second how fast a disk is for the way the store uses it, through the store itself."""
 
 import mmap
 import os
@@ -49,7 +49,7 @@ def probe_disk(
 
 
 def _random_buffers(block_bytes: int) -> list[memoryview]:
-    """As many blocks as are under way at once. A disk or filesystem that compresses must not look faster than it is."""
+    """Returns as many blocks as are under way at once. One that compresses must not look faster than it is."""
     buffers = [mmap.mmap(-1, block_bytes) for _ in range(_QUEUE_DEPTH)]
     for buffer in buffers:
         buffer.write(os.urandom(block_bytes))
@@ -57,7 +57,7 @@ def _random_buffers(block_bytes: int) -> list[memoryview]:
 
 
 def _timed_pass(pool: TransferPool, slots: list[Slot], views: list[memoryview], *, is_read: bool) -> tuple[int, float]:
-    """Move one block per slot until the time is up; the number moved and the seconds taken."""
+    """Moves one block per slot until the time is up; returns the number moved and the seconds taken."""
     move = pool.read if is_read else pool.write
     under_way: list[Transfer] = []
     started = time.perf_counter()

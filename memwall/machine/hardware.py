@@ -1,4 +1,4 @@
-"""Devices that are not at hand: what `estimate` and `plan --device` know of them, each figure with its source.
+"""Devices that are not at hand, as `estimate` and `plan --device` know them, each figure with its source.
 
 The figures stand in `memwall/data/hardware.toml`. They are peaks from data sheets: an upper bound for speed, never a
 measurement. What the driver keeps for itself is already taken off `usable_bytes`; what a process needs beside its
@@ -9,35 +9,25 @@ import difflib
 import tomllib
 from functools import cache
 from importlib import resources
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from memwall.errors import MemwallError, UsageError
+from memwall.errors import UsageError
 
-__all__ = ["Dtype", "Hardware", "hardware_named", "hardware_of_device", "read_hardware"]
+__all__ = ["Dtype", "Hardware", "hardware_named", "hardware_of_device"]
 
 Dtype = Literal["float32", "tf32", "bfloat16", "float16", "float8"]
 _Bytes = Annotated[int, Meta(gt=0)]
 _Rate = Annotated[float, Meta(gt=0)]
-_FIGURES = (
-    "usable_bytes",
-    "memory_bytes_per_second",
-    "compute_capability",
-    "host_link_bytes_per_second",
-    "peer_link_bytes_per_second",
-    "context_bytes",
-    "communicator_bytes",
-    "flops",
-)
 
 
 class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One training device."""
+    """Describes a training device."""
 
     name: str
-    """What `--device` takes, e.g. `h100-80gb`."""
+    """The name that `--device` takes, e.g. `h100-80gb`."""
     product: str
     usable_bytes: _Bytes
     """All a process can see of the memory, its own context included: `total_memory` of torch's device properties."""
@@ -51,23 +41,15 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     peer_link_bytes_per_second: _Rate | None = None
     """All links to other devices together, in one direction; None where there is only PCIe."""
     context_bytes: tuple[_Bytes, _Bytes]
-    """What a process holds beside the allocator's memory: the smallest and the largest published figure."""
+    """The smallest and the largest published figure for what a process holds beside the allocator's memory."""
     communicator_bytes: tuple[_Bytes, _Bytes]
-    """What one communicator of NCCL or RCCL holds on each rank, beside that: smallest and largest published figure."""
+    """The smallest and the largest figure for what a communicator of NCCL or RCCL holds on each rank, beside that."""
     sources: dict[str, str]
-    """Where each figure was read, by the name of its field."""
-
-
-class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The data file as it is written: devices without their names, sources by key."""
-
-    schema: Literal["memwall.hardware/1"]
-    sources: dict[str, str]
-    devices: dict[str, dict[str, object]]
+    """The place where each figure was read, by the name of its field."""
 
 
 def hardware_named(name: str) -> Hardware:
-    """The device of that name.
+    """Returns the device of that name.
 
     Raises:
         UsageError: there is none; the message offers the closest names.
@@ -84,7 +66,7 @@ def hardware_named(name: str) -> Hardware:
 
 
 def hardware_of_device(name: str) -> Hardware:
-    """The entry for a device as CUDA names it, "NVIDIA A100-SXM4-80GB".
+    """Returns the entry for a device as CUDA names it, "NVIDIA A100-SXM4-80GB".
 
     Raises:
         UsageError: there is none.
@@ -96,39 +78,14 @@ def hardware_of_device(name: str) -> Hardware:
     return _shipped()[max(fitting, key=len)]
 
 
-def read_hardware(text: str) -> dict[str, Hardware]:
-    """The devices of a data file, with their sources spelled out.
-
-    Raises:
-        MemwallError: a figure is missing, has a wrong type or no source; the message names it.
-    """
-    try:
-        file = msgspec.convert(tomllib.loads(text), _File)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise MemwallError(f"the hardware data cannot be read: {error}") from error
-    return {name: _device(name, fields, file.sources) for name, fields in file.devices.items()}
-
-
-def _device(name: str, fields: dict[str, object], sources: dict[str, str]) -> Hardware:
-    try:
-        device = msgspec.convert({"name": name, **fields}, Hardware)
-    except msgspec.ValidationError as error:
-        raise MemwallError(f"the hardware data of {name} is not valid: {error}") from error
-    for figure in ("context_bytes", "communicator_bytes"):
-        least, most = getattr(device, figure)
-        if least > most:
-            raise MemwallError(f"the hardware data of {name} is not valid: {figure} runs from large to small")
-    known = {figure for figure in _FIGURES if getattr(device, figure) is not None}
-    if set(device.sources) != known:
-        wrong = ", ".join(sorted(set(device.sources) ^ known))
-        raise MemwallError(f"the hardware data of {name} must have one source for every figure; wrong are: {wrong}")
-    unknown = sorted(set(device.sources.values()) - set(sources))
-    if unknown:
-        raise MemwallError(f"the hardware data of {name} refers to sources that are not listed: {', '.join(unknown)}")
-    spelled = {figure: sources[key] for figure, key in device.sources.items()}
-    return msgspec.structs.replace(device, sources=spelled)
-
-
 @cache
 def _shipped() -> dict[str, Hardware]:
-    return read_hardware(resources.files("memwall").joinpath("data", "hardware.toml").read_text(encoding="utf-8"))
+    text = resources.files("memwall").joinpath("data", "hardware.toml").read_text(encoding="utf-8")
+    file = tomllib.loads(text)
+    return {name: _device(name, fields, file["sources"]) for name, fields in file["devices"].items()}
+
+
+def _device(name: str, fields: dict[str, Any], sources: dict[str, str]) -> Hardware:
+    """Returns a device as the file has it, with its sources spelled out."""
+    spelled = {figure: sources[key] for figure, key in fields["sources"].items()}
+    return msgspec.convert(fields | {"name": name, "sources": spelled}, Hardware)

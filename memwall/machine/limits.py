@@ -1,7 +1,6 @@
-"""How many bytes there are to plan with: a device's own, and on a CPU the memory limit in force.
+"""The bytes that there are to plan with: a device's own, and on a CPU the memory limit in force.
 
-What the process holds of them is in `memwall.machine.meter`. Every function takes the file
-system's root, so that trees recorded on other machines can stand for this one's.
+Every function takes the file system's root, so that trees recorded on other machines can stand for this one's.
 """
 
 import os
@@ -34,16 +33,16 @@ _NO_LIMIT_BYTES = 1 << 62
 
 
 class CgroupLimit(Struct, frozen=True, kw_only=True):
-    """The tightest memory limit among the process's control group and its ancestors."""
+    """Holds the tightest memory limit among the process's control group and its ancestors."""
 
     limit_bytes: int
     path: str
-    """Where it is set, as the file that says so."""
+    """The file that says so."""
     version: Literal[1, 2]
 
 
 class _Mount(Struct, frozen=True, kw_only=True):
-    """One line of /proc/self/mountinfo, as far as needed."""
+    """Holds a line of /proc/self/mountinfo, as far as needed."""
 
     root: PurePosixPath
     point: PurePosixPath
@@ -92,7 +91,7 @@ def num_local_ranks() -> int:
 
 
 def device_total_bytes(device: str = "cpu", *, root: Path = _ROOT) -> int:
-    """Bytes of a device: for `cpu` the memory limit in force, for `cuda[:N]` what its driver reports.
+    """Returns a device's bytes: for `cpu` the memory limit in force, for `cuda[:N]` what its driver reports.
 
     Raises:
         UsageError: the device is unknown here, or has no driver.
@@ -112,7 +111,7 @@ def device_total_bytes(device: str = "cpu", *, root: Path = _ROOT) -> int:
 
 
 def memory_limit_bytes(*, root: Path = _ROOT) -> int:
-    """The memory this process can use at most: the least of physical memory and every ancestor cgroup's limit.
+    """Returns the memory this process can use at most: the least of physical memory and every ancestor cgroup's limit.
 
     Raises:
         UsageError: the system does not say how much memory it has.
@@ -123,7 +122,7 @@ def memory_limit_bytes(*, root: Path = _ROOT) -> int:
 
 
 def free_memory_bytes(*, root: Path = _ROOT) -> int:
-    """What can still be taken before the kernel ends a process: of the machine, and of the tightest cgroup.
+    """Returns what can be taken before the kernel ends a process: of the machine, and of the tightest cgroup.
 
     Memory that the kernel gives up by itself, files that nobody uses, counts as free. What lies in /dev/shm counts as
     used, by the machine and by the group.
@@ -148,19 +147,19 @@ def free_memory_bytes(*, root: Path = _ROOT) -> int:
 
 
 def pinnable_bytes(*, root: Path = _ROOT) -> int:
-    """Host memory that this process may pin: its part of nine tenths of what is free.
+    """Returns the host memory that this process may pin: its part of nine tenths of what is free.
 
     Beyond that a run raises, where the kernel would kill. Processes that a launcher started on one host have equal
     parts.
 
     Raises:
-        UsageError: see `free_memory_bytes`.
+        UsageError: the system does not say how much memory it has.
     """
     return free_memory_bytes(root=root) * 9 // 10 // num_local_ranks()
 
 
 def cgroup_limit(*, root: Path = _ROOT) -> CgroupLimit | None:
-    """The tightest cgroup memory limit in force, or None.
+    """Returns the tightest cgroup memory limit in force; None where there is none.
 
     The memory controller is in one hierarchy only, v1 or v2; /proc/self/cgroup tells which (a hybrid host has a bare
     `0::/` beside a v1 `memory:` line). Source: kernel documentation, cgroup-v1/memory and cgroup-v2.
@@ -183,7 +182,6 @@ def _counted(name: str, default: int) -> int:
 
 
 def _total_memory_bytes(root: Path) -> int:
-    """MemTotal."""
     text = _read(root / "proc/meminfo")
     found = re.search(r"^MemTotal:\s+(\d+) kB", text or "", re.MULTILINE)
     if found is not None:
@@ -196,7 +194,7 @@ def _total_memory_bytes(root: Path) -> int:
 
 
 def _memory_cgroup(root: Path) -> tuple[Literal[1, 2], PurePosixPath] | None:
-    """Version of the hierarchy with the memory controller, and this process's group in it."""
+    """Returns the version of the hierarchy with the memory controller, and this process's group in it."""
     unified: PurePosixPath | None = None
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         number, controllers, group = line.split(":", 2)
@@ -208,7 +206,7 @@ def _memory_cgroup(root: Path) -> tuple[Literal[1, 2], PurePosixPath] | None:
 
 
 def _limits(root: Path, version: Literal[1, 2], group: PurePosixPath) -> Iterator[tuple[int, Path]]:
-    """Every limit that holds for the group, with the file it stands in, innermost first."""
+    """Yields every limit that holds for the group, with the file it stands in, innermost first."""
     name = "memory.limit_in_bytes" if version == 1 else "memory.max"
     for mount in _mounts(root):
         if mount.kind != ("cgroup" if version == 1 else "cgroup2"):
@@ -237,7 +235,7 @@ def _limits(root: Path, version: Literal[1, 2], group: PurePosixPath) -> Iterato
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:
-    """The control group mounts. Source: proc_pid_mountinfo(5); spaces and the like are octal escapes."""
+    """Yields the control group mounts. Source: proc_pid_mountinfo(5); spaces and the like are octal escapes."""
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
         before, separator, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
@@ -255,7 +253,7 @@ def _unescape(text: str) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a small file, or None where there is none."""
+    """Returns the text of a small file; None where there is none."""
     try:
         return path.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""How fast bytes go from a CUDA device to pinned host memory and back: what a plan weighs moving them by."""
+"""Measures how fast bytes go from a CUDA device to pinned host memory and back."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -65,7 +65,7 @@ def _measured(device: torch.device, arena: PinnedArena) -> tuple[float, float]:
 
 
 def _seconds(device: torch.device, copies: Sequence[_Copy]) -> float:
-    """Of copies that begin together, each on its stream, until the last one has ended. None is under way after it."""
+    """Returns the seconds of copies that begin together, each on its stream, until the last one has ended."""
     begin = torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
     ends = []
     for copy in copies:

@@ -1,4 +1,4 @@
-"""What is known of a machine: the tiers below its device, and the speeds that planning weighs moving bytes by."""
+"""A machine as planning knows it: the tiers below its device, and the speeds that planning weighs moving bytes by."""
 
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ class Tier(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     write_bytes_per_second: _Rate
     read_bytes_per_second: _Rate
     free_bytes: int
-    """What this process may take: of several on one host, its equal part."""
+    """The bytes that this process may take: of several on one host, its equal part."""
     total_bytes: int = 0
     """The size of a disk; 0 for host memory."""
 

@@ -1,4 +1,4 @@
-"""What this machine offers a training run, measured where it can be, and what to mend about it."""
+"""Looks at what this machine offers a training run, measured where it can be, and at what to mend about it."""
 
 import os
 import re
@@ -38,7 +38,7 @@ _OTHER_MALLOCS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
 class Device(Struct, frozen=True, kw_only=True):
-    """A device that can train."""
+    """Describes a device that can train."""
 
     name: str
     description: str
@@ -47,7 +47,7 @@ class Device(Struct, frozen=True, kw_only=True):
 
 
 class Library(Struct, frozen=True, kw_only=True):
-    """A library memwall uses; `version` None means not installed."""
+    """Describes a library that memwall uses; `version` None means not installed."""
 
     name: str
     version: str | None
@@ -56,10 +56,10 @@ class Library(Struct, frozen=True, kw_only=True):
 
 
 class Inspection(Struct, frozen=True, kw_only=True):
-    """Everything `memwall doctor` looks at."""
+    """Holds everything that `memwall doctor` looks at."""
 
     tag: Tag
-    """Of the first device, which is the one that trains."""
+    """The kind of the first device's figures: it is the one that trains."""
     devices: tuple[Device, ...]
     num_cores: int
     """Logical cores this process may run on."""
@@ -85,18 +85,18 @@ class Inspection(Struct, frozen=True, kw_only=True):
     foreign_memwall: str | None
     """Version of the unrelated PyPI distribution `memwall`, if it is installed."""
     allocator_findings: tuple[str, ...] = ()
-    """What is doubtful or wrong about the variables of torch's CUDA allocator, as sentences."""
+    """Sentences on what is doubtful or wrong about the variables of torch's CUDA allocator."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """Something that will hurt a run."""
+    """Names something that will hurt a run."""
 
     found: str
     advice: str
 
 
 def inspect_machine(directory: Path | None = None) -> Inspection:
-    """Look at this machine; takes a second or two, writing and deleting a file in `directory`.
+    """Looks at this machine; takes a second or two, writing and deleting a file in `directory`.
 
     Args:
         directory: whose disk to measure; None for the one that offloading uses when the user names none.
@@ -132,7 +132,7 @@ def inspect_machine(directory: Path | None = None) -> Inspection:
 
 
 def warnings_of(machine: Inspection) -> tuple[Finding, ...]:
-    """What is wrong or will surprise, each with what to do; empty on a machine in order."""
+    """Returns what is wrong or will surprise, each with what to do; empty on a machine in order."""
     found: list[Finding] = []
 
     def warn(condition: bool, what: str, advice: str) -> None:
@@ -190,7 +190,7 @@ def warnings_of(machine: Inspection) -> tuple[Finding, ...]:
 
 
 def _allocator_findings(torch_version: str) -> tuple[str, ...]:
-    """Of the environment, for the installed release."""
+    """Returns what is found about the environment, for the installed release."""
     from memwall.apply.memory.cuda_setting import lint_variables
 
     try:
@@ -211,7 +211,7 @@ def _measured_disk(directory: Path | None) -> tuple[Tier | None, str]:
 
 
 def _devices(available_bytes: int) -> tuple[Device, ...]:
-    """CUDA devices, then the CPU, which can always train."""
+    """Returns CUDA devices, then the CPU, which can always train."""
     import torch
 
     devices = []
@@ -236,7 +236,7 @@ def _devices(available_bytes: int) -> tuple[Device, ...]:
 
 
 def _num_usable_cores() -> int:
-    """Cores this process may run on, fewer than the machine's under taskset or a cpuset."""
+    """Returns the cores this process may run on, fewer than the machine's under taskset or a cpuset."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -246,7 +246,7 @@ def _cpu_model(cpuinfo: Path) -> str:
 
 
 def _malloc_name(maps: Path) -> str:
-    """The malloc in force: one that was preloaded, else the C library's with its version."""
+    """Returns the malloc in force: one that was preloaded, else the C library's with its version."""
     loaded = maps.read_text() if maps.exists() else ""
     for name in _OTHER_MALLOCS:
         if re.search(rf"/lib{name}[^/]*\.so", loaded):
@@ -266,5 +266,5 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(major, minor) of a version."""
+    """Returns (major, minor) of a version."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

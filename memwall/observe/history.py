@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memwall.errors import NotAvailableError, UsageError
+from memwall.apply.memory.exhaustion import is_exhaustion
+from memwall.errors import NotAvailableError, OutOfMemoryError, UsageError
 from memwall.observe.history_marks import Marks, TimedCall, TimedPhase, marks_path
 from memwall.patches import Patches, note_permanent
 from memwall.predict.cuda_allocator.advice import VARIABLES
@@ -47,12 +48,12 @@ _MOST_MARKS = 10_000
 
 
 class MemoryHistory:
-    """One run's history. `begin` before the model is built, `close` when the run has ended."""
+    """Records one run's history: `begin` before the model is built, `close` when the run has ended."""
 
     def __init__(
         self, directory: str | Path, *, max_entries: int = DEFAULT_MAX_ENTRIES, is_written_at_end: bool = False
     ) -> None:
-        """Nothing is recorded yet.
+        """Makes the folder; nothing is recorded yet.
 
         Args:
             directory: where snapshots are written; made where it is missing.
@@ -127,16 +128,17 @@ class MemoryHistory:
         self._patches.hook(register_optimizer_step_post_hook, lambda *_: self.mark("other"))
 
     def mark(self, phase: str) -> None:
-        """A phase begins."""
+        """Notes that a phase begins."""
         self._phases.append(TimedPhase(name=phase, time_us=_now_us()))
 
     def failed(self, error: BaseException, trace: Trace | None) -> None:
-        """A script ended with an error: without CUDA, where nobody else tells, the recorded step is written.
+        """Writes the recorded step of a script that ended with an error, without CUDA, where nobody else tells.
 
         Args:
             trace: of the step that was recorded, if there is one.
         """
-        if self._is_recording or not _is_out_of_memory(error):
+        is_out_of_memory = isinstance(error, OutOfMemoryError) or is_exhaustion(error)
+        if self._is_recording or not is_out_of_memory:
             return
         if trace is None:
             _log.warning(
@@ -174,7 +176,7 @@ class MemoryHistory:
         total_bytes: int,
         free_bytes: int,
     ) -> None:
-        """A snapshot and its marks; what goes wrong is logged, for the error of the run is the one that matters."""
+        """Writes a snapshot and its marks; logs what goes wrong, for the error of the run is the one that matters."""
         name = "end.pickle" if reason == "end" else f"oom-{len(self.written) + 1}.pickle"
         path = self.directory / self._name(name)
         time_us = _now_us()
@@ -228,7 +230,7 @@ class MemoryHistory:
         return original(*args, **kwargs)
 
     def _name(self, name: str) -> str:
-        """A file name that the other processes of a distributed run do not use."""
+        """Returns a file name that the other processes of a distributed run do not use."""
         return name if os.environ.get("WORLD_SIZE", "1") == "1" else f"rank{os.environ.get('RANK', '0')}-{name}"
 
 
@@ -263,10 +265,3 @@ def _tell(device: int, requested_bytes: int, total_bytes: int, free_bytes: int) 
 
 def _now_us() -> int:
     return time.time_ns() // 1000
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """torch's own error, Python's, memwall's, and that of torch's allocator for a CPU, which has no type of its own."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -1,4 +1,4 @@
-"""What a memory snapshot does not say of itself, in a JSON file beside it: phases, settings, release, what was lost."""
+"""A JSON file beside a memory snapshot, with what that does not say: phases, settings, release, what was lost."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ _SETTER, _LIMIT = "_set_allocator_settings", "set_per_process_memory_fraction"
 
 
 class TimedPhase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a phase begins."""
+    """Says where a phase begins."""
 
     name: str
     time_us: int
@@ -25,7 +25,7 @@ class TimedPhase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TimedCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call that changes the allocator's cache, settings or limit; a snapshot has no event for it."""
+    """Notes a call that changes the allocator's cache, settings or limit; a snapshot has no event for it."""
 
     name: str
     arguments: str
@@ -33,7 +33,7 @@ class TimedCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Marks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything around one snapshot."""
+    """Holds everything around one snapshot."""
 
     schema: Literal["memwall.marks/1"] = "memwall.marks/1"
     tag: Tag = "gpu-measured"
@@ -47,10 +47,10 @@ class Marks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The allocator's settings that torch took last."""
     environment: dict[str, str]
     total_bytes: int
-    """Of the device."""
+    """Bytes of the device."""
     free_bytes: int
     requested_bytes: int | None
-    """What could not be had; None where memory did not run out."""
+    """The bytes that could not be had; None where memory did not run out."""
     max_entries: int
     """Room of the ring buffer of each device."""
     num_entries: int
@@ -58,13 +58,13 @@ class Marks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     wrapped: bool
     """Whether the buffer is full: the beginning is overwritten then."""
     allocated_before_bytes: int
-    """What was allocated before the recording began, and so has no stack."""
+    """Bytes that were allocated before the recording began, and so have no stack."""
     phases: tuple[TimedPhase, ...]
     calls: tuple[TimedCall, ...]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the reader of the snapshot's figures must know."""
+        """Returns what the reader of the snapshot's figures must know."""
         found = []
         if self.wrapped:
             found.append(
@@ -84,7 +84,7 @@ class Marks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return tuple(found)
 
     def changed_after(self, begin_us: int) -> str:
-        """Why a history was not recorded under one setting and one limit; "" if nothing says so.
+        """Returns why a history was not recorded under one setting and one limit; "" if nothing says so.
 
         Args:
             begin_us: time of its first event; 0 if it has none.
@@ -98,12 +98,12 @@ def _shown(calls: Sequence[TimedCall]) -> str:
 
 
 def marks_path(snapshot: Path) -> Path:
-    """Where the marks of a snapshot are."""
+    """Returns where the marks of a snapshot are."""
     return snapshot.with_name(f"{snapshot.stem}.marks.json")
 
 
 def load_marks_beside(snapshot: Path) -> Marks | None:
-    """The marks of a snapshot; None where nobody wrote any.
+    """Returns the marks of a snapshot; None where nobody wrote any.
 
     Raises:
         UsageError: there is a file with their name, and it holds none.

@@ -1,4 +1,4 @@
-"""What a session measured, beside what its plan foresaw."""
+"""Reports what a session measured, beside what its plan foresaw."""
 
 from statistics import median
 
@@ -12,7 +12,7 @@ __all__ = ["run_report"]
 
 
 def run_report(session: Session) -> RunReport:
-    """The report of a session that has ended.
+    """Returns the report of a session that has ended.
 
     Raises:
         TraceError: the session has no plan yet: fewer than one whole step ran.

@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Literal, Self
 
+import msgspec
 from msgspec import Struct
 
-from memwall.errors import UsageError
+from memwall.errors import PlanError, UsageError
 from memwall.own_files import FileKind, json_bytes, whole_file
 from memwall.planning.forecast import Forecast, PeakBytes
-from memwall.planning.planfile import decoded
+from memwall.planning.planfile import Plan, decoded
 from memwall.trace.tags import Tag
 
-__all__ = ["Measured", "RunReport"]
+__all__ = ["Measured", "RunReport", "load_pair"]
 
 _KIND = FileKind(
     noun="run report", schema="memwall.run", version=1, error=UsageError, way_out="run again with --report"
@@ -19,13 +20,13 @@ _KIND = FileKind(
 
 
 class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run did."""
+    """Holds what a run did."""
 
     tag: Tag = "cpu-measured"
     """Files that do not say are of runs on a CPU."""
     peak: PeakBytes
-    """Of the whole run; on a CUDA device of what followed the recorded step. On a CPU, allocated_bytes is what the
-    process held beyond its base."""
+    """The peak of the whole run; on a CUDA device of what followed the recorded step. On a CPU, allocated_bytes is
+    what the process held beyond its base."""
     steady_peak_bytes: int = 0
     """Process bytes of the steps under the plan."""
     first_step_peak_bytes: int
@@ -36,7 +37,7 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bytes_moved: dict[str, int]
     """To each tier, over the whole run."""
     bytes_moved_per_step: int | None = None
-    """Of the steps under the plan; None where none was."""
+    """Bytes that a step under the plan moved; None where there was none."""
     plan_seconds: float = 0.0
     """Time between the first and the second step: solving, replaying, applying."""
     num_replans: int = 0
@@ -47,7 +48,7 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run under one plan."""
+    """Holds one run under one plan."""
 
     schema: Literal["memwall.run/1"] = "memwall.run/1"
     plan_hash: str
@@ -59,7 +60,7 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def unexplained_bytes(self) -> int:
-        """`measured.not_itemised_bytes` from the other figures: older files do not have it."""
+        """Returns `measured.not_itemised_bytes` from the other figures: older files do not have it."""
         found_bytes = self.measured.steady_peak_bytes or self.measured.peak.process_bytes
         return found_bytes - self.forecast.steady_process_bytes
 
@@ -81,3 +82,20 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 names the file and the path inside it.
         """
         return _KIND.read_json(Path(path), lambda found: decoded(found, cls))
+
+
+def load_pair(plan_path: Path, run_path: Path) -> RunReport:
+    """Returns the report of a run under this plan.
+
+    Raises:
+        PlanError: the plan cannot be read, or the run followed another one.
+        UsageError: the report cannot be read.
+    """
+    plan, report = Plan.load(plan_path), RunReport.load(run_path)
+    if report.plan_hash != plan.plan_hash:
+        raise PlanError(
+            f"{run_path} is of a run under plan {report.plan_hash[:12]}, {plan_path} is plan {plan.plan_hash[:12]}; "
+            "give the plan that the run used (memwall run --plan)"
+        )
+    measured = msgspec.structs.replace(report.measured, not_itemised_bytes=report.unexplained_bytes)
+    return msgspec.structs.replace(report, measured=measured)

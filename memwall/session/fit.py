@@ -25,7 +25,7 @@ def fit(
     disk_writes: str | int | None = None,
     allow: Sequence[str] = (),
 ) -> Session:
-    """A session that makes training `model` with `optimizer` fit a budget, or follow a plan made before.
+    """Opens a session that makes training `model` with `optimizer` fit a budget, or follow a plan made before.
 
     Example:
         >>> import torch
@@ -47,9 +47,7 @@ def fit(
             that a launcher started on one host have equal parts of a CPU's memory limit.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
-        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
-            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
-            steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
+        allow: what may be done that is not bit-exact: words of --allow, which `memwall run --help` explains.
 
     Raises:
         UsageError: neither or both of budget and plan; a budget that is no size; no optimizer of this model; a

@@ -78,7 +78,7 @@ class LivePlan:
             settings = handler.prepare(settings)
         self.settings, self.plan = settings, plan
         self.budget_bytes = settings.budget_bytes
-        """What was asked for; settings have less once it turned out that less is there."""
+        """The budget that was asked for; settings have less once it turned out that less is there."""
         self.trace: Trace | None = None
         self.is_given = plan is not None
         self.is_cooperative = False

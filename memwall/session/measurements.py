@@ -35,7 +35,7 @@ class Measurements(Struct, kw_only=True):
     """Failures to get memory after which a step was done again."""
     bytes_to_tier: int = 0
     first_step_bytes_to_tier: int = 0
-    """Of these, what was moved before the plan was in effect: in the recorded step, under the safest plan."""
+    """The part of these that was moved before the plan was in effect: in the recorded step, under the safest plan."""
     bytes_from_tier: int = 0
     plan_seconds: float = 0.0
     has_plan: bool = False

@@ -1,4 +1,4 @@
-"""What a run that ran out of memory leaves beside its last committed step: for how much to plan when it goes on."""
+"""A file beside the last committed step of a run that ran out of memory: for how much to plan when it goes on."""
 
 from pathlib import Path
 
@@ -16,17 +16,17 @@ _NAME = "out-of-memory.json"
 
 
 class NextBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a run under one budget."""
+    """Says for how much the next process of a run is to plan."""
 
     budget_bytes: int
-    """What was asked for."""
+    """The budget that was asked for."""
     within_bytes: int
-    """What the next process is to plan for."""
+    """The budget to plan for."""
     num_failures: int
 
 
 def read_next_budget(directory: str | Path, budget_bytes: int | None) -> NextBudget | None:
-    """What the last process left, if it had the same budget.
+    """Returns what the last process left, if it had the same budget.
 
     Raises:
         UsageError: the run has failed too often to go on by itself.
@@ -51,7 +51,7 @@ def read_next_budget(directory: str | Path, budget_bytes: int | None) -> NextBud
 
 
 def note_failure(directory: str | Path, budget_bytes: int, failure: OutOfMemoryError) -> OutOfMemoryError:
-    """Leaves what follows from a failure in a training step; the same error, which says how to go on.
+    """Leaves what follows from a failure in a training step; returns the same error, which says how to go on.
 
     Raises:
         StoreError: the file cannot be written.

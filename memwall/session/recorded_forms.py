@@ -1,4 +1,4 @@
-"""What techniques do to the model while its step is recorded, before there is a plan."""
+"""Changes the model as techniques want it while its step is recorded, before there is a plan."""
 
 from torch import nn
 

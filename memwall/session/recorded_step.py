@@ -92,11 +92,11 @@ class RecordedStep:
 
     @property
     def failure(self) -> MemwallError | None:
-        """A transfer of saved tensors that failed inside autograd, where no hook sees the error pass."""
+        """Returns what failed in a transfer of saved tensors inside autograd, where no hook sees the error pass."""
         return self._parked.engine.failure if self._parked is not None else None
 
     def before_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """To be called before the step of each of the model's optimizers, with those that are known by then."""
+        """Moves what has no room; to be called before each optimizer's step, with those that are known by then."""
         if not self._peak_before_optimizer_bytes:
             self._peak_before_optimizer_bytes = meter_of(self._model).peak_bytes()
         self._spill(optimizers)
@@ -163,7 +163,7 @@ class RecordedStep:
         return all(parameter.device.type == "cpu" for parameter in self._model.parameters())
 
     def _steps_alone(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether there is one optimizer, which leaves no gradient to another that has not shown itself yet."""
+        """Tells whether there is one optimizer, which leaves no gradient to another that has not shown itself yet."""
         if len(optimizers) != 1:
             return False
         own = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
@@ -184,12 +184,12 @@ class RecordedStep:
 
 
 def _may_be_stepped(parameter: nn.Parameter) -> bool:
-    """Whether an optimizer has something to do with it, in this step or, on disk, in a later one."""
+    """Tells whether an optimizer has something to do with it, in this step or, on disk, in a later one."""
     return parameter.grad is not None or (is_streamed(parameter) and parameter.requires_grad)
 
 
 class _UnderLimit:
-    """Parking that leaves the heap less as the process grows outside it: by how much no plan has said yet.
+    """Parks saved tensors, and leaves the heap less as the process grows outside it: no plan has said by how much.
 
     Saved tensors come by all through forward and backward.
     """

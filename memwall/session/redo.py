@@ -24,7 +24,7 @@ class Redo:
         self._recovery, self._borders = recovery, borders
         self._state: StepState | None = None
         self._parts: list[tuple[dict[str, Any], Callable[[], Any]]] = []
-        """Of the present step, in order, each with the random states that it begins with: loops draw between them."""
+        """The parts of the present step, each with the random states that it begins with: loops draw between them."""
         self._gradients_after: list[tuple[int, int]] = []
 
     def run(self, part: Callable[[], _T]) -> _T:

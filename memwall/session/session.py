@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class Session:
-    """See `memwall.fit`. One model and what steps it; a context manager that takes everything back when it ends."""
+    """Trains one model under a budget; a context manager that takes everything back when it ends (`memwall.fit`)."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Session:
         within_bytes: int | None = None,
         host_capacity_bytes: int | None = None,
     ) -> None:
-        """See `memwall.fit`.
+        """Gives either a budget or a plan.
 
         Args:
             within_bytes: less than the budget, where it turned out that not all of it is there.
@@ -76,9 +76,9 @@ class Session:
         self.state: Literal["waiting", "recording", "running", "closed"] = "waiting"
         self.measured = Measurements()
         self.on_plan: Callable[[Session], None] | None = None
-        """Called when a plan stands, before it is applied: the place to show it, or to object."""
+        """Is called when a plan stands, before it is applied: the place to show it, or to object."""
         self.failure: MemwallError | None = None
-        """What ended the run; raised again at each further forward, should the loop have caught it."""
+        """The error that ended the run; raised again at each further forward, should the loop have caught it."""
         self._borders = StepBorders(self)
         self._live = LivePlan(
             settings,
@@ -103,17 +103,17 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that was given, or the one that stands; None until the first step has ended."""
+        """Returns the plan that was given, or the one that stands; None until the first step has ended."""
         return self._live.plan
 
     @property
     def trace(self) -> Trace | None:
-        """The recorded first step."""
+        """Returns the recorded first step."""
         return self._live.trace
 
     @property
     def budget_bytes(self) -> int:
-        """What was asked for, by a budget or by the plan that was given; 0 by a plan for none."""
+        """Returns what was asked for, by a budget or by the plan that was given; 0 by a plan for none."""
         return self._live.budget_bytes
 
     # -- life cycle ------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Session:
             self._live.add_optimizer(optimizer)
 
     def watch_building(self) -> None:
-        """From now on parameters go to disk as modules get them, where the budget has no room for them."""
+        """Has parameters go to disk as modules get them, where the budget has no room for them."""
         self._live.watch_building()
 
     def __enter__(self) -> Self:
@@ -152,7 +152,7 @@ class Session:
             raise explained from error
 
     def explained(self, error: BaseException) -> OutOfMemoryError | None:
-        """What a failure to get memory means for this run, and what to do; None of any other failure."""
+        """Returns what a failure to get memory means for this run, and what to do; None of any other failure."""
         return self._recovery.explained(error)
 
     def close(self, *, completed: bool = True, brings_back: bool = True) -> None:
@@ -200,13 +200,13 @@ class Session:
         yield from self._live.micro.split(batch, count)
 
     def backward(self, loss: Tensor) -> None:
-        """`loss.backward()`, weighted by the present micro-batch's share of the batch."""
+        """Runs `loss.backward()`, weighted by the present micro-batch's share of the batch."""
         self._live.micro.backward(loss)
 
     def compute_gradients(
         self, batch: Any, loss_of: Callable[[Any], Tensor], *, count: Callable[[Any], int] | None = None
     ) -> Tensor:
-        """Forward and backward of a batch, in micro-batches where the plan has them; the batch's loss.
+        """Runs forward and backward of a batch, in micro-batches where the plan has them; returns the batch's loss.
 
         Where memory runs out, the whole step is done again from the state it began with, under a plan that follows from
         the failure: at most three times in a run.
@@ -219,7 +219,7 @@ class Session:
                 optimizer.zero_grad()
 
         Args:
-            batch: see `step`, as `count`.
+            batch, count: as `step` takes them.
             loss_of: the mean loss of a part of the batch; it may be called several times.
 
         Raises:
@@ -233,7 +233,7 @@ class Session:
         return self.redoable(part)
 
     def redoable(self, part: Callable[[], _T]) -> _T:
-        """Runs a part of a training step, which may be run again: see `compute_gradients`.
+        """Runs a part of a training step, which may be run again, as `compute_gradients` says.
 
         Raises:
             OutOfMemoryError: memory ran out, and the step cannot be done again.
@@ -279,18 +279,18 @@ class Session:
             raise self.failure.without_frames()
 
     def evaluation_begins(self) -> None:
-        """It must not be recorded as if every step had one, and finds free what the last step has freed."""
+        """Ends the step, so that it is not recorded with an evaluation, and frees what the step has left."""
         self.end_step()
         self._make_room()
 
     def saving_begins(self) -> None:
-        """It finds free what the last step has freed."""
+        """Frees what the last step has left."""
         self._live.end_showing()
         self.measured.note_peak()
         self._make_room()
 
     def step_begins(self) -> None:
-        """The plan for this step is made and applied, if it is not the first one."""
+        """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""
         close_unneeded()
         try:
             self._live.end_showing()
@@ -305,9 +305,6 @@ class Session:
         except MemwallError as error:
             self.failure = error.without_frames()
             raise
-
-    def step_began(self) -> None:
-        """Measures from here on."""
         if self.state == "running":
             self._recovery.begin_step()
         if self._live.applied is not None:
@@ -315,12 +312,12 @@ class Session:
         self._step_begin = time.perf_counter()
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of a step that is recorded, the state that has no room goes to disk."""
+        """Moves the state that has no room to disk, in a step that is recorded."""
         if self._live.recorded is not None:
             self._live.recorded.before_optimizer(self._borders.optimizers)
 
     def optimizer_stepped(self, *, is_first: bool) -> None:
-        """A step has ended, or went on: what it needed is known, and what the plan's actions did in it."""
+        """Notes what a step that has ended, or went on, needed, and what the plan's actions did in it."""
         self._has_room = False
         if is_first:
             self._redo.end_step()
@@ -334,7 +331,7 @@ class Session:
 
     @property
     def _has_newcomer(self) -> bool:
-        """Whether an optimizer has stepped for the first time since the plan was made: its state is in no forecast."""
+        """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
         return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
 
     def _begin_run(self) -> None:

@@ -1,4 +1,4 @@
-"""Where training steps begin and end in a loop that says nothing of them: hooks on its model and its optimizers.
+"""Finds where training steps begin and end in a loop that says nothing of them: hooks on its model and optimizers.
 
 A step begins at the first forward after another step, and is over when an optimizer has stepped. Where several step one
 model, what steps after the first of them, before the next forward, belongs to the same step.
@@ -20,28 +20,25 @@ __all__ = ["StepBorders", "StepListener"]
 
 
 class StepListener(Protocol):
-    """Who is told; every call comes from within a hook."""
+    """Is told what happens; every call comes from within a hook."""
 
     def before_forward(self) -> None:
-        """Any forward of the model begins, but for those that recompute."""
+        """Hears that any forward of the model begins, but for those that recompute."""
 
     def evaluation_begins(self) -> None:
-        """A forward without gradients begins, between two steps."""
+        """Hears that a forward without gradients begins, between two steps."""
 
     def saving_begins(self) -> None:
-        """A state dictionary of the model or an optimizer is about to be made, between two steps."""
+        """Hears that a state dictionary of the model or an optimizer is about to be made, between two steps."""
 
     def step_begins(self) -> None:
-        """The first forward of a training step begins; the step before, if there was one, is over."""
-
-    def step_began(self) -> None:
-        """What was to be done between the steps is done."""
+        """Hears that the first forward of a training step begins; the step before, if there was one, is over."""
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the model is about to step."""
+        """Hears that an optimizer of the model is about to step."""
 
     def optimizer_stepped(self, *, is_first: bool) -> None:
-        """An optimizer has stepped: the first of a training step that was begun, which ends it, or a further one."""
+        """Hears that an optimizer has stepped: the first of a step that was begun, which ends it, or a further one."""
 
 
 class StepBorders:
@@ -53,17 +50,17 @@ class StepBorders:
         self.model: nn.Module | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.stepped: list[torch.optim.Optimizer] = []
-        """Those that have stepped so far, in the order of their first steps."""
+        """Optimizers that have stepped so far, in the order of their first steps."""
         self.phase: Phase = "between steps"
-        """What runs now, or ran last: an evaluation, say, lasts until the next step or saving begins. Of a step whose
-        optimizers have not stepped it is "forward": a backward tells nobody that it begins."""
+        """The part that runs now, or ran last: an evaluation, say, lasts until the next step or saving begins. In a
+        step whose optimizers have not stepped it is "forward": a backward tells nobody that it begins."""
         self.in_step = False
-        """Whether a step has begun in which no optimizer has stepped yet."""
+        """Tells whether a step has begun in which no optimizer has stepped yet."""
         self.goes_on = False
-        """Whether a further optimizer's step would belong to the step that one has ended."""
+        """Tells whether a further optimizer's step would belong to the step that one has ended."""
         self._is_watching = False
         self.in_first_forward = False
-        """Whether the model's forward is about to be called, from within the hook before it."""
+        """Tells whether the model's forward is about to be called, from within the hook before it."""
 
     @property
     def attached_model(self) -> nn.Module:
@@ -88,7 +85,7 @@ class StepBorders:
         self._patches.hook(optimizer.register_state_dict_pre_hook, self._before_saving)
 
     def watch_optimizers(self) -> None:
-        """From now on the listener is told before an optimizer steps, after every other hook of it."""
+        """Has the listener told before an optimizer steps, after every other hook of it."""
         if not self._is_watching:
             self._is_watching = True
             self._patches.hook(register_optimizer_step_pre_hook, self._before_optimizer)
@@ -110,7 +107,7 @@ class StepBorders:
         self.goes_on = False
 
     def enter_forward(self) -> None:
-        """What the hook before each forward does; to be called where that hook came too late for one."""
+        """Does what the hook before each forward does; to be called where that hook came too late for one."""
         self._listener.before_forward()
         self.goes_on = False
         if not torch.is_grad_enabled():
@@ -127,7 +124,6 @@ class StepBorders:
         finally:
             self.in_first_forward = False
         self.in_step = True
-        self._listener.step_began()
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_node() is None:

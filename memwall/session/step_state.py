@@ -1,4 +1,4 @@
-"""What a training step changes before its optimizer steps, as it was when the step began: to do the step again."""
+"""Keeps what a training step changes before its optimizer steps, to do the step again from its beginning."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ _SMALL_BYTES = 1 << 20
 
 
 class StepState:
-    """Of one model: its buffers and its gradients.
+    """Keeps the buffers and the gradients of one model.
 
     Parameters and the optimizer's state are not copied, since nothing changes them before the optimizer steps; where
     something does, `why_not` says so.
@@ -53,7 +53,7 @@ class StepState:
         self._has_gradients = any(g is not None and bool(g.any()) for _, g in self._gradients)
 
     def drop_constants(self) -> None:
-        """After a step: large buffers that it left as they were are no longer copied."""
+        """Stops copying large buffers that the step which has ended left as they were."""
         for key, copied in list(self._copies.items()):
             tensor = self._buffers.get(key)
             if tensor is not None and copied.nbytes >= _SMALL_BYTES and torch.equal(copied, tensor):
@@ -61,7 +61,7 @@ class StepState:
                 del self._copies[key]
 
     def why_not(self) -> str | None:
-        """Why the step cannot be done again from its beginning, if something speaks against it."""
+        """Returns why the step cannot be done again from its beginning, if something speaks against it."""
         if self._has_gradients:
             return "gradients from before the step were there when it began"
         changed = next((name for name, tensor, version in self._versions if version_of(tensor) != version), None)

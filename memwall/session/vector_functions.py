@@ -28,7 +28,7 @@ FUNCTIONS = (
     torch.tanh,
     torch.trunc,
 )
-"""What ATen/cpu/vml.h passes on to MKL."""
+"""All that ATen/cpu/vml.h passes on to MKL."""
 
 
 @torch.no_grad()

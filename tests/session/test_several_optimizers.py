@@ -144,7 +144,7 @@ def test_a_step_goes_on_until_the_forward_after_the_last_optimizer(followed: Fol
             optimizer.step()
             optimizer.zero_grad()
             assert not borders.in_step
-    assert heard.calls == ["before_forward", "step_begins", "step_began", FIRST, FURTHER] * 2
+    assert heard.calls == ["before_forward", "step_begins", FIRST, FURTHER] * 2
     assert borders.stepped == list(optimizers[::order])
 
 
@@ -156,7 +156,7 @@ def test_what_steps_after_an_evaluation_belongs_to_no_step(followed: Followed) -
     with torch.no_grad():
         model(torch.ones(3, 4))
     second.step()
-    assert heard.calls == ["before_forward", "step_begins", "step_began", FIRST, "before_forward", "evaluation_begins"]
+    assert heard.calls == ["before_forward", "step_begins", FIRST, "before_forward", "evaluation_begins"]
 
 
 def test_memory_that_runs_out_in_the_second_optimizer_ran_out_in_an_optimizer_step(followed: Followed) -> None:
