@@ -261,10 +261,9 @@ def registered() -> dict[str, type[Handler[Any]]]:
 
 def allowed(allow: Sequence[str]) -> Iterator[tuple[Technique[Any], type[Handler[Any]]]]:
     """Yields the techniques that need a word of --allow and have it, each with what applies it."""
-    handlers = registered()
     for technique in techniques():
         if technique.allow in allow:
-            yield technique, handlers[technique.tag]
+            yield technique, registered()[technique.tag]
 
 
 def tag_of(action: Struct) -> str:
