@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["every_pair", "every_value"]
+__all__ = ["every_pair", "every_value", "exhaustive"]
 
 Values = Iterable[Any] | Mapping[str, Any]
 Case = tuple[int, ...]
@@ -27,6 +27,11 @@ def every_pair(*factors: Values) -> list[Any]:
     Two values of one factor are no pair. A mapping gives the names of its values.
     """
     return _combinations(factors, 2)
+
+
+def exhaustive(*values: Any) -> Any:
+    """Returns a case that `make test-all` alone runs."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def _combinations(factors: tuple[Values, ...], strength: int) -> list[Any]:

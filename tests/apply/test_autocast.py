@@ -4,6 +4,7 @@ from typing import Literal
 
 import pytest
 import torch
+from combinations import every_value
 from plans import plan_of
 from torch import Tensor, nn
 
@@ -47,8 +48,7 @@ def test_the_first_step_under_the_plan_is_in_lower_precision_already(dtype: Lite
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("loop_ends_steps", [False, True])
+@pytest.mark.parametrize(("dtype", "loop_ends_steps"), every_value(["bfloat16", "float16"], [False, True]))
 def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_precision(
     monkeypatch: pytest.MonkeyPatch, loop_ends_steps: bool, dtype: Literal["bfloat16", "float16"]
 ):

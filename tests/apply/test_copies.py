@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from block_models import PLACED, WIDTH, Block, offload
+from combinations import every_value
 from plans import plan_of
 from torch import nn
 
@@ -66,8 +67,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("made", MADE.values(), ids=list(MADE))
-@pytest.mark.parametrize("actions", ACTIONS.values(), ids=list(ACTIONS))
+@pytest.mark.parametrize(("actions", "made"), every_value(ACTIONS, MADE))
 def test_a_copied_model_runs_its_own_weights_and_nothing_of_a_plans(
     actions: tuple[Action, ...], made: Callable[[Any], Any], tmp_path: Path
 ) -> None:

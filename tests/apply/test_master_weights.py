@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_runs import Script, run
+from combinations import every_value
 from lion_pytorch import Lion
 from optimizer_runs import Net, are_equal, in_groups, same
 from placed_runs import PARAMETERS, STATE, differing
@@ -111,8 +112,9 @@ def masters(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
     return {name: found[name].detach() for name, _ in net.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), every_value(list(KINDS), {"bfloat16": torch.bfloat16, "float16": torch.float16})
+)
 def test_twenty_steps_are_those_of_a_loop_with_float32_copies(
     name: str, dtype: torch.dtype, keep: Callable[..., OptimizerState]
 ) -> None:

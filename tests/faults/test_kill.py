@@ -90,12 +90,12 @@ def test_a_command_killed_with_its_parameters_on_disk_ends_with_the_same_weights
     assert (tmp_path / "sha256.txt").read_text() == expected
 
 
-_MANY = [pytest.mark.slow, pytest.mark.timeout(900)]
+_MANY = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
     ("num_kills", "options"),
-    [(8, ()), (4, ("--on-disk",)), pytest.param(50, (), marks=_MANY), pytest.param(50, ("--on-disk",), marks=_MANY)],
+    [(4, ()), (3, ("--on-disk",)), pytest.param(50, (), marks=_MANY), pytest.param(50, ("--on-disk",), marks=_MANY)],
 )
 def test_kills_at_random_instants_change_nothing(tmp_path: Path, num_kills: int, options: tuple[str, ...]) -> None:
     command = [sys.executable, str(KILLED), str(tmp_path), "--kills", str(num_kills), *options]

@@ -345,7 +345,7 @@ print(json.dumps({
     ("config", "num_parameters"),
     [
         pytest.param(LLAMA_3_8B, 8_030_261_248, id="8B"),
-        pytest.param(LLAMA_3_70B, 70_553_706_496, id="70B", marks=pytest.mark.slow),
+        pytest.param(LLAMA_3_70B, 70_553_706_496, id="70B", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_large_llama_takes_seconds_and_little_memory(

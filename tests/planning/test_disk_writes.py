@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from combinations import every_value
 from plans import on_machine
 
 from memwall.errors import InfeasibleError
@@ -54,8 +55,7 @@ def test_where_nothing_fits_for_it_the_message_says_what_would_have_to_be_writte
     assert error.value.smallest_feasible_bytes > budget_bytes
 
 
-@pytest.mark.parametrize("speed", [2e10, 3e9, 3e8])
-@pytest.mark.parametrize("name", ["gpt", "vit"])
+@pytest.mark.parametrize(("name", "speed"), every_value(["gpt", "vit"], [2e10, 3e9, 3e8]))
 def test_a_forecast_lies_between_the_bounds_that_it_states(
     name: str,
     speed: float,

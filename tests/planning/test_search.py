@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from combinations import every_value, exhaustive
 
 from memwall.errors import InfeasibleError, UsageError
 from memwall.machine.tiers import Machine
@@ -71,8 +72,9 @@ def test_what_is_forecast_is_the_step_that_the_actions_make(
 
 
 @without_malloc
-@pytest.mark.parametrize("has_disk", [True, False])
-@pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "moe", "lora", "vit"])
+@pytest.mark.parametrize(
+    ("name", "has_disk"), every_value(["gpt", "resnet", "unet", "moe", "lora", "vit"], [True, False])
+)
 def test_the_smallest_feasible_budget_is_feasible_and_a_little_less_is_not(
     name: str,
     has_disk: bool,
@@ -215,7 +217,7 @@ def test_every_action_says_what_it_frees_and_costs(
 
 
 @without_malloc
-@pytest.mark.parametrize("name", ["gpt", "resnet", "moe"])
+@pytest.mark.parametrize("name", ["gpt", exhaustive("resnet"), exhaustive("moe")])
 def test_planning_twice_gives_the_same_bytes(
     name: str, a_trace: Callable[[str], Trace], budgets: Callable[..., list[int]]
 ) -> None:
@@ -225,7 +227,7 @@ def test_planning_twice_gives_the_same_bytes(
 
 
 @without_malloc
-@pytest.mark.parametrize("name", ["gpt", "moe", "vit"])
+@pytest.mark.parametrize("name", [exhaustive("gpt"), exhaustive("moe"), "vit"])
 def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
     name: str, a_trace: Callable[[str], Trace], budgets: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

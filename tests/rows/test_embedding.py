@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import every_pair, every_value
 from row_tables import DIM, NUM_ROWS, OPTIMIZERS, Twins, assert_same_rows, ids_of, loss_of, opened, twins_of
 from torch import Tensor, nn
 
@@ -26,8 +27,9 @@ def twins(make: Callable[..., Any]) -> Callable[..., Twins]:
     return twins_of(make)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), every_value(list(OPTIMIZERS), {"float32": torch.float32, "bfloat16": torch.bfloat16})
+)
 def test_twenty_steps_are_bit_equal_though_rows_are_evicted(
     twins: Callable[..., Twins], name: str, dtype: torch.dtype
 ) -> None:
@@ -188,9 +190,7 @@ def test_padding_is_zero_and_stays(twins: Callable[..., Twins]) -> None:
     assert ours.num_rows == 1
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("padding_idx", [None, 0])
+@pytest.mark.parametrize(("name", "mode", "padding_idx"), every_pair(list(OPTIMIZERS), ["sum", "mean"], [None, 0]))
 def test_bags_are_bit_equal(twins: Callable[..., Twins], name: str, mode: str, padding_idx: int | None) -> None:
     ours, theirs = twins(RowEmbeddingBag, mode=mode, padding_idx=padding_idx)
     optimizers = [OPTIMIZERS[name](module.parameters()) for module in (ours, theirs)]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from block_models import WIDTH, Model, offload
+from combinations import every_value
 from plans import plan_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -85,8 +86,10 @@ def block_actions(case: Case, kind: str) -> tuple[Action, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "selective", "offload"])
-@pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "encdec", "moe", "lora"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    every_value(["gpt", "resnet", "unet", "encdec", "moe", "lora"], ["full", "selective", "offload"]),
+)
 def test_a_plan_trains_the_same_bits(name: str, kind: str, tmp_path: Path) -> None:
     """GIVEN a model WHEN every block is treated THEN weights and statistics are those of the plain run, bit for bit."""
     case = MODELS[name]("tiny")

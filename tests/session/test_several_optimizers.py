@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import every_pair, every_value
 from optimizer_runs import KIB, Net, same
 from plans import plan_of
 from torch import nn
@@ -74,9 +75,14 @@ def shown_at_first_step(session: Session) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 2], ids=["both in each step", "one in every second"])
-@pytest.mark.parametrize("adamw_first", [False, True], ids=["muon adamw", "adamw muon"])
-@pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
+@pytest.mark.parametrize(
+    ("is_known", "adamw_first", "every"),
+    every_pair(
+        {"fit": True, "run": False},
+        {"muon adamw": False, "adamw muon": True},
+        {"both in each step": 1, "one in every second": 2},
+    ),
+)
 def test_a_session_ends_with_the_bits_of_the_plain_run(is_known: bool, adamw_first: bool, every: int) -> None:
     model, optimizers = made(adamw_first=adamw_first)
     train(model, optimizers, every=every)
@@ -196,8 +202,7 @@ def test_what_the_second_optimizer_needs_is_in_the_forecast_and_in_the_measureme
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("is_known", "every"), every_value({"fit": True, "run": False}, [1, 2]))
 def test_the_state_of_both_stands_in_the_step_that_is_planned(is_known: bool, every: int) -> None:
     """GIVEN an optimizer that first steps under a plan WHEN the next step begins THEN that is recorded anew."""
     model, optimizers = made()

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from combinations import every_value
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import MODELS, optimizers
@@ -29,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer_name", sorted(optimizers()))
-@pytest.mark.parametrize("model_name", sorted(MODELS))
+@pytest.mark.parametrize(("model_name", "optimizer_name"), every_value(sorted(MODELS), sorted(optimizers())))
 def test_a_fake_step_is_the_live_one(
     model_name: str, optimizer_name: str, names_of: Callable[[Trace, Step], list[str]]
 ) -> None:

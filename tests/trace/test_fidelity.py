@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import every_value
 from oracle import profiler_peak_bytes
 from zoo import MODELS, optimizers, trained_parameters
 
@@ -23,8 +24,7 @@ def recorded_peak_bytes(model, optimizer, step) -> int:
     return int(live_curve(recorded.storages, len(recorded.ops)).max())
 
 
-@pytest.mark.parametrize("optimizer_name", sorted(optimizers()))
-@pytest.mark.parametrize("model_name", sorted(MODELS))
+@pytest.mark.parametrize(("model_name", "optimizer_name"), every_value(sorted(MODELS), sorted(optimizers())))
 def test_recorded_peak_is_the_allocators(model_name: str, optimizer_name: str) -> None:
     """GIVEN a model and optimizer WHEN a steady step is recorded THEN its peak is the allocator's within 1 %."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import every_value
 from optimizer_runs import OPTIMIZERS, Net, are_equal, in_groups, resident_state_bytes, same, train, train_step
 from torch import Tensor, nn
 
@@ -23,8 +24,9 @@ pytestmark = pytest.mark.timeout(60)
 # The same bits.
 
 
-@pytest.mark.parametrize("begin", [0, 2], ids=["from the first step", "from the third step"])
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("name", "begin"), every_value(sorted(OPTIMIZERS), {"from the first step": 0, "from the third step": 2})
+)
 def test_training_is_bitwise_equal(
     name: str, begin: int, keep: Callable[..., OptimizerState], state_pool: TransferPool
 ) -> None:
@@ -68,8 +70,10 @@ def test_training_with_muon_is_bitwise_equal(keep: Callable[..., OptimizerState]
     assert state_pool.bytes_written > 100 * KIB
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 40 * KIB, 1 << 20], ids=["one parameter", "a few", "all"])
-@pytest.mark.parametrize("resident_bytes", [0, 50 * KIB, 1 << 20], ids=["none", "some", "all"])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "resident_bytes"),
+    every_value({"one parameter": 1, "a few": 40 * KIB, "all": 1 << 20}, {"none": 0, "some": 50 * KIB, "all": 1 << 20}),
+)
 def test_sizes_change_nothing_but_the_bytes_moved(
     bucket_bytes: int, resident_bytes: int, keep: Callable[..., OptimizerState], state_pool: TransferPool
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import every_value
 from late_streams import LateDevice, install
 from optimizer_runs import OPTIMIZERS, Net, are_equal, in_groups, resident_state_bytes, same, train, train_step
 from plans import plan_of
@@ -150,8 +151,7 @@ def keep_pinned(space: PinnedSpace) -> Callable[..., OptimizerState]:
     return put
 
 
-@pytest.mark.parametrize("begin", [0, 2], ids=["from the first step", "later"])
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize(("name", "begin"), every_value(sorted(OPTIMIZERS), {"from the first step": 0, "later": 2}))
 def test_training_is_bitwise_equal(name: str, begin: int, keep_pinned: Callable[..., OptimizerState]) -> None:
     make = OPTIMIZERS[name]
     assert are_equal(train(make, num_steps=4), train(make, keep_pinned, begin=begin, num_steps=4))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import every_value
 from optimizer_runs import OPTIMIZERS, Net, are_equal, in_groups, resident_state_bytes, same, train, train_step
 from plans import plan_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -110,8 +111,13 @@ def test_state_that_the_next_plan_wants_on_disk_stays_there_and_else_comes_back(
 # Other sizes.
 
 
-@pytest.mark.parametrize("begin", [(0, 40 * KIB), (50 * KIB, 1), (1 << 20, 40 * KIB)], ids=["all", "some", "none"])
-@pytest.mark.parametrize("then", [(0, 40 * KIB), (0, 1), (50 * KIB, 40 * KIB), (1 << 20, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("begin", "then"),
+    every_value(
+        {"all": (0, 40 * KIB), "some": (50 * KIB, 1), "none": (1 << 20, 40 * KIB)},
+        [(0, 40 * KIB), (0, 1), (50 * KIB, 40 * KIB), (1 << 20, 1)],
+    ),
+)
 def test_other_sizes_between_steps_change_no_bits(
     begin: tuple[int, int], then: tuple[int, int], keep: Callable[..., OptimizerState]
 ) -> None:

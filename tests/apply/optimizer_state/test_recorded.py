@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import every_value
 from optimizer_runs import OPTIMIZERS, Net, are_equal, in_groups, resident_state_bytes, train_step
 
 import memwall
@@ -52,8 +53,13 @@ def storages_of(step: Step, category: str) -> list[tuple[int, str, int, bool]]:
     )
 
 
-@pytest.mark.parametrize("begin", [0, 2], ids=["its first step", "a later step"])
-@pytest.mark.parametrize("name", ["adamw for-loop", "adam amsgrad", "sgd for-loop", "adamw fused", "Adafactor"])
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    every_value(
+        ["adamw for-loop", "adam amsgrad", "sgd for-loop", "adamw fused", "Adafactor"],
+        {"its first step": 0, "a later step": 2},
+    ),
+)
 def test_a_step_that_spills_its_state_is_recorded_as_a_plain_one(
     name: str, begin: int, keep: Callable[..., OptimizerState]
 ) -> None:

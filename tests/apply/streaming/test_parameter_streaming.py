@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from block_models import executor_of
+from combinations import every_value
 from optimizer_runs import OPTIMIZERS, Net, in_groups
 from streamed_models import GPT, KIB, everything, loss_of, streamed, train_gpt
 from torch import Tensor, nn
@@ -148,8 +149,10 @@ def test_blocks_may_be_recomputed(
     assert not [record for record in caplog.records if record.name != "memwall.patches"]
 
 
-@pytest.mark.parametrize("has_state", [True, False], ids=["with its state on disk", "with its state in memory"])
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("name", "has_state"),
+    every_value(sorted(OPTIMIZERS), {"with its state on disk": True, "with its state in memory": False}),
+)
 def test_every_optimizer_steps_to_the_same_bits(name: str, has_state: bool, state_pool: TransferPool) -> None:
     found = []
     for is_streamed in (False, True):
