@@ -4,18 +4,16 @@ import importlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memwall.machine.hardware import hardware_named
-from memwall.triton_kernels import FusedAdamW
-from memwall.triton_kernels.adamw import AdamWShape, cost
+from memwall.triton_kernels.adamw_8bit import adamw_8bit_, new_moments
 
 Step = Callable[[], Any]
 _LR = 1e-3
-_MAX_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,22 +36,20 @@ def model_parameters(hidden: int, num_layers: int) -> list[Tensor]:
     return found
 
 
-def _ours(**options: Any) -> Callable[[list[Tensor]], Step]:
-    return lambda params: FusedAdamW(params, lr=_LR, **options).step
+def _ours(params: list[Tensor]) -> Step:
+    moments, number = [new_moments(p) for p in params], count(1)
+
+    def step() -> None:
+        now = next(number)
+        for p, own in zip(params, moments, strict=True):
+            assert p.grad is not None
+            adamw_8bit_(p, p.grad, own, step=now, lr=_LR)
+
+    return step
 
 
-def _torchs(clips: bool = False, **options: Any) -> Callable[[list[Tensor]], Step]:
-    def make(params: list[Tensor]) -> Step:
-        optimizer = torch.optim.AdamW(params, lr=_LR, **options)
-
-        def step() -> None:
-            if clips:
-                torch.nn.utils.clip_grad_norm_(params, _MAX_NORM)
-            optimizer.step()
-
-        return step
-
-    return make
+def _torchs(**options: Any) -> Callable[[list[Tensor]], Step]:
+    return lambda params: torch.optim.AdamW(params, lr=_LR, **options).step
 
 
 def _imported(module: str, name: str, **options: Any) -> Callable[[list[Tensor]], Step]:
@@ -69,15 +65,10 @@ OPTIMIZER_CASES = {
         # 1.7e9 and 0.43e9 elements in 72 tensors each.
         shapes=((4096, 8), (2048, 8)),
         providers={
-            "memwall": _ours(),
-            "memwall-clipped": _ours(max_norm=_MAX_NORM),
-            "memwall-stochastic": _ours(stochastic_rounding=True),
-            "memwall-8bit-stochastic": _ours(moment_bits=8, stochastic_rounding=True),
-            "memwall-8bit-stochastic-clipped": _ours(moment_bits=8, stochastic_rounding=True, max_norm=_MAX_NORM),
+            "memwall-8bit": _ours,
             "torch-foreach": _torchs(foreach=True),
-            "torch-foreach-clipped": _torchs(clips=True, foreach=True),
             "torch-fused": _torchs(fused=True),
-            "torch-fused-clipped": _torchs(clips=True, fused=True),
+            "torchao-8bit": _imported("torchao.optim", "AdamW8bit"),
             "torchao-8bit-stochastic": _imported("torchao.optim", "AdamW8bit", bf16_stochastic_round=True),
             "flashoptim-24bit": _imported("flashoptim", "FlashAdamW"),
             "flashoptim-16bit": _imported("flashoptim", "FlashAdamW", master_weight_bits=None),
@@ -103,10 +94,8 @@ def measure_steps(
     ready: dict[str, Step] = {}
     start = model_parameters(*shape)
     truth = _after_one_step(_torchs(foreach=False), start, torch.float32)
-    clipped_truth = _after_one_step(_torchs(clips=True, foreach=False), start, torch.float32)
     for name, make in case.providers.items():
         results[name] = {"provider": name, "shape": list(shape)}
-        expected = clipped_truth if name.endswith("-clipped") else truth
         try:
             params = _copied(start, torch.bfloat16)
             torch.cuda.synchronize()
@@ -119,12 +108,12 @@ def measure_steps(
             peak_bytes = torch.cuda.max_memory_allocated() - base_bytes
             results[name] |= {"saved_bytes": saved_bytes, "peak_bytes": peak_bytes}
             # Parameters are rounded to bf16 here, and that is most of the error of all.
-            results[name]["error"] = _error(params, expected)
+            results[name]["error"] = _error(params, truth)
             ready[name] = step
         except (ImportError, AttributeError, TypeError, RuntimeError) as error:
             results[name]["absent"] = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reference = results["torch-foreach"]
     for row in results.values():
-        reference = results["torch-foreach-clipped" if row["provider"].endswith("-clipped") else "torch-foreach"]
         if "error" in row and "error" in reference:
             row["error_ratio"] = row["error"] / reference["error"]
     taken: dict[str, list[float]] = {name: [] for name in ready}
@@ -143,13 +132,9 @@ def measure_steps(
 
 
 def _bytes_moved(name: str, num_elements: int) -> int:
-    """At least, for what this provider does, with moments of the dtype that it keeps."""
-    forecast_shape = AdamWShape(
-        num_elements=num_elements, moment_bits=8 if "8bit" in name or "flash" in name else 32, clips="clipped" in name
-    )
-    moved = cost(forecast_shape, torch.bfloat16, hardware_named("h200")).bytes_moved
-    # Torch's moments are bf16 here: 8 bytes less are read and written.
-    return moved - 8 * num_elements if name.startswith("torch-") else moved
+    """At least: parameter read and written, gradient read, and both moments read and written, in bf16 or 8 bits."""
+    moment_bytes = 1 + 4 / 256 if "8bit" in name or "flash" in name else 2
+    return int((6 + 4 * moment_bytes) * num_elements)
 
 
 def _copied(params: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

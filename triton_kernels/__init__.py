@@ -5,25 +5,9 @@ on the CPU, the reference runs instead: the same mathematics, chunked alike.
 """
 
 from . import _own_work as _own_work
-from .adamw import FusedAdamW
-from .cost import KernelCost
 from .glu import geglu, swiglu
 from .linear_cross_entropy import linear_cross_entropy
-from .norms import add_rms_norm, layer_norm, rms_norm
-from .pack import Packed, pack, unpack
+from .norms import layer_norm, rms_norm
 from .recompute import recompute_handles
 
-__all__ = [
-    "FusedAdamW",
-    "KernelCost",
-    "Packed",
-    "add_rms_norm",
-    "geglu",
-    "layer_norm",
-    "linear_cross_entropy",
-    "pack",
-    "recompute_handles",
-    "rms_norm",
-    "swiglu",
-    "unpack",
-]
+__all__ = ["geglu", "layer_norm", "linear_cross_entropy", "recompute_handles", "rms_norm", "swiglu"]

@@ -6,9 +6,8 @@ Each entry is compiled ahead of time in tests/kernels for every architecture in 
 from typing import NamedTuple
 
 __all__ = [
-    "ADAMW_CHUNK",
     "Launch",
-    "adamw_launch",
+    "adamw_8bit_launch",
     "glu_launch",
     "norm_backward_launch",
     "norm_launch",
@@ -20,13 +19,10 @@ __all__ = [
 
 # Columns that one program holds in registers at most.
 _NORM_COLUMNS = 8192
-# Elements of one tensor that one program of an optimizer's step works on, so that 4 bytes in the table of programs are
-# little beside the state.
-ADAMW_CHUNK = 16_384
 
 
 class Launch(NamedTuple):
-    """How one kernel is launched."""
+    """Says how one kernel is launched."""
 
     block: int
     """Elements that one program handles at a time."""
@@ -34,41 +30,37 @@ class Launch(NamedTuple):
 
 
 def row_loss_launch(vocabulary: int, warp_lanes: int) -> Launch:
-    """Of the loss over one row of logits: 16 elements per lane at most, two 16-byte loads of a 16-bit dtype."""
+    """Returns that of the loss over one row of logits: 16 elements per lane at most, two 16-byte loads."""
     return _launch(min(4096, _power_of_two_from(max(vocabulary, 256))), warp_lanes)
 
 
 def scaled_copy_launch(warp_lanes: int) -> Launch:
-    """Of the pass that scales and casts a gradient."""
+    """Returns that of the pass that scales and casts a gradient."""
     return _launch(2048, warp_lanes)
 
 
 def glu_launch(warp_lanes: int) -> Launch:
-    """Of the gated activation, forward and backward: 8 elements per lane, one 16-byte load of a 16-bit dtype."""
+    """Returns that of the gated activation, both ways: 8 elements per lane, one 16-byte load of a 16-bit dtype."""
     return Launch(2048, 256 // warp_lanes)
 
 
 def pack_launch(warp_lanes: int) -> Launch:
-    """Of packing and unpacking: 16 blocks of 128 elements, 8 elements per lane."""
+    """Returns that of packing and unpacking: 16 blocks of 128 elements, 8 elements per lane."""
     return Launch(2048, 256 // warp_lanes)
 
 
-def adamw_launch(is_even: bool) -> Launch:
-    """Of an optimizer's step over many tensors: 8 elements per lane share one call of the random generator.
-
-    Fewer where addresses or sizes are no multiple of 16 and every element has an address of its own, and half as many
-    where warps have 64 lanes: registers would spill.
-    """
-    return Launch(2048 if is_even else 512, 8)
+def adamw_8bit_launch() -> Launch:
+    """Returns that of an optimizer's step: 8 blocks of 256 elements, 8 elements per lane, or registers would spill."""
+    return Launch(2048, 8)
 
 
 def norm_launch(num_columns: int, warp_lanes: int) -> Launch:
-    """Of a norm's forward: a row at once up to 8,192 columns, 16 elements per lane."""
+    """Returns that of a norm's forward: a row at once up to 8,192 columns, 16 elements per lane."""
     return _norm_launch(num_columns, _NORM_COLUMNS, warp_lanes)
 
 
 def norm_backward_launch(num_columns: int, warp_lanes: int) -> Launch:
-    """Of a norm's backward: as forward where rows start aligned.
+    """Returns that of a norm's backward: as forward where rows start aligned.
 
     Elsewhere every element has an address of its own: 8 elements per lane, 4,096 columns, or registers would spill.
     """
@@ -79,7 +71,7 @@ def norm_backward_launch(num_columns: int, warp_lanes: int) -> Launch:
 
 
 def num_row_chunks(num_rows: int, num_tiles: int, num_multiprocessors: int) -> int:
-    """Chunks of rows that backward works on at a time: two programs per multiprocessor, no chunk without rows."""
+    """Returns how many chunks of rows backward has: two programs per multiprocessor, no chunk without rows."""
     wanted = max(1, min(num_rows, 2 * num_multiprocessors // num_tiles))
     return -(-num_rows // -(-num_rows // wanted))
 

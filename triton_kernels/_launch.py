@@ -12,7 +12,7 @@ __all__ = ["is_interpreting", "num_multiprocessors", "on_device", "runs_triton",
 
 @cache
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels on the CPU. It decides so when a kernel is decorated: never changes in a process."""
+    """Tells whether Triton runs kernels on the CPU, which it decides for good when a kernel is decorated."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
@@ -22,7 +22,7 @@ def _is_triton_installed() -> bool:
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernel, not the reference, is to work on this tensor."""
+    """Tells whether the Triton kernel, not the reference, is to work on this tensor."""
     # Kernels compute in fp32: fp64, which only tests and finite differences use, belongs to the reference.
     if tensor.dtype == torch.float64 or not _is_triton_installed():
         return False
@@ -35,14 +35,14 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def warp_size(tensor: torch.Tensor) -> int:
-    """Lanes of a warp: 64 on AMD's data centre cards, 32 elsewhere."""
+    """Returns the lanes of a warp: 64 on AMD's data centre cards, 32 elsewhere."""
     if tensor.device.type == "cuda" and torch.version.hip is not None:
         return int(torch.cuda.get_device_properties(tensor.device).warp_size)
     return 32
 
 
 def num_multiprocessors(tensor: torch.Tensor) -> int:
-    """Of the tensor's device; few in the interpreter, so that programs have several rows there too."""
+    """Returns those of the tensor's device; few in the interpreter, so that programs have several rows there too."""
     if tensor.device.type == "cuda":
         return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
     return 2

@@ -1,6 +1,6 @@
 """What a trace cannot see of these operations: FLOPs, what they allocate for themselves, passes over that.
 
-Recorded on fake tensors a step calls each of them as one operator. The figures are those of `cost`.
+Recorded on fake tensors a step calls each of them as one operator.
 """
 
 from typing import Any
@@ -12,63 +12,43 @@ from memwall.patches import note_permanent
 from memwall.torch_internals.operators import flop_formula_of
 from memwall.trace.own_work import OWN_WORK, OwnWork, Part
 
-from .cost import Work
+from ._configs import norm_backward_launch, num_row_chunks
 from .linear_cross_entropy import _ops as _loss_operators  # noqa: F401  (it defines the operators)
 from .linear_cross_entropy._chunks import LossCall
-from .linear_cross_entropy._cost import LossShape, chunks_work, losses_work, rounded_bytes, scratch_bytes
+from .linear_cross_entropy._cost import chunks_work, losses_work, rounded_bytes, scratch_bytes
 from .norms import _ops as _norm_operators  # noqa: F401
-from .norms._cost import NormShape, backward_work, partial_bytes
 
 _OPS = torch.ops.memwall
-
-
-def _shape(call: LossCall) -> LossShape:
-    return LossShape(
-        num_rows=call.x.shape[0],
-        hidden_size=call.x.shape[1],
-        vocabulary_size=call.w.shape[0],
-        chunk_rows=call.chunk_rows,
-        num_used_rows=call.max_valid_rows,
-        wants_input_gradient=call.want_x,
-        wants_weight_gradient=call.want_w,
-        accum_dtype=call.accum_dtype,
-    )
+# Of an H100 or H200: only the buffer in which weight gradients meet depends on it.
+_NUM_MULTIPROCESSORS = 132
 
 
 def _loss_flops(call: LossCall, num_products: int) -> int:
-    num_rows = call.x.shape[0] if call.max_valid_rows is None else min(call.max_valid_rows, call.x.shape[0])
-    return 2 * num_rows * call.w.numel() * num_products
+    return 2 * call.x.shape[0] * call.w.numel() * num_products
 
 
 def _loss_work(*inputs: Any) -> OwnWork:
     call = LossCall(*inputs)
-    shape, dtype = _shape(call), call.x.dtype
-    return OwnWork(scratch_bytes(shape, dtype), _parts(chunks_work(shape, dtype)), _name(dtype))
+    return OwnWork(scratch_bytes(call), tuple(chunks_work(call)), _name(call))
 
 
 def _rows_work(*inputs: Any) -> OwnWork:
     call = LossCall(*inputs)
-    shape, dtype = _shape(call), call.x.dtype
-    return OwnWork(scratch_bytes(shape, dtype), _parts(losses_work(shape, dtype)), _name(dtype))
+    return OwnWork(scratch_bytes(call), tuple(losses_work(call)), _name(call))
 
 
 def _rows_backward_work(grad: Tensor, *inputs: Any) -> OwnWork:
-    """The head's gradient is rounded here, and what it was added up in is no result."""
+    """Returns that of the operator that also rounds the head's gradient; what it was added up in is no result."""
     call = LossCall(*inputs)
-    shape, dtype = _shape(call), call.x.dtype
-    scratch, (wide, rounded) = scratch_bytes(shape, dtype), rounded_bytes(shape, dtype)
+    scratch, (wide, rounded) = scratch_bytes(call), rounded_bytes(call)
     if wide == rounded:
-        return OwnWork(scratch, _parts(chunks_work(shape, dtype)), _name(dtype))
-    parts = _parts([*chunks_work(shape, dtype), Work(bytes_moved=wide + rounded)])
-    return OwnWork(wide + max(scratch, rounded) - rounded, parts, _name(dtype))
+        return OwnWork(scratch, tuple(chunks_work(call)), _name(call))
+    parts = (*chunks_work(call), Part(wide + rounded, 0))
+    return OwnWork(wide + max(scratch, rounded) - rounded, parts, _name(call))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _parts(work: list[Work]) -> tuple[Part, ...]:
-    return tuple(Part(part.bytes_moved, part.flops) for part in work)
+def _name(call: LossCall) -> str:
+    return str(call.x.dtype).removeprefix("torch.")
 
 
 @flop_formula_of(_OPS.linear_cross_entropy_sum)
@@ -88,18 +68,24 @@ def _(grad: Tensor, *inputs: Any, out_val: Any = None) -> int:
     return _loss_flops(call, 1 + call.want_x + call.want_w)
 
 
-def _norm_backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, *terms: Any
-) -> OwnWork:
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, *terms: Any) -> OwnWork:
+    """Returns partial sums for weight and bias, and the passes over them; a row no program can hold is read twice."""
     num_columns = x.shape[-1]
-    shape = NormShape(
-        num_rows=x.numel() // max(1, num_columns),
-        num_columns=num_columns,
-        is_layer_norm=mean.numel() > 0,
-        adds_residual=grad_sum is not None,
-        wants_weight_gradient=weight is not None and terms[-2],
-    )
-    return OwnWork(partial_bytes(shape), _parts(backward_work(shape, x.dtype)))
+    num_rows = x.numel() // max(1, num_columns)
+    num_figures = 2 if mean.numel() > 0 else 1
+    tensor_bytes = x.numel() * x.dtype.itemsize
+    row_bytes = num_rows * max(4, x.dtype.itemsize) * num_figures
+    block = norm_backward_launch(num_columns, 32).block
+    sums_bytes = 0
+    if weight is not None and terms[-2] and num_rows:
+        num_chunks = num_row_chunks(num_rows, max(1, -(-num_columns // block)), _NUM_MULTIPROCESSORS)
+        sums_bytes = num_chunks * num_columns * 4 * num_figures
+    parts = [Part(3 * tensor_bytes + row_bytes + sums_bytes, 0)]
+    if num_columns > block:
+        parts.append(Part(2 * tensor_bytes + row_bytes, 0))
+    if sums_bytes:
+        parts.append(Part(sums_bytes, 0))
+    return OwnWork(sums_bytes, tuple(parts))
 
 
 OWN_WORK[_OPS.linear_cross_entropy_sum.default] = _loss_work

@@ -15,7 +15,7 @@ __all__ = ["launch_scaled_copy", "scaled_copy_kernel"]
 def scaled_copy_kernel(
     source_ptr, factor_ptr, result_ptr, num_elements, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """result = source * factor, all of them flat, the product in fp32 and rounded once."""
+    """Computes source * factor, all of them flat, the product in fp32 and rounded once."""
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     lanes = tl.arange(0, BLOCK)
     mask = lanes < tl.cast(num_elements, tl.int64) - begin

@@ -1,14 +1,23 @@
-"""The one place where a kernel rounds fp32 to another dtype."""
+"""The one place where a kernel rounds fp32 to another dtype, or to integers."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["rounded", "store_rounded", "store_stochastic"]
+__all__ = ["nearest_integers", "rounded", "store_rounded"]
+
+# Added to an fp32 number below 2^22 it rounds to the nearest integer, which then stands in the low bits.
+_ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def nearest_integers(values) -> tl.tensor:
+    """Returns the nearest integers, modulo 2^22: cheaper than a conversion."""
+    return (values + _ROUNDER).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _bf16_bits(values) -> tl.tensor:
-    """The upper 16 bits of fp32 `values` rounded to nearest even; NaN, which that would turn into -0.0, apart."""
+    """Returns the upper 16 bits of fp32 `values` rounded to nearest even; NaN, which that would make -0.0, apart."""
     bits = values.to(tl.int32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(values == values, nearest, 0x7FC0)
@@ -29,19 +38,9 @@ def store_rounded(pointers, values, mask, INTERPRETED: tl.constexpr) -> None:
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """fp32 `values` as a tensor of `dtype` would hold them, still in fp32."""
+    """Returns fp32 `values` as a tensor of `dtype` would hold them, still in fp32."""
     if INTERPRETED and dtype == tl.bfloat16:
         held = (_bf16_bits(values) << 16).to(tl.float32, bitcast=True)
     else:
         held = values.to(dtype).to(tl.float32)
     return held
-
-
-@triton.jit
-def store_stochastic(pointers, values, bits, mask) -> None:
-    """Stores fp32 `values` as bf16, rounded up with the probability of what is cut off; `bits`: 16 random ones each."""
-    pattern = values.to(tl.int32, bitcast=True)
-    # NaN and infinity as they are: what is added would carry into them.
-    is_finite = (pattern & 0x7F800000) != 0x7F800000
-    up = tl.where(is_finite, pattern + bits, tl.where(values == values, pattern, 0x7FC00000)) >> 16
-    tl.store(pointers, up.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)

@@ -33,28 +33,28 @@ _THREAD = threading.local()
 
 
 class RecomputeModifiedError(ApplyError, RuntimeError):
-    """A tensor that backward needs was written in place after forward (autograd raises RuntimeError for that)."""
+    """Says that a tensor that backward needs was written in place after forward, as autograd's RuntimeError does."""
 
 
 class SavedTensorHooks(Protocol):
-    """What takes the tensors that have no recipe, e.g. an activation offload."""
+    """Takes the tensors that have no recipe, e.g. an activation offload."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd stores."""
+        """Returns what autograd stores."""
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor again."""
+        """Returns the tensor again."""
 
 
 class _Kept(NamedTuple):
-    """A tensor that stays where it is; torch's own check of its version ends where hooks begin."""
+    """Holds a tensor that stays where it is; torch's own check of its version ends where hooks begin."""
 
     tensor: Tensor
     version: int | None
 
 
 class _Keep:
-    """The hooks for tensors without a recipe where the caller has none."""
+    """Is the hooks for tensors without a recipe where the caller has none."""
 
     def pack(self, tensor: Tensor) -> _Kept:
         # A result that its own operation saves would hold its graph, and the graph it.
@@ -67,7 +67,7 @@ class _Keep:
 
 
 class _Recipe(NamedTuple):
-    """How a result that may still be alive is rebuilt."""
+    """Tells how a result that may still be alive is rebuilt."""
 
     result: StorageWeakRef
     """While this lives, no other storage can take its address."""
@@ -79,24 +79,24 @@ class _Recipe(NamedTuple):
     input_versions: tuple[int | None, ...]
 
     def is_valid_for(self, tensor: Tensor) -> bool:
-        """Whether neither the result nor an input was written since, and `tensor` has the result's elements."""
+        """Tells whether neither the result nor an input was written since, and `tensor` has the result's elements."""
         versions = tuple(_version(value) for value in self.inputs)
         return tensor.dtype == self.dtype and version_of(tensor) == self.version and versions == self.input_versions
 
 
 class _Result:
-    """One result that is to be rebuilt, once for all that saved it."""
+    """Holds one result that is to be rebuilt, once for all that saved it."""
 
     def __init__(self, rebuild: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
         self.rebuild, self.inputs = rebuild, inputs
         self.value: Tensor | None = None
         self.handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
         self.waiting: weakref.WeakSet[_Handle] = weakref.WeakSet()
-        """Handles that backward has not asked for since the last rebuild."""
+        """Backward has not asked for these handles since the last rebuild."""
 
 
 class _Handle:
-    """What autograd stores in place of one saved view of a result."""
+    """Is stored by autograd in place of one saved view of a result."""
 
     __slots__ = ("__weakref__", "layout", "result")
 
@@ -108,7 +108,7 @@ class _Handle:
 
 
 class RecomputeHandles:
-    """A context inside which saved results of this package's operations are replaced by their recipes.
+    """Is a context inside which saved results of this package's operations are replaced by their recipes.
 
     Args:
         otherwise: hooks for all other tensors, and for what recipes need; None keeps them.
@@ -159,7 +159,7 @@ class RecomputeHandles:
         )
 
     def pack(self, tensor: Tensor) -> Any:
-        """The hook autograd calls with what it saves."""
+        """Is the hook that autograd calls with what it saves."""
         self._forget_the_dead()
         if not _is_plain(tensor):
             return self._otherwise.pack(tensor)
@@ -180,7 +180,7 @@ class RecomputeHandles:
         return _Handle(result, tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor as it was saved: the same bits, shape and strides.
+        """Returns the tensor as it was saved: the same bits, shape and strides.
 
         Raises:
             RecomputeModifiedError: what it is rebuilt from was written in place in between.
@@ -211,13 +211,13 @@ class RecomputeHandles:
 
 
 class _Packed(NamedTuple):
-    """A tensor that a recipe needs, as the hooks packed it."""
+    """Holds a tensor that a recipe needs, as the hooks packed it."""
 
     value: Any
 
 
 def recompute_handles(otherwise: SavedTensorHooks | None = None) -> RecomputeHandles:
-    """A context for the forward of a step: see the module's text.
+    """Returns a context for the forward of a step.
 
     Args:
         otherwise: hooks for tensors without a recipe, e.g. an activation offload; None keeps them.

@@ -15,7 +15,7 @@ __all__ = ["scaled_copy"]
 
 @torch.library.custom_op("memwall::scaled_copy", mutates_args=())
 def scaled_copy(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`source * factor` in `dtype`, computed in fp32 (fp64 for fp64) and rounded once.
+    """Returns `source * factor` in `dtype`, computed in fp32 (fp64 for fp64) and rounded once.
 
     Args:
         source: contiguous, any shape.

@@ -15,7 +15,7 @@ __all__ = ["REBUILDABLE_OPS", "BlockCalls", "CallRules", "Moved", "Rebuilt", "Tr
 UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
 # Operations whose first result recompute handles can rebuild from what their own backward keeps
 # (memwall.triton_kernels.recompute; a test compares this with what they publish).
-REBUILDABLE_OPS = frozenset(f"memwall.{name}.default" for name in ("glu", "packed_glu", "norm", "add_norm"))
+REBUILDABLE_OPS = frozenset(f"memwall.{name}.default" for name in ("glu", "packed_glu", "norm"))
 
 
 class Treatment(Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,15 @@ class Problem:
     w: Tensor
     target: Tensor
     bias: Tensor | None = None
-    token_weight: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """What changes the loss: the reference understands these."""
     how: dict[str, Any] = field(default_factory=dict)
-    """What does not: chunk_rows, max_valid_rows, recompute, accum_dtype."""
+    """What does not: chunk_rows."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A loss and the gradients of its (weighted) sum."""
+    """Holds a loss and the gradients of its sum."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -53,16 +52,11 @@ def plain_loss(problem: Problem, wide: torch.dtype) -> Tensor:
         reduction="none",
         label_smoothing=options.get("label_smoothing", 0.0),
     )
-    if "z_loss" in options:
-        rows = rows + torch.where(is_valid, options["z_loss"] * torch.logsumexp(z, 1) ** 2, 0.0)
-    if problem.token_weight is not None:
-        rows = rows * torch.where(is_valid, problem.token_weight, 0.0)
     if options["reduction"] == "none":
         return rows
     if options["reduction"] == "sum":
         return rows.sum()
-    num_items = options.get("num_items")
-    return rows.sum() / (is_valid.sum().clamp(min=1) if num_items is None else num_items)
+    return rows.sum() / is_valid.sum().clamp(min=1)
 
 
 def _outcome(problem: Problem, loss: Callable[[Problem], Tensor], frozen: tuple[str, ...]) -> Outcome:
@@ -83,7 +77,7 @@ def kernel_outcome(problem: Problem, frozen: tuple[str, ...] = ()) -> Outcome:
     from memwall.triton_kernels import linear_cross_entropy
 
     def loss(p: Problem) -> Tensor:
-        return linear_cross_entropy(p.x, p.w, p.target, bias=p.bias, token_weight=p.token_weight, **p.options, **p.how)
+        return linear_cross_entropy(p.x, p.w, p.target, bias=p.bias, **p.options, **p.how)
 
     return _outcome(problem, loss, frozen)
 
@@ -96,11 +90,7 @@ def plain_outcome(problem: Problem, frozen: tuple[str, ...] = ()) -> Outcome:
 
 def true_outcome(problem: Problem, frozen: tuple[str, ...] = ()) -> Outcome:
     """By torch in fp64, from the very same values."""
-    double = {
-        name: tensor.double()
-        for name in ("x", "w", "bias", "token_weight")
-        if (tensor := getattr(problem, name)) is not None
-    }
+    double = {name: tensor.double() for name in ("x", "w", "bias") if (tensor := getattr(problem, name)) is not None}
     return plain_outcome(replace(problem, **double), frozen)
 
 
@@ -142,7 +132,6 @@ def make_problem(
     dtype: torch.dtype = torch.float32,
     ignored: str = "some",
     with_bias: bool = False,
-    with_token_weight: bool = False,
     seed: int = 0,
     how: dict[str, Any] | None = None,
     **options: Any,
@@ -163,7 +152,6 @@ def make_problem(
         w=normal(vocabulary, hidden) * 0.5,
         target=target,
         bias=normal(vocabulary) if with_bias else None,
-        token_weight=torch.rand(rows, generator=generator) + 0.5 if with_token_weight else None,
         options=options,
         how={"chunk_rows": 8} if how is None else how,
     )
@@ -281,11 +269,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def mutant(tmp_path: Path) -> Callable[..., Any]:
-    """Makes a kernel module with one thing wrong, in itself or in one of the named modules that it imports from."""
+    """Makes a kernel module with one thing wrong."""
 
-    def loaded(source: Path, text: str) -> Any:
+    def make(source: Path, old: str, new: str) -> Any:
+        text = source.read_text()
+        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
         path = tmp_path / source.name
-        path.write_text(text)
+        path.write_text(text.replace(old, new))
         spec = importlib.util.spec_from_file_location(f"{package_of(source)}._mutant_{source.stem}", path)
         assert spec is not None
         assert spec.loader is not None
@@ -293,19 +283,6 @@ def mutant(tmp_path: Path) -> Callable[..., Any]:
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         return module
-
-    def make(source: Path, old: str, new: str, *, parts: Sequence[str] = ()) -> Any:
-        texts = {path: path.read_text() for path in (source, *(source.with_name(f"{name}.py") for name in parts))}
-        found = [path for path, text in texts.items() if text.count(old) == 1]
-        assert len(found) == 1, (
-            f"{old!r} is there { {path.name: text.count(old) for path, text in texts.items()} } times"
-        )
-        module = loaded(found[0], texts[found[0]].replace(old, new))
-        if found[0] == source:
-            return module
-        name = found[0].stem
-        assert f"from .{name} import" in texts[source]
-        return loaded(source, texts[source].replace(f"from .{name} import", f"from ._mutant_{name} import"))
 
     return make
 
@@ -324,17 +301,13 @@ def poisoned() -> Iterator[None]:
 TERMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 0.01},
     "softcap": {"softcap": 3.0},
     "scale": {"logit_scale": 0.3},
-    "weights": {"with_token_weight": True},
     "bias": {"with_bias": True},
     "everything": {
         "label_smoothing": 0.2,
-        "z_loss": 0.02,
         "softcap": 5.0,
         "logit_scale": 1.7,
-        "with_token_weight": True,
         "with_bias": True,
     },
 }

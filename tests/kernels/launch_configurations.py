@@ -22,7 +22,13 @@ class Configuration(NamedTuple):
 
 def configurations(warp_lanes: int) -> Iterator[Configuration]:
     """All that _configs.py can give, over the dtypes, each once."""
-    kinds = (loss_configurations, glu_configurations, norm_configurations, adamw_configurations, pack_configurations)
+    kinds = (
+        loss_configurations,
+        glu_configurations,
+        norm_configurations,
+        adamw_8bit_configurations,
+        pack_configurations,
+    )
     yield from {found.name: found for kind in kinds for found in kind(warp_lanes)}.values()
 
 
@@ -58,44 +64,36 @@ def glu_configurations(warp_lanes: int) -> Iterator[Configuration]:
                     )
 
 
-def adamw_configurations(_: int) -> Iterator[Configuration]:
-    """Of the optimizer: the dtypes of parameter and gradient, both kinds of moments, both ways to round."""
-    from memwall.triton_kernels._configs import ADAMW_CHUNK, adamw_launch
+def adamw_8bit_configurations(_: int) -> Iterator[Configuration]:
+    """Of the optimizer's step: the dtypes of parameter and gradient."""
+    from memwall.triton_kernels._configs import adamw_8bit_launch
 
-    tables = {"rows_ptr": "*i64", "chunks_ptr": "*i32", "scalars_ptr": "*fp32", "sums_ptr": "*fp64", "seed": "i64"}
-    moments = {"moment_ptr": "*fp32", "first_ptr": "*i8", "second_ptr": "*u8", "unit_ptr": "*fp32"}
+    launch = adamw_8bit_launch()
+    pointers = ("param_ptr", "grad_ptr", "first_ptr", "root_ptr", "first_units_ptr", "root_units_ptr")
+    scalars = ("decay", "first_share", "second_decay", "second_share", "step_size", "root_factor", "eps")
     for dtype in ("bf16", "fp16", "fp32"):
-        ways = ["nearest", "stochastic"] if dtype == "bf16" else ["nearest"]
-        for kind in ("even",) if dtype == "fp16" else ("even", "odd"):
-            launch = adamw_launch(kind == "even")
-            names = ["square_sum", *(f"{kernel}-{way}" for kernel in ("adamw", "adamw_8bit") for way in ways)]
-            for name in names:
-                kernel, _, way = name.partition("-")
-                yield Configuration(
-                    name=f"{name}-{dtype}-{launch.block}-{kind}",
-                    kernel=f"{kernel}_kernel",
-                    signature={
-                        **dict.fromkeys(("tensor_ptr", "param_ptr", "grad_ptr"), f"*{dtype}"),
-                        **moments,
-                        **tables,
-                    },
-                    constants={
-                        "IS_STOCHASTIC": way == "stochastic",
-                        "EVEN": kind == "even",
-                        "INTERPRETED": False,
-                        "CHUNK": ADAMW_CHUNK,
-                        "BLOCK": launch.block,
-                    },
-                    aligned=("rows_ptr", "chunks_ptr", "scalars_ptr", "sums_ptr"),
-                    num_warps=launch.num_warps,
-                    fuses=False,
-                )
+        for kind in ("even", "odd"):
+            yield Configuration(
+                name=f"adamw_8bit-{dtype}-{launch.block}-{kind}",
+                kernel="adamw_8bit_kernel",
+                signature={
+                    **dict.fromkeys(("param_ptr", "grad_ptr"), f"*{dtype}"),
+                    "first_ptr": "*i8",
+                    "root_ptr": "*u8",
+                    "num_elements": "i32",
+                    **dict.fromkeys(("first_units_ptr", "root_units_ptr"), "*fp32"),
+                    **dict.fromkeys(scalars, "fp32"),
+                },
+                constants={"INTERPRETED": False, "BLOCK": launch.block},
+                aligned=(*pointers, *(("num_elements",) if kind == "even" else ())),
+                num_warps=launch.num_warps,
+                fuses=False,
+            )
 
 
 NORMS: dict[str, dict[str, bool]] = {
-    "llama": {"ADDS": False, "IS_CENTERED": False, "HAS_BIAS": False, "ROUNDS": True, "WANTS_BIAS": False},
-    "llama-add": {"ADDS": True, "IS_CENTERED": False, "HAS_BIAS": False, "ROUNDS": True, "WANTS_BIAS": False},
-    "layer": {"ADDS": False, "IS_CENTERED": True, "HAS_BIAS": True, "ROUNDS": False, "WANTS_BIAS": True},
+    "llama": {"IS_CENTERED": False, "HAS_BIAS": False, "ROUNDS": True, "WANTS_BIAS": False},
+    "layer": {"IS_CENTERED": True, "HAS_BIAS": True, "ROUNDS": False, "WANTS_BIAS": True},
 }
 NORM_COLUMNS = (64, 512, 1024, 2048, 4096, 8192, 65_536)
 
@@ -110,13 +108,11 @@ def norm_configurations(warp_lanes: int) -> Iterator[Configuration]:
     for dtype, name, columns in wanted:
         backward = norm_backward_launch(columns, warp_lanes)
         kernels = {"norm": norm_launch(columns, warp_lanes), "norm_backward": backward}
-        if name != "llama-add":
-            kernels |= {"norm_sums": backward} if columns > backward.block else {}
-            kernels |= {"norm_apply": norm_launch(columns, warp_lanes)} if columns in (4096, 4097) else {}
-        pointers = [f"{role}_ptr" for role in ("x", "residual", "weight", "bias", "result", "sum", "grad", "grad_sum")]
-        pointers += ["grad_x_ptr"]
+        kernels |= {"norm_sums": backward} if columns > backward.block else {}
+        kernels |= {"norm_apply": norm_launch(columns, warp_lanes)} if columns in (4096, 4097) else {}
+        pointers = [f"{role}_ptr" for role in ("x", "weight", "bias", "result", "grad", "grad_x")]
         wide = [f"{role}_ptr" for role in ("mean", "rstd", "sums", "partial_weight", "partial_bias")]
-        strides = [f"{role}_row_stride" for role in ("x", "residual", "grad", "grad_sum")]
+        strides = [f"{role}_row_stride" for role in ("x", "grad")]
         sizes = ["num_rows", "num_columns", "num_tiles", "rows_per_program"]
         kind = "even" if columns % 16 == 0 else "odd"
         for kernel, launch in kernels.items():
@@ -132,7 +128,7 @@ def norm_configurations(warp_lanes: int) -> Iterator[Configuration]:
                 },
                 constants={
                     **NORMS[name],
-                    **{f"{role}_column_stride": 1 for role in ("x", "residual", "grad", "grad_sum")},
+                    **{f"{role}_column_stride": 1 for role in ("x", "grad")},
                     "HAS_WEIGHT": True,
                     "WANTS_WEIGHT": True,
                     "ONE_TILE": tiles == "row",
@@ -160,9 +156,9 @@ def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
                         signature={
                             "logits_ptr": f"*{dtype}",
                             "target_ptr": "*i64",
-                            **dict.fromkeys(("coefficient_ptr", "loss_ptr", "lse_ptr"), "*fp32"),
+                            **dict.fromkeys(("coefficient_ptr", "loss_ptr"), "*fp32"),
                             **dict.fromkeys(("row_stride", "vocabulary", "ignore_index"), "i32"),
-                            **dict.fromkeys(("label_smoothing", "z_loss", "softcap", "logit_scale"), "fp32"),
+                            **dict.fromkeys(("label_smoothing", "softcap", "logit_scale"), "fp32"),
                         },
                         constants={
                             "HAS_SOFTCAP": full,
@@ -192,31 +188,27 @@ def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
 
 
 def pack_configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """Of packing and unpacking: both forms, contiguous tensors, and rows of others."""
+    """Of packing and unpacking: both forms."""
     from memwall.triton_kernels._configs import pack_launch
 
     launch = pack_launch(warp_lanes)
-    wanted = [(kernel, form, "bf16", "flat") for kernel in ("pack", "unpack") for form in ("int8", "fp8")]
-    wanted += [("pack", "int8", "bf16", "rows")]
-    for kernel, form, dtype, layout in wanted:
+    for kernel, form in ((kernel, form) for kernel in ("pack", "unpack") for form in ("int8", "fp8")):
         yield Configuration(
-            name=f"{kernel}-{form}-{dtype}-{launch.block}-{layout}-even",
+            name=f"{kernel}-{form}-bf16-{launch.block}-even",
             kernel=f"{kernel}_kernel",
             signature={
-                **dict.fromkeys(("x_ptr", "result_ptr"), f"*{dtype}"),
+                **dict.fromkeys(("x_ptr", "result_ptr"), "*bf16"),
                 "codes_ptr": "*i8" if form == "int8" else "*u8",
                 "units_ptr": "*fp32",
-                **dict.fromkeys(("num_elements", "num_columns", "row_stride"), "i32"),
+                "num_elements": "i32",
             },
             constants={
-                "column_stride": 1,
                 "IS_FP8": form == "fp8",
                 "LEVELS": 127.0 if form == "int8" else 448.0,
-                "IS_FLAT": layout == "flat",
                 "INTERPRETED": False,
                 "BLOCK": launch.block,
             },
-            aligned=("x_ptr", "codes_ptr", "units_ptr", "result_ptr", "num_elements", "num_columns", "row_stride"),
+            aligned=("x_ptr", "codes_ptr", "units_ptr", "result_ptr", "num_elements"),
             num_warps=launch.num_warps,
             fuses=False,
         )

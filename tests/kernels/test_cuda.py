@@ -14,8 +14,8 @@ def on_gpu(p: Any, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor, to
     return p.x.to(device).requires_grad_(), p.w.to(device).requires_grad_(), p.target.to(device)
 
 
-def step(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor, num_items: torch.Tensor) -> None:
-    linear_cross_entropy(x, w, target, num_items=num_items, chunk_rows=64, max_valid_rows=180).backward()
+def step(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> None:
+    linear_cross_entropy(x, w, target, chunk_rows=64).backward()
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def problem(losses: Any) -> Any:
 
 
 def test_the_host_never_waits(problem: Any) -> None:
-    inputs, num_items = on_gpu(problem), torch.tensor(150, device="cuda")
-    step(*inputs, num_items)
+    inputs = on_gpu(problem)
+    step(*inputs)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(*inputs, num_items)
+        step(*inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert inputs[0].grad is not None
@@ -37,13 +37,12 @@ def test_the_host_never_waits(problem: Any) -> None:
 
 def test_a_graph_captures_it(problem: Any) -> None:
     x, w, target = on_gpu(problem)
-    num_items = torch.tensor(150, device="cuda")
-    step(x, w, target, num_items)
+    step(x, w, target)
     expected = x.grad.clone()
     x.grad, w.grad = None, None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(x, w, target, num_items)
+        step(x, w, target)
     graph.replay()
     assert torch.equal(x.grad, expected)
 
@@ -68,5 +67,5 @@ def test_launches_on_the_tensors_device(problem: Any) -> None:
     first, second = on_gpu(problem, "cuda:0"), on_gpu(problem, "cuda:1")
     with torch.cuda.device(0):
         for inputs in (first, second):
-            step(*inputs, torch.tensor(150, device=inputs[0].device))
+            step(*inputs)
     assert torch.equal(first[0].grad.cpu(), second[0].grad.cpu())

@@ -1,4 +1,4 @@
-"""`swiglu` and `geglu`: what needs no kernel: mistakes, fake tensors, torch's rules for operators, and the cost."""
+"""`swiglu` and `geglu`: what needs no kernel: mistakes, fake tensors, and torch's rules for operators."""
 
 from typing import Any
 
@@ -8,13 +8,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memwall.errors import UsageError
-from memwall.machine.hardware import hardware_named
 from memwall.triton_kernels import geglu, swiglu
-from memwall.triton_kernels.cost import Calibration
-from memwall.triton_kernels.glu import GluShape, cost
 from memwall.triton_kernels.glu import activations as module
-
-H200 = hardware_named("h200")
 
 
 @pytest.mark.parametrize("approximate", [None, "none", "tanh"])
@@ -95,28 +90,3 @@ def test_mistakes_are_named(given: tuple[Tensor, ...], message: str) -> None:
             run(*given)
     with pytest.raises(UsageError, match=r"'none' or 'tanh', not 'sigmoid'"):
         geglu(*given, approximate="sigmoid")  # type: ignore[arg-type]
-
-
-def test_bytes_moved_and_saved_are_those_of_llama_3_8b() -> None:
-    """Forward 6 T I bytes, backward 10, rebuild 6; saved 6 T I, with the product rebuilt 4, eager 8."""
-    size = 8192 * 14_336
-    kept = cost(GluShape(num_rows=8192, num_columns=14_336), torch.bfloat16, H200)
-    rebuilt = cost(GluShape(num_rows=8192, num_columns=14_336, rebuilds_product=True), torch.bfloat16, H200)
-    assert (kept.bytes_moved, rebuilt.bytes_moved) == (16 * size, 22 * size)
-    assert (kept.saved_bytes, rebuilt.saved_bytes) == (6 * size, 4 * size)
-    assert kept.eager is not None
-    assert kept.eager.saved_bytes == 8 * size
-    assert kept.seconds < rebuilt.seconds < kept.eager.seconds
-
-
-def test_rebuilding_the_product_costs_what_its_bytes_take() -> None:
-    """164 us for 448 MiB less per layer, at 4.3 TB/s."""
-    calibration = Calibration(copy_efficiency=4.3e12 / H200.memory_bytes_per_second)
-    shapes = [GluShape(num_rows=8192, num_columns=14_336, rebuilds_product=rebuilds) for rebuilds in (False, True)]
-    kept, rebuilt = (cost(shape, torch.bfloat16, H200, calibration=calibration) for shape in shapes)
-    assert rebuilt.seconds - kept.seconds == pytest.approx(164e-6, rel=0.01)
-
-
-def test_impossible_sizes_are_named() -> None:
-    with pytest.raises(UsageError, match="must not be negative"):
-        cost(GluShape(num_rows=-1, num_columns=4), torch.bfloat16, H200)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memwall.triton_kernels import add_rms_norm, layer_norm, recompute_handles, rms_norm
-from memwall.triton_kernels.norms._ops import add_norm_op, norm_apply_op, norm_op
+from memwall.triton_kernels import layer_norm, recompute_handles, rms_norm
+from memwall.triton_kernels.norms._ops import norm_apply_op, norm_op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-6
@@ -65,18 +65,6 @@ def test_layer_norm_is_as_exact_as_torch(centered: Any, dtype: torch.dtype, colu
     centered.check(torch.randn(5, columns).to(dtype), *torch.randn(2, columns).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [7, 123, 1000, 9001])
-def test_sum_and_norm(operation: Any, casting: str, dtype: torch.dtype, columns: int, poisoned: None) -> None:
-    def ours(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, w, eps=EPS, casting=casting)  # type: ignore[arg-type]
-
-    def plain(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return PLAIN[casting](x + residual, w), x + residual
-
-    operation(ours, plain).check(*torch.randn(2, 5, columns).to(dtype), torch.randn(columns).to(dtype))
-
-
 @pytest.mark.parametrize("rows", [1, 2, 33])
 def test_rows(norm: Any, centered: Any, rows: int, poisoned: None) -> None:
     norm.check(torch.randn(rows, 60), torch.randn(60))
@@ -89,15 +77,6 @@ def test_strides(operation: Any, centered: Any, laid_out: Callable[..., Tensor],
     centered.check(laid_out(33, 70).to(dtype), *torch.randn(70, 2).t().to(dtype))
 
 
-def test_strides_of_both_summands_and_of_upstream_gradients(laid_out: Callable[..., Tensor]) -> None:
-    x, residual, upstream, upstream_sum = (laid_out(33, 70) for _ in range(4))
-    leaves = [x.detach().requires_grad_(), residual.detach().requires_grad_(), torch.randn(70, requires_grad=True)]
-    total = leaves[0] + leaves[1]
-    expected = torch.autograd.grad((PLAIN["llama"](total, leaves[2]), total), leaves, (upstream, upstream_sum))
-    found = torch.autograd.grad(add_rms_norm(*leaves, eps=EPS), leaves, (upstream, upstream_sum))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_without_weight_and_without_bias(operation: Any) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(5, 300), torch.randn(300)
@@ -105,7 +84,6 @@ def test_without_weight_and_without_bias(operation: Any) -> None:
     operation(layer_norm, lambda x: F.layer_norm(x, (300,))).check(x)
     operation(layer_norm, lambda x, w: F.layer_norm(x, (300,), w)).check(x, w)
     operation(lambda x, b: layer_norm(x, None, b), lambda x, b: F.layer_norm(x, (300,), None, b)).check(x, w)
-    operation(lambda x, r: add_rms_norm(x, r), lambda x, r: (normalised(x + r), x + r)).check(x, x.flip(0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -135,44 +113,6 @@ def test_weight_of_another_dtype(operation: Any, casting: str) -> None:
     assert layer_norm(x, w, b).dtype == torch.bfloat16
 
 
-def test_the_result_in_another_dtype_is_rounded_once() -> None:
-    torch.manual_seed(0)
-    x, w = torch.randn(33, 300).bfloat16(), torch.randn(300)
-    found = rms_norm(x, w, eps=EPS, out_dtype=torch.bfloat16)
-    assert torch.equal(found, rms_norm(x, w, eps=EPS).bfloat16())
-
-
-def test_a_residual_stream_in_fp32(operation: Any) -> None:
-    torch.manual_seed(0)
-    x, residual, w = torch.randn(5, 300).bfloat16(), torch.randn(5, 300), torch.randn(300).bfloat16()
-
-    def ours(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, w, eps=EPS, out_dtype=x.dtype)
-
-    def plain(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return PLAIN["llama"](x + residual, w).to(x.dtype), x + residual
-
-    operation(ours, plain).check(x, residual, w)
-    y, total = add_rms_norm(x, x, w, residual_dtype=torch.float32)
-    assert (y.dtype, total.dtype) == (torch.float32, torch.float32)
-    assert torch.equal(total, x.float() + x.float())
-
-
-def test_one_of_two_results_is_enough() -> None:
-    torch.manual_seed(0)
-    leaves = [torch.randn(5, 30, requires_grad=True), torch.randn(5, 30, requires_grad=True)]
-    w = torch.randn(30, requires_grad=True)
-    (found,) = torch.autograd.grad(add_rms_norm(*leaves, w)[0].sum(), leaves[0])
-    (expected,) = torch.autograd.grad(PLAIN["llama"](leaves[0] + leaves[1], w).sum(), leaves[0])
-    torch.testing.assert_close(found, expected)
-    rms_norm(leaves[0], w).sum().backward()
-    w.grad = None
-    add_rms_norm(*leaves, w)[1].sum().backward()
-    assert w.grad is None
-    assert leaves[1].grad is not None
-    assert torch.equal(leaves[1].grad, torch.ones(5, 30))
-
-
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
 def test_a_frozen_input_gets_no_gradient(frozen: str) -> None:
     torch.manual_seed(0)
@@ -184,25 +124,22 @@ def test_a_frozen_input_gets_no_gradient(frozen: str) -> None:
 
 
 def test_inputs_are_never_written(casting: str) -> None:
-    tensors = [*torch.randn(2, 5, 40), *torch.randn(2, 40)]
+    tensors = [torch.randn(5, 40), *torch.randn(2, 40)]
     before = [(tensor._version, tensor.clone()) for tensor in tensors]
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    x, residual, w, b = leaves
-    y, total = add_rms_norm(x, residual, w, casting=casting)  # type: ignore[arg-type]
-    (y + total + layer_norm(x, w, b) + rms(casting)(x, w)).square().sum().backward()
+    x, w, b = leaves
+    (layer_norm(x, w, b) + rms(casting)(x, w)).square().sum().backward()
     for tensor, (version, copy) in zip(tensors, before, strict=True):
         assert tensor._version == version
         assert torch.equal(tensor, copy)
 
 
 def test_backward_twice_and_two_runs_are_bitwise_equal(casting: str) -> None:
-    x, residual = (torch.randn(33, 300, requires_grad=True) for _ in range(2))
-    w = torch.randn(300, requires_grad=True)
+    x, w = torch.randn(33, 300, requires_grad=True), torch.randn(300, requires_grad=True)
     results = []
     for _ in range(2):
-        y, total = add_rms_norm(x, residual, w, casting=casting)  # type: ignore[arg-type]
-        loss = (y * total).sum()
-        results += [torch.autograd.grad(loss, (x, residual, w), retain_graph=keep) for keep in (True, False)]
+        loss = (rms(casting)(x, w) * x).sum()
+        results += [torch.autograd.grad(loss, (x, w), retain_graph=keep) for keep in (True, False)]
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -223,13 +160,10 @@ def test_in_place_change_between_forward_and_backward_is_noticed() -> None:
 def test_the_rebuilt_result_has_the_same_bits(
     casting: str, dtype: torch.dtype, columns: int, is_centered: bool
 ) -> None:
-    x, residual = torch.randn(2, 5, columns).to(dtype)
-    w, b = torch.randn(2, columns).to(dtype)
+    x, (w, b) = torch.randn(5, columns).to(dtype), torch.randn(2, columns).to(dtype)
     terms = (EPS, casting, is_centered, dtype)
     y, mean, rstd = norm_op(x, w, b if is_centered else None, *terms)
     assert torch.equal(norm_apply_op(x, mean, rstd, w, b if is_centered else None, *terms), y)
-    y, total, mean, rstd = add_norm_op(x, residual, w, None, *terms, dtype)
-    assert torch.equal(norm_apply_op(total, mean, rstd, w, None, *terms), y)
 
 
 class Block(nn.Module):
@@ -242,7 +176,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = rms_norm(x, self.first)
-        z, total = add_rms_norm(self.layers[0](y) * self.layers[1](y) * self.layers[2](y), x, self.second)
+        total = self.layers[0](y) * self.layers[1](y) * self.layers[2](y) + x
+        z = rms_norm(total, self.second)
         return self.layers[3](layer_norm(self.layers[3](z) + total, self.first, self.bias))
 
 

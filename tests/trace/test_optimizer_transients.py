@@ -1,7 +1,7 @@
 """What the optimizer's step takes on top of its state on CUDA, against the real step with the same implementation.
 
-Every optimizer of torch.optim whose step needs no closure, in each implementation it has; one of memwall's own with
-moments of 8 bits; and one that nobody has heard of. Widths are unequal, so that nothing can be a multiple by chance.
+Every optimizer of torch.optim whose step needs no closure, in each implementation it has; and one that nobody has
+heard of. Widths are unequal, so that nothing can be a multiple by chance.
 """
 
 from collections import Counter
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from memwall.trace.fake import record_fake
 from memwall.trace.records import Step
 from memwall.trace.workload import Workload
-from memwall.triton_kernels import FusedAdamW
 
 # Unequal, so that the largest tensor and the sum of all are no multiples of each other.
 WIDTHS = (64, 48, 200, 8, 120)
@@ -126,24 +125,6 @@ def test_an_implementation_that_was_asked_for_is_the_one_foreseen(name: str, imp
 def test_an_optimizer_that_torch_chooses_nothing_for_is_run_not_guessed(name: str) -> None:
     """Beside the real step on a CPU, whose products of bfloat16 make copies for themselves."""
     assert_foreseen(WITHOUT_IMPLEMENTATIONS[name], {}, {}, has_cpu_workspaces=True)
-
-
-def test_moments_of_8_bits_are_all_that_their_kernel_makes() -> None:
-    """The reference that runs on a CPU makes more; on CUDA one kernel updates in place."""
-    workload = Workload(
-        model=model,
-        batch=lambda: torch.ones(1, WIDTHS[0]),
-        loss=lambda model, batch: model(batch).sum(),
-        optimizer=lambda p: FusedAdamW(p, lr=0.1, moment_bits=8),
-    )
-    parameters = list(model().parameters())
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = FusedAdamW(parameters, lr=0.1, moment_bits=8)
-    optimizer.step()
-    held = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)]
-    state_bytes = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}.values())
-    assert foreseen(record_fake(workload, target="cuda").steps) == pytest.approx([state_bytes, 0], abs=512)
 
 
 def assert_foreseen(

@@ -16,7 +16,7 @@ __all__ = ["glu_backward_kernel", "glu_kernel", "launch_glu", "launch_glu_backwa
 
 @triton.jit
 def _sigmoids(x) -> tuple[tl.tensor, tl.tensor]:
-    """Sigmoid of x and of -x, both exact to fp32 in either tail: no difference from 1, no overflow."""
+    """Returns the sigmoid of x and of -x, both exact to fp32 in either tail: no difference from 1, no overflow."""
     e = tl.exp2(tl.abs(x) * -1.4426950408889634)
     larger = 1.0 / (1.0 + e)
     smaller = e * larger
@@ -25,7 +25,7 @@ def _sigmoids(x) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def _share(gate, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """What the gate is multiplied with to be activated, and the derivative of that."""
+    """Returns the factor that activates the gate, and the derivative of that."""
     if KIND == "silu":
         share, rest = _sigmoids(gate)
         slope = share * rest
@@ -56,7 +56,7 @@ def glu_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """product = activation(gate) * up."""
+    """Computes activation(gate) * up."""
     program = tl.program_id(0).to(tl.int64)
     row = program // num_blocks
     columns = (program - row * num_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -90,7 +90,7 @@ def glu_backward_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Gradients of gate and up for the gradient of the product."""
+    """Computes gradients of gate and up for the gradient of the product."""
     program = tl.program_id(0).to(tl.int64)
     row = program // num_blocks
     columns = (program - row * num_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -160,5 +160,5 @@ def launch_glu_backward(grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tenso
 
 
 def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """One long row where that is possible: rows that are no multiple of a block would leave lanes idle."""
+    """Returns one long row where that is possible: rows that are no multiple of a block would leave lanes idle."""
     return tuple(t.view(1, -1) for t in tensors) if all(t.is_contiguous() for t in tensors) else tensors

@@ -11,7 +11,7 @@ __all__ = ["reference_glu", "reference_glu_backward"]
 
 
 def _share(gate: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """What the gate is multiplied with to be activated, and the derivative of that."""
+    """Returns the factor that activates the gate, and the derivative of that."""
     if kind == "silu":
         share = torch.sigmoid(gate)
         return share, share * torch.sigmoid(-gate)

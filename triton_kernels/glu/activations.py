@@ -15,15 +15,14 @@ from memwall.errors import UsageError
 from .._launch import runs_triton
 from .._rows import DTYPES, as_rows
 from ..recompute import publish
-from ._cost import GluShape, cost
 
-__all__ = ["GluShape", "cost", "geglu", "swiglu"]
+__all__ = ["geglu", "swiglu"]
 
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up.
+    """Returns silu(gate) * up.
 
     Args:
         gate: [..., I], any strides; without `up` [..., 2 I], gate and up side by side.
@@ -39,7 +38,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """gelu(gate) * up; arguments and errors as of `swiglu`.
+    """Returns gelu(gate) * up; arguments and errors are those of `swiglu`.
 
     Args:
         gate: [..., I], any strides; without `up` [..., 2 I].
@@ -79,7 +78,7 @@ def _glu(name: str, gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
 
 @torch.library.custom_op("memwall::glu", mutates_args=())
 def glu_op(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """activation(gate) * up, contiguous, in the promoted dtype; `kind` is silu, gelu or gelu_tanh."""
+    """Returns activation(gate) * up, contiguous, in the promoted dtype; `kind` is silu, gelu or gelu_tanh."""
     product = _empty_product(gate, up)
     if product.numel() > 0:
         _forward(product)(as_rows(gate), as_rows(up), as_rows(product), kind)
@@ -93,7 +92,7 @@ def _(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 @torch.library.custom_op("memwall::packed_glu", mutates_args=())
 def packed_glu_op(packed: Tensor, kind: str) -> Tensor:
-    """`glu_op` of the two halves of `packed`."""
+    """Returns `glu_op` of the two halves of `packed`."""
     gate, up = packed.chunk(2, -1)
     product = _empty_product(gate, up)
     if product.numel() > 0:
@@ -109,7 +108,7 @@ def _(packed: Tensor, kind: str) -> Tensor:
 
 @torch.library.custom_op("memwall::glu_backward", mutates_args=())
 def glu_backward_op(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Gradients of `glu_op` for gate and up, contiguous."""
+    """Returns gradients of `glu_op` for gate and up, contiguous."""
     grad_gate, grad_up = _contiguous_like(gate), _contiguous_like(up)
     if gate.numel() > 0:
         inputs = (as_rows(tensor) for tensor in (grad, gate, up))
@@ -124,7 +123,7 @@ def _(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("memwall::packed_glu_backward", mutates_args=())
 def packed_glu_backward_op(grad: Tensor, packed: Tensor, kind: str) -> Tensor:
-    """Gradient of `packed_glu_op`, contiguous."""
+    """Returns the gradient of `packed_glu_op`, contiguous."""
     result = _contiguous_like(packed)
     if packed.numel() > 0:
         _backward(grad)(as_rows(grad), *as_rows(packed).chunk(2, -1), *as_rows(result).chunk(2, -1), kind)

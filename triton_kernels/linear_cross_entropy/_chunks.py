@@ -14,7 +14,7 @@ from .._rows import compute_dtype
 from ._reference import Rows, reference_row_loss
 from ._terms import LossTerms
 
-__all__ = ["ROW_ALIGNMENT", "Gradients", "Loss", "LossCall", "chunked_loss", "empty_gradients"]
+__all__ = ["ROW_ALIGNMENT", "Gradients", "LossCall", "chunked_loss", "empty_gradients", "weight_gradient_dtype"]
 
 # Rows of the slab start at multiples of this many elements: one 128-byte line of a 16-bit dtype.
 ROW_ALIGNMENT = 64
@@ -23,71 +23,67 @@ _CPU_COLUMNS = 8192
 
 
 class LossCall(NamedTuple):
-    """One call of the operators: their arguments, in their order."""
+    """Holds the arguments of the operators, in their order."""
 
     x: Tensor
     w: Tensor
     target: Tensor
     bias: Tensor | None
-    token_weight: Tensor | None
     ignore_index: int
     label_smoothing: float
-    z_loss: float
     softcap: float
     logit_scale: float
     chunk_rows: int
-    max_valid_rows: int | None
-    accum_dtype: torch.dtype
     want_x: bool
     want_w: bool
     want_bias: bool
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What autograd may save."""
-        return (self.x, self.w, self.target, self.bias, self.token_weight)
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns what autograd may save."""
+        return (self.x, self.w, self.target, self.bias)
 
     @property
     def terms(self) -> LossTerms:
-        """What a row's loss consists of."""
-        return LossTerms(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.logit_scale)
+        """Returns what a row's loss consists of."""
+        return LossTerms(self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale)
 
     @property
     def wanted(self) -> tuple[bool, bool, bool]:
-        """Whether a gradient is wanted for input, weight and bias."""
+        """Tells whether a gradient is wanted for input, weight and bias."""
         return (self.want_x, self.want_w, self.want_bias)
 
 
 class Gradients(NamedTuple):
-    """Gradients of input, weight and bias; an empty tensor where none is wanted."""
+    """Holds gradients of input, weight and bias; an empty tensor where none is wanted."""
 
     x: Tensor
     w: Tensor
     bias: Tensor
 
 
-class Loss(NamedTuple):
-    """What each row contributes."""
+def weight_gradient_dtype(call: LossCall) -> torch.dtype:
+    """Returns what the head's gradient is added up in: fp32, unless one chunk of bf16 has nothing to add up.
 
-    rows: Tensor
-    """[M]: loss times coefficient; 0 where ignored."""
-    lse: Tensor
-    """[M]: log-sum-exp of the scaled logits; 0 where ignored."""
+    In fp16 a single chunk needs fp32 as well: a sum over rows, not yet divided by their number, exceeds 65,504.
+    """
+    dtype = call.w.dtype
+    is_narrow = dtype == torch.float16 or (dtype == torch.bfloat16 and call.x.shape[0] > call.chunk_rows)
+    return torch.float32 if is_narrow else dtype
 
 
-def empty_gradients(x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool], weight_dtype: torch.dtype) -> Gradients:
-    """Room for the wanted gradients; the weight's in `weight_dtype`, in which chunks are added up."""
-    want_x, want_w, want_bias = wanted
-    num_columns, wide = w.shape[0], compute_dtype(x.dtype)
+def empty_gradients(call: LossCall) -> Gradients:
+    """Returns room for the wanted gradients."""
+    x, w, dtype = call.x, call.w, weight_gradient_dtype(call)
     return Gradients(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_x else x.new_empty(0),
-        torch.empty(w.shape, dtype=weight_dtype, device=w.device) if want_w else w.new_empty(0, dtype=weight_dtype),
-        x.new_empty(num_columns if want_bias else 0, dtype=wide),
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if call.want_x else x.new_empty(0),
+        torch.empty(w.shape, dtype=dtype, device=w.device) if call.want_w else w.new_empty(0, dtype=dtype),
+        x.new_empty(w.shape[0] if call.want_bias else 0, dtype=compute_dtype(x.dtype)),
     )
 
 
-def chunked_loss(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradients: Gradients) -> Loss:
-    """Loss of every row of `x @ w.T`, and gradients of its sum.
+def chunked_loss(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradients: Gradients) -> Tensor:
+    """Returns the loss of every row of `x @ w.T`, 0 where ignored, and fills in gradients of its sum.
 
     Args:
         call: what the loss is taken of, and in which chunks.
@@ -95,16 +91,12 @@ def chunked_loss(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradi
         rows: int64, the rows to look at, distinct; the others count as ignored. None is all of them.
         gradients: tensors to fill; empty ones are skipped.
     """
-    x, w, target, bias, _ = call.tensors
+    x, w, target, bias = call.tensors
     chunk_rows, terms = call.chunk_rows, call.terms
     num_rows, num_columns = x.shape[0], w.shape[0]
     writes_gradient = any(gradient.numel() > 0 for gradient in gradients)
-    wide = compute_dtype(x.dtype)
-    found = Loss(
-        # Zero, and NaN where the coefficient is: also of rows that are not among `rows`.
-        coefficient.to(wide) * 0.0,
-        torch.zeros(num_rows, dtype=wide, device=x.device),
-    )
+    # Zero, and NaN where the coefficient is: also of rows that are not among `rows`.
+    found = coefficient.to(compute_dtype(x.dtype)) * 0.0
     if rows is not None:
         gradients.x.zero_()
     num_used = num_rows if rows is None else rows.shape[0]
@@ -128,11 +120,10 @@ def chunked_loss(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradi
             else:
                 torch.addmm(bias, x_part, w.t(), out=logits)
             # Copies where rows are gathered, views of the results where not.
-            found_part = Rows(logits, target[part].contiguous(), coefficient[part], found.rows[part], found.lse[part])
+            found_part = Rows(logits, target[part].contiguous(), coefficient[part], found[part])
             row_loss(found_part, terms, writes_gradient=writes_gradient)
             if rows is not None:
-                found.rows.index_copy_(0, rows[begin:end], found_part.loss)
-                found.lse.index_copy_(0, rows[begin:end], found_part.lse)
+                found.index_copy_(0, rows[begin:end], found_part.loss)
             if gradients.x.numel() > 0:
                 if rows is None:
                     torch.mm(logits, w, out=gradients.x[part])
@@ -151,7 +142,7 @@ def _row_loss(x: Tensor) -> Callable[..., None]:
 
 
 def _matrix(w: Tensor) -> Tensor:
-    """`w` as GEMMs take it, row- or column-major; any other layout is copied once here, not once per chunk."""
+    """Returns `w` as GEMMs take it, row- or column-major; another layout is copied once here, not once per chunk."""
     rows, columns = w.shape
     is_row_major = w.stride(1) == 1 and w.stride(0) >= columns
     is_column_major = w.stride(0) == 1 and w.stride(1) >= rows

@@ -16,7 +16,7 @@ __all__ = ["Rows", "reference_row_loss"]
 
 
 class Rows(NamedTuple):
-    """Rows of logits, and where what is found of them goes."""
+    """Holds rows of logits, and where what is found of them goes."""
 
     logits: Tensor
     """[rows, V], row stride at least V; overwritten by the gradient, rounded once, if one is asked for."""
@@ -26,12 +26,10 @@ class Rows(NamedTuple):
     """[rows], fp32 (fp64 for fp64 logits)."""
     loss: Tensor
     """[rows], written."""
-    lse: Tensor
-    """[rows], log-sum-exp of the scaled logits, written."""
 
 
 def reference_row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -> None:
-    """Loss of each row times its coefficient, and the gradient of that in place of the logits.
+    """Computes the loss of each row times its coefficient, and the gradient of that in place of the logits.
 
     Args:
         rows: what is read and written.
@@ -43,7 +41,7 @@ def reference_row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -
 
 
 def _row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -> None:
-    logits, target, coefficient, loss, lse = rows
+    logits, target, coefficient, loss = rows
     vocabulary = logits.shape[1]
     is_ignored = target == terms.ignore_index
     is_valid = (target >= 0) & (target < vocabulary)
@@ -61,17 +59,13 @@ def _row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -> None:
     total = gradient.sum(1)
     # Beside logits of 10,000 an lse in fp32 is exact to a thousandth only: loss and p are taken from its two parts.
     log_total = total.log()
-    row_lse = shift + log_total
     row_loss = (1.0 - terms.label_smoothing) * ((shift - picked) + log_total)
     if mean is not None:
         row_loss += terms.label_smoothing * ((shift - origin) + log_total - mean)
-    if terms.z_loss != 0.0:
-        row_loss += terms.z_loss * row_lse.square()
     loss.copy_(torch.where(is_ignored, 0.0, row_loss * coefficient))
-    lse.copy_(torch.where(is_ignored, 0.0, row_lse))
     if not writes_gradient:
         return
-    gradient *= ((1.0 + 2.0 * terms.z_loss * row_lse) / total).unsqueeze(1)
+    gradient *= (1.0 / total).unsqueeze(1)
     if terms.label_smoothing > 0.0:
         gradient -= terms.label_smoothing / vocabulary
     gradient.scatter_add_(1, index, gradient.new_full(index.shape, terms.label_smoothing - 1.0))
@@ -82,7 +76,7 @@ def _row_loss(rows: Rows, terms: LossTerms, *, writes_gradient: bool) -> None:
 
 
 def _scaled(logits: Tensor, dtype: torch.dtype, terms: LossTerms) -> Tensor:
-    """The logits that the loss sees, in a new tensor."""
+    """Returns the logits that the loss sees, in a new tensor."""
     z = logits.to(dtype, copy=True)
     if terms.logit_scale != 1.0:
         z *= terms.logit_scale

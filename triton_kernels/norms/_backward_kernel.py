@@ -56,7 +56,7 @@ def norm_sums_kernel(
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one row: the sum of g n, and of g; g is the gradient of the normalised values n. sums: [2, rows]."""
+    """Adds up, for one row, g n and g, where g is the gradient of the normalised values n. sums: [2, rows]."""
     row = tl.program_id(0).to(tl.int64)
     grad_ptr += row * grad_row_stride
     x_ptr += row * x_row_stride
@@ -82,7 +82,6 @@ def norm_sums_kernel(
 @triton.jit
 def norm_backward_kernel(
     grad_ptr,
-    grad_sum_ptr,
     x_ptr,
     weight_ptr,
     mean_ptr,
@@ -97,12 +96,9 @@ def norm_backward_kernel(
     rows_per_program,
     grad_row_stride,
     grad_column_stride,
-    grad_sum_row_stride,
-    grad_sum_column_stride,
     x_row_stride,
     x_column_stride,
     weight_offset,
-    ADDS: tl.constexpr,
     IS_CENTERED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -112,7 +108,7 @@ def norm_backward_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Gradient of what was normalised (plus that of the sum), and partial sums for weight and bias."""
+    """Computes the gradient of what was normalised, and partial sums for weight and bias."""
     program = tl.program_id(0).to(tl.int64)
     chunk = program // num_tiles
     columns = (program - chunk * num_tiles) * BLOCK + tl.arange(0, BLOCK)
@@ -149,11 +145,7 @@ def norm_backward_kernel(
         grad_x = grad - normalised * (along / size)
         if IS_CENTERED:
             grad_x = grad_x - common / size
-        grad_x = grad_x * rstd
-        if ADDS:
-            grad_sum_ptrs = grad_sum_ptr + row * grad_sum_row_stride + columns * grad_sum_column_stride
-            grad_x += tl.load(grad_sum_ptrs, mask=mask, other=0.0).to(tl.float32)
-        store_rounded(grad_x_ptr + row * num_columns + columns, grad_x, mask, INTERPRETED)
+        store_rounded(grad_x_ptr + row * num_columns + columns, grad_x * rstd, mask, INTERPRETED)
     if WANTS_WEIGHT:
         tl.store(partial_weight_ptr + chunk * num_columns + columns, weight_sum, mask=mask)
     if WANTS_BIAS:
@@ -162,7 +154,6 @@ def norm_backward_kernel(
 
 def launch_norm_backward(
     grad: Tensor,
-    grad_sum: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     mean: Tensor,
@@ -172,7 +163,7 @@ def launch_norm_backward(
     grad_bias: Tensor,
     terms: NormTerms,
 ) -> None:
-    """`reference_norm_backward` in Triton: the same arguments, results contiguous."""
+    """Does in Triton what `reference_norm_backward` does; results are contiguous."""
     num_rows, num_columns = x.shape
     launch = norm_backward_launch(num_columns, warp_size(x))
     num_tiles = triton.cdiv(num_columns, launch.block)
@@ -182,7 +173,6 @@ def launch_norm_backward(
         for name, result in (("weight", grad_weight), ("bias", grad_bias))
     }
     known = x if weight is None else weight
-    added = grad if grad_sum is None else grad_sum
     sums = torch.empty(2, num_rows if num_tiles > 1 else 0, dtype=torch.float32, device=x.device)
     shared = {"IS_CENTERED": terms.is_centered, "HAS_WEIGHT": weight is not None}
     how = {"BLOCK": launch.block, "num_warps": launch.num_warps, "enable_fp_fusion": True}
@@ -194,7 +184,6 @@ def launch_norm_backward(
             )  # fmt: skip
         norm_backward_kernel[(num_chunks * num_tiles,)](
             grad,
-            added,
             x,
             known,
             mean,
@@ -208,10 +197,8 @@ def launch_norm_backward(
             num_tiles,
             triton.cdiv(num_rows, num_chunks),
             *grad.stride(),
-            *added.stride(),
             *x.stride(),
             terms.weight_offset,
-            ADDS=grad_sum is not None,
             ROUNDS=terms.rounds,
             WANTS_WEIGHT=grad_weight.numel() > 0,
             WANTS_BIAS=grad_bias.numel() > 0,

@@ -1,4 +1,4 @@
-"""The forward Triton half of the norms: RMSNorm, LayerNorm, and both of a sum. Needs triton.
+"""The forward Triton half of the norms: RMSNorm and LayerNorm. Needs triton.
 
 One program normalises one row: held in registers up to `ONE_TILE`, beyond that read again from the L2 cache. Everything
 is fp32 inside. What is applied to an element stands in `_applied`, which the rebuild shares to the last bit.
@@ -32,7 +32,7 @@ def _applied(
     ROUNDED_TO: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> tl.tensor:
-    """fp32 result of the norm for `values` of one row."""
+    """Returns the fp32 result of the norm for `values` of one row."""
     if IS_CENTERED:
         values = values - mean
     result = rounded(values * rstd, ROUNDED_TO, INTERPRETED)
@@ -49,20 +49,8 @@ def _applied(
 
 
 @triton.jit
-def _values(
-    x_ptrs, residual_ptrs, mask, ADDS: tl.constexpr, SUM_DTYPE: tl.constexpr, INTERPRETED: tl.constexpr
-) -> tl.tensor:
-    """What is normalised: x, or x + residual as the tensor of sums holds it."""
-    values = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if ADDS:
-        values = values + tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
-        values = rounded(values, SUM_DTYPE, INTERPRETED)
-    return values
-
-
-@triton.jit
 def _mean(values, mask, size) -> tl.tensor:
-    """Mean of the values inside the mask; what the first sum lost of a common offset is in the differences from it."""
+    """Returns the mean inside the mask; what the first sum lost of a common offset is in the differences from it."""
     first = tl.sum(values, 0) / size
     return first + tl.sum(tl.where(mask, values - first, 0.0), 0) / size
 
@@ -70,21 +58,16 @@ def _mean(values, mask, size) -> tl.tensor:
 @triton.jit
 def norm_kernel(
     x_ptr,
-    residual_ptr,
     weight_ptr,
     bias_ptr,
     result_ptr,
-    sum_ptr,
     mean_ptr,
     rstd_ptr,
     num_columns,
     x_row_stride,
     x_column_stride,
-    residual_row_stride,
-    residual_column_stride,
     eps,
     weight_offset,
-    ADDS: tl.constexpr,
     IS_CENTERED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -93,29 +76,22 @@ def norm_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row: result, its mean and 1 / standard deviation, and the sum where there is a residual.
+    """Normalises one row, and keeps its mean and 1 / standard deviation.
 
-    ROUNDS: the normalised value is rounded to the dtype of what is normalised before it meets the weight.
+    ROUNDS: the normalised value is rounded to the dtype of x before it meets the weight.
     """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_row_stride
-    residual_ptr += row * residual_row_stride
     num_columns = tl.cast(num_columns, tl.int64)
     result_ptr += row * num_columns
-    sum_ptr += row * num_columns
-    sum_dtype: tl.constexpr = sum_ptr.dtype.element_ty
-    rounded_to: tl.constexpr = sum_dtype if ROUNDS else tl.float32
+    rounded_to: tl.constexpr = x_ptr.dtype.element_ty if ROUNDS else tl.float32
     lanes = tl.arange(0, BLOCK)
     size = num_columns.to(tl.float32)
     mean = 0.0
     if ONE_TILE:
         columns = lanes.to(tl.int64)
         mask = columns < num_columns
-        x_ptrs = x_ptr + columns * x_column_stride
-        residual_ptrs = residual_ptr + columns * residual_column_stride
-        values = _values(x_ptrs, residual_ptrs, mask, ADDS, sum_dtype, INTERPRETED)
-        if ADDS:
-            store_rounded(sum_ptr + columns, values, mask, INTERPRETED)
+        values = tl.load(x_ptr + columns * x_column_stride, mask=mask, other=0.0).to(tl.float32)
         centered = values
         if IS_CENTERED:
             mean = _mean(values, mask, size)
@@ -132,11 +108,7 @@ def norm_kernel(
         for start in range(0, num_columns, BLOCK):
             columns = tl.cast(start, tl.int64) + lanes
             mask = columns < num_columns
-            x_ptrs = x_ptr + columns * x_column_stride
-            residual_ptrs = residual_ptr + columns * residual_column_stride
-            values = _values(x_ptrs, residual_ptrs, mask, ADDS, sum_dtype, INTERPRETED)
-            if ADDS:
-                store_rounded(sum_ptr + columns, values, mask, INTERPRETED)
+            values = tl.load(x_ptr + columns * x_column_stride, mask=mask, other=0.0).to(tl.float32)
             if IS_CENTERED:
                 # Each tile around its own mean, then joined: a common offset must not drown the differences.
                 num_seen = tl.cast(start, tl.int64).to(tl.float32)
@@ -154,9 +126,7 @@ def norm_kernel(
         for start in range(0, num_columns, BLOCK):
             columns = tl.cast(start, tl.int64) + lanes
             mask = columns < num_columns
-            x_ptrs = x_ptr + columns * x_column_stride
-            residual_ptrs = residual_ptr + columns * residual_column_stride
-            values = _values(x_ptrs, residual_ptrs, mask, ADDS, sum_dtype, INTERPRETED)
+            values = tl.load(x_ptr + columns * x_column_stride, mask=mask, other=0.0).to(tl.float32)
             result = _applied(
                 values, mean, rstd, weight_ptr, bias_ptr, columns, mask, weight_offset,
                 IS_CENTERED, HAS_WEIGHT, HAS_BIAS, rounded_to, INTERPRETED,
@@ -172,9 +142,9 @@ def norm_apply_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    result_ptr,
     mean_ptr,
     rstd_ptr,
-    result_ptr,
     num_columns,
     num_tiles,
     x_row_stride,
@@ -187,7 +157,7 @@ def norm_apply_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The result of `norm_kernel` again, from what it found out about each row."""
+    """Computes the result of `norm_kernel` again, from what that found out about each row."""
     program = tl.program_id(0).to(tl.int64)
     row = program // num_tiles
     columns = (program - row * num_tiles) * BLOCK + tl.arange(0, BLOCK)
@@ -207,36 +177,29 @@ def norm_apply_kernel(
 
 def launch_norm(
     x: Tensor,
-    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     result: Tensor,
-    total: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
     terms: NormTerms,
 ) -> None:
-    """`reference_norm` in Triton: the same arguments, `result` and `total` contiguous."""
+    """Does in Triton what `reference_norm` does; `result` is contiguous."""
     num_rows, num_columns = x.shape
     launch = norm_launch(num_columns, warp_size(x))
-    # A tensor in the place of one that is not there is not read.
-    added = x if residual is None else residual
     with on_device(x):
         norm_kernel[(num_rows,)](
             x,
-            added,
+            # A tensor in the place of one that is not there is not read.
             x if weight is None else weight,
             x if bias is None else bias,
             result,
-            x if total is None else total,
             mean,
             rstd,
             num_columns,
             *x.stride(),
-            *added.stride(),
             terms.eps,
             terms.weight_offset,
-            ADDS=residual is not None,
             IS_CENTERED=terms.is_centered,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
@@ -253,12 +216,12 @@ def launch_norm_apply(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    result: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    result: Tensor,
     terms: NormTerms,
 ) -> None:
-    """`reference_norm_apply` in Triton."""
+    """Does in Triton what `reference_norm_apply` does."""
     num_rows, num_columns = x.shape
     launch = norm_launch(num_columns, warp_size(x))
     num_tiles = triton.cdiv(num_columns, launch.block)
@@ -267,9 +230,9 @@ def launch_norm_apply(
             x,
             x if weight is None else weight,
             x if bias is None else bias,
+            result,
             mean,
             rstd,
-            result,
             num_columns,
             num_tiles,
             *x.stride(),

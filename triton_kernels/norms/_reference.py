@@ -11,11 +11,9 @@ __all__ = ["reference_norm", "reference_norm_apply", "reference_norm_backward"]
 
 def reference_norm(
     x: Tensor,
-    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     result: Tensor,
-    total: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
     terms: NormTerms,
@@ -24,53 +22,40 @@ def reference_norm(
 
     Args:
         x: [rows, columns], any strides.
-        residual: is added first; the sum, rounded to the dtype of `total`, is what is normalised.
         weight: [columns]. bias: [columns].
         result: [rows, columns], written.
-        total: the sum, written; only with a residual.
         mean: [rows] fp32 (fp64 for fp64), written; empty where nothing is centered.
         rstd: [rows], 1 / sqrt(var + eps), written.
         terms: which norm.
     """
-    wide = rstd.dtype
     for part in row_slices(*x.shape):
-        source = x[part]
-        if residual is not None and total is not None:
-            total[part] = source.to(wide) + residual[part].to(wide)
-            source = total[part]
-        values = source.to(wide)
+        values = x[part].to(rstd.dtype)
         if terms.is_centered:
             # What the first sum lost of a common offset is in the differences from it.
             first = values.mean(1)
             mean[part] = first + (values - first.unsqueeze(1)).mean(1)
             values = values - mean[part].unsqueeze(1)
         rstd[part] = torch.rsqrt(values.square().mean(1) + terms.eps)
-        result[part] = _applied(source, weight, bias, mean[part], rstd[part], terms)
+    reference_norm_apply(x, weight, bias, result, mean, rstd, terms)
 
 
 def reference_norm_apply(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    result: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    result: Tensor,
     terms: NormTerms,
 ) -> None:
-    """`reference_norm` again, from the mean and the deviation that it found; x is what was normalised."""
+    """Computes the result of `reference_norm` from the mean and the deviation that it found."""
     for part in row_slices(*x.shape):
-        result[part] = _applied(x[part], weight, bias, mean[part], rstd[part], terms)
-
-
-def _applied(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, terms: NormTerms
-) -> Tensor:
-    values = _normalised(x, mean, rstd, terms)
-    if terms.rounds:
-        values = values.to(x.dtype).to(rstd.dtype)
-    if weight is not None:
-        values = values * (weight.to(rstd.dtype) + terms.weight_offset)
-    return values if bias is None else values + bias.to(rstd.dtype)
+        values = _normalised(x[part], mean[part], rstd[part], terms)
+        if terms.rounds:
+            values = values.to(x.dtype).to(rstd.dtype)
+        if weight is not None:
+            values = values * (weight.to(rstd.dtype) + terms.weight_offset)
+        result[part] = values if bias is None else values + bias.to(rstd.dtype)
 
 
 def _normalised(x: Tensor, mean: Tensor, rstd: Tensor, terms: NormTerms) -> Tensor:
@@ -82,7 +67,6 @@ def _normalised(x: Tensor, mean: Tensor, rstd: Tensor, terms: NormTerms) -> Tens
 
 def reference_norm_backward(
     grad: Tensor,
-    grad_sum: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
     mean: Tensor,
@@ -92,13 +76,12 @@ def reference_norm_backward(
     grad_bias: Tensor,
     terms: NormTerms,
 ) -> None:
-    """Gradients of `reference_norm`.
+    """Computes the gradients of `reference_norm`.
 
     Args:
         grad: [rows, columns], of the result.
-        grad_sum: of the sum; None where there is none.
         x: what was normalised. weight: [columns]. mean, rstd: [rows], as found in forward.
-        grad_x: [rows, columns], written: the gradient of what was normalised.
+        grad_x: [rows, columns], written.
         grad_weight: [columns], written; empty if it is not wanted. grad_bias: likewise.
         terms: which norm.
     """
@@ -119,6 +102,6 @@ def reference_norm_backward(
         if terms.is_centered:
             found -= g.mean(1, keepdim=True)
         found *= rstd[part].unsqueeze(1)
-        grad_x[part] = found if grad_sum is None else found + grad_sum[part].to(wide)
+        grad_x[part] = found
     grad_weight.copy_(weight_sum)
     grad_bias.copy_(bias_sum)

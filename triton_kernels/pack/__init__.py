@@ -1,5 +1,5 @@
-"""`pack` and `unpack`: a tensor in a byte for each element, for what leaves the device between forward and backward."""
+"""`pack_into` and `unpack_into`: a tensor in a byte for each element, for what leaves the device until backward."""
 
-from .packing import BLOCK_ELEMENTS, Packed, PackShape, cost, error_bound, pack, pack_into, unpack, unpack_into
+from .packing import BLOCK_ELEMENTS, Packed, pack, pack_into, unpack_into
 
-__all__ = ["BLOCK_ELEMENTS", "PackShape", "Packed", "cost", "error_bound", "pack", "pack_into", "unpack", "unpack_into"]
+__all__ = ["BLOCK_ELEMENTS", "Packed", "pack", "pack_into", "unpack_into"]

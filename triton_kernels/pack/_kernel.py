@@ -1,4 +1,4 @@
-"""The Triton half of `pack` and `unpack`. Needs triton.
+"""The Triton half of packing. Needs triton.
 
 fp8 is made and read by integer arithmetic: sm_80 and gfx942 have no e4m3fn, and Triton's interpreter rounds it wrongly.
 Nothing is fused: the CPU's reference gives the same bits.
@@ -11,38 +11,30 @@ from torch import Tensor
 
 from .._configs import pack_launch
 from .._launch import is_interpreting, on_device, warp_size
-from .._store import store_rounded
+from .._store import nearest_integers, store_rounded
 from ._terms import BLOCK_ELEMENTS, LEVELS, SMALLEST_UNIT
 
 __all__ = ["launch_pack", "launch_unpack", "pack_kernel", "unpack_kernel"]
 
 _UNIT = tl.constexpr(BLOCK_ELEMENTS)
 _SMALLEST_UNIT = tl.constexpr(SMALLEST_UNIT)
-# Added to an fp32 number below 2^22 it rounds to the nearest integer, which then stands in the low bits.
-_ROUNDER = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def _integers(values) -> tl.tensor:
-    """The nearest integers, modulo 2^22: cheaper than a conversion."""
-    return (values + _ROUNDER).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _fp8_bits(values) -> tl.tensor:
-    """e4m3fn of fp32 `values` up to 448, to nearest even: sign, 4 bits of exponent (bias 7), 3 of fraction."""
+    """Returns e4m3fn of fp32 `values` up to 448, to nearest even: sign, 4 bits of exponent (bias 7), 3 of fraction."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # 960 = (127 - 7) << 3: the biases apart.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
     # Below 2^-6 steps are 2^-9.
-    small = _integers(tl.abs(values) * 512.0) & 0xFF
+    small = nearest_integers(tl.abs(values) * 512.0) & 0xFF
     return tl.where(magnitude < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
 def _fp8_values(codes) -> tl.tensor:
-    """fp32 of e4m3fn `codes`, 0 to 255, none of which is NaN."""
+    """Returns fp32 of e4m3fn `codes`, 0 to 255, none of which is NaN."""
     magnitude = codes & 0x7F
     normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
     values = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
@@ -55,24 +47,16 @@ def pack_kernel(
     codes_ptr,
     units_ptr,
     num_elements,
-    num_columns,
-    row_stride,
-    column_stride,
     IS_FP8: tl.constexpr,
     LEVELS: tl.constexpr,
-    IS_FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Codes of several blocks, and their units."""
+    """Makes codes of several blocks, and their units."""
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     lanes = tl.arange(0, BLOCK // _UNIT)
     elements = begin + lanes[:, None] * _UNIT + tl.arange(0, _UNIT)[None, :]
     mask = elements < num_elements
-    offsets = elements
-    if not IS_FLAT:
-        rows = elements // num_columns
-        offsets = rows * row_stride + (elements - rows * num_columns) * column_stride
-    values = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x_ptr + elements, mask=mask, other=0.0).to(tl.float32)
     is_finite = tl.abs(values) < float("inf")
     largest = tl.max(tl.where(is_finite, tl.abs(values), 0.0), 1)
     units = tl.div_rn(largest, tl.zeros_like(largest) + LEVELS)
@@ -83,7 +67,7 @@ def pack_kernel(
     if IS_FP8:
         tl.store(codes_ptr + elements, _fp8_bits(scaled).to(tl.uint8), mask=mask)
     else:
-        tl.store(codes_ptr + elements, _integers(scaled).to(tl.int8), mask=mask)
+        tl.store(codes_ptr + elements, nearest_integers(scaled).to(tl.int8), mask=mask)
     num_bad = tl.max((is_finite == 0).to(tl.int32), 1)
     blocks = begin // _UNIT + lanes
     tl.store(units_ptr + blocks, tl.where(num_bad > 0, float("nan"), units), mask=blocks * _UNIT < num_elements)
@@ -99,7 +83,7 @@ def unpack_kernel(
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Codes times the units of their blocks."""
+    """Multiplies codes with the units of their blocks."""
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     lanes = tl.arange(0, BLOCK // _UNIT)
     elements = begin + lanes[:, None] * _UNIT + tl.arange(0, _UNIT)[None, :]
@@ -111,20 +95,17 @@ def unpack_kernel(
     store_rounded(result_ptr + elements, values * units[:, None], mask, INTERPRETED)
 
 
-def launch_pack(tensor: Tensor, codes: Tensor, units: Tensor, form: str) -> None:
-    """`reference_pack` in Triton, which copies nothing."""
-    launch = pack_launch(warp_size(tensor))
-    with on_device(tensor):
-        pack_kernel[(triton.cdiv(tensor.numel(), launch.block),)](
-            tensor,
+def launch_pack(flat: Tensor, codes: Tensor, units: Tensor) -> None:
+    """Does in Triton what `reference_pack` does."""
+    launch = pack_launch(warp_size(flat))
+    with on_device(flat):
+        pack_kernel[(triton.cdiv(flat.numel(), launch.block),)](
+            flat,
             _as_integers(codes),
             units,
-            tensor.numel(),
-            tensor.shape[1],
-            *tensor.stride(),
-            IS_FP8=form == "fp8",
-            LEVELS=LEVELS[form],
-            IS_FLAT=tensor.is_contiguous(),
+            flat.numel(),
+            IS_FP8=codes.dtype != torch.int8,
+            LEVELS=LEVELS[codes.dtype],
             BLOCK=launch.block,
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
@@ -132,7 +113,7 @@ def launch_pack(tensor: Tensor, codes: Tensor, units: Tensor, form: str) -> None
 
 
 def launch_unpack(codes: Tensor, units: Tensor, result: Tensor) -> None:
-    """`reference_unpack` in Triton."""
+    """Does in Triton what `reference_unpack` does."""
     launch = pack_launch(warp_size(result))
     with on_device(result):
         unpack_kernel[(triton.cdiv(codes.numel(), launch.block),)](

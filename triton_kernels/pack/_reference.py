@@ -1,4 +1,4 @@
-"""The plain torch half of `pack` and `unpack`, which also is the CPU path: the kernels' bits."""
+"""The plain torch half of packing, which also is the CPU path: the kernels' bits."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,9 @@ __all__ = ["reference_pack", "reference_unpack"]
 _SLICE_BLOCKS = 1024
 
 
-def reference_pack(tensor: Tensor, codes: Tensor, units: Tensor, form: str) -> None:
-    """Fills `codes` and `units`.
-
-    Args:
-        tensor: [rows, columns]; copied where it is not contiguous.
-        codes: [elements], int8 or float8_e4m3fn.
-        units: [blocks], fp32, or fp64 of an fp64 tensor.
-        form: int8 or fp8.
-    """
-    flat, levels = tensor.reshape(-1), LEVELS[form]
+def reference_pack(flat: Tensor, codes: Tensor, units: Tensor) -> None:
+    """Fills `codes` [elements] and `units` [blocks] for `flat` [elements]."""
+    levels = LEVELS[codes.dtype]
     num_whole = flat.numel() // BLOCK_ELEMENTS
     whole = num_whole * BLOCK_ELEMENTS
     values, packed = flat[:whole].view(-1, BLOCK_ELEMENTS), codes[:whole].view(-1, BLOCK_ELEMENTS)
@@ -37,7 +30,7 @@ def reference_pack(tensor: Tensor, codes: Tensor, units: Tensor, form: str) -> N
 
 
 def _pack_blocks(values: Tensor, codes: Tensor, units: Tensor, scratch: Tensor, levels: float) -> None:
-    """Of whole blocks [blocks, block]; `scratch` is as large, in the dtype of `units`."""
+    """Packs whole blocks [blocks, block]; `scratch` is as large, in the dtype of `units`."""
     if values.dtype != scratch.dtype:
         values = scratch.copy_(values)
     largest = _largest(values)
@@ -56,7 +49,7 @@ def _pack_blocks(values: Tensor, codes: Tensor, units: Tensor, scratch: Tensor, 
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Magnitude in each block. Two passes over a cache that stores nothing are what torch is fastest at (2.13)."""
+    """Returns the largest magnitude in each block. torch (2.13) is fastest at two passes that store nothing."""
     return torch.maximum(values.amax(1), -values.amin(1))
 
 

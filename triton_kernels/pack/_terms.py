@@ -5,13 +5,13 @@ import torch
 __all__ = ["BLOCK_ELEMENTS", "CODE_DTYPES", "LEVELS", "SMALLEST_UNIT"]
 
 BLOCK_ELEMENTS = 128
-"""That share a unit."""
+"""So many elements share a unit."""
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Of the codes, by form."""
+"""The dtype of codes, by form."""
 
-LEVELS = {"int8": 127.0, "fp8": 448.0}
-"""The largest code, by form: units are the largest magnitude of a block over this."""
+LEVELS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest code, by dtype: units are the largest magnitude of a block over this."""
 
 SMALLEST_UNIT = 2.0**-126
 """fp32's smallest normal number: below it a unit counts as 0, since GPUs may flush what it is divided into."""

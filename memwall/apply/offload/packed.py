@@ -138,6 +138,4 @@ class PackedTier:
         return Packed(
             codes=memory[:num_elements].view(self._codes),
             units=memory[offset : offset + num_blocks * torch.float32.itemsize].view(torch.float32),
-            shape=torch.Size((num_elements,)),
-            dtype=self._dtype,
         )
