@@ -1,4 +1,4 @@
-"""What is recorded of torch's allocator: six programs, and settings under which one of them runs again.
+"""What is recorded of torch's allocator: four programs, and settings under which one of them runs again.
 
 Each in a process of its own (`gpu_record_case.py`), with the history on before the first allocation. Those that train
 are workloads, so that their requests are also known without a GPU (`allocator_oracle/golden.py`).
@@ -32,14 +32,13 @@ WHAT_IFS = (
     "roundup_power2_divisions:4",
     "large_segment_size_mb:64",
 )
-"""The first is one of the six recordings, too; the other three are only run for their peaks and histories."""
+"""The first is one of the five recordings, too; the other three are only run for their peaks and histories."""
 RUNS: tuple[tuple[str, str], ...] = (
     ("static-mlp", ""),
     (_VARIABLE, ""),
     ("cross-stream", ""),
     ("out-of-memory", ""),
     (_VARIABLE, WHAT_IFS[0]),
-    ("mem-pool", ""),
     *((_VARIABLE, settings) for settings in WHAT_IFS[1:]),
 )
 """Program and PYTORCH_CUDA_ALLOC_CONF."""
@@ -192,27 +191,6 @@ def _expect_out_of_memory(num_mib: int, device: str) -> None:
     raise AssertionError(f"a request of {num_mib} MiB was granted above the limit")
 
 
-def _mem_pool(marks: Marks, device: str) -> None:
-    """Some allocations are routed into a pool of their own; it is kept to the end, so that nothing is given back."""
-    pool = torch.cuda.MemPool()
-    outside = [_bytes(30, device)]
-    for number in range(3):
-        marks.phase(f"round {number}")
-        with torch.cuda.use_mem_pool(pool):
-            inside = [_bytes(size, device) for size in (5, 12, 1, 40)]
-            del inside[1]
-            inside.append(_bytes(9, device))
-        outside.clear()
-        outside.append(_bytes(25 + number, device))
-        del inside
-    marks.empty_cache()
-    KEPT.append(pool)
-
-
-KEPT: list[object] = []
-"""What must outlive the recording."""
-
-
 def _bytes(num_mib: int, device: str) -> Tensor:
     return torch.empty(num_mib * MIB, dtype=torch.uint8, device=device)
 
@@ -222,5 +200,4 @@ PROGRAMS: dict[str, Callable[[Marks, str], None]] = {
     "variable-transformer": _variable_transformer,
     "cross-stream": _cross_stream,
     "out-of-memory": _out_of_memory,
-    "mem-pool": _mem_pool,
 }

@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 import zstandard
+from allocator_statistics import WatchedAllocator
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.addresses import placed_addresses, recorded_addresses
 from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.cuda_allocator.memory_blocks import Block
-from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.statistics import PoolStatistics
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 __all__ = [
@@ -180,17 +179,13 @@ class _Simulated:
         self, record: AllocatorRecord, settings: str, addresses: Iterator[int], *, waits_to_the_end: bool = False
     ) -> None:
         profile, _ = profile_for(record.torch)
-        self.statistics = PoolStatistics()
         self._record = record
         self._synchronized = _synchronized(record)
         self._waits_to_the_end = waits_to_the_end
-        self._device = CudaAllocator(
-            parse_settings(settings, profile),
-            profile,
-            total_bytes=record.total_bytes,
-            addresses=addresses,
-            statistics=self.statistics,
+        self._device = WatchedAllocator(
+            parse_settings(settings, profile), profile, total_bytes=record.total_bytes, addresses=addresses
         )
+        self.statistics = self._device.statistics
         self._live: dict[int, Block] = {}
         self._waiting: dict[int, Block] = {}
         """Freed while another stream used them. By recorded address, both."""
@@ -229,10 +224,10 @@ class _Simulated:
             self._device.set_memory_fraction(float(value))
 
     def _event(self, number: int) -> None:
-        action, address, nbytes, stream, pool = self._record.events[number]
+        action, address, nbytes, stream, _ = self._record.events[number]
         device = self._device
         if action in ("alloc", "oom"):
-            block = self._malloc(nbytes, stream, pool)
+            block = device.malloc(nbytes, stream)
             if (block is None) != (action == "oom"):
                 raise UsageError(
                     f"{nbytes} bytes were {'granted' if block is None else 'refused'}, simulated otherwise"
@@ -243,28 +238,14 @@ class _Simulated:
             block = self._live.pop(address)
             following = self._record.events[number + 1 : number + 2]
             is_free = bool(following) and following[0][:2] == ("free_completed", address)
-            if not is_free or (self._waits_to_the_end and number + 1 in self._synchronized):
-                # Which stream it waits for is not recorded, only until when: each waits for one of its own.
-                device.record_stream(block, -1 - number)
+            waits = not is_free or (self._waits_to_the_end and number + 1 in self._synchronized)
+            if waits:
                 self._waiting[address] = block
-            device.free(block)
+            device.free(block, is_awaited=waits)
         elif action == "free_completed" and address in self._waiting:
             block = self._waiting.pop(address)
             if number not in self._synchronized:
-                device.finish(block)
-                device.process_uses()
-
-    def _malloc(self, nbytes: int, stream: int, pool: int) -> Block | None:
-        device = self._device
-        if not pool:
-            return device.malloc(nbytes, stream)
-        if pool not in device.private_pools:
-            device.add_pool(pool)
-        device.begin_pool(pool)
-        try:
-            return device.malloc(nbytes, stream)
-        finally:
-            device.end_pool()
+                device.complete(block)
 
 
 def _places(record: AllocatorRecord) -> Iterator[int]:

@@ -33,20 +33,19 @@ from benchmarks.allocator_oracle.recording import (
 from benchmarks.allocator_record import first_difference as history_difference
 from benchmarks.allocator_record import save_record
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
-# The recording: these seeds without and with private pools, and the statistics after every tenth call.
-_PLAIN_SEEDS = range(220, 226)
-_POOL_SEEDS = range(226, 232)
+# The recording: these seeds, and the statistics after every tenth call.
+_SEEDS = range(220, 226)
 _NUM_RECORDED_CALLS = 220
 _NUM_CALLS = 400
 _GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 
 
-def _recorded(version: str, oracle: Oracle, profile: VersionProfile) -> Recording:
+def _recorded(version: str, oracle: Oracle) -> Recording:
     runs = []
-    for seed in (*_PLAIN_SEEDS, *_POOL_SEEDS):
-        run = record(oracle, profile, seed, num_calls=_NUM_RECORDED_CALLS, has_pools=seed in _POOL_SEEDS)
+    for seed in _SEEDS:
+        run = record(oracle, seed, num_calls=_NUM_RECORDED_CALLS)
         last = len(run.calls) - 1
         kept = {number: counts for number, counts in run.statistics.items() if number % 10 == 9 or number == last}
         runs.append(replace(run, statistics=kept))
@@ -56,7 +55,7 @@ def _recorded(version: str, oracle: Oracle, profile: VersionProfile) -> Recordin
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", required=True, metavar="VERSION", help="2.11.0 or later, as on PyPI")
-    parser.add_argument("--cases", type=int, default=100, help="random processes to compare; every second with pools")
+    parser.add_argument("--cases", type=int, default=100, help="random processes to compare")
     parser.add_argument("--cache", type=Path, default=Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser())
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="also compare torch with the recording of the tests")
@@ -77,14 +76,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as build:
         oracle = prepare(version, arguments.cache / "memwall-allocator-oracle", Path(build))
         for seed in range(arguments.cases):
-            run = record(oracle, profile, seed, num_calls=_NUM_CALLS, has_pools=seed % 2 == 1)
+            run = record(oracle, seed, num_calls=_NUM_CALLS)
             difference = first_difference(run, profile)
             if difference is None:
                 num_equal += len(run.calls)
             else:
                 differences[f"case {seed}"] = difference
         if arguments.check or arguments.write:
-            recording = _recorded(version, oracle, profile)
+            recording = _recorded(version, oracle)
             for number, run in enumerate(recording.runs):
                 difference = first_difference(run, profile)
                 if difference is not None:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from benchmarks.allocator_oracle.libraries import Oracle
 from benchmarks.allocator_oracle.recording import RecordedRun
 from memwall.predict.cuda_allocator.allocator_settings import MIB, NUM_DIVISIONS, AllocatorSettings, format_settings
-from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
 __all__ = ["TorchAllocator", "record"]
 
@@ -23,7 +22,6 @@ _TOTAL_BYTES = 1024 * MIB
 _ENDLESS_BYTES = 1 << 62
 _STREAMS = (0, 1000)
 _SIDE_STREAM = 2000
-_FIRST_POOL = 100
 _NUM_STATISTICS = 22
 """Words of an answer before the places of new segments."""
 
@@ -95,21 +93,14 @@ class _Crash(Exception):
     """Torch's allocator crashed: nothing is wrong with the simulator, and the case ends there."""
 
 
-def record(oracle: Oracle, profile: VersionProfile, seed: int, *, num_calls: int, has_pools: bool) -> RecordedRun:
-    """One process that allocates and frees at random.
-
-    Left out is what ends in the order of a hash table: several pools that are used when memory is out, several blocks
-    whose free waits for the end of a capture or, before 2.13, of any routing.
-
-    Args:
-        has_pools: whether some calls make, use and release private pools; from 2.13 on graphs are captured into them.
-    """
+def record(oracle: Oracle, seed: int, *, num_calls: int) -> RecordedRun:
+    """Records one process that allocates and frees at random."""
     draw = random.Random(seed)
     settings = _settings(draw)
     capacity_bytes = draw.choice((None, 400 * MIB))
     fraction = draw.choice((None, 0.29296875))
     is_descending = draw.random() < 0.5
-    text = format_settings(settings, profile)
+    text = format_settings(settings)
     variables = {
         "PYTORCH_CUDA_ALLOC_CONF": text,
         "STUB_TOTAL_BYTES": str(_TOTAL_BYTES),
@@ -120,7 +111,7 @@ def record(oracle: Oracle, profile: VersionProfile, seed: int, *, num_calls: int
         if fraction is not None:
             torch.call(f"m {fraction}")
         try:
-            _call_at_random(torch, profile, draw, num_calls=num_calls, has_pools=has_pools)
+            _call_at_random(torch, draw, num_calls=num_calls)
         except _Crash as crash:
             print(f"seed {seed} is compared up to here: {crash}", file=sys.stderr)
     return RecordedRun(
@@ -134,36 +125,22 @@ def record(oracle: Oracle, profile: VersionProfile, seed: int, *, num_calls: int
     )
 
 
-def _call_at_random(
-    torch: TorchAllocator, profile: VersionProfile, draw: random.Random, *, num_calls: int, has_pools: bool
-) -> None:
-    pools = _Pools(torch, profile, draw)
+def _call_at_random(torch: TorchAllocator, draw: random.Random, *, num_calls: int) -> None:
     live: list[int] = []
-    shared: set[int] = set()
-    """Blocks that the side stream uses, too."""
-    is_one_waiting = False
     num_blocks = 0
     for _ in range(num_calls):
         choice = draw.random()
         if choice < 0.55:
             num_blocks += 1
             nbytes = draw.choice(_SIZES) + draw.randrange(5000)
-            is_one_waiting &= pools.defers_frees
             if torch.call(f"a {num_blocks} {nbytes} {draw.choice(_STREAMS)}") != "oom":
                 live.append(num_blocks)
                 if draw.random() < 0.05:
-                    shared.add(num_blocks)
                     torch.call(f"r {num_blocks} {_SIDE_STREAM}")
-        elif choice < (0.92 if has_pools else 0.95) and live:
+        elif choice < 0.95 and live:
             block = draw.choice(live)
-            if block in shared and pools.defers_frees:
-                if is_one_waiting:
-                    continue
-                is_one_waiting = True
             live.remove(block)
             torch.call(f"f {block}")
-        elif choice < 0.96 and has_pools:
-            pools.change()
         elif choice < 0.98:
             torch.call(f"d {_SIDE_STREAM}")
         elif choice >= 0.99:
@@ -187,51 +164,3 @@ def _settings(draw: random.Random) -> AllocatorSettings:
         roundup_power2_divisions=(divisions,) * NUM_DIVISIONS,
         garbage_collection_threshold=threshold,
     )
-
-
-class _Pools:
-    """Private pools, at most three at once; allocations are routed into at most two of them."""
-
-    def __init__(self, torch: TorchAllocator, profile: VersionProfile, draw: random.Random) -> None:
-        self._torch = torch
-        self._draw = draw
-        self._routing_defers_frees = profile.routing_defers_frees
-        self._pools: list[int] = []
-        self._routes: list[tuple[int, int]] = []
-        """Pool, and 1 where a graph is captured."""
-        self._overflow: int | None = None
-        """The one pool that is used when memory is out; it stays."""
-
-    @property
-    def defers_frees(self) -> bool:
-        """Whether frees of blocks that another stream uses wait."""
-        return any(self._routing_defers_frees or is_capture for _, is_capture in self._routes)
-
-    def change(self) -> None:
-        """Makes a pool, routes into one, ends that or releases one."""
-        draw, torch, routes = self._draw, self._torch, self._routes
-        choice = draw.random()
-        is_capturing = any(is_capture for _, is_capture in routes)
-        if choice < 0.35 and len(self._pools) < 3:
-            pool = _FIRST_POOL + len(torch.calls)
-            flags = draw.choice((0, 1, 2)) & (3 if self._overflow is None else 2)
-            self._pools.append(pool)
-            if flags & 1:
-                self._overflow = pool
-            torch.call(f"P {pool} {flags}")
-        elif choice < 0.7 and self._pools and len(routes) < 2 and not is_capturing:
-            idle = [pool for pool in self._pools if pool not in dict(routes)]
-            if idle:
-                pool = draw.choice(idle)
-                is_capture = int(draw.random() < 0.4 and not routes and not self._routing_defers_frees)
-                routes.append((pool, is_capture))
-                torch.call(f"B {pool} {is_capture}")
-        elif choice < 0.9 and routes:
-            pool, is_capture = routes.pop()
-            torch.call(f"E {pool} {is_capture}")
-        elif not routes:
-            released = [pool for pool in self._pools if pool != self._overflow]
-            if released:
-                pool = draw.choice(released)
-                self._pools.remove(pool)
-                torch.call(f"R {pool}")

@@ -12,7 +12,6 @@
 
 extern "C" {
 void stub_finish(cudaStream_t stream);
-void stub_capture(bool is_on);
 const std::vector<uintptr_t>* stub_segments();
 }
 namespace c10::cuda::_internal {
@@ -23,16 +22,7 @@ namespace {
 
 using c10::cuda::CUDACachingAllocator::CUDAAllocator;
 
-c10::MempoolId_t pool_of(unsigned long long id) { return {0, id}; }
 cudaStream_t stream_of(uintptr_t number) { return reinterpret_cast<cudaStream_t>(number); }
-
-// Releases before 2.13 have no mark of their own for the capture.
-void mark_capture(auto* allocator, bool is_on) {
-  stub_capture(is_on);
-  if constexpr (requires { allocator->markCaptureBegin(0); }) {
-    is_on ? allocator->markCaptureBegin(0) : allocator->markCaptureEnd(0);
-  }
-}
 
 void print_statistics(CUDAAllocator* allocator) {
   const auto found = allocator->getDeviceStats(0);
@@ -156,22 +146,6 @@ int main() {
       record_history(allocator);
     } else if (letter == 'N') {
       allocator->snapshot();
-    } else if (letter == 'P') {
-      std::cin >> option;
-      allocator->createOrIncrefPool(0, pool_of(id));
-      if (option & 1) allocator->setUseOnOOM(0, pool_of(id), true);
-      if (option & 2) allocator->setNoSplit(0, pool_of(id));
-    } else if (letter == 'B') {
-      std::cin >> option;
-      allocator->beginAllocateToPool(0, pool_of(id), [](cudaStream_t) { return true; });
-      if (option) mark_capture(allocator, true);
-    } else if (letter == 'E') {
-      std::cin >> option;
-      if (option) mark_capture(allocator, false);
-      allocator->endAllocateToPool(0, pool_of(id));
-      allocator->releasePool(0, pool_of(id));
-    } else if (letter == 'R') {
-      allocator->releasePool(0, pool_of(id));
     }
     print_statistics(allocator);
     print_new_segments();

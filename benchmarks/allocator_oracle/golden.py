@@ -7,6 +7,8 @@ are simulated and what the allocator does with them is real.
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
+from msgspec.structs import replace
+
 from benchmarks.allocator_oracle.cases import TorchAllocator
 from benchmarks.allocator_oracle.libraries import Oracle
 from benchmarks.allocator_programs import (
@@ -30,7 +32,6 @@ __all__ = ["stub_records"]
 MIB = 1 << 20
 _TOTAL_BYTES = 16 << 30
 _SIDE_STREAM = 2000
-_POOL = 7
 
 
 def stub_records(oracle: Oracle, version: str) -> Iterable[AllocatorRecord]:
@@ -103,9 +104,14 @@ def _steps(workload: Callable[[int], Workload], size: int) -> tuple[Step, ...]:
     return record_fake(workload(size), target="cuda").steps
 
 
+def _on_device(step: Step) -> Step:
+    storages = tuple(replace(storage, device="cuda") for storage in step.storages if storage.device == "cpu")
+    return replace(step, storages=storages)
+
+
 def _train(workload: Callable[[int], Workload], sizes: Sequence[int], run: _Run) -> None:
     steps = [_steps(workload, size)[min(number, 1)] for number, size in enumerate(sizes)]
-    trace = events_of_steps(steps, num_repeats=1, device="cpu")
+    trace = events_of_steps([_on_device(step) for step in steps], num_repeats=1)
     number_of: dict[int, int] = {}
     for start, end in zip((0, *trace.steps), (*trace.steps, len(trace.events)), strict=True):
         if start:
@@ -158,26 +164,9 @@ def _out_of_memory(run: _Run) -> None:
     run.free(*held[1::2], *kept, first, middle, last)
 
 
-def _mem_pool(run: _Run) -> None:
-    run.call(f"P {_POOL} 0")
-    outside = run.allocate(30 * MIB)
-    for number in range(3):
-        run.mark(f"phase round {number}")
-        run.call(f"B {_POOL} 0")
-        inside = [run.allocate(size * MIB) for size in (5, 12, 1, 40)]
-        run.free(inside.pop(1))
-        inside.append(run.allocate(9 * MIB))
-        run.call(f"E {_POOL} 0")
-        run.free(outside)
-        outside = run.allocate((25 + number) * MIB)
-        run.free(*inside)
-    run.empty_cache()
-
-
 _PROGRAMS: dict[str, Callable[[_Run], None]] = {
     "static-mlp": lambda run: _train(mlp, MLP_BATCHES, run),
     "variable-transformer": lambda run: _train(transformer, SENTENCE_LENGTHS, run),
     "cross-stream": _cross_stream,
     "out-of-memory": _out_of_memory,
-    "mem-pool": _mem_pool,
 }

@@ -1,25 +1,24 @@
 """What torch's own allocator did with a sequence of calls, on file, and the simulator's answers beside it.
 
 Calls: a(lloc) block bytes stream, f(ree) block, r(ecord_stream) block stream, d(one) stream, e(mpty_cache), m(emory
-fraction) share, P(ool) key with flags 1 used when memory is out and 2 never split, B(egin) and E(nd) of routing into a
-pool (1: capturing a graph), R(elease) of a pool. Of a history only (golden.py): H begins one, N leaves a mark in it, S
-asks for it.
+fraction) share. Of a history only (golden.py): H begins one, N leaves a mark in it, S asks for it.
 """
 
 from pathlib import Path
 
 import msgspec
 import zstandard
+from allocator_statistics import WatchedAllocator
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.addresses import recorded_addresses
 from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.cuda_allocator.memory_blocks import Block
-from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
 __all__ = ["RecordedRun", "Recording", "first_difference", "load_recording", "recording_path", "save_recording"]
 
+_SPLITS = ("inactive_split", "inactive_split_bytes")
 _TESTS = Path(__file__).parents[2] / "tests/predict/cuda_allocator"
 
 
@@ -81,11 +80,15 @@ def first_difference(run: RecordedRun, profile: VersionProfile) -> str | None:
 
 
 class _Simulated:
-    """Feeds recorded calls to the simulator."""
+    """Feeds recorded calls to the simulator; which uses on other streams are over, torch looks up at each request."""
 
     def __init__(self, run: RecordedRun, profile: VersionProfile) -> None:
         self._live: dict[int, Block] = {}
-        self._device = CudaAllocator(
+        self._shared: set[Block] = set()
+        """Blocks that the side stream uses, too."""
+        self._uses: dict[Block, bool] = {}
+        """Those of them that were freed, in order, and whether that stream is done with them."""
+        self._device = WatchedAllocator(
             parse_settings(run.settings, profile),
             profile,
             capacity_bytes=run.capacity_bytes,
@@ -101,36 +104,43 @@ class _Simulated:
             return letter
         numbers = [int(word) for word in words]
         if letter == "a":
+            for used, is_finished in list(self._uses.items()):
+                if not is_finished:
+                    break
+                device.complete(used)
+                del self._uses[used]
             block = device.malloc(numbers[1], numbers[2])
+            if not device.pending:  # a retry waits for all of them
+                self._uses.clear()
             if block is None:
                 return "oom"
             self._live[numbers[0]] = block
             return block.address
         if letter == "f":
-            device.free(self._live.pop(numbers[0]))
+            block = self._live.pop(numbers[0])
+            is_shared = block in self._shared
+            if is_shared:
+                self._shared.remove(block)
+                self._uses[block] = False
+            device.free(block, is_awaited=is_shared)
         elif letter == "r":
-            device.record_stream(self._live[numbers[0]], numbers[1])
+            self._shared.add(self._live[numbers[0]])
         elif letter == "d":
-            device.finish_stream(numbers[0])
+            self._uses = dict.fromkeys(self._uses, True)
         elif letter == "e":
             device.empty_cache()
-        elif letter == "P":
-            device.add_pool(numbers[0], is_used_on_oom=bool(numbers[1] & 1), is_no_split=bool(numbers[1] & 2))
-        elif letter == "B":
-            device.begin_pool(numbers[0], is_capture=bool(numbers[1]))
-        elif letter == "E":
-            device.end_pool()
-        elif letter == "R":
-            device.release_pool(numbers[0])
+            self._uses.clear()
         return letter
 
     def statistics(self) -> list[int]:
         device = self._device
+        found = device.statistics.as_dict()
+        names = ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes")
         return [
-            *(device.allocated_bytes, device.allocated_peak_bytes, device.active_bytes, device.active_peak_bytes),
-            *(device.requested_bytes, device.requested_peak_bytes, device.reserved_bytes, device.reserved_peak_bytes),
-            *(device.num_segments, device.num_splits, device.num_splits_peak),
-            *(device.split_bytes, device.split_peak_bytes, device.num_alloc_retries, device.num_ooms),
+            *(found[f"{name}.all.{part}"] for name in names for part in ("current", "peak")),
+            found["segment.all.current"],
+            *(found[f"{name}.all.{part}"] for name in _SPLITS for part in ("current", "peak")),
+            *(device.num_alloc_retries, device.num_ooms),
             *(device.num_sync_all_streams, device.num_device_alloc, device.num_device_free),
             *(device.num_oversize_allocations, device.num_oversize_segments),
         ]

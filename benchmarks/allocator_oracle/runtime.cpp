@@ -31,7 +31,6 @@ const size_t capacity_bytes = variable("STUB_CAPACITY_BYTES");
 const bool is_descending = variable("STUB_IS_DESCENDING");
 
 size_t used_bytes = 0;
-bool is_capturing = false;
 cudaError_t last_error = cudaSuccess;
 std::map<void*, size_t> mallocs;
 std::vector<uintptr_t> segments;
@@ -98,7 +97,6 @@ extern "C" {
 // -- for the driver ---------------------------------------------------------------------------------------------------
 
 void stub_finish(cudaStream_t stream) { num_done[stream] = num_recorded[stream]; }
-void stub_capture(bool is_on) { is_capturing = is_on; }
 const std::vector<uintptr_t>* stub_segments() { return &segments; }
 
 // -- runtime ----------------------------------------------------------------------------------------------------------
@@ -163,7 +161,7 @@ const char* cudaGetErrorString(cudaError_t) { return "stub error"; }
 const char* cudaGetErrorName(cudaError_t) { return "stub"; }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 

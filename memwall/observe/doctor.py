@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-from memwall.errors import StoreError, UsageError
+from memwall.errors import StoreError
 from memwall.machine.disk_location import default_directory
 from memwall.machine.disk_probe import probe_disk
 from memwall.machine.limits import CgroupLimit, cgroup_limit, memory_limit_bytes
@@ -193,10 +193,7 @@ def _allocator_findings(torch_version: str) -> tuple[str, ...]:
     """Returns what is found about the environment, for the installed release."""
     from memwall.apply.memory.cuda_setting import lint_variables
 
-    try:
-        profile, _ = profile_for(torch_version)
-    except UsageError:  # older than any allocator that is modelled; that torch is too old is a finding of its own
-        return ()
+    profile, _ = profile_for(torch_version)
     return lint_variables(os.environ, profile)
 
 

@@ -213,12 +213,6 @@ def test_what_is_doubtful_about_the_variables_is_told(environment: dict[str, str
     assert all(word in text for word in words)
 
 
-def test_a_release_that_ignores_a_variable_is_named() -> None:
-    old, _ = profile_for("2.9.1")
-    found = lint_variables(dict.fromkeys(NAMES, "expandable_segments:True"), old)
-    assert found[0] == "torch 2.9.1 ignores expandable_segments in PYTORCH_ALLOC_CONF; use PYTORCH_CUDA_ALLOC_CONF"
-
-
 @pytest.mark.slow
 def test_the_installed_torch_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (

@@ -180,12 +180,12 @@ def test_what_there_is_no_time_for_is_listed(
 
 def test_what_is_not_exact_fails_the_benchmark(gpu_truth: ModuleType) -> None:
     histories = {
-        "failures": ["history of mem-pool failed"],
+        "failures": ["history of cross-stream failed"],
         "l1": [{"name": "a", "difference": None}, {"name": "b", "difference": "event 3"}],
         "l2": [{"name": "a", "under": "x:1", "differences": ["reserved_bytes: measured 1, simulated 2"]}],
     }
     assert gpu_truth.failed(histories, {"failures": ["cap of t5 failed"]}) == [
-        "history of mem-pool failed",
+        "history of cross-stream failed",
         "cap of t5 failed",
         "b: no L1 re-simulation: event 3",
         "a under x:1: no L2 equality: reserved_bytes: measured 1, simulated 2",

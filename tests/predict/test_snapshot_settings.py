@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cuda_history import MIB, History, simulated_snapshot, varying_requests
 
-from memwall.predict.cuda_allocator.allocator_events import ALLOC, EMPTY_CACHE, FINISH, FREE, RECORD_STREAM, Event
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, COMPLETE, EMPTY_CACHE, FREE, FREE_LATER, Event
 from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch, analyse_device
 from memwall.predict.snapshot.compared_settings import with_settings
 from memwall.trace.snapshot.read import load_snapshot
@@ -46,7 +46,7 @@ def free(block: int) -> Event:
     return (FREE, block, 0, 0)
 
 
-USED = (RECORD_STREAM, 1, 0, 7)
+AWAITED = (FREE_LATER, 1, 0, 0)
 
 
 def test_the_best_settings_and_what_they_save(searched: Searched) -> None:
@@ -90,10 +90,10 @@ def test_the_recorded_settings_are_the_ones_replayed_and_stay_where_none_are_bet
         # The first block is given back for the second.
         pytest.param([alloc(1, 60), free(1), alloc(2, 80), free(2)], 100, 80, id="retry"),
         # The first block waits for another stream while the second is asked for,
-        pytest.param([alloc(1, 60), USED, free(1), alloc(2, 60), free(2)], None, 120, id="other-stream"),
+        pytest.param([alloc(1, 60), AWAITED, alloc(2, 60), free(2)], None, 120, id="other-stream"),
         # and is there for the third.
         pytest.param(
-            [alloc(1, 60), USED, free(1), alloc(2, 60), (FINISH, 1, 0, 0), alloc(3, 60), free(2), free(3)],
+            [alloc(1, 60), AWAITED, alloc(2, 60), (COMPLETE, 1, 0, 0), alloc(3, 60), free(2), free(3)],
             None,
             120,
             id="other-stream-done",
@@ -146,7 +146,7 @@ def test_what_was_cached_when_it_began_is_not_asked_for_again(searched: Searched
 
 
 def test_a_block_that_waited_for_a_stream_when_it_began_is_free_when_that_was_recorded(searched: Searched) -> None:
-    requests = [alloc(1, 60), USED, free(1), alloc(2, 60), (FINISH, 1, 0, 0), alloc(3, 60), free(2), free(3)]
+    requests = [alloc(1, 60), AWAITED, alloc(2, 60), (COMPLETE, 1, 0, 0), alloc(3, 60), free(2), free(3)]
     raw, _ = simulated_snapshot(requests)
     events = raw["device_traces"][0]
     del events[: next(i for i, event in enumerate(events) if event["action"] == "free_requested") + 1]

@@ -8,11 +8,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from allocator_statistics import WatchedAllocator
+
 from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, Event
 from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.cuda_allocator.event_replay import Playback
-from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.statistics import PoolStatistics
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 MIB = 1 << 20
@@ -41,16 +41,13 @@ def simulated_snapshot(
     *,
     capacity_bytes: int | None = None,
     torch_version: str = "2.13.0",
-) -> tuple[dict[str, Any], CudaAllocator]:
+) -> tuple[dict[str, Any], WatchedAllocator]:
     """What torch would dump after these requests and an emptied cache, and the allocator that served them."""
     profile = profile_for(torch_version)[0]
-    device = CudaAllocator(
-        parse_settings(settings, profile), profile, capacity_bytes=capacity_bytes, statistics=PoolStatistics()
-    )
+    device = WatchedAllocator(parse_settings(settings, profile), profile, capacity_bytes=capacity_bytes)
     assert Playback(device).run(requests)
     device.empty_cache()
     assert device.reserved_bytes == 0
-    assert device.statistics is not None
     trace = [
         {"action": action, "addr": address, "size": nbytes, "stream": stream}
         for action, address, nbytes, stream in device.statistics.trace

@@ -16,7 +16,12 @@ import torch
 from memwall.errors import ApplyError, UsageError
 from memwall.patches import Patches, note_permanent
 from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, VARIABLES
-from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, check, format_settings, parse_settings
+from memwall.predict.cuda_allocator.allocator_settings import (
+    AllocatorSettings,
+    format_settings,
+    parse_settings,
+    useless_options,
+)
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 from memwall.torch_internals.allocator import set_settings, settings_in_force
 from memwall.torch_internals.allocator import snapshot as snapshot_of_allocator
@@ -66,7 +71,7 @@ def require_cuda_setting(setting: str) -> None:
         if os.environ.get(name) != setting:
             _variables.environment(name, setting)
     try:
-        _make_effective(setting, profile)
+        _make_effective(setting)
     except BaseException:
         restore_variables()
         raise
@@ -113,7 +118,7 @@ def lint_variables(environment: Mapping[str, str], profile: VersionProfile) -> t
     for value in dict.fromkeys(present.values()):
         try:
             settings = parse_settings(value, profile)
-            found.extend(check(settings, profile, has_limit=False))
+            found.extend(useless_options(settings))
             if settings.expandable_segments:
                 found.append(f"expandable_segments:True is not for runs with {'; '.join(EXPANDABLE_GUARDS)}")
         except UsageError as error:
@@ -145,7 +150,7 @@ def _note(what: str, setting: str) -> None:
     _log.info("%s: CUDA allocator settings %s: %s", datetime.now(UTC).isoformat(timespec="seconds"), what, setting)
 
 
-def _make_effective(setting: str, profile: VersionProfile) -> None:
+def _make_effective(setting: str) -> None:
     """Has torch take the setting if it read the environment before; a refusal leaves the previous settings."""
     before = settings_in_force()
     if before == setting:
@@ -155,7 +160,7 @@ def _make_effective(setting: str, profile: VersionProfile) -> None:
         set_settings(setting)
     except (ValueError, RuntimeError) as error:
         # A refused string has been half applied by now.
-        previous = before or format_settings(AllocatorSettings(), profile)
+        previous = before or format_settings(AllocatorSettings())
         _note("refused, sent again those before", previous)
         set_settings(previous)
         raise ApplyError(f"torch refuses the allocator setting {setting}: {error}; '{before or ''}' stays") from error

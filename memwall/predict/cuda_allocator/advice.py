@@ -8,14 +8,12 @@ from typing import Literal
 from msgspec import Struct
 
 from memwall.predict.cuda_allocator.allocator_events import EventTrace
-from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, format_settings, read_items
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, format_settings
 from memwall.predict.cuda_allocator.event_replay import Figures
 from memwall.predict.cuda_allocator.settings_search import AllocatorChoice, search_settings
 from memwall.predict.cuda_allocator.torch_releases import (
-    VersionProfile,
     covered_releases,
     profile_for,
-    releases_reading,
 )
 
 __all__ = ["EXPANDABLE_GUARDS", "VARIABLES", "AllocatorAdvice", "advise", "setting_lines"]
@@ -37,7 +35,7 @@ _NOTABLE_SHARE = 0.01
 
 
 class AllocatorAdvice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings that reserve least at the peak of a run, without retries; all figures are simulated."""
+    """Names the settings that reserve least at the peak of a run, without retries; all figures are simulated."""
 
     level: Literal["L2 what-if"] = "L2 what-if"
     settings: str
@@ -63,7 +61,7 @@ class AllocatorAdvice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def saved_bytes(self) -> int:
-        """What the settings reserve less than the default."""
+        """Returns what the settings reserve less than the default."""
         return self.default_reserved_bytes - self.reserved_bytes
 
 
@@ -86,10 +84,9 @@ def advise(trace: EventTrace, torch_version: str, *, total_bytes: int | None = N
     if best.settings.expandable_segments and _is_notable(best):
         guards = EXPANDABLE_GUARDS
         guarded = search_settings(trace, torch_version, total_bytes=total_bytes, no_expandable_because=_FORBIDDEN)
-    text, figures = _worth_setting(best, profile)
-    guarded_text, guarded_figures = _worth_setting(guarded, profile)
+    text, figures = _worth_setting(best)
+    guarded_text, guarded_figures = _worth_setting(guarded)
     is_default = figures is best.default_figures
-    readers = releases_reading({key for key, _ in read_items(text)})
     return AllocatorAdvice(
         settings=text,
         reserved_bytes=figures.reserved_peak_bytes,
@@ -100,14 +97,14 @@ def advise(trace: EventTrace, torch_version: str, *, total_bytes: int | None = N
         guards=guards,
         guarded_settings=guarded_text,
         guarded_reserved_bytes=guarded_figures.reserved_peak_bytes,
-        torch_versions=f"simulated for torch {covered_releases(profile)}; the string is read by {readers}",
+        torch_versions=f"simulated for torch {covered_releases(profile)}; the string is read by 2.11 and later",
         num_tried=best.num_tried + (guarded.num_tried if guarded is not best else 0),
         notes=best.notes,
     )
 
 
 def setting_lines(text: str) -> str:
-    """How to set both variables, as one line of a shell."""
+    """Returns how to set both variables, as one line of a shell."""
     return " ".join(f"{name}={text}" for name in VARIABLES)
 
 
@@ -116,8 +113,8 @@ def _is_notable(choice: AllocatorChoice) -> bool:
     return default_bytes - choice.figures.reserved_peak_bytes > _NOTABLE_SHARE * default_bytes
 
 
-def _worth_setting(choice: AllocatorChoice, profile: VersionProfile) -> tuple[str, Figures]:
-    """The settings with their figures; the default ones where the gain is too small to be one."""
+def _worth_setting(choice: AllocatorChoice) -> tuple[str, Figures]:
+    """Returns the settings with their figures; the default ones where the gain is too small to be one."""
     if _is_notable(choice):
-        return choice.text, choice.figures
-    return format_settings(AllocatorSettings(), profile), choice.default_figures
+        return format_settings(choice.settings), choice.figures
+    return format_settings(AllocatorSettings()), choice.default_figures

@@ -6,90 +6,48 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from memwall.errors import TraceError
+from memwall.predict.cuda_allocator.held_blocks import Held
 from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES, round_up
 from memwall.trace.records import Step
 
 __all__ = [
     "ALLOC",
-    "BEGIN_POOL",
     "COMPLETE",
     "EMPTY_CACHE",
-    "END_POOL",
-    "FINISH",
     "FREE",
-    "RECORD_STREAM",
+    "FREE_LATER",
     "Event",
     "EventTrace",
-    "HeldBlock",
-    "HeldMemory",
-    "HeldRange",
     "events_of_steps",
     "live_peak_bytes",
 ]
 
-ALLOC, FREE, RECORD_STREAM, FINISH, EMPTY_CACHE, BEGIN_POOL, END_POOL, COMPLETE = range(8)
+ALLOC, FREE, FREE_LATER, COMPLETE, EMPTY_CACHE = range(5)
 
 Event = tuple[int, int, int, int]
-"""Action, block, bytes, stream. A block's number is used once. FINISH: the other streams are done with the freed block.
-COMPLETE: they are, and the allocator takes the block back at once. BEGIN_POOL has the number of the private pool in
-place of the block."""
-
-
-class HeldRange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Device memory in one piece: a segment, or a mapped stretch of an expandable one."""
-
-    address: int
-    nbytes: int
-    stream: int
-    is_small: bool
-    is_expandable: bool
-
-
-class HeldBlock(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A block in use, or waiting for another stream."""
-
-    number: int
-    """By which events call it."""
-    address: int
-    nbytes: int
-    requested_bytes: int
-    is_pending: bool
-
-
-class HeldMemory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the allocator holds at one moment, in order of address."""
-
-    ranges: tuple[HeldRange, ...]
-    blocks: tuple[HeldBlock, ...]
-    granule_bytes: int
-    """Unit of mapping of expandable segments in the large pool."""
+"""Action, block, bytes, stream. A block's number is used once. FREE_LATER: the program frees a block that another
+stream still uses. COMPLETE: that is done with it, and the allocator takes the block back."""
 
 
 class EventTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Events in the order in which the process issues them."""
+    """Holds events in the order in which the process issues them."""
 
     events: tuple[Event, ...]
     steps: tuple[int, ...]
     """Where each step begins; what stands before the first is allocated ahead of it."""
     boundaries: tuple[tuple[str, int], ...] = ()
     """Places between phases, named, where the cache could be emptied; the same name may occur often."""
-    held: HeldMemory | None = None
+    held: Held | None = None
     """What is there before the first event; None for nothing."""
 
     @property
     def steady_from(self) -> int:
-        """Where the first step is over and every further one should need nothing new."""
+        """Returns where the first step is over and every further one should need nothing new."""
         return self.steps[1] if len(self.steps) > 1 else len(self.events)
 
 
-def events_of_steps(
-    steps: Sequence[Step],
-    *,
-    num_repeats: int = 3,
-    device: str = "cuda",
-    lifetimes: Sequence[Sequence[tuple[int, int]]] = (),
-) -> EventTrace:
-    """The storages of recorded steps on a device as allocator events, all on one stream.
+def events_of_steps(steps: Sequence[Step], *, num_repeats: int = 2) -> EventTrace:
+    """Returns the storages of recorded steps on a CUDA device as allocator events, all on one stream.
 
     Before each operation the storages that died are freed, then its own are allocated. What outlives a step is what
     stands before the next one, matched by size.
@@ -97,43 +55,35 @@ def events_of_steps(
     Args:
         steps: in the order in which they run.
         num_repeats: how often the last one runs.
-        device: kind of device whose storages count, "cuda" for "cuda:0" too.
-        lifetimes: per step, birth and death per storage in place of the recorded ones, as a plan changes them.
 
     Raises:
-        TraceError: no step is given, or none has a storage on that device.
+        TraceError: no step is given, or none has a storage on a CUDA device.
     """
     if not steps:
         raise TraceError("there is no step to replay; record at least one")
     builder = _Builder()
     last = len(steps) - 1
-    for position in range(last + max(num_repeats, 1)):
-        number = min(position, last)
-        spans = (
-            lifetimes[number] if lifetimes else [(storage.birth, storage.death) for storage in steps[number].storages]
-        )
-        builder.add_step(steps[number], number, spans, device)
+    for position in range(last + num_repeats):
+        builder.add_step(steps[min(position, last)], min(position, last))
         if position == 0 and last + num_repeats > 1:
             builder.boundaries.append(("after the first step", len(builder.events)))
     if not builder.events:
         found = sorted({storage.device for step in steps for storage in step.storages})
-        raise TraceError(
-            f"no storage of the trace is on '{device}'; its storages are on {', '.join(found) or 'nothing'}"
-        )
+        raise TraceError(f"no storage of the trace is on 'cuda'; its storages are on {', '.join(found) or 'nothing'}")
     return EventTrace(events=tuple(builder.events), steps=tuple(builder.steps), boundaries=tuple(builder.boundaries))
 
 
 def live_peak_bytes(trace: EventTrace) -> int:
-    """The most bytes that live blocks take at once, each rounded to 512: no allocator can reserve less."""
+    """Returns the most bytes that live blocks take at once, each rounded to 512: no allocator can reserve less."""
     held = () if trace.held is None else trace.held.blocks
-    size_of = {block.number: round_up(block.requested_bytes, MIN_BLOCK_BYTES) for block in held}
+    size_of = {-1 - index: round_up(block.requested_bytes, MIN_BLOCK_BYTES) for index, block in enumerate(held)}
     live = peak = sum(size_of.values())
     for action, block, nbytes, _ in trace.events:
         if action == ALLOC:
             size_of[block] = size = round_up(nbytes, MIN_BLOCK_BYTES)
             live += size
             peak = max(peak, live)
-        elif action == FREE:
+        elif action in (FREE, FREE_LATER):
             live -= size_of.pop(block)
         elif action == COMPLETE:
             # Nothing, but for blocks that waited before the first event.
@@ -142,7 +92,7 @@ def live_peak_bytes(trace: EventTrace) -> int:
 
 
 class _Builder:
-    """Events so far, and what stands between two steps."""
+    """Collects events, and what stands between two steps."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -152,20 +102,20 @@ class _Builder:
         self._standing: dict[tuple[int, int], tuple[int, int]] = {}
         """Block and bytes, by step and storage."""
 
-    def add_step(self, step: Step, number: int, spans: Sequence[tuple[int, int]], device: str) -> None:
+    def add_step(self, step: Step, number: int) -> None:
         num_ops = len(step.ops)
         births: defaultdict[int, list[int]] = defaultdict(list)
         deaths: defaultdict[int, list[int]] = defaultdict(list)
         wanted: list[int] = []
         for index, storage in enumerate(step.storages):
-            birth, death = spans[index]
-            if storage.nbytes <= 0 or death <= birth or storage.device.partition(":")[0] != device:
+            is_on_device = storage.device.partition(":")[0] == "cuda"
+            if storage.nbytes <= 0 or storage.death <= storage.birth or not is_on_device:
                 continue
-            deaths[min(death, num_ops)].append(index)
-            if birth < 0:
+            deaths[min(storage.death, num_ops)].append(index)
+            if storage.birth < 0:
                 wanted.append(index)
             else:
-                births[birth].append(index)
+                births[storage.birth].append(index)
         live = self._link(step, number, wanted)
         self.steps.append(len(self.events))
         eval_starts = {operation for name, operation in step.marks if name == "eval"}

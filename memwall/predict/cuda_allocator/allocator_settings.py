@@ -1,7 +1,6 @@
 """The allocator's settings: PYTORCH_CUDA_ALLOC_CONF read into a record, checked, and written back complete.
 
-Reads what `c10/core/AllocatorConfig.cpp` of torch 2.13 reads. What a later call of the setter does to settings that it
-does not name is `setter.py`.
+Reads what `c10/core/AllocatorConfig.cpp` of torch 2.13 reads.
 """
 
 import re
@@ -16,12 +15,13 @@ __all__ = [
     "MIB",
     "NUM_DIVISIONS",
     "AllocatorSettings",
-    "check",
     "divisions_text",
     "format_settings",
     "is_well_formed",
     "parse_settings",
     "read_items",
+    "useless_options",
+    "with_option",
 ]
 
 MIB = 1 << 20
@@ -34,7 +34,7 @@ _WELL_FORMED = re.compile(rf"{_OPTION}(?:,{_OPTION})*", re.ASCII)
 
 
 class AllocatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the CUDA caching allocator that decide where and how much it allocates."""
+    """Holds the settings of the CUDA caching allocator that decide where and how much it allocates."""
 
     expandable_segments: bool = False
     """Grow one virtual reservation per stream and pool instead of one device malloc per segment."""
@@ -57,13 +57,13 @@ class AllocatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def slack_bytes(self) -> int:
-        """How much larger than an oversize request its block may be."""
+        """Returns how much larger than an oversize request its block may be."""
         rounding = self.max_non_split_rounding_bytes
         return self.large_segment_bytes if rounding is None else rounding
 
 
 def parse_settings(text: str, profile: VersionProfile) -> AllocatorSettings:
-    """Settings that a fresh process has with this configuration string.
+    """Returns the settings that a fresh process has with this configuration string.
 
     Raises:
         UsageError: a key is unknown to this release, a value is malformed or out of range, or two options exclude
@@ -72,7 +72,7 @@ def parse_settings(text: str, profile: VersionProfile) -> AllocatorSettings:
     settings = AllocatorSettings()
     for key, value in read_items(text):
         settings = with_option(settings, key, value, profile)
-    check(settings, profile)
+    _refuse_conflicts(settings)
     return settings
 
 
@@ -85,7 +85,7 @@ def is_well_formed(text: str) -> bool:
 
 
 def read_items(text: str) -> list[tuple[str, str]]:
-    """Names and values of a configuration string; lists in brackets stay one value.
+    """Returns names and values of a configuration string; lists in brackets stay one value.
 
     Raises:
         UsageError: the text is not of the form name:value,name:value.
@@ -103,7 +103,7 @@ def read_items(text: str) -> list[tuple[str, str]]:
 
 
 def with_option(settings: AllocatorSettings, key: str, value: str, profile: VersionProfile) -> AllocatorSettings:
-    """The settings with one option read from its text.
+    """Returns the settings with one option read from its text.
 
     Raises:
         UsageError: this release does not know the option, or the value is not one that it takes.
@@ -136,66 +136,44 @@ def with_option(settings: AllocatorSettings, key: str, value: str, profile: Vers
     return msgspec.structs.replace(settings, **change)
 
 
-def check(settings: AllocatorSettings, profile: VersionProfile, *, has_limit: bool = True) -> tuple[str, ...]:
-    """Warnings about settings that do nothing; dangerous ones are refused.
+def useless_options(settings: AllocatorSettings) -> tuple[str, ...]:
+    """Returns warnings about settings that do nothing in a process whose memory nobody limits otherwise."""
+    if settings.garbage_collection_threshold > 0 and settings.per_process_memory_fraction is None:
+        return (
+            f"garbage_collection_threshold:{settings.garbage_collection_threshold} does nothing without a memory "
+            "limit; set one with torch.cuda.set_per_process_memory_fraction",
+        )
+    return ()
 
-    Args:
-        has_limit: whether the process limits its memory (by fraction).
 
-    Raises:
-        UsageError: the settings exclude each other, or are out of the range that torch accepts.
-    """
+def _refuse_conflicts(settings: AllocatorSettings) -> None:
     max_split, large = settings.max_split_bytes, settings.large_segment_bytes
-    if max_split is not None and max_split < large:
-        raise UsageError(
-            f"max_split_size_mb:{max_split // MIB} is below the large segment size of {large // MIB} MiB; "
-            f"torch refuses it: give {large // MIB} or more"
-        )
-    rounding = settings.max_non_split_rounding_bytes
-    if rounding is not None and rounding < large:
-        raise UsageError(
-            f"max_non_split_rounding_mb:{rounding // MIB} is below the large segment size of {large // MIB} MiB; "
-            f"torch refuses it: give {large // MIB} or more"
-        )
+    for option, nbytes in (
+        ("max_split_size_mb", max_split),
+        ("max_non_split_rounding_mb", settings.max_non_split_rounding_bytes),
+    ):
+        if nbytes is not None and nbytes < large:
+            raise UsageError(
+                f"{option}:{nbytes // MIB} is below the large segment size of {large // MIB} MiB; "
+                f"torch refuses it: give {large // MIB} or more"
+            )
     if max_split is not None and settings.expandable_segments:
         raise UsageError(
             f"expandable_segments:True together with max_split_size_mb:{max_split // MIB} lets reserved memory grow "
             "without bound (pytorch 123548): drop one of the two"
         )
-    divisions = settings.roundup_power2_divisions
-    if len(divisions) != NUM_DIVISIONS or any(count < 0 or count & (count - 1) for count in divisions):
-        raise UsageError(
-            f"roundup_power2_divisions {list(divisions)} must be {NUM_DIVISIONS} numbers, each 0 or a power of two"
-        )
-    if large <= _MIN_LARGE_ALLOC_MB * MIB:
-        raise UsageError(f"large_segment_size_mb:{large // MIB} must be above {_MIN_LARGE_ALLOC_MB}")
-    if not 0 <= settings.garbage_collection_threshold < 1:
-        raise UsageError(
-            f"garbage_collection_threshold:{settings.garbage_collection_threshold} must be above 0 and below 1"
-        )
-    if large != AllocatorSettings().large_segment_bytes and "large_segment_size_mb" not in profile.keys:
-        raise UsageError(f"torch {profile.version} has no large_segment_size_mb; it needs 2.11 or later")
-    warnings = []
-    if settings.garbage_collection_threshold > 0 and not has_limit and settings.per_process_memory_fraction is None:
-        warnings.append(
-            f"garbage_collection_threshold:{settings.garbage_collection_threshold} does nothing without a memory "
-            "limit; set one with torch.cuda.set_per_process_memory_fraction"
-        )
-    if settings.expandable_segments and profile.ignored_variables:
-        names = ", ".join(profile.ignored_variables)
-        warnings.append(f"torch {profile.version} ignores expandable_segments in {names}; use PYTORCH_CUDA_ALLOC_CONF")
-    return tuple(warnings)
 
 
-def format_settings(settings: AllocatorSettings, profile: VersionProfile) -> str:
-    """One complete configuration string: what a later setter call would leave as it was is always named.
+def format_settings(settings: AllocatorSettings) -> str:
+    """Returns one complete configuration string: what a later setter call would leave as it was is always named.
 
     Options that such a call resets (max_split_size_mb, the threshold, divisions) are named where they are set, because
     "unlimited" and "none" cannot be written.
     """
-    parts = [f"expandable_segments:{settings.expandable_segments}"]
-    if "large_segment_size_mb" in profile.keys:
-        parts.append(f"large_segment_size_mb:{settings.large_segment_bytes // MIB}")
+    parts = [
+        f"expandable_segments:{settings.expandable_segments}",
+        f"large_segment_size_mb:{settings.large_segment_bytes // MIB}",
+    ]
     if settings.max_split_bytes is not None:
         parts.append(f"max_split_size_mb:{settings.max_split_bytes // MIB}")
     if settings.max_non_split_rounding_bytes is not None:

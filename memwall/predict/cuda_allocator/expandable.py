@@ -7,11 +7,11 @@ from memwall.predict.cuda_allocator.memory_blocks import FREE, UNMAPPED, Block, 
 from memwall.predict.cuda_allocator.rounding import SMALL_BUFFER_BYTES, round_up
 from memwall.predict.cuda_allocator.state import AllocatorState
 
-__all__ = ["allocate", "release"]
+__all__ = ["allocate", "release", "reservation_bytes"]
 
 
 def allocate(state: AllocatorState, nbytes: int, home: FreeSet) -> Block | None:
-    """A free block of at least `nbytes`, outside the free set; None if the device refuses memory.
+    """Returns a free block of at least `nbytes`, outside the free set; None if the device refuses memory.
 
     What was mapped before a refusal stays mapped.
     """
@@ -52,16 +52,18 @@ def release(state: AllocatorState, block: Block) -> None:
     block.start, block.size, block.state = begin, end - begin, UNMAPPED
     _merge_neighbours(block)
     home.insert_unmapped(block)
-    state.unreserve(end - begin, home.pool)
-    if state.statistics is not None:
-        address = segment.address + begin - segment.start
-        state.statistics.log("segment_unmap", address, end - begin, home.stream)
+    state.unreserve(segment.address + begin - segment.start, end - begin, home, segment)
     if not block.is_split:
         home.remove_unmapped(block)
 
 
+def reservation_bytes(total_bytes: int, granule_bytes: int) -> int:
+    """Returns the addresses that a segment reserves on a device with so much memory."""
+    return round_up(total_bytes * 9 // 8, granule_bytes)
+
+
 def _first_run(nbytes: int, home: FreeSet) -> Block | None:
-    """The first unmapped block, or free block in front of one, from which enough free or unmapped bytes follow."""
+    """Returns the first unmapped block, or free one in front of it, from which enough free or unmapped bytes follow."""
     for unmapped in home.unmapped:
         first = unmapped
         if first.prev is not None and first.prev.state == FREE:
@@ -78,11 +80,10 @@ def _first_run(nbytes: int, home: FreeSet) -> Block | None:
 
 
 def _reserve(state: AllocatorState, home: FreeSet) -> Block:
-    """A new reservation of 9/8 of the device's memory, all of it unmapped."""
+    """Returns a new reservation of 9/8 of the device's memory, all of it unmapped."""
     granule = SMALL_BUFFER_BYTES if home.pool.is_small else state.settings.large_segment_bytes
-    size = round_up(state.total_bytes * 9 // 8, granule)
-    segment = state.new_segment(size, granule)
-    block = state.new_block(segment.start, size, UNMAPPED, home, segment)
+    segment = state.new_segment(reservation_bytes(state.total_bytes, granule), granule)
+    block = state.new_block(segment.start, segment.nbytes, UNMAPPED, home, segment)
     home.insert_unmapped(block)
     return block
 
@@ -100,12 +101,10 @@ def _map(state: AllocatorState, block: Block, nbytes: int) -> bool:
         _link(block, rest)
         home.insert_unmapped(rest)
         block.size = mapped
-    if state.statistics is not None:
-        state.statistics.log("segment_map", block.address, mapped, home.stream)
+    state.reserve(block.address, mapped, home, segment)
     block.state = FREE
     _merge_neighbours(block)
     home.insert(block)
-    state.reserve(mapped, home.pool)
     return True
 
 

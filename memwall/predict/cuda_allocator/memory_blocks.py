@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 
-__all__ = ["FREE", "KEY_SHIFT", "PENDING", "UNMAPPED", "USED", "Block", "FreeSet", "Pool", "PrivatePool", "Segment"]
+__all__ = ["FREE", "KEY_SHIFT", "PENDING", "UNMAPPED", "USED", "Block", "FreeSet", "Pool", "Segment"]
 
 USED, FREE, PENDING, UNMAPPED = 0, 1, 2, 3
 """States of a block: handed out, free and backed by memory, freed but awaited by another stream, not backed."""
@@ -12,12 +12,11 @@ KEY_SHIFT = 72
 
 
 class Segment:
-    """One device malloc, or one virtual reservation that memory is mapped into piece by piece."""
+    """Holds one device malloc, or one virtual reservation that memory is mapped into piece by piece."""
 
-    __slots__ = ("address", "granule_bytes", "is_expandable", "nbytes", "number", "start")
+    __slots__ = ("address", "granule_bytes", "is_expandable", "nbytes", "start")
 
-    def __init__(self, number: int, nbytes: int, address: int, start: int, granule_bytes: int) -> None:
-        self.number = number
+    def __init__(self, nbytes: int, address: int, start: int, granule_bytes: int) -> None:
         self.nbytes = nbytes
         self.address = address
         """Where the device put it."""
@@ -29,22 +28,9 @@ class Segment:
 
 
 class Block:
-    """A piece of a segment, linked with its neighbours there."""
+    """Describes a piece of a segment, linked with its neighbours there."""
 
-    __slots__ = (
-        "extra_streams",
-        "gc_base",
-        "home",
-        "next",
-        "num_pending",
-        "number",
-        "prev",
-        "requested",
-        "segment",
-        "size",
-        "start",
-        "state",
-    )
+    __slots__ = ("gc_base", "home", "next", "number", "prev", "segment", "size", "start", "state")
 
     def __init__(self, start: int, size: int, state: int, home: "FreeSet", segment: Segment, number: int) -> None:
         self.start = start
@@ -55,32 +41,24 @@ class Block:
         self.segment = segment
         self.number = number
         """When it was created, counted over all blocks."""
-        self.requested = 0
         self.prev: Block | None = None
         self.next: Block | None = None
-        self.extra_streams: list[int] | None = None
-        self.num_pending = 0
         self.gc_base = 0
         """Searches that its pool had seen when it became free."""
 
     @property
-    def offset(self) -> int:
-        """Where in its segment it begins."""
-        return self.start - self.segment.start
-
-    @property
     def address(self) -> int:
-        """Device address."""
+        """Returns where it lies on the device."""
         return self.segment.address + self.start - self.segment.start
 
     @property
     def is_split(self) -> bool:
-        """Whether it shares its segment with other blocks."""
+        """Tells whether it shares its segment with other blocks."""
         return self.prev is not None or self.next is not None
 
 
 class FreeSet:
-    """Free blocks of one pool and stream, by size and then by tie; and the unmapped ones, by address."""
+    """Keeps the free blocks of one pool and stream by size and then by tie, and the unmapped ones by address."""
 
     __slots__ = ("blocks", "is_by_number", "keys", "pool", "stream", "unmapped", "unmapped_addresses")
 
@@ -94,7 +72,7 @@ class FreeSet:
         self.unmapped: list[Block] = []
 
     def key(self, block: Block) -> int:
-        """Where a block belongs in the order."""
+        """Returns where a block belongs in the order."""
         return block.size << KEY_SHIFT | (block.number if self.is_by_number else block.start)
 
     def insert(self, block: Block) -> None:
@@ -123,42 +101,24 @@ class FreeSet:
 
 
 class Pool:
-    """Small or large blocks of the default group or of one private pool."""
+    """Holds the small or the large blocks of all streams."""
 
-    __slots__ = ("free_sets", "is_by_number", "is_small", "num_searches", "owner")
+    __slots__ = ("free_sets", "is_by_number", "is_small", "num_searches")
 
-    def __init__(self, *, is_small: bool, is_by_number: bool, owner: "PrivatePool | None" = None) -> None:
+    def __init__(self, *, is_small: bool, is_by_number: bool) -> None:
         self.is_small = is_small
         self.is_by_number = is_by_number
-        self.owner = owner
         self.free_sets: dict[int, FreeSet] = {}
         self.num_searches = 0
         """Searches of this pool so far, counted while garbage collection is on: the clock of its ages."""
 
     def free_set(self, stream: int) -> FreeSet:
-        """The free blocks of a stream."""
+        """Returns the free blocks of a stream."""
         found = self.free_sets.get(stream)
         if found is None:
             found = self.free_sets[stream] = FreeSet(self, stream, self.is_by_number)
         return found
 
     def in_order(self) -> list[Block]:
-        """All free, mapped blocks: by stream, size and tie."""
+        """Returns all free, mapped blocks: by stream, size and tie."""
         return [block for stream in sorted(self.free_sets) for block in self.free_sets[stream].blocks]
-
-
-class PrivatePool:
-    """A pool apart: that of a CUDA graph, or a `torch.cuda.MemPool`."""
-
-    __slots__ = ("has_allocator", "is_no_split", "is_used", "is_used_on_oom", "large", "small")
-
-    def __init__(self, *, is_by_number: bool, is_no_split: bool, has_allocator: bool, is_used_on_oom: bool) -> None:
-        self.small = Pool(is_small=True, is_by_number=is_by_number, owner=self)
-        self.large = Pool(is_small=False, is_by_number=is_by_number, owner=self)
-        self.is_no_split = is_no_split
-        self.has_allocator = has_allocator
-        """Whether its segments come from an allocator of its own."""
-        self.is_used_on_oom = is_used_on_oom
-        """Whether requests from outside may use its free blocks before memory runs out."""
-        self.is_used = True
-        """Whether somebody still holds it; the memory of a live pool is not given back."""

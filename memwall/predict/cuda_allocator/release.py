@@ -7,10 +7,10 @@ CUDACachingAllocator.cpp.
 from bisect import bisect_left
 
 from memwall.predict.cuda_allocator import expandable
-from memwall.predict.cuda_allocator.memory_blocks import KEY_SHIFT, FreeSet, Pool
+from memwall.predict.cuda_allocator.memory_blocks import KEY_SHIFT, FreeSet
 from memwall.predict.cuda_allocator.state import AllocatorState
 
-__all__ = ["collect_garbage", "release_all", "release_available", "release_unused_pools"]
+__all__ = ["collect_garbage", "release_all", "release_available"]
 
 
 def collect_garbage(state: AllocatorState) -> None:
@@ -22,9 +22,7 @@ def collect_garbage(state: AllocatorState) -> None:
     if target_bytes <= 0:
         return
     pool = state.large
-    candidates = [block for block in pool.in_order() if not block.is_split]
-    if not state.profile.releases_expandable_in_gc:
-        candidates = [block for block in candidates if not block.segment.is_expandable]
+    candidates = [block for block in pool.in_order() if not (block.is_split or block.segment.is_expandable)]
     ages = {id(block): pool.num_searches - block.gc_base for block in candidates}
     released_bytes = 0
     while released_bytes < target_bytes and candidates:
@@ -33,10 +31,7 @@ def collect_garbage(state: AllocatorState) -> None:
         old = [block for block in candidates if ages[id(block)] * count >= total_age]
         for block in old:
             released_bytes += block.size
-            if block.segment.is_expandable:
-                expandable.release(state, block)
-            else:
-                state.release_segment(block)
+            state.release_segment(block)
         gone = {id(block) for block in old}
         candidates = [block for block in candidates if id(block) not in gone]
 
@@ -66,25 +61,12 @@ def release_available(state: AllocatorState, nbytes: int, home: FreeSet) -> bool
 
 
 def release_all(state: AllocatorState) -> None:
-    """Releases every unsplit cached segment and unmaps every free granule, but for private pools in use."""
-    _release_pool(state, state.large)
-    _release_pool(state, state.small)
-    release_unused_pools(state)
-
-
-def release_unused_pools(state: AllocatorState) -> None:
-    """Releases what is cached in private pools that nobody holds any more."""
-    for _, private in sorted(state.private_pools.items()):
-        if not private.is_used:
-            _release_pool(state, private.small)
-            _release_pool(state, private.large)
-
-
-def _release_pool(state: AllocatorState, pool: Pool) -> None:
-    blocks = pool.in_order()
-    for block in blocks:
-        if not block.segment.is_expandable and not block.is_split:
-            state.release_segment(block)
-    for block in blocks:
-        if block.segment.is_expandable:
-            expandable.release(state, block)
+    """Releases every unsplit cached segment and unmaps every free granule."""
+    for pool in (state.large, state.small):
+        blocks = pool.in_order()
+        for block in blocks:
+            if not block.segment.is_expandable and not block.is_split:
+                state.release_segment(block)
+        for block in blocks:
+            if block.segment.is_expandable:
+                expandable.release(state, block)

@@ -1,7 +1,7 @@
 """Which allocator settings reserve least for a given sequence of events: a search by replay, from the trace alone.
 
 The order is: expandable segments and their granule; without them, which blocks are never split; rounding to parts of a
-power of two, where sizes vary; emptying the cache between phases; garbage collection, where memory is limited anyway.
+power of two, where sizes vary; emptying the cache between phases.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,19 @@ from msgspec import Struct
 
 from memwall.predict.cuda_allocator.addresses import AddressOrder, placed_addresses
 from memwall.predict.cuda_allocator.allocator_events import ALLOC, EventTrace, live_peak_bytes
-from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings, check, format_settings
+from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Figures, replay
 from memwall.predict.cuda_allocator.rounding import SMALL_LIMIT_BYTES, division_index
+from memwall.predict.cuda_allocator.state import PeakExceeded
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 
 __all__ = ["AllocatorChoice", "search_settings"]
 
 _LARGE_SEGMENTS_MIB = (20, 12, 32, 64, 128)
 _SPLIT_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
-_ROUNDINGS_MIB = (20, 64, 256)
+# Without one torch takes 20 MiB.
+_ROUNDINGS_MIB = (None, 64, 256)
 _DIVISIONS = (2, 4, 8)
-_GC_THRESHOLDS = (0.6, 0.8, 0.9)
 _ADDRESS_ORDERS: tuple[AddressOrder, ...] = ("ascending", "descending", "random")
 # Emptying the cache costs a synchronisation and new mallocs; a gain below the usual error of a forecast is none.
 _MIN_EMPTY_CACHE_GAIN = 0.01
@@ -31,11 +32,9 @@ _NOTABLE_EXCESS = 0.05
 
 
 class AllocatorChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings with their simulated figures, beside the defaults and what no settings can beat."""
+    """Holds settings with their simulated figures, beside the defaults and what no settings can beat."""
 
     settings: AllocatorSettings
-    text: str
-    """The complete configuration string, for PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF alike."""
     empty_cache_at: tuple[str, ...]
     """Phase boundaries of the trace at which emptying the cache pays."""
     figures: Figures
@@ -48,11 +47,6 @@ class AllocatorChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     notes: tuple[str, ...]
     """What was assumed, refused or left out."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether no request failed."""
-        return not self.figures.is_out_of_memory
-
 
 class _Candidate(Struct, frozen=True):
     settings: AllocatorSettings
@@ -61,14 +55,14 @@ class _Candidate(Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[int, ...]:
-        """Less is better: no failure, no retries once warm, least reserved, fewest device calls, least waste."""
+        """Orders by failure, retries once warm, bytes reserved, device calls, bytes in blocks; less is better."""
         figures = self.figures
         return (
             figures.is_out_of_memory,
             figures.num_steady_retries,
             figures.reserved_peak_bytes,
             figures.num_steady_device_calls,
-            figures.waste_bytes,
+            figures.allocated_peak_bytes,
         )
 
     @property
@@ -77,7 +71,7 @@ class _Candidate(Struct, frozen=True):
 
 
 class _Search:
-    """The device, the events, and how many replays there were."""
+    """Replays the events on the device, and counts how often."""
 
     def __init__(
         self,
@@ -85,13 +79,11 @@ class _Search:
         profile: VersionProfile,
         capacity_bytes: int | None,
         total_bytes: int | None,
-        limit_bytes: int | None,
     ) -> None:
         self.trace = trace
         self.profile = profile
         self.capacity_bytes = capacity_bytes
         self.total_bytes = total_bytes
-        self.limit_bytes = limit_bytes
         self.num_tried = 0
 
     def run(
@@ -101,8 +93,7 @@ class _Search:
         *,
         abort_above_bytes: int | None = None,
         addresses: Iterator[int] | None = None,
-    ) -> _Candidate | None:
-        check(settings, self.profile, has_limit=self.limit_bytes is not None)
+    ) -> _Candidate:
         self.num_tried += 1
         figures = replay(
             self.trace,
@@ -110,24 +101,21 @@ class _Search:
             self.profile,
             capacity_bytes=self.capacity_bytes,
             total_bytes=self.total_bytes,
-            limit_bytes=self.limit_bytes,
             addresses=addresses,
             empty_cache_at=empty_cache_at,
             abort_above_bytes=abort_above_bytes,
         )
-        return None if figures is None else _Candidate(settings, empty_cache_at, figures)
-
-    def must_run(self, settings: AllocatorSettings) -> _Candidate:
-        found = self.run(settings)
-        assert found is not None, "a replay without a bound is never broken off"
-        return found
+        return _Candidate(settings, empty_cache_at, figures)
 
     def best(self, incumbent: _Candidate, others: Sequence[AllocatorSettings]) -> _Candidate:
-        """The best of the incumbent and these; equal ones lose to what came before."""
+        """Returns the best of the incumbent and these; equal ones lose to what came before."""
         for settings in others:
             bound = incumbent.figures.reserved_peak_bytes if incumbent.is_feasible else None
-            found = self.run(settings, incumbent.empty_cache_at, abort_above_bytes=bound)
-            if found is not None and found.rank < incumbent.rank:
+            try:
+                found = self.run(settings, incumbent.empty_cache_at, abort_above_bytes=bound)
+            except PeakExceeded:
+                continue
+            if found.rank < incumbent.rank:
                 incumbent = found
         return incumbent
 
@@ -138,15 +126,13 @@ def search_settings(
     *,
     capacity_bytes: int | None = None,
     total_bytes: int | None = None,
-    limit_bytes: int | None = None,
     no_expandable_because: str = "",
 ) -> AllocatorChoice:
-    """Settings with the least peak of reserved memory and no retries once warm; then with the fewest device calls.
+    """Finds the settings with the least peak of reserved memory and no retries once warm, then the fewest device calls.
 
     Args:
         capacity_bytes: what the device can give to the allocator: its memory less context and libraries.
         total_bytes: the device's whole memory, if `capacity_bytes` is less.
-        limit_bytes: what the process may reserve, if that is limited anyway.
         no_expandable_because: why expandable segments are out of the question here, such as tensors that are shared
             over CUDA IPC, custom all-reduce or NCCL in captured graphs, or an affected ROCm device; "" if they are not.
 
@@ -155,15 +141,15 @@ def search_settings(
     """
     profile, note = profile_for(torch_version)
     notes = [note] if note else []
-    search = _Search(trace, profile, capacity_bytes, total_bytes, limit_bytes)
-    default = search.must_run(AllocatorSettings())
+    search = _Search(trace, profile, capacity_bytes, total_bytes)
+    default = search.run(AllocatorSettings())
     best = default
     if no_expandable_because:
         notes.append(f"expandable segments were not tried: {no_expandable_because}")
     else:
-        best = search.best(best, _expandable_settings(profile))
+        best = search.best(best, _expandable_settings())
     if trace.held is None:
-        best = search.best(best, _split_settings(trace, profile))
+        best = search.best(best, _split_settings(trace))
     else:
         notes.append(
             "max_split_size_mb was not tried: what it would have done to the memory held at the beginning is not known"
@@ -171,12 +157,6 @@ def search_settings(
     if _sizes_vary(trace) and not best.settings.expandable_segments:
         best = _descend_divisions(search, best)
     best = _empty_cache(search, best)
-    if limit_bytes is not None:
-        thresholds = [
-            msgspec.structs.replace(best.settings, garbage_collection_threshold=threshold)
-            for threshold in _GC_THRESHOLDS
-        ]
-        best = search.best(best, thresholds)
     lower_bound_bytes = live_peak_bytes(trace)
     excess = best.figures.reserved_peak_bytes / max(lower_bound_bytes, 1) - 1
     if excess > _NOTABLE_EXCESS:
@@ -190,11 +170,9 @@ def search_settings(
         notes.append(
             f"torch {profile.version} decides ties by address: where the device puts segments is guessed, three ways"
         )
-    notes.extend(check(best.settings, profile, has_limit=limit_bytes is not None))
     notes.append("assumed: the same requests, and cross-stream uses over when they were in the recording")
     return AllocatorChoice(
         settings=best.settings,
-        text=format_settings(best.settings, profile),
         empty_cache_at=best.empty_cache_at,
         figures=best.figures,
         default_figures=default.figures,
@@ -205,31 +183,28 @@ def search_settings(
     )
 
 
-def _expandable_settings(profile: VersionProfile) -> list[AllocatorSettings]:
-    sizes = _LARGE_SEGMENTS_MIB if "large_segment_size_mb" in profile.keys else _LARGE_SEGMENTS_MIB[:1]
-    return [AllocatorSettings(expandable_segments=True, large_segment_bytes=mib * MIB) for mib in sizes]
+def _expandable_settings() -> list[AllocatorSettings]:
+    return [AllocatorSettings(expandable_segments=True, large_segment_bytes=mib * MIB) for mib in _LARGE_SEGMENTS_MIB]
 
 
-def _split_settings(trace: EventTrace, profile: VersionProfile) -> list[AllocatorSettings]:
-    """Limits of splitting at quantiles of the sizes above the large segment, in whole MiB."""
+def _split_settings(trace: EventTrace) -> list[AllocatorSettings]:
+    """Returns limits of splitting at quantiles of the sizes above the large segment, in whole MiB."""
     smallest = AllocatorSettings().large_segment_bytes
     sizes = sorted({nbytes for action, _, nbytes, _ in trace.events if action == ALLOC and nbytes > smallest})
     if not sizes:
         return []
     limits = sorted({-(-sizes[int(share * (len(sizes) - 1))] // MIB) for share in _SPLIT_QUANTILES} | {smallest // MIB})
-    roundings: tuple[int | None, ...] = (None,)
-    if "max_non_split_rounding_mb" in profile.keys:
-        # 20 MiB is what torch takes by itself.
-        roundings = (None, *(mib * MIB for mib in _ROUNDINGS_MIB[1:]))
     return [
-        AllocatorSettings(max_split_bytes=limit * MIB, max_non_split_rounding_bytes=rounding)
+        AllocatorSettings(
+            max_split_bytes=limit * MIB, max_non_split_rounding_bytes=None if rounding is None else rounding * MIB
+        )
         for limit in limits
-        for rounding in roundings
+        for rounding in _ROUNDINGS_MIB
     ]
 
 
 def _sizes_vary(trace: EventTrace) -> bool:
-    """Whether the training steps ask for different sizes; the first is left out if there are others to compare.
+    """Tells whether the training steps ask for different sizes; the first is left out if there are others to compare.
 
     Small ones don't count: what differs from step to step by a counter or a loss is not another batch.
     """
@@ -244,12 +219,12 @@ def _sizes_vary(trace: EventTrace) -> bool:
 
 
 def _is_large(action: int, nbytes: int) -> bool:
-    """Whether an event asks for memory of the large pool."""
+    """Tells whether an event asks for memory of the large pool."""
     return action == ALLOC and nbytes > SMALL_LIMIT_BYTES
 
 
 def _descend_divisions(search: _Search, base: _Candidate) -> _Candidate:
-    """One interval of sizes after the other, the largest first, keeping what helped."""
+    """Tries one interval of sizes after the other, the largest first, and keeps what helped."""
     sizes = {nbytes for action, _, nbytes, _ in search.trace.events if _is_large(action, nbytes)}
     for index in sorted({division_index(nbytes) for nbytes in sizes}, reverse=True):
         tried = []
@@ -266,7 +241,7 @@ def _empty_cache(search: _Search, best: _Candidate) -> _Candidate:
     names = dict.fromkeys(name for name, _ in search.trace.boundaries)
     for name in names:
         found = search.run(best.settings, (*best.empty_cache_at, name))
-        if found is None or found.figures.num_steady_retries > best.figures.num_steady_retries:
+        if found.figures.num_steady_retries > best.figures.num_steady_retries:
             continue
         saved_bytes = best.figures.reserved_peak_bytes - found.figures.reserved_peak_bytes
         is_cured = best.figures.is_out_of_memory and not found.figures.is_out_of_memory
@@ -277,12 +252,11 @@ def _empty_cache(search: _Search, best: _Candidate) -> _Candidate:
 
 
 def _spread(search: _Search, best: _Candidate) -> tuple[int, int]:
-    """Peaks of reserved memory over the guesses of addresses; one figure where addresses decide nothing."""
+    """Returns the peaks of reserved memory over the guesses of addresses; one figure where addresses decide nothing."""
     if search.profile.tie != "address":
         return (best.figures.reserved_peak_bytes, best.figures.reserved_peak_bytes)
-    peaks = []
-    for order in _ADDRESS_ORDERS:
-        found = search.run(best.settings, best.empty_cache_at, addresses=placed_addresses(order))
-        if found is not None:
-            peaks.append(found.figures.reserved_peak_bytes)
+    guesses = [
+        search.run(best.settings, best.empty_cache_at, addresses=placed_addresses(order)) for order in _ADDRESS_ORDERS
+    ]
+    peaks = [guess.figures.reserved_peak_bytes for guess in guesses]
     return (min(peaks), max(peaks))

@@ -11,16 +11,10 @@ from itertools import pairwise
 
 from msgspec import Struct
 
+from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
 from memwall.predict.cuda_allocator.torch_releases import TieRule
 from memwall.predict.curve import Share
-from memwall.predict.snapshot.device_history import (
-    BEFORE_RECORDING,
-    Held,
-    Recording,
-    held_after,
-    recording_of,
-)
-from memwall.predict.snapshot.device_memory import Range, UsedBlock
+from memwall.predict.snapshot.device_history import BEFORE_RECORDING, Recording, held_after, recording_of
 from memwall.predict.snapshot.retries import Retry, retries_of, retry_note
 from memwall.predict.snapshot.timeline import Fragmentation, Timeline, timeline_of
 from memwall.predict.snapshot.user_line import line_of
@@ -247,7 +241,7 @@ def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline, retries
         )
     if retries:
         notes.append(retry_note(retries))
-    num_earlier = sum(block.stack == BEFORE_RECORDING for block in recording.blocks)
+    num_earlier = sum(block.stack == BEFORE_RECORDING for block in recording.start.blocks)
     if num_earlier:
         notes.append(
             f"the recording began in the middle of the run: {num_earlier} blocks were there before it and have no stack"

@@ -15,12 +15,9 @@ from memwall.predict.cuda_allocator.allocator_events import (
     COMPLETE,
     EMPTY_CACHE,
     FREE,
-    RECORD_STREAM,
+    FREE_LATER,
     Event,
     EventTrace,
-    HeldBlock,
-    HeldMemory,
-    HeldRange,
 )
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, format_settings, parse_settings
 from memwall.predict.cuda_allocator.event_replay import replay
@@ -28,7 +25,7 @@ from memwall.predict.cuda_allocator.settings_search import search_settings
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch
 from memwall.predict.snapshot.device_history import Recording, recording_of, releases_of
-from memwall.predict.snapshot.ties import RELEASE_OF_RULE, tie_check
+from memwall.predict.snapshot.ties import RELEASE_OF_RULE, exact_tie_rules
 from memwall.trace.snapshot.records import Snapshot
 from memwall.units import format_bytes
 
@@ -47,7 +44,7 @@ def with_settings(
     recording: Recording | None = None,
     objection: str = "",
 ) -> DeviceAnalysis:
-    """The analysis of one device with the settings that would have held least, or with a note why none are named.
+    """Adds to the analysis of one device the settings that would have held least, or a note why none are named.
 
     Args:
         torch_version: whose allocator is simulated; a snapshot does not say which one wrote it. Where the recorded
@@ -73,15 +70,14 @@ def with_settings(
         return _without(analysis, _MISSING)
     # Where the device ran out it had no more than was held then, and the replay must run out as well.
     capacity_bytes = recorded_bytes if analysis.num_retries else None
-    ties = tie_check(recording, trace, recorded, profile, capacity_bytes=capacity_bytes)
-    if ties.exact and profile.tie not in ties.exact:
-        torch_version = RELEASE_OF_RULE[ties.exact[0]]
+    rules, tie_note = exact_tie_rules(recording, trace, recorded, profile, capacity_bytes=capacity_bytes)
+    if rules and profile.tie not in rules:
+        torch_version = RELEASE_OF_RULE[rules[0]]
         profile, _ = profile_for(torch_version)
     try:
         replayed = replay(trace, recorded, profile, capacity_bytes=capacity_bytes)
     except UsageError:
         return _without(analysis, _MISSING)
-    assert replayed is not None, "a replay without a bound is never broken off"
     if replayed.is_out_of_memory or abs(replayed.reserved_peak_bytes / recorded_bytes - 1) > _MOST_ERROR:
         return _without(
             analysis,
@@ -89,29 +85,31 @@ def with_settings(
             f"{format_bytes(recorded_bytes)}; was it written by another release than torch {torch_version}?",
         )
     choice = search_settings(trace, torch_version, capacity_bytes=capacity_bytes)
-    is_better = choice.fits and choice.figures.reserved_peak_bytes < replayed.reserved_peak_bytes
+    is_better = (
+        not choice.figures.is_out_of_memory and choice.figures.reserved_peak_bytes < replayed.reserved_peak_bytes
+    )
     search = SettingsSearch(
         torch_version=torch_version,
-        tie_rules=ties.exact,
-        is_exact=profile.tie in ties.exact,
-        recorded_settings=format_settings(recorded, profile),
+        tie_rules=rules,
+        is_exact=profile.tie in rules,
+        recorded_settings=format_settings(recorded),
         recorded_bytes=recorded_bytes,
         replayed_bytes=replayed.reserved_peak_bytes,
-        best_settings=choice.text if is_better else format_settings(recorded, profile),
+        best_settings=format_settings(choice.settings if is_better else recorded),
         best_bytes=choice.figures.reserved_peak_bytes if is_better else replayed.reserved_peak_bytes,
         default_bytes=choice.default_figures.reserved_peak_bytes,
         lower_bound_bytes=choice.lower_bound_bytes,
         num_tried=choice.num_tried,
     )
-    notes = [ties.note, f"settings were compared on a simulation of the allocator of torch {torch_version}"]
+    notes = [tie_note, f"settings were compared on a simulation of the allocator of torch {torch_version}"]
     if trace.held is not None:
-        held_bytes = sum(held.nbytes for held in trace.held.ranges)
+        held_bytes = sum(held.num_bytes for held in trace.held.ranges)
         notes.append(
             f"{format_bytes(held_bytes)} were held before the recording began; every setting is simulated from them as "
             "they lay, though other settings would have placed them otherwise; to count them as well call "
             "torch.cuda.memory._record_memory_history before the model is built, with room for all events"
         )
-        if not recording.blocks and not any(
+        if not recording.start.blocks and not any(
             event.action in ("segment_alloc", "segment_map") for event in recording.events
         ):
             notes.append(
@@ -126,7 +124,7 @@ def _without(analysis: DeviceAnalysis, reason: str) -> DeviceAnalysis:
 
 
 def _unusable(recording: Recording) -> str:
-    """Why the requests of a recording cannot be replayed; "" if they can."""
+    """Says why the requests of a recording cannot be replayed; "" if they can."""
     if recording.num_unmatched:
         return _MISSING
     if any(event.pool != (0, 0) for event in recording.events):
@@ -137,13 +135,13 @@ def _unusable(recording: Recording) -> str:
 
 
 def events_of_recording(recording: Recording, settings: AllocatorSettings) -> EventTrace | None:
-    """A recording as the requests of the program, numbered by their events; None if it contradicts itself."""
+    """Returns a recording as the requests of the program, numbered by their events; None if it contradicts itself."""
     emptied = {release.last for release in releases_of(recording) if not release.is_retry}
     events: list[Event] = []
-    # Those of before the recording have numbers below those of events.
-    held = _held(recording, settings)
-    number_of = {block.address: block.number for block in held.blocks if not block.is_pending}
-    waiting = {block.address: block.number for block in held.blocks if block.is_pending}
+    number_of: dict[int, int] = {}
+    waiting: dict[int, int] = {}
+    for index, block in enumerate(recording.start.blocks):
+        (waiting if block.is_pending else number_of)[block.address] = -1 - index
     for number, (event, following) in enumerate(pairwise((*recording.events, None))):
         assert event is not None, "only the last of the pairs ends with nothing"
         address = event.address
@@ -151,46 +149,17 @@ def events_of_recording(recording: Recording, settings: AllocatorSettings) -> Ev
             number_of[address] = number
             events.append((ALLOC, number, max(event.num_bytes, 1), event.stream))
         elif event.action == "free_requested":
-            block = number_of.pop(address, None)
-            if block is None:
+            freed = number_of.pop(address, None)
+            if freed is None:
                 return None
             is_done = following is not None and (following.action, following.address) == ("free_completed", address)
             if not is_done:
-                # Which other stream it waits for is not recorded, only until when: each waits for one of its own,
-                # below those of blocks that waited before the recording.
-                waiting[address] = block
-                events.append((RECORD_STREAM, block, 0, -2 - len(held.blocks) - number))
-            events.append((FREE, block, 0, 0))
+                waiting[address] = freed
+            events.append((FREE if is_done else FREE_LATER, freed, 0, 0))
         elif event.action == "free_completed" and address in waiting:
             events.append((COMPLETE, waiting.pop(address), 0, 0))
         elif number in emptied:
             events.append((EMPTY_CACHE, 0, 0, 0))
-    is_empty = not (held.ranges or held.blocks)
-    return EventTrace(events=tuple(events), steps=(0,), held=None if is_empty else held)
-
-
-def _held(recording: Recording, settings: AllocatorSettings) -> HeldMemory:
-    """What was there before the first event, as it lay."""
-    return HeldMemory(
-        ranges=tuple(
-            HeldRange(
-                address=held.address,
-                nbytes=held.num_bytes,
-                stream=held.stream,
-                is_small=held.is_small,
-                is_expandable=held.is_expandable,
-            )
-            for held in recording.ranges
-        ),
-        blocks=tuple(
-            HeldBlock(
-                number=-1 - number,
-                address=block.address,
-                nbytes=block.num_bytes,
-                requested_bytes=block.requested_bytes,
-                is_pending=block.is_pending,
-            )
-            for number, block in enumerate(recording.blocks)
-        ),
-        granule_bytes=settings.large_segment_bytes,
-    )
+    start = recording.start
+    held = replace(start, granule_bytes=settings.large_segment_bytes) if start.ranges or start.blocks else None
+    return EventTrace(events=tuple(events), steps=(0,), held=held)

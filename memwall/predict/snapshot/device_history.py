@@ -4,18 +4,19 @@ The snapshot holds the final state and what led to it, so the state before the f
 from the last to the first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, read_items, with_option
+from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
 from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.predict.snapshot.device_memory import MemoryState, Range, UsedBlock, range_of
+from memwall.predict.snapshot.device_memory import MemoryState, range_of
 from memwall.trace.snapshot.records import Event, Snapshot
 
-__all__ = ["BEFORE_RECORDING", "Held", "Recording", "Release", "held_after", "recording_of", "releases_of"]
+__all__ = ["BEFORE_RECORDING", "Recording", "Release", "held_after", "recording_of", "releases_of", "replayed"]
 
 BEFORE_RECORDING = -1
 """Stack of a block of which only its end was recorded."""
@@ -24,15 +25,8 @@ _GIVEN = ("segment_free", "segment_unmap")
 _TAKEN = ("segment_alloc", "segment_map")
 
 
-class Held(Struct, frozen=True, kw_only=True):
-    """Memory of one device at one moment, in order of address."""
-
-    ranges: tuple[Range, ...]
-    blocks: tuple[UsedBlock, ...]
-
-
 class Release(Struct, frozen=True, kw_only=True):
-    """Device memory given back, one segment after the other."""
+    """Marks where device memory was given back, one segment after the other."""
 
     first: int
     """Index of the event that begins it."""
@@ -43,64 +37,60 @@ class Release(Struct, frozen=True, kw_only=True):
 
 
 class Recording(Struct, frozen=True, kw_only=True):
-    """One device's history in a form that can be replayed: a start and a plain sequence of events."""
+    """Holds one device's history in a form that can be replayed: a start and a plain sequence of events."""
 
     device: int
-    ranges: tuple[Range, ...]
-    """Device memory held before the first event."""
-    blocks: tuple[UsedBlock, ...]
-    """Blocks in use before the first event."""
+    start: Held
+    """What was held and in use before the first event."""
     events: tuple[Event, ...]
     exact_bytes: dict[int, int]
     """Block sizes of those allocations that the snapshot still holds, by index of the event."""
-    max_split_bytes: int
-    """Blocks from this size on are never split; 0 for no such limit."""
-    divisions: tuple[int, ...]
-    """Steps between powers of two that sizes are rounded to, by interval; () for none."""
+    rules: AllocatorSettings
+    """How sizes were rounded, and from which size on blocks were never split."""
     num_unmatched: int
     """Events that contradict the final state; more than a few mean that parts of the history are missing."""
 
 
 def recording_of(snapshot: Snapshot, device: int) -> Recording:
-    """The history of one device with the state it started from."""
+    """Returns the history of one device with the state it started from."""
     events = snapshot.traces[device] if device < len(snapshot.traces) else ()
-    max_split_bytes = _max_split_bytes(snapshot)
-    divisions = _divisions(snapshot)
-    state = MemoryState(*_final_state(snapshot, device), max_split_bytes, divisions)
+    rules = _rules(snapshot)
+    state = MemoryState(_final_state(snapshot, device), rules)
     exact_bytes: dict[int, int] = {}
     for index in range(len(events) - 1, -1, -1):
         _undo(state, events[index], index, exact_bytes)
     return Recording(
         device=device,
-        ranges=state.ranges,
-        blocks=state.blocks,
+        start=state.held,
         events=events,
         exact_bytes=exact_bytes,
-        max_split_bytes=max_split_bytes,
-        divisions=divisions,
+        rules=rules,
         num_unmatched=state.num_unmatched,
     )
 
 
-def held_after(recording: Recording, positions: Iterable[int]) -> dict[int, Held]:
-    """What was held and used after so many events of a recording, for several such numbers in one replay."""
-    wanted = set(positions)
-    state = MemoryState(recording.ranges, recording.blocks, recording.max_split_bytes, recording.divisions)
-    found = {0: Held(ranges=state.ranges, blocks=state.blocks)} if 0 in wanted else {}
-    for index, event in enumerate(recording.events[: max(wanted, default=0)]):
+def replayed(recording: Recording) -> Iterator[MemoryState]:
+    """Yields one and the same state before the first event and after each."""
+    state = MemoryState(recording.start, recording.rules)
+    yield state
+    for index, event in enumerate(recording.events):
         state.apply(event, recording.exact_bytes.get(index))
-        if index + 1 in wanted:
-            found[index + 1] = Held(ranges=state.ranges, blocks=state.blocks)
-    return found
+        yield state
+
+
+def held_after(recording: Recording, positions: Iterable[int]) -> dict[int, Held]:
+    """Returns what was held and used after so many events of a recording, for several such numbers in one replay."""
+    wanted = set(positions)
+    return {number: state.held for number, state in enumerate(replayed(recording)) if number in wanted}
 
 
 def releases_of(recording: Recording) -> tuple[Release, ...]:
-    """When memory was given back, and which times the device had run out.
+    """Returns when memory was given back, and which times the device had run out.
 
     It had if a request failed then, or got more than would have fitted, beside what was held, into the most that the
     device ever gave. Otherwise the program emptied the cache.
     """
-    reserved = [sum(held.num_bytes for held in recording.ranges)]
+    reserved = [sum(held.num_bytes for held in recording.start.ranges)]
     for event in recording.events:
         sign = (event.action in _TAKEN) - (event.action in _GIVEN)
         reserved.append(reserved[-1] + sign * event.num_bytes)
@@ -152,7 +142,7 @@ def _undo(state: MemoryState, event: Event, index: int, exact_bytes: dict[int, i
             state.add_range(range_of(event))
 
 
-def _final_state(snapshot: Snapshot, device: int) -> tuple[list[Range], list[UsedBlock]]:
+def _final_state(snapshot: Snapshot, device: int) -> Held:
     ranges, blocks = [], []
     for segment in snapshot.segments:
         if segment.device != device:
@@ -178,21 +168,20 @@ def _final_state(snapshot: Snapshot, device: int) -> tuple[list[Range], list[Use
             for block in segment.blocks
             if block.state != "inactive"
         ]
-    return ranges, blocks
+    return Held(ranges=tuple(ranges), blocks=tuple(blocks))
 
 
-def _divisions(snapshot: Snapshot) -> tuple[int, ...]:
-    """The setting `roundup_power2_divisions`; none where the string cannot be read."""
+def _rules(snapshot: Snapshot) -> AllocatorSettings:
+    """Returns `roundup_power2_divisions` and `max_split_size`; neither where the string cannot be read."""
     text = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     profile, _ = profile_for("2.13.0")
+    rules = AllocatorSettings()
     try:
         given = dict(read_items(text)).get("roundup_power2_divisions", "0")
-        return with_option(AllocatorSettings(), "roundup_power2_divisions", given, profile).roundup_power2_divisions
+        rules = with_option(rules, "roundup_power2_divisions", given, profile)
     except UsageError:
-        return ()
-
-
-def _max_split_bytes(snapshot: Snapshot) -> int:
-    """The setting `max_split_size`; torch writes -1 or the largest integer for none."""
-    text = snapshot.settings.get("max_split_size", "")
-    return int(text) if text.isdigit() and int(text) < 1 << 50 else 0
+        pass
+    # torch writes -1 or the largest integer for none.
+    split = snapshot.settings.get("max_split_size", "")
+    max_split_bytes = int(split) if split.isdigit() and 0 < int(split) < 1 << 50 else None
+    return replace(rules, max_split_bytes=max_split_bytes)

@@ -5,61 +5,30 @@ blocks.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
-from memwall.predict.cuda_allocator.rounding import rounded_bytes
+from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
+from memwall.predict.cuda_allocator.rounding import (
+    MAX_REQUEST_BYTES,
+    SMALL_BUFFER_BYTES,
+    SMALL_LIMIT_BYTES,
+    rounded_bytes,
+)
 from memwall.trace.snapshot.records import Event
 
-__all__ = ["MemoryState", "Range", "UsedBlock", "range_of"]
-
-# Constants of c10/cuda/CUDACachingAllocator.cpp.
-_SMALL_POOL_BYTES = 1 << 20
-_SMALL_SEGMENT_BYTES = 2 << 20
-
-
-class Range(Struct, frozen=True, kw_only=True):
-    """Device memory in one piece: a segment, or a mapped stretch of an expandable one."""
-
-    address: int
-    num_bytes: int
-    stream: int
-    is_small: bool
-    is_expandable: bool
-
-    @property
-    def end(self) -> int:
-        """The address behind it."""
-        return self.address + self.num_bytes
-
-
-class UsedBlock(Struct, frozen=True, kw_only=True):
-    """A block that a tensor uses, or that waits for another stream."""
-
-    address: int
-    num_bytes: int
-    """With rounding, and with a remainder too small to be split off."""
-    requested_bytes: int
-    stack: int
-    category: str
-    is_pending: bool
-    is_exact: bool
-    """Whether the size was read from the snapshot; otherwise it follows from the allocator's rules."""
+__all__ = ["MemoryState", "range_of"]
 
 
 class MemoryState:
-    """Memory of one device at one moment; changes with every event applied."""
+    """Holds the memory of one device at one moment; changes with every event applied.
 
-    def __init__(
-        self,
-        ranges: Iterable[Range],
-        blocks: Iterable[UsedBlock],
-        max_split_bytes: int = 0,
-        divisions: tuple[int, ...] = (),
-    ) -> None:
+    Args:
+        rules: how the allocator rounds and splits.
+    """
+
+    def __init__(self, held: Held, rules: AllocatorSettings) -> None:
         self.num_unmatched = 0
         self.reserved_bytes = 0
         self.allocated_bytes = 0
@@ -69,27 +38,24 @@ class MemoryState:
         self.expandable_free_bytes = 0
         self.idle_bytes = 0
         """Segments without a used block: what `empty_cache` would return."""
-        self._max_split_bytes = max_split_bytes
-        self._rounding = AllocatorSettings(roundup_power2_divisions=divisions) if divisions else AllocatorSettings()
+        self._rules = rules
         self._ranges: dict[int, Range] = {}
         self._range_starts: list[int] = []
         self._range_used: dict[int, int] = {}
         self._blocks: dict[int, UsedBlock] = {}
         self._block_starts: list[int] = []
-        for held in ranges:
-            self.add_range(held)
-        for block in blocks:
+        for memory in held.ranges:
+            self.add_range(memory)
+        for block in held.blocks:
             self.add_block(block)
 
     @property
-    def ranges(self) -> tuple[Range, ...]:
-        """Device memory held, in order of address."""
-        return tuple(self._ranges[start] for start in self._range_starts)
-
-    @property
-    def blocks(self) -> tuple[UsedBlock, ...]:
-        """Blocks in use, in order of address."""
-        return tuple(self._blocks[start] for start in self._block_starts)
+    def held(self) -> Held:
+        """Returns what is held and what of it is in use."""
+        return Held(
+            ranges=tuple(self._ranges[start] for start in self._range_starts),
+            blocks=tuple(self._blocks[start] for start in self._block_starts),
+        )
 
     def apply(self, event: Event, exact_bytes: int | None = None) -> None:
         """Carries out one event."""
@@ -112,23 +78,23 @@ class MemoryState:
                 self.cut_range(event.address, event.num_bytes)
 
     def block_bytes(self, address: int, requested_bytes: int) -> int:
-        """Size of the block that the allocator hands out at an address, in the present state.
+        """Returns the size of the block that the allocator hands out at an address, in the present state.
 
         Rounded as requests are; whatever is left of the free block and may not be split off belongs to it, too
         (`should_split`: remainders up to 1 MiB of the large pool, everything from `max_split_size` on).
         """
-        nbytes = rounded_bytes(requested_bytes, self._rounding)
+        nbytes = rounded_bytes(requested_bytes, self._rules)
         held = self.range_at(address)
         if held is None or held.is_expandable or held.is_small:
             return nbytes
         position = bisect_right(self._block_starts, address)
         end = self._block_starts[position] if position < len(self._block_starts) else held.end
         rest_bytes = min(end, held.end) - address - nbytes
-        is_whole = rest_bytes <= _SMALL_POOL_BYTES or 0 < self._max_split_bytes <= nbytes
+        is_whole = rest_bytes <= SMALL_LIMIT_BYTES or nbytes >= (self._rules.max_split_bytes or MAX_REQUEST_BYTES)
         return nbytes + rest_bytes if rest_bytes > 0 and is_whole else nbytes
 
     def range_at(self, address: int) -> Range | None:
-        """The memory an address lies in."""
+        """Returns the memory an address lies in."""
         position = bisect_right(self._range_starts, address) - 1
         held = self._ranges[self._range_starts[position]] if position >= 0 else None
         return held if held is not None and address < held.end else None
@@ -144,7 +110,7 @@ class MemoryState:
         self._use(block.address, block.num_bytes)
 
     def remove_block(self, address: int) -> UsedBlock | None:
-        """Frees a block; None if there was none."""
+        """Frees and returns a block; None if there was none."""
         block = self._blocks.pop(address, None)
         if block is not None:
             del self._block_starts[bisect_left(self._block_starts, address)]
@@ -236,12 +202,12 @@ class MemoryState:
 
 
 def range_of(event: Event) -> Range:
-    """The device memory that a segment event takes or gives back."""
+    """Returns the device memory that a segment event takes or gives back."""
     return Range(
         address=event.address,
         num_bytes=event.num_bytes,
         stream=event.stream,
         # An event doesn't say which pool; only the small one asks the device for exactly 2 MiB.
-        is_small=event.num_bytes == _SMALL_SEGMENT_BYTES,
+        is_small=event.num_bytes == SMALL_BUFFER_BYTES,
         is_expandable=event.action in ("segment_map", "segment_unmap"),
     )

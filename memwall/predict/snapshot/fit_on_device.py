@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from memwall.machine.hardware import Hardware
-from memwall.predict.cuda_allocator.allocator_settings import parse_settings
+from memwall.predict.cuda_allocator.allocator_settings import format_settings, parse_settings
 from memwall.predict.cuda_allocator.event_replay import Figures, replay
 from memwall.predict.cuda_allocator.settings_search import search_settings
 from memwall.predict.cuda_allocator.torch_releases import profile_for
@@ -24,7 +24,7 @@ Outcome = Literal["fits", "fits, giving back cached memory", "fits only with the
 
 
 class FitOnDevice(Struct, frozen=True, kw_only=True):
-    """A recorded run under one setting of the allocator on another device. All of it is simulated."""
+    """Says how a recorded run fares under one setting of the allocator on another device. All of it is simulated."""
 
     tag: Tag = "simulated"
     level: Literal["L3 edge of memory"] = "L3 edge of memory"
@@ -43,7 +43,7 @@ class FitOnDevice(Struct, frozen=True, kw_only=True):
 
 
 def fits_on(analysis: DeviceAnalysis, recording: Recording, hardware: Hardware) -> tuple[FitOnDevice, ...]:
-    """Under the recorded settings first, then under the best ones for the device; () where nothing is known.
+    """Answers under the recorded settings first, then under the best ones for the device; () where nothing is known.
 
     Args:
         analysis: of the same device, with its settings compared.
@@ -61,9 +61,7 @@ def fits_on(analysis: DeviceAnalysis, recording: Recording, hardware: Hardware) 
 
     def fit(text: str) -> FitOnDevice:
         settings = parse_settings(text, profile)
-        least, most = (
-            _without_bound(replay(trace, settings, profile, capacity_bytes=nbytes)) for nbytes in capacity_bytes
-        )
+        least, most = (replay(trace, settings, profile, capacity_bytes=nbytes) for nbytes in capacity_bytes)
         return FitOnDevice(
             recorded_device=analysis.device,
             device=hardware.name,
@@ -74,15 +72,10 @@ def fits_on(analysis: DeviceAnalysis, recording: Recording, hardware: Hardware) 
             num_retries=least.num_alloc_retries,
         )
 
-    return tuple(fit(text) for text in dict.fromkeys((search.recorded_settings, choice.text)))
+    return tuple(fit(text) for text in dict.fromkeys((search.recorded_settings, format_settings(choice.settings))))
 
 
 def _outcome(least: Figures, most: Figures) -> Outcome:
     if least.is_out_of_memory:
         return "does not fit" if most.is_out_of_memory else "fits only with the smallest context"
     return "fits, giving back cached memory" if least.num_alloc_retries else "fits"
-
-
-def _without_bound(figures: Figures | None) -> Figures:
-    assert figures is not None, "a replay without a bound is never broken off"
-    return figures

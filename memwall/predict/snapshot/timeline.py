@@ -4,7 +4,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from memwall.predict.snapshot.device_history import Recording
+from memwall.predict.snapshot.device_history import Recording, replayed
 from memwall.predict.snapshot.device_memory import MemoryState
 
 __all__ = ["UNKNOWN", "Fragmentation", "Timeline", "category_bytes", "timeline_of"]
@@ -16,7 +16,7 @@ _MOST_BYTES = 1 << 62
 
 
 class Fragmentation(Struct, frozen=True, kw_only=True):
-    """How the device memory of one moment is used; the parts add up to `reserved_bytes`."""
+    """Says how the device memory of one moment is used; the parts add up to `reserved_bytes`."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -32,12 +32,12 @@ class Fragmentation(Struct, frozen=True, kw_only=True):
 
     @property
     def active_bytes(self) -> int:
-        """Allocated and pending."""
+        """Returns the allocated and the pending bytes."""
         return self.allocated_bytes + self.pending_bytes
 
     @property
     def stranded_bytes(self) -> int:
-        """Free, and held by blocks in use around it."""
+        """Returns what is free, and held by blocks in use around it."""
         return self.split_free_bytes + self.expandable_free_bytes
 
     @property
@@ -47,7 +47,7 @@ class Fragmentation(Struct, frozen=True, kw_only=True):
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """Bytes after each event, [num_events + 1]; number 0 is before the first."""
+    """Holds bytes after each event, [num_events + 1]; number 0 is before the first."""
 
     device: int
     recording: Recording
@@ -65,17 +65,17 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
     @property
     def active_peak(self) -> int:
-        """Where most bytes are in use, the first of equals."""
+        """Returns where most bytes are in use, the first of equals."""
         return int(self.active_bytes.argmax())
 
     @property
     def reserved_peak(self) -> int:
-        """Where most bytes are held; of equals the one with most in use, for a new segment is empty at first."""
+        """Returns where most bytes are held; of equals the one with most in use: a new segment is empty at first."""
         most_held = self.reserved_bytes == self.reserved_bytes.max()
         return int(np.where(most_held, self.active_bytes, -1).argmax())
 
     def fragmentation(self, position: int) -> Fragmentation:
-        """The memory after `position` events."""
+        """Returns the memory after `position` events."""
         return Fragmentation(
             reserved_bytes=int(self.reserved_bytes[position]),
             allocated_bytes=int(self.allocated_bytes[position]),
@@ -88,12 +88,9 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
 def timeline_of(recording: Recording) -> Timeline:
     """Replays a recording from its start to its end."""
-    state = MemoryState(recording.ranges, recording.blocks, recording.max_split_bytes, recording.divisions)
     rows = np.zeros((len(recording.events) + 1, 6), dtype=np.int64)
-    rows[0] = _row(state)
-    for index, event in enumerate(recording.events):
-        state.apply(event, recording.exact_bytes.get(index))
-        rows[index + 1] = _row(state)
+    for number, state in enumerate(replayed(recording)):
+        rows[number] = _row(state)
     times = [event.time_us for event in recording.events]
     time_us = np.array([times[0] if times else 0, *times], dtype=np.int64)
     allocated, active, reserved, split_free, expandable_free, idle = rows.T
@@ -112,7 +109,7 @@ def timeline_of(recording: Recording) -> Timeline:
 
 
 def category_bytes(timeline: Timeline, positions: NDArray[np.intp]) -> dict[str, NDArray[np.int64]]:
-    """Bytes in use by category after so many events each [len(positions)]; together they are all that is in use.
+    """Returns bytes in use by category after so many events each [len(positions)]; together they are all in use.
 
     Args:
         positions: in ascending order.
@@ -120,7 +117,7 @@ def category_bytes(timeline: Timeline, positions: NDArray[np.intp]) -> dict[str,
     recording = timeline.recording
     held: dict[str, int] = {}
     category_of: dict[int, str] = {}
-    for block in recording.blocks:
+    for block in recording.start.blocks:
         category_of[block.address] = block.category or UNKNOWN
         held[category_of[block.address]] = held.get(category_of[block.address], 0) + block.num_bytes
     changes = np.diff(timeline.active_bytes)

@@ -16,7 +16,7 @@ VERSIONS = ("2.11.0", "2.12.0", "2.13.0", "2.15.0")
 def test_every_address_and_all_statistics_are_those_of_torch(version: str) -> None:
     recording = load_recording(version)
     assert recording.torch == version
-    assert sum(len(run.calls) for run in recording.runs) > 2000
+    assert sum(len(run.calls) for run in recording.runs) > 1000
     assert [first_difference(run, profile_for(version)[0]) for run in recording.runs] == [None] * len(recording.runs)
 
 

@@ -1,12 +1,11 @@
 """Single cases of the allocator, each worked out by hand: sizes, splitting, oversize blocks, expandable segments."""
 
 import pytest
-from predict.cuda_allocator.small_device import GIB, allocator, expandable, malloc, offset_mib
+from predict.cuda_allocator.small_device import GIB, Device, allocator, expandable, malloc, offset_mib
 
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.rounding import allocation_bytes, division_index, rounded_bytes
-from memwall.predict.cuda_allocator.simulator import CudaAllocator
 
 # Sizes
 
@@ -243,7 +242,7 @@ def test_x6_what_was_mapped_before_a_refusal_stays_until_the_cache_is_released()
     assert (device.num_alloc_retries, device.num_ooms) == (1, 1)
 
 
-def _with_a_hole(device: CudaAllocator) -> None:
+def _with_a_hole(device: Device) -> None:
     blocks = [malloc(device, 20) for _ in range(4)]
     device.free(blocks[1])
     device.empty_cache()
@@ -259,23 +258,6 @@ def test_x7_less_than_a_granule_cannot_be_given_back() -> None:
     assert device.malloc(90 * MIB) is None
     assert (device.reserved_bytes, device.num_device_alloc, device.num_device_free) == (40 * MIB, 1, 0)
     assert (device.num_alloc_retries, device.num_ooms) == (1, 1)
-
-
-def test_x8_expandable_blocks_are_passed_over_once_the_setting_is_off() -> None:
-    device = expandable()
-    device.free(malloc(device, 30))
-    device.set_settings(AllocatorSettings())
-    malloc(device, 30)
-    assert (device.reserved_bytes, device.num_segments) == (70 * MIB, 1)
-
-
-def test_x9_with_the_setting_on_classic_blocks_split_finely_too() -> None:
-    device = allocator()
-    device.free(malloc(device, 12))
-    device.set_settings(AllocatorSettings(expandable_segments=True))
-    malloc(device, 11)
-    assert (device.allocated_bytes, device.reserved_bytes) == (11 * MIB, 12 * MIB)
-    assert (device.num_splits, device.split_bytes) == (1, MIB)
 
 
 def test_x10_a_limit_can_be_overshot_by_less_than_a_granule() -> None:

@@ -9,14 +9,12 @@ from memwall.predict.cuda_allocator.allocator_events import (
     ALLOC,
     COMPLETE,
     EventTrace,
-    HeldBlock,
-    HeldMemory,
-    HeldRange,
     live_peak_bytes,
 )
 from memwall.predict.cuda_allocator.allocator_events import FREE as FREED
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Playback, replay
+from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
 from memwall.predict.cuda_allocator.held_memory import load
 from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, USED
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
@@ -33,22 +31,24 @@ def held(
     *,
     is_expandable: bool = False,
     pending: int = 0,
-) -> HeldMemory:
+) -> Held:
     """Ranges and blocks as (offset, size), in MiB; blocks have the numbers -1, -2, ..."""
-    return HeldMemory(
+    return Held(
         ranges=tuple(
-            HeldRange(
-                address=BASE + start * MIB, nbytes=size * MIB, stream=0, is_small=False, is_expandable=is_expandable
+            Range(
+                address=BASE + start * MIB, num_bytes=size * MIB, stream=0, is_small=False, is_expandable=is_expandable
             )
             for start, size in ranges
         ),
         blocks=tuple(
-            HeldBlock(
-                number=-1 - number,
+            UsedBlock(
                 address=BASE + start * MIB,
-                nbytes=size * MIB,
+                num_bytes=size * MIB,
                 requested_bytes=size * MIB - 100,
+                stack=0,
+                category="",
                 is_pending=-1 - number == pending,
+                is_exact=True,
             )
             for number, (start, size) in enumerate(blocks)
         ),
@@ -69,33 +69,31 @@ def test_figures_are_those_of_an_allocator_that_got_there_itself() -> None:
     for block in (blocks[1], blocks[3]):
         assert block is not None
         itself.free(block)
-    for name in ("reserved_bytes", "allocated_bytes", "active_bytes", "num_segments", "num_splits", "split_bytes"):
-        assert getattr(found, name) == getattr(itself, name), name
-    assert found.requested_bytes == (12 + 40) * MIB - 200
-    assert (found.reserved_peak_bytes, found.active_peak_bytes) == (120 * MIB, 52 * MIB)
+    assert (found.reserved_bytes, found.allocated_bytes) == (itself.reserved_bytes, itself.allocated_bytes)
+    sizes = [[block.size for block in one.large.in_order()] for one in (found, itself)]
+    assert sizes[0] == sizes[1] == [18 * MIB, 50 * MIB]
+    assert (found.reserved_peak_bytes, found.allocated_peak_bytes) == (120 * MIB, 52 * MIB)
 
 
 def test_free_memory_between_blocks_is_split_and_is_used_first() -> None:
     found = device()
     blocks = load(found, held([(0, 60)], [(0, 10), (30, 10)]))
-    assert (found.num_splits, found.split_bytes) == (2, 40 * MIB)
     block = found.malloc(20 * MIB)
     assert block is not None
     assert (block.address, found.reserved_bytes) == (BASE + 10 * MIB, 60 * MIB)
     for used in (*blocks.values(), block):
         found.free(used)
     found.empty_cache()
-    assert (found.reserved_bytes, found.num_segments, found.num_splits) == (0, 0, 0)
+    assert found.reserved_bytes == 0
 
 
-def test_a_block_that_waits_is_active_until_its_stream_is_done() -> None:
+def test_a_block_that_waits_is_not_free_until_its_stream_is_done() -> None:
     playback = Playback(device(), held([(0, 60)], [(0, 30), (30, 30)], pending=-2))
     found = playback.device
-    assert (found.allocated_bytes, found.active_bytes) == (30 * MIB, 60 * MIB)
+    assert (found.allocated_bytes, found.reserved_bytes) == (30 * MIB, 60 * MIB)
     assert playback.run([(ALLOC, 1, 30 * MIB, 0)])
     assert found.reserved_bytes == 90 * MIB
     assert playback.run([(COMPLETE, -2, 0, 0)])
-    assert found.active_bytes == 60 * MIB
     assert playback.run([(ALLOC, 2, 30 * MIB, 0)])
     assert found.reserved_bytes == 90 * MIB
 
@@ -104,7 +102,7 @@ def test_mapped_stretches_of_expandable_segments_are_one_reservation_that_grows(
     """GIVEN 40 MiB mapped, a hole of 20 and 40 mapped WHEN 60 are asked for THEN only the hole is mapped."""
     found = device(EXPANDABLE)
     blocks = load(found, held([(0, 40), (60, 40)], [(0, 20)], is_expandable=True))
-    assert (found.reserved_bytes, found.num_segments, found.num_splits) == (80 * MIB, 0, 0)
+    assert found.reserved_bytes == 80 * MIB
     block = found.malloc(80 * MIB)
     assert block is not None
     assert (block.address, found.reserved_bytes) == (BASE + 20 * MIB, 100 * MIB)
@@ -112,6 +110,20 @@ def test_mapped_stretches_of_expandable_segments_are_one_reservation_that_grows(
     found.free(blocks[-1])
     found.empty_cache()
     assert found.reserved_bytes == 0
+
+
+def test_expandable_blocks_are_passed_over_once_the_setting_is_off() -> None:
+    found = device()
+    load(found, held([(0, 40)], [], is_expandable=True))
+    assert found.malloc(30 * MIB) is not None
+    assert found.reserved_bytes == 70 * MIB
+
+
+def test_with_the_setting_on_classic_blocks_split_finely_too() -> None:
+    found = device(EXPANDABLE)
+    load(found, held([(0, 12)], []))
+    assert found.malloc(11 * MIB) is not None
+    assert (found.allocated_bytes, found.reserved_bytes) == (11 * MIB, 12 * MIB)
 
 
 def test_states_follow_from_what_is_held() -> None:
@@ -139,6 +151,5 @@ def test_a_replay_and_the_lower_bound_begin_with_what_is_held() -> None:
     memory = held([(0, 60), (100, 40)], [(0, 60)])
     trace = EventTrace(events=((FREED, -1, 0, 0), (ALLOC, 1, 90 * MIB, 0)), steps=(0,), held=memory)
     figures = replay(trace, AllocatorSettings(), PROFILE)
-    assert figures is not None
-    assert (figures.reserved_peak_bytes, figures.num_device_calls) == (190 * MIB, 1)
+    assert figures.reserved_peak_bytes == 190 * MIB
     assert live_peak_bytes(trace) == 90 * MIB

@@ -9,15 +9,15 @@ from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.allocator_settings import (
     MIB,
     AllocatorSettings,
-    check,
     divisions_text,
     format_settings,
     parse_settings,
+    useless_options,
 )
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 NEW = profile_for("2.13.0")[0]
-OLD = profile_for("2.9.1")[0]
+OLD = profile_for("2.11.0")[0]
 
 
 def test_every_option_is_read() -> None:
@@ -67,8 +67,7 @@ def test_divisions_are_written_so_that_they_read_back(divisions: tuple[int, ...]
 
 
 def test_the_written_string_is_complete() -> None:
-    assert format_settings(AllocatorSettings(), NEW) == "expandable_segments:False,large_segment_size_mb:20"
-    assert format_settings(AllocatorSettings(), OLD) == "expandable_segments:False"
+    assert format_settings(AllocatorSettings()) == "expandable_segments:False,large_segment_size_mb:20"
     settings = AllocatorSettings(
         max_split_bytes=64 * MIB,
         max_non_split_rounding_bytes=32 * MIB,
@@ -77,7 +76,7 @@ def test_the_written_string_is_complete() -> None:
         throw_on_cudamalloc_oom=True,
         others=(("pinned_use_background_threads", "True"),),
     )
-    text = format_settings(settings, NEW)
+    text = format_settings(settings)
     assert text == (
         "expandable_segments:False,large_segment_size_mb:20,max_split_size_mb:64,max_non_split_rounding_mb:32,"
         "garbage_collection_threshold:0.6,per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True,"
@@ -139,28 +138,17 @@ def test_what_is_wrong_or_dangerous_is_refused(text: str, message: str) -> None:
 
 
 def test_an_option_of_a_later_release_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"'large_segment_size_mb' is not known to torch 2\.9\.1; it knows backend, "):
-        parse_settings("large_segment_size_mb:32", OLD)
-    with pytest.raises(UsageError, match=r"torch 2\.9\.1 has no large_segment_size_mb; it needs 2\.11"):
-        check(AllocatorSettings(large_segment_bytes=32 * MIB), OLD)
+    with pytest.raises(UsageError, match=r"'throw_on_cudamalloc_oom' is not known to torch 2\.11; it knows backend, "):
+        parse_settings("throw_on_cudamalloc_oom:True", OLD)
 
 
 def test_settings_without_effect_are_pointed_out() -> None:
-    collecting = AllocatorSettings(garbage_collection_threshold=0.8)
-    assert check(collecting, NEW, has_limit=False) == (
+    assert useless_options(AllocatorSettings(garbage_collection_threshold=0.8)) == (
         "garbage_collection_threshold:0.8 does nothing without a memory limit; set one with "
         "torch.cuda.set_per_process_memory_fraction",
     )
-    assert check(collecting, NEW, has_limit=True) == ()
-    assert check(AllocatorSettings(expandable_segments=True), OLD) == (
-        "torch 2.9.1 ignores expandable_segments in PYTORCH_ALLOC_CONF; use PYTORCH_CUDA_ALLOC_CONF",
-    )
-
-
-@pytest.mark.parametrize("divisions", [(3,) * 16, (4,) * 15])
-def test_divisions_that_torch_would_reject_are_refused(divisions: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="must be 16 numbers, each 0 or a power of two"):
-        check(AllocatorSettings(roundup_power2_divisions=divisions), NEW)
+    limited = AllocatorSettings(garbage_collection_threshold=0.8, per_process_memory_fraction=0.5)
+    assert useless_options(limited) == useless_options(AllocatorSettings()) == ()
 
 
 def test_an_unknown_release_gets_the_newest_profile_and_says_so() -> None:
@@ -171,8 +159,9 @@ def test_an_unknown_release_gets_the_newest_profile_and_says_so() -> None:
     assert profile_for("2.13.1+cu130") == (NEW, "")
     with pytest.raises(UsageError, match="'main' is not a torch version"):
         profile_for("main")
-    with pytest.raises(UsageError, match=r"torch 2\.1\.0 is older than"):
-        profile_for("2.1.0")
+    profile, note = profile_for("2.6.0")
+    assert profile == OLD
+    assert note == "the allocator of torch 2.6.0 is not known here; modelled as that of 2.11"
 
 
 @pytest.mark.slow
