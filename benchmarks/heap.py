@@ -25,7 +25,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.malloc_calls import events_of
-from memwall.predict.malloc.malloc_policies import policy_named, replay_step
+from memwall.predict.malloc.malloc_policies import policy_named, replay
 from memwall.predict.malloc.tensor_heap import replay_in_heap
 from memwall.trace.trace_builder import TraceBuilder
 
@@ -81,8 +81,9 @@ def predict(name: str) -> dict[str, Any]:
         optimizer.zero_grad()
         builder.finish_step(optimizer)
     step = builder.trace(optimizer).steps[-1]
-    resident_bytes = {way: replay_step(step, policy_named(way)).peak_resident_bytes for way in ("default", "mmap")}
-    heap = replay_in_heap([events_of(step, has_small_blocks=False)] * 3)
+    calls = events_of(step)
+    resident_bytes = {way: replay(policy_named(way), calls).peak_resident_bytes for way in ("default", "mmap")}
+    heap = replay_in_heap(events_of(step, has_small_blocks=False))
     return {
         "live_bytes": live_peak_bytes(step, "cpu"),
         "resident_bytes": resident_bytes | {"tensor-heap": heap.peak_resident_bytes},

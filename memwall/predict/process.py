@@ -15,13 +15,7 @@ from msgspec import Struct
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.malloc_calls import events_of
-from memwall.predict.malloc.malloc_policies import (
-    MallocPolicy,
-    policy_named,
-    replay_step,
-    restored_policy,
-    unavailable_reason,
-)
+from memwall.predict.malloc.malloc_policies import RESTORED, MallocPolicy, policy_named, replay, unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason, replay_in_heap
 from memwall.predict.state_on_disk import before_optimizer
 from memwall.predict.treatment import StepModel
@@ -123,7 +117,7 @@ class ProcessModel(Process):
         """The step with nothing applied, in the process that recorded the trace."""
         # Without a tensor heap, recording parked sets malloc's own thresholds, and glibc cannot go all the way back.
         is_changed = self._trace.is_parked and not self._has_heap
-        return self._unsteered(step, restored_policy() if is_changed else policy_named("default"))
+        return self._unsteered(step, RESTORED if is_changed else policy_named("default"))
 
     def treated(self, step: Step, limit_bytes: int) -> Resident:
         """The cheapest way to reuse freed memory that keeps to the tensors' own bytes; they alone if none is known."""
@@ -174,7 +168,7 @@ class ProcessModel(Process):
     def _in_heap(self, step: Step, limit_bytes: int) -> Resident:
         """The step with its tensors in a heap of their own, held under `limit_bytes` of process memory."""
         events = events_of(step, has_small_blocks=False)
-        figures = replay_in_heap([events] * 3, ceiling_bytes=max(limit_bytes - self._beyond_tensors, 1))
+        figures = replay_in_heap(events, max(limit_bytes - self._beyond_tensors, 1))
         return Resident(
             policy=TENSOR_HEAP,
             is_default=False,
@@ -191,7 +185,7 @@ class ProcessModel(Process):
         return self._by_malloc(step, malloc, policy="default", is_default=True) if self._has_malloc else self.bare(step)
 
     def _by_malloc(self, step: Step, malloc: MallocPolicy, *, policy: str, is_default: bool) -> Resident:
-        figures = replay_step(step, malloc)
+        figures = replay(malloc, events_of(step))
         return Resident(
             policy=policy,
             is_default=is_default,
@@ -248,5 +242,5 @@ def parked_bytes(
         # A ceiling of next to nothing has free pages returned at once.
         ceiling_bytes = 0 if kept_bytes is None else 1
         events = events_of(parked, has_small_blocks=False)
-        return replay_in_heap([events], ceiling_bytes).peak_resident_bytes + (kept_bytes or 0)
+        return replay_in_heap(events, ceiling_bytes, num_steps=1).peak_resident_bytes + (kept_bytes or 0)
     return live_peak_bytes(parked, trace.device)

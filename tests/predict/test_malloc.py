@@ -9,7 +9,7 @@ import pytest
 
 from memwall.errors import UsageError
 from memwall.predict.malloc import malloc_policies as subject
-from memwall.predict.malloc.malloc_calls import StepEvents, events_of, join
+from memwall.predict.malloc.malloc_calls import StepEvents, events_of, repeated
 from memwall.predict.malloc.malloc_process import ALLOCATE, FREE, MOVE, SET_POLICY, STEP, resident_pages
 from memwall.trace.records import Category, Op, Phase, Step, Storage
 
@@ -75,26 +75,23 @@ def test_blocks_with_own_mappings_are_resident_only_while_they_live() -> None:
     slots = [out.allocate(ALLOCATE, MIB) for _ in range(40)]
     out.free(slots[::2])
     out.free([out.allocate(ALLOCATE, 2 * MIB) for _ in range(10)] + slots[1::2])
-    pages = subject.replay(MMAP, [out]).steps[0]
-    assert pages.peak_live_bytes == 40 * MIB
+    pages = subject.replay(MMAP, out, num_steps=1)
     assert 40 * MIB <= pages.peak_resident_bytes <= 40 * (MIB + 8192)
-    assert pages.end_resident_bytes == pages.end_live_bytes == 0
     assert pages.fresh_bytes >= 60 * MIB
 
 
 def test_gaps_that_nothing_fits_stay_resident_in_mallocs_heap() -> None:
-    pages = subject.replay(DEFAULT, [comb(400)]).steps[0]
-    assert pages.peak_live_bytes == 400 * BLOCK
+    pages = subject.replay(DEFAULT, comb(400), num_steps=1)
     assert 590 * BLOCK <= pages.peak_resident_bytes <= 610 * BLOCK
 
 
 def test_by_default_a_heap_shrinks_when_its_end_is_freed() -> None:
     out = StepEvents()
     out.free([out.allocate(ALLOCATE, 100 << 10) for _ in range(200)][::-1])
-    pages = subject.replay(subject.policy_named("default"), [out]).steps[0]
+    pages = subject.replay(DEFAULT, out, num_steps=2)
     assert pages.peak_resident_bytes >= 200 * 100 << 10
     # What stays is the top pad and the last blocks above the trim threshold, however Python's own heap lies before it.
-    assert pages.end_resident_bytes < pages.peak_resident_bytes / 10
+    assert pages.fresh_bytes > 0.9 * pages.peak_resident_bytes
 
 
 def test_pages_shared_by_two_blocks_count_once() -> None:
@@ -109,7 +106,7 @@ def test_the_same_replay_gives_the_same_answer() -> None:
     sizes = [(7919 * n) % 900_000 + 1 for n in range(400)]
     storages = [storage(size, n, min(n + 1 + size % 97, 400)) for n, size in enumerate(sizes)]
     events = events_of(step(storages, ["forward"] * 200 + ["backward"] * 200))
-    found = [subject.replay(policy, [events, events]) for policy in (DEFAULT, DEFAULT, MMAP, MMAP)]
+    found = [subject.replay(policy, events, num_steps=2) for policy in (DEFAULT, DEFAULT, MMAP, MMAP)]
     assert found[0] == found[1]
     assert found[2] == found[3]
 
@@ -118,9 +115,9 @@ def test_ten_thousand_calls_replay_in_a_fraction_of_a_second() -> None:
     out = StepEvents()
     for _ in range(50):
         out.free([out.allocate(ALLOCATE, 300_000 + 64 * n) for n in range(100)])
-    pages = subject.replay(DEFAULT, [out], timeout_s=5.0).steps[0]
+    pages = subject.replay(DEFAULT, out, num_steps=1, timeout_s=5.0)
     assert len(out.events) // 3 == 10_000
-    assert pages.peak_live_bytes > 30_000_000
+    assert pages.peak_resident_bytes > 30_000_000
 
 
 # -- a step's calls --------------------------------------------------------------------------------------------------
@@ -131,7 +128,6 @@ def test_at_an_operation_frees_come_before_its_own_blocks() -> None:
     # The second storage dies with the last operation, so it outlives the step.
     assert triples(events.events) == [(ALLOCATE, 0, 10), (FREE, 0, 0), (ALLOCATE, 1, 20)]
     assert [nbytes for nbytes, _ in events.after] == [20]
-    assert events.op_at == [0, 1, 1]
 
 
 def test_only_memory_of_the_process_is_replayed() -> None:
@@ -141,32 +137,29 @@ def test_only_memory_of_the_process_is_replayed() -> None:
 
 def test_graph_nodes_of_a_forward_live_until_its_backward() -> None:
     events = events_of(step([storage(1000, 0, 1), storage(1000, 3, 4)], ["forward", "loss", "backward", "backward"]))
-    small = [slot for kind, slot, nbytes in triples(events.events) if nbytes == 472]
-    freed_at = [
-        events.op_at[n] for n, (kind, slot, _) in enumerate(triples(events.events)) if kind == FREE and slot in small
-    ]
-    assert freed_at == [4]
+    calls = triples(events.events)
+    (node,) = [slot for kind, slot, nbytes in calls if nbytes == 472]
+    second = [number for number, call in enumerate(calls) if call[0] == ALLOCATE][1]
+    assert calls.index((FREE, node, 0)) > second
 
 
 def test_what_outlives_a_step_takes_the_place_of_what_the_next_one_expects() -> None:
-    parameter = storage(5000, -1, 3, category="parameter")
-    first = events_of(
-        step([parameter, storage(700, 1, 3, category="optimizer_state")], ["forward", "backward", "optimizer"]),
-        has_small_blocks=False,
-    )
+    gradients = [storage(700, -1, 1, category="gradient"), storage(700, 1, 3, category="gradient")]
     steady = events_of(
-        step([parameter, storage(700, -1, 3, category="optimizer_state")], ["forward", "backward", "optimizer"]),
+        step([storage(5000, -1, 3, category="parameter"), *gradients], ["forward", "backward", "optimizer"]),
         has_small_blocks=False,
     )
-    assert triples(join([first, steady, steady])) == [
+    assert triples(repeated(steady, 2)) == [
         (ALLOCATE, 0, 5000),
+        (ALLOCATE, 1, 700),
         (SET_POLICY, 0, 0),
         (STEP, 0, 0),
-        (ALLOCATE, 1, 700),
+        (FREE, 1, 0),
+        (ALLOCATE, 2, 700),
         (STEP, 0, 0),
-        (MOVE, 2, 0),
-        (MOVE, 3, 1),
-        (STEP, 0, 0),
+        (MOVE, 1, 2),
+        (FREE, 1, 0),
+        (ALLOCATE, 2, 700),
     ]
 
 
@@ -174,18 +167,14 @@ def test_a_gradient_that_lives_until_it_is_zeroed_does_not_pile_up() -> None:
     events = events_of(
         step([storage(MIB, -1, 1, category="gradient"), storage(MIB, 1, 2, category="gradient")], ["backward"] * 2)
     )
-    pages = subject.replay(MMAP, [events] * 4)
-    assert [s.end_live_bytes for s in pages.steps] == [pages.steps[0].end_live_bytes] * 4
+    assert MIB < subject.replay(MMAP, events, num_steps=4).peak_resident_bytes < 1.5 * MIB
 
 
 # -- policies --------------------------------------------------------------------------------------------------------
 
 
-def test_policies_are_named_once_and_found_by_name() -> None:
-    names = [policy.name for policy in subject.candidate_policies()]
-    assert names == ["default", "mmap"]
-    assert [p.name for p in subject.candidate_policies() if p.is_default] == ["default"]
-    assert all(subject.policy_named(name).name == name for name in names)
+def test_only_the_default_needs_nothing_applied() -> None:
+    assert [policy.is_default for policy in (DEFAULT, MMAP, subject.RESTORED)] == [True, False, False]
 
 
 def test_an_unknown_policy_is_an_error_that_lists_the_known_ones() -> None:
@@ -198,7 +187,7 @@ def test_address_space_that_malloc_refuses_is_a_typed_error() -> None:
     out = StepEvents()
     out.free([out.allocate(ALLOCATE, 1 << 60)])
     with pytest.raises(UsageError) as error:
-        subject.replay(MMAP, [out])
+        subject.replay(MMAP, out, num_steps=1)
     assert str(error.value) == (
         "replaying 4 allocations under the malloc policy 'mmap' failed: event 2: malloc refused to reserve "
         "1152921504606846976 bytes of address space; see whether the address space is limited (ulimit -v)"
@@ -209,7 +198,7 @@ def test_without_glibc_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "platform", "darwin")
     assert subject.unavailable_reason()
     with pytest.raises(UsageError) as error:
-        subject.replay(DEFAULT, [])
+        subject.replay(DEFAULT, StepEvents())
     assert str(error.value) == "cannot replay allocations: malloc policies need Linux with glibc; this is darwin"
 
 
@@ -253,7 +242,7 @@ def test_a_process_that_writes_the_same_blocks_gets_as_large_as_predicted(name: 
     storages = [storage(size, n, 240 - n) for n, size in enumerate(sizes)]
     storages += [storage(size + 5000, 120 + n, 122 + n) for n, size in enumerate(sizes[:-2])]
     events = events_of(step(storages, ["forward"] * 120 + ["backward"] * 120), has_small_blocks=False)
-    predicted_bytes = subject.replay(policy, [events]).peak_resident_bytes
+    predicted_bytes = subject.replay(policy, events, num_steps=1).peak_resident_bytes
     done = subprocess.run(
         [sys.executable, "-S", "-c", _TOUCH, json.dumps(subject.settings_of(policy))],
         input=json.dumps(list(events.events)),

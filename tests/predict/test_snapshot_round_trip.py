@@ -49,6 +49,8 @@ class Run:
         self.device = self.another()
         self.statistics = self.device.statistics
         self.live: list[Block] = []
+        self.shared: set[Block] = set()
+        """Those that another stream uses, too."""
 
     def another(self) -> WatchedAllocator:
         """A device of the same settings, with its segments at the same places."""
@@ -65,9 +67,12 @@ class Run:
             block = self.device.malloc(self.draw.choice(SIZES) + self.draw.randrange(5000), self.draw.randrange(2))
             assert block is not None
             self.live.append(block)
+            if self.draw.random() < 0.05:
+                self.shared.add(block)
         elif draw < 0.95 and self.live:
             block = self.live.pop(self.draw.randrange(len(self.live)))
-            self.device.free(block, is_awaited=self.draw.random() < 0.05)
+            self.device.free(block, is_awaited=block in self.shared)
+            self.shared.discard(block)
         elif draw < 0.98 and self.device.pending:
             self.device.complete(next(iter(self.device.pending)))
         elif draw >= 0.98:

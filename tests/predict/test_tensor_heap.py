@@ -172,7 +172,7 @@ def test_a_step_that_repeats_faults_nothing_in_again_and_small_tensors_are_count
     large = [out.allocate(ALLOCATE, MIB) for _ in range(20)]
     out.free(large[::2])
     out.free([*small, *large[1::2], *(out.allocate(ALLOCATE, MIB) for _ in range(10))])
-    found = replay_in_heap([out] * 3)
+    found = replay_in_heap(out)
     assert found.peak_resident_bytes == 20 * MIB + 10_000
     assert found.fresh_bytes == 0
 
@@ -183,7 +183,7 @@ def test_under_a_ceiling_a_step_pays_in_faults_for_what_it_gives_back() -> None:
     out.free(narrow[::2])
     wide = [out.allocate(ALLOCATE, 2 * MIB) for _ in range(5)]
     out.free(wide + narrow[1::2])
-    free, held = replay_in_heap([out] * 3), replay_in_heap([out] * 3, ceiling_bytes=20 * MIB)
+    free, held = replay_in_heap(out), replay_in_heap(out, ceiling_bytes=20 * MIB)
     assert (free.peak_resident_bytes, free.fresh_bytes) == (30 * MIB, 0)
     assert held.peak_resident_bytes == 20 * MIB
     assert held.fresh_bytes == 20 * MIB
@@ -195,4 +195,4 @@ def test_without_the_library_the_reason_says_what_to_do(monkeypatch: pytest.Monk
         "memwall was installed without its C library; install a C compiler, then torch-memwall again"
     )
     with pytest.raises(UsageError, match="cannot replay a step in the tensor heap: memwall was installed without"):
-        replay_in_heap([])
+        replay_in_heap(StepEvents())

@@ -11,12 +11,7 @@ import torch
 from memwall.errors import ApplyError
 from memwall.machine.meter import process_bytes, return_free_memory
 from memwall.patches import Patches
-from memwall.predict.malloc.malloc_policies import (
-    policy_named,
-    restored_policy,
-    settings_of,
-    unavailable_reason,
-)
+from memwall.predict.malloc.malloc_policies import RESTORED, policy_named, settings_of, unavailable_reason
 from memwall.predict.malloc.tensor_heap import (
     MIN_TENSOR_BYTES,
     TORCH_LIBRARY,
@@ -101,7 +96,7 @@ class AllocatorHandler:
         else:
             self.undo()
             if _set_malloc(policy):
-                restored = settings_of(restored_policy())
+                restored = settings_of(RESTORED)
                 self._patches.add("setting", "mallopt of glibc", lambda: _mallopt(restored))
         self.policy = policy
         _log.debug("tensors are allocated under '%s'", policy)
@@ -213,7 +208,7 @@ def _set_malloc(policy: str) -> bool:
         raise ApplyError(f"cannot set the malloc policy '{policy}': {reason}")
     refused = _mallopt(settings)
     if refused is not None:
-        _mallopt(settings_of(restored_policy()))
+        _mallopt(settings_of(RESTORED))
         parameter, value = refused
         raise ApplyError(f"cannot set the malloc policy '{policy}': glibc refused mallopt({parameter}, {value})")
     return True

@@ -10,7 +10,7 @@ from itertools import groupby
 from memwall.predict.malloc.malloc_process import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, SET_POLICY, STEP
 from memwall.trace.records import Step
 
-__all__ = ["StepEvents", "events_of", "join"]
+__all__ = ["StepEvents", "events_of", "repeated"]
 
 # What lives beside a storage: its header and its tensor's (c10/core/StorageImpl.h, TensorImpl.h), and small change. The
 # blocks of 24 bytes matter most: they fit the slivers that glibc cuts off an aligned block, and keep gaps open there.
@@ -25,12 +25,10 @@ _Block = tuple[int, tuple[int, ...]]
 
 
 class StepEvents:
-    """The calls of one step as flat (kind, slot, nbytes) triples, and what stands before and after it."""
+    """Holds the calls of one step as flat (kind, slot, nbytes) triples, and what stands before and after it."""
 
     def __init__(self) -> None:
         self.events = array("q")
-        self.op_at: list[int] = []
-        """Operation per event: before or at which it happens."""
         self.before: list[_Block] = []
         self.after: list[_Block] = []
         self.num_slots = 0
@@ -47,34 +45,26 @@ class StepEvents:
             self.events.extend((FREE, slot, 0))
 
 
-def events_of(
-    step: Step,
-    *,
-    has_small_blocks: bool = True,
-    lifetimes: Sequence[tuple[int, int]] = (),
-) -> StepEvents:
-    """Calls to malloc that one step makes.
+def events_of(step: Step, *, has_small_blocks: bool = True) -> StepEvents:
+    """Returns the calls to malloc that one step makes.
 
     At each operation first the storages that died before it are freed, then its own are allocated.
 
     Args:
         has_small_blocks: whether tensor headers and graph nodes are imitated.
-        lifetimes: birth and death per storage in place of the recorded ones, as a plan changes them.
     """
     num_ops = len(step.ops)
-    spans = lifetimes or [(storage.birth, storage.death) for storage in step.storages]
     out = StepEvents()
     blocks: dict[int, _Block] = {}
     births: defaultdict[int, list[int]] = defaultdict(list)
     deaths: defaultdict[int, list[int]] = defaultdict(list)
     num_headers = len(_HEADER_BYTES) if has_small_blocks else 0
     for index, storage in enumerate(step.storages):
-        birth, death = spans[index]
-        if storage.device != "cpu" or storage.nbytes <= 0 or death <= birth:
+        if storage.device != "cpu" or storage.nbytes <= 0 or storage.death <= storage.birth:
             continue
-        deaths[min(death, num_ops + 1)].append(index)
-        if birth >= 0:
-            births[birth].append(index)
+        deaths[min(storage.death, num_ops + 1)].append(index)
+        if storage.birth >= 0:
+            births[storage.birth].append(index)
         else:
             slots = tuple(range(out.num_slots, out.num_slots + 1 + num_headers))
             blocks[index] = (storage.nbytes, slots)
@@ -96,41 +86,25 @@ def events_of(
             blocks[index] = (nbytes, (data, *headers))
         if op in node_dies and births[op]:
             nodes[node_dies[op]] += [out.allocate(ALLOCATE_SMALL, size) for size in _NODE_BYTES]
-        out.op_at.extend([op] * (len(out.events) // 3 - len(out.op_at)))
     out.after = list(blocks.values())
     return out
 
 
-def join(steps: Sequence[StepEvents]) -> array[int]:
-    """One sequence of calls: what stands before the first step, the policy, and each step in turn.
+def repeated(step: StepEvents, num_steps: int) -> array[int]:
+    """Returns one sequence of calls: what stands before the first step, the policy, and the step so many times.
 
-    What outlives a step is what stands before the next, matched by size: the first step's optimizer state is the
-    second's, and a gradient that lives until it is zeroed takes its predecessor's place. What the next step does not
-    know is freed, what it misses is allocated.
+    What outlives a step is what stands before the next, matched by size: a gradient that lives until it is zeroed takes
+    its predecessor's place. What the next step does not know is freed, what it misses is allocated.
     """
     events: array[int] = array("q")
-    offset_of: dict[int, int] = {}
-    num_slots = 0
-    for step in steps:
-        if id(step) not in offset_of:
-            offset_of[id(step)] = num_slots
-            num_slots += step.num_slots
-    standing: dict[tuple[int, ...], int] = {}
-    for number, step in enumerate(steps):
-        offset = offset_of[id(step)]
-        wanted = {tuple(slot + offset for slot in slots): nbytes for nbytes, slots in step.before}
+    wanted = {slots: nbytes for nbytes, slots in step.before}
+    _link(events, {}, wanted)
+    events.extend((SET_POLICY, 0, 0))
+    for number in range(num_steps):
+        events.extend((STEP, 0, 0))
         if number > 0:
-            events.extend((STEP, 0, 0))
-        _link(events, standing, wanted)
-        if number == 0:
-            events.extend((SET_POLICY, 0, 0))
-            events.extend((STEP, 0, 0))
-        shifted = array("q", step.events)
-        for position in range(0, len(shifted), 3):
-            if shifted[position] in (ALLOCATE, ALLOCATE_SMALL, FREE):
-                shifted[position + 1] += offset
-        events.extend(shifted)
-        standing = {tuple(slot + offset for slot in slots): nbytes for nbytes, slots in step.after}
+            _link(events, {slots: nbytes for nbytes, slots in step.after}, wanted)
+        events.extend(step.events)
     return events
 
 
@@ -158,7 +132,7 @@ def _link(events: array[int], standing: dict[tuple[int, ...], int], wanted: dict
 
 
 def _node_deaths(step: Step) -> dict[int, int]:
-    """When the graph nodes of each forward operation go: spread over the backward that follows, last ones first."""
+    """Returns when graph nodes of each forward operation go: spread over the backward that follows, last ones first."""
     dies: dict[int, int] = {}
     pending: list[int] = []
     for is_backward, numbers in groupby(

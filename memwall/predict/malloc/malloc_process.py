@@ -1,7 +1,7 @@
 """The process that replays a sequence of allocations against this machine's malloc, without touching the memory.
 
-`malloc_policies` starts this file as `python -S -s -P`: a fresh heap, no torch, and the C library
-that the training process would use. It first makes the calls and notes the addresses, and only then works out which
+`malloc_policies` starts this file as `python -S -s -P`: a fresh heap, no torch, and the C library that the training
+process would use. It first makes the calls and notes the addresses, and only then works out which
 pages were resident, so that its own bookkeeping allocates nothing between two replayed calls.
 
 Standard input: one line of JSON (`mallopt`: pairs of parameter and value; `num_events`), then `num_events` triples of
@@ -89,7 +89,7 @@ def resident_pages(
     heap_ends: Sequence[int],
     page_bytes: int,
 ) -> list[dict[str, int]]:
-    """Figures per step, from the addresses that malloc gave.
+    """Returns the resident peak and the bytes resident anew per step, from the addresses that malloc gave.
 
     A page becomes resident when a tensor that is written lies on it. A freed block of the heap leaves its pages
     resident; a block with its own mapping takes them along; a heap that shrinks loses those beyond its end.
@@ -103,9 +103,9 @@ def resident_pages(
     first_page = (min(in_heap, default=0) - _CHUNK_HEADER_BYTES) // page_bytes
     end_page = max((max(heap_ends, default=0), max(in_heap, default=0))) // page_bytes + 2
     is_resident = bytearray(end_page - first_page if in_heap else 0)
-    heap_pages = mapped_pages = live_bytes = 0
+    heap_pages = mapped_pages = 0
     heap_end = heap_ends[0] if len(heap_ends) else 0
-    live: dict[int, tuple[int, int, int, int]] = {}
+    live: dict[int, tuple[int, int, int]] = {}
     steps: list[dict[str, int]] = []
     figures: dict[str, int] = {}
     for index, (kind, slot, nbytes) in enumerate(zip(events[::3], events[1::3], events[2::3], strict=True)):
@@ -124,24 +124,19 @@ def resident_pages(
                 if fresh:
                     is_resident[low:high] = b"\1" * (high - low)
                     heap_pages += fresh
-            live[slot] = (low, high, mapped[index], nbytes)
-            live_bytes += nbytes
+            live[slot] = (low, high, mapped[index])
             if figures:
                 figures["fresh_bytes"] += fresh * page_bytes
                 resident = (heap_pages + mapped_pages) * page_bytes
-                if resident > figures["peak_resident_bytes"]:
-                    figures["peak_resident_bytes"], figures["peak_event"] = resident, index
-                figures["peak_live_bytes"] = max(figures["peak_live_bytes"], live_bytes)
+                figures["peak_resident_bytes"] = max(figures["peak_resident_bytes"], resident)
         elif kind == FREE:
-            low, high, own, size = live.pop(slot)
-            live_bytes -= size
+            low, high, own = live.pop(slot)
             mapped_pages -= high - low if own else 0
         elif kind == MOVE:
             live[slot] = live.pop(nbytes)
         elif kind == STEP:
             resident = (heap_pages + mapped_pages) * page_bytes
-            figures = {"peak_resident_bytes": resident, "peak_event": index, "peak_live_bytes": live_bytes}
-            figures |= {"fresh_bytes": 0, "end_resident_bytes": 0, "end_live_bytes": 0}
+            figures = {"peak_resident_bytes": resident, "fresh_bytes": 0}
             steps.append(figures)
         if heap_ends[index] < heap_end:
             beyond = max(0, -(-heap_ends[index] // page_bytes) - first_page)
@@ -150,9 +145,6 @@ def resident_pages(
                 is_resident[beyond:] = bytes(len(is_resident) - beyond)
                 heap_pages -= lost
         heap_end = heap_ends[index]
-        if figures:
-            figures["end_resident_bytes"] = (heap_pages + mapped_pages) * page_bytes
-            figures["end_live_bytes"] = live_bytes
     return steps
 
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.native import load_library
-from memwall.predict.malloc.malloc_calls import StepEvents, join
+from memwall.predict.malloc.malloc_calls import StepEvents, repeated
 from memwall.predict.malloc.malloc_process import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, STEP
 
 __all__ = [
@@ -55,7 +55,7 @@ class _Figures(ctypes.Structure):
 
 
 class HeapFigures(Struct, frozen=True, kw_only=True):
-    """What a heap holds."""
+    """Says what a heap holds."""
 
     live_bytes: int
     """In blocks, rounded to pages."""
@@ -70,7 +70,7 @@ class HeapFigures(Struct, frozen=True, kw_only=True):
 
 
 class HeapForecast(Struct, frozen=True, kw_only=True):
-    """Steps replayed in a heap that carries over from each to the next."""
+    """Says what steps need in a heap that carries over from each to the next."""
 
     peak_resident_bytes: int
     """Highest over all steps; tensors below `MIN_TENSOR_BYTES`, which malloc holds, included."""
@@ -81,7 +81,7 @@ class HeapForecast(Struct, frozen=True, kw_only=True):
 
 
 class TensorHeap:
-    """One heap of the library. Its methods are safe to call from several threads.
+    """Speaks to one heap of the library. Its methods are safe to call from several threads.
 
     Args:
         library: as `heap_library` gives it.
@@ -92,7 +92,7 @@ class TensorHeap:
         self._library, self._handle = library, handle
 
     def allocate(self, nbytes: int) -> int | None:
-        """Address of a new block, aligned to a page; None when the reserved address space is used up."""
+        """Returns the address of a new block, aligned to a page; None when the reserved address space is used up."""
         address: int | None = self._library.heap_allocate(self._handle, nbytes)
         return address
 
@@ -101,11 +101,11 @@ class TensorHeap:
         return bool(self._library.heap_free(self._handle, address) == 0)
 
     def contains(self, address: int) -> bool:
-        """Whether an address lies in the range that this heap's blocks are taken from."""
+        """Tells whether an address lies in the range that this heap's blocks are taken from."""
         return bool(self._library.heap_contains(self._handle, address))
 
     def set_ceiling(self, ceiling_bytes: int) -> None:
-        """From now on free pages are returned before more would be resident; 0 for no ceiling."""
+        """Has free pages returned from now on before more would be resident; 0 for no ceiling."""
         self._library.heap_set_ceiling(self._handle, ceiling_bytes)
 
     def trim(self) -> None:
@@ -113,7 +113,7 @@ class TensorHeap:
         self._library.heap_trim(self._handle)
 
     def figures(self) -> HeapFigures:
-        """What the heap holds now."""
+        """Returns what the heap holds now."""
         found = _Figures()
         self._library.heap_figures(self._handle, ctypes.byref(found))
         return HeapFigures(**{name: getattr(found, name) for name, *_ in _Figures._fields_})
@@ -121,7 +121,7 @@ class TensorHeap:
 
 @functools.cache
 def heap_library() -> ctypes.CDLL | None:
-    """The library with its signatures declared; None where the installation built none."""
+    """Returns the library with its signatures declared; None where the installation built none."""
     handle, nbytes = ctypes.c_void_p, ctypes.c_uint64
     signatures = {
         "heap_create": (handle, (nbytes, ctypes.c_int)),
@@ -140,7 +140,7 @@ def heap_library() -> ctypes.CDLL | None:
 
 
 def heap_unavailable_reason() -> str:
-    """Why torch's tensors cannot live in a tensor heap here; "" if they can."""
+    """Says why torch's tensors cannot live in a tensor heap here; "" if they can."""
     if sys.platform != "linux":
         return f"the tensor heap needs Linux; this is {sys.platform}"
     library = heap_library()
@@ -162,7 +162,7 @@ def heap_unavailable_reason() -> str:
 
 @contextmanager
 def dry_heap(ceiling_bytes: int = 0, *, reserved_bytes: int = 1 << 36) -> Iterator[TensorHeap]:
-    """A heap that only keeps books: address space of 0.2 % of what it reserves.
+    """Makes a heap that only keeps books: address space of 0.2 % of what it reserves.
 
     Raises:
         UsageError: there is no library, or no address space.
@@ -182,17 +182,17 @@ def dry_heap(ceiling_bytes: int = 0, *, reserved_bytes: int = 1 << 36) -> Iterat
         library.heap_destroy(handle)
 
 
-def replay_in_heap(steps: Sequence[StepEvents], ceiling_bytes: int = 0) -> HeapForecast:
-    """Replays the tensors of consecutive steps in a dry heap.
+def replay_in_heap(step: StepEvents, ceiling_bytes: int = 0, *, num_steps: int = 3) -> HeapForecast:
+    """Replays the tensors of a step in a dry heap, several times over.
 
     Args:
-        steps: as `malloc_calls.events_of` makes them, small blocks left out.
+        step: as `malloc_calls.events_of` makes it, small blocks left out.
         ceiling_bytes: resident bytes above which free pages are returned; 0 for none.
 
     Raises:
         UsageError: see `dry_heap`.
     """
-    events = join(steps)
+    events = repeated(step, num_steps)
     calls = list(zip(events[::3], events[1::3], events[2::3], strict=True))
     large_bytes, small_bytes = _peak_bytes(calls)
     addresses: dict[int, int | None] = {}
@@ -221,7 +221,7 @@ def replay_in_heap(steps: Sequence[StepEvents], ceiling_bytes: int = 0) -> HeapF
 
 
 def _peak_bytes(calls: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-    """The most bytes that tensors in the heap hold at once, and the most that those outside do."""
+    """Returns the most bytes that tensors in the heap hold at once, and the most that those outside do."""
     sizes: dict[int, int] = {}
     live, peak = [0, 0], [0, 0]
     for kind, slot, nbytes in calls:

@@ -16,7 +16,7 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.autocast import Autocast
 from memwall.planning.techniques.recompute import Recompute
-from memwall.predict.malloc.malloc_policies import restored_policy, settings_of, unavailable_reason
+from memwall.predict.malloc.malloc_policies import RESTORED, settings_of, unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.session import Session
 
@@ -131,5 +131,5 @@ def test_a_malloc_that_serves_tensors_from_what_it_has_free() -> None:
     finally:
         for block in blocks[1::2]:
             libc.free(block)
-        for setting in settings_of(restored_policy()):
+        for setting in settings_of(RESTORED):
             libc.mallopt(*setting)
