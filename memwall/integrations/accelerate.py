@@ -179,11 +179,11 @@ def _check(plan: Plan, accelerator: Any, rest: Iterable[Any]) -> None:
             "Accelerator(**plan.accelerate_kwargs()) sets them"
         )
     sizes = sorted({loader.batch_size for loader in rest if isinstance(loader, DataLoader) and loader.batch_size})
-    for action in plan.actions:
-        micro_batch = technique_of(action).loader_batch(action)
-        if micro_batch and sizes and micro_batch not in sizes:
+    split = [parts for action in plan.actions if (parts := technique_of(action).batch_parts(action)) is not None]
+    for micro_batch, num_micro_batches in split:
+        if sizes and micro_batch not in sizes:
             raise IntegrationError(
-                f"the plan runs micro-batches of {micro_batch} samples, {plan.batch_parts[1]} per step; "
+                f"the plan runs micro-batches of {micro_batch} samples, {num_micro_batches} per step; "
                 f"found data loaders with batch_size {', '.join(map(str, sizes))}; set batch_size={micro_batch}"
             )
 

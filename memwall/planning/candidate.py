@@ -26,8 +26,6 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
     actions: tuple[Action, ...]
     process_bytes: int
-    built_bytes: int
-    """Process bytes before parameters leave for disk; 0 where they stay."""
     live_bytes: int
     extra_seconds: float
     compute_seconds: float
@@ -74,10 +72,9 @@ def plan_of(
     moved_bytes = found.moved_bytes + found.location.written_bytes
     link = _link_time(found, trace, process, steady) if moved_bytes else None
     phases = {"steady_step": peak}
-    if found.built_bytes:
-        phases["build"] = PeakBytes(
-            allocated_bytes=found.built_bytes - process.base_bytes, process_bytes=found.built_bytes
-        )
+    built_bytes = found.location.built_bytes
+    if built_bytes:
+        phases["build"] = PeakBytes(allocated_bytes=built_bytes - process.base_bytes, process_bytes=built_bytes)
     first = trace.steps[0]
     if trace.is_parked and first.process_peak_bytes:
         # It ran under the safest plan and has been measured already.

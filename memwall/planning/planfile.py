@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
@@ -123,25 +125,13 @@ def decoded(found: dict[str, Any], kind: type[R]) -> R:
             message ends with the path inside the file.
     """
     forecast = found.get("forecast")
-    actions = forecast.get("actions", ()) if isinstance(forecast, dict) else ()
-    if not isinstance(forecast, dict) or not isinstance(actions, list | tuple):
+    values = forecast.get("actions", ()) if isinstance(forecast, dict) else None
+    if not isinstance(forecast, dict) or not isinstance(values, list | tuple):
         return msgspec.convert(found, kind)
-    records = tuple(_action(value, f"$.forecast.actions[{number}]") for number, value in enumerate(actions))
-    record: Any = msgspec.convert(found | {"forecast": forecast | {"actions": ()}}, kind)
-    return cast(R, msgspec.structs.replace(record, forecast=msgspec.structs.replace(record.forecast, actions=records)))
-
-
-def _action(value: Any, path: str) -> Action:
-    if not isinstance(value, dict):
-        raise msgspec.ValidationError(f"Expected `object`, got `{type(value).__name__}` - at `{path}`")
-    if "kind" not in value:
-        raise msgspec.ValidationError(f"Object missing required field `kind` - at `{path}`")
-    known = {technique.tag: technique for technique in techniques()}
-    technique = known.get(value["kind"]) if isinstance(value["kind"], str) else None
-    if technique is None:
-        raise msgspec.ValidationError(f"Invalid value {value['kind']!r} - at `{path}.kind`")
+    known: Any = reduce(or_, (technique.record for technique in techniques()))
     try:
-        return msgspec.convert(value, technique.record)
+        actions = msgspec.convert(values, tuple[known, ...])
     except msgspec.ValidationError as error:
-        text, at, inner = str(error).partition(" - at `$")
-        raise msgspec.ValidationError(f"{text} - at `{path}{inner if at else '`'}") from error
+        raise msgspec.ValidationError(str(error).replace("`$", "`$.forecast.actions")) from error
+    record: Any = msgspec.convert(found | {"forecast": forecast | {"actions": ()}}, kind)
+    return cast(R, msgspec.structs.replace(record, forecast=msgspec.structs.replace(record.forecast, actions=actions)))

@@ -105,7 +105,7 @@ def _split(run: Run) -> Iterator[Run]:
     trace = run.trace
     for technique in techniques():
         first, steady = (technique.parts(trace, s, is_cooperative=True) for s in (trace.steps[0], steady_step(trace)))
-        for (first_part, num_parts), (part, _) in zip(first, steady, strict=True):
+        for (first_part, num_parts, _), (part, *_) in zip(first, steady, strict=True):
             yield msgspec.structs.replace(
                 run,
                 trace=msgspec.structs.replace(

@@ -6,10 +6,10 @@ budget and solve again. The replayed peak decides; the solver only proposes.
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from memwall.errors import PlanError
 from memwall.planning.action import Action
 from memwall.planning.block_problem import (
     block_actions,
@@ -42,6 +42,20 @@ __all__ = ["SearchAtLocation"]
 _SECONDS_PER_OP = 8e-6
 
 
+class _Batch(NamedTuple):
+    """Holds the step of one micro-batch, and how the recorded one is split into such."""
+
+    model: StepModel
+    num_parts: int = 1
+    actions: tuple[Action, ...] = ()
+    """What splits it."""
+
+    @property
+    def split_seconds(self) -> float:
+        """Returns the seconds that further micro-batches cost besides their arithmetic."""
+        return (self.num_parts - 1) * len(self.model.step.ops) * _SECONDS_PER_OP
+
+
 class SearchAtLocation:
     """Finds candidates with state and parameters in one location.
 
@@ -66,8 +80,8 @@ class SearchAtLocation:
         limit_bytes -= self._location.library_bytes
         if self._location.built_bytes > limit_bytes:
             return None
-        for model, num_parts in self._models():
-            found = self._best_for(model, num_parts, limit_bytes, math.inf if best is None else best.extra_seconds)
+        for batch in self._batches():
+            found = self._best_for(batch, limit_bytes, math.inf if best is None else best.extra_seconds)
             if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
                 best = found
             if best is not None and not best.actions:
@@ -76,22 +90,18 @@ class SearchAtLocation:
 
     def smallest_bytes(self) -> int:
         """Returns the smallest budget for which there is a candidate, margin included."""
-        return min(
-            self._smallest_for(model, num_parts, with_disk)
-            for model, num_parts in self._models()
-            for with_disk in self._tiers()
-        )
+        return min(self._smallest_for(batch, with_disk) for batch in self._batches() for with_disk in self._tiers())
 
-    def _models(self) -> Iterator[tuple[StepModel, int]]:
-        """Yields the step of each micro-batch there is, and how many of them the recorded one is split into."""
+    def _batches(self) -> Iterator[_Batch]:
+        """Yields each micro-batch there is, the recorded one first."""
         steady = step_under_actions(self._trace, self._steady, self._location.actions)
-        yield self._model(steady), 1
+        yield _Batch(self._model(steady))
         # What passes all through a step is read again for each part, which no cost here knows.
         if not self._location.keeps_tier_busy:
             is_cooperative = self._settings.allow_accumulation
             for technique in techniques():
-                for step, num_parts in technique.parts(self._trace, steady, is_cooperative=is_cooperative):
-                    yield self._model(step), num_parts
+                for step, num_parts, action in technique.parts(self._trace, steady, is_cooperative=is_cooperative):
+                    yield _Batch(self._model(step), num_parts, (action,))
 
     def _model(self, step: Step) -> StepModel:
         return StepModel(step, self._trace.names, find_blocks(self._trace, step))
@@ -104,41 +114,33 @@ class SearchAtLocation:
         is_free = can_offload(self._trace) is None and not self._location.keeps_tier_busy
         return (False, True) if is_free else (False,)
 
-    def _best_for(self, model: StepModel, num_parts: int, limit_bytes: int, at_most: float) -> Candidate | None:
+    def _best_for(self, batch: _Batch, limit_bytes: int, at_most: float) -> Candidate | None:
         """Returns the cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
         # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
         if not self._location.keeps_tier_busy:
-            plain = self._process.untreated(model.step)
+            plain = self._process.untreated(batch.model.step)
             budget_bytes = self._settings.budget_bytes - self._location.library_bytes
             if self._process.fits_untouched(plain.process_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
-                return self._found(model, num_parts, {}, plain, None, 0)
+                return self._found(batch, {}, plain, None, 0)
         best: Candidate | None = None
         for with_disk in self._tiers():
-            found = self._solve_for(model, num_parts, with_disk, limit_bytes, at_most)
+            found = self._solve_for(batch, with_disk, limit_bytes, at_most)
             if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
                 best, at_most = found, min(at_most, found.extra_seconds)
         return best
 
-    def _fixed_actions(self, num_parts: int) -> list[Action]:
-        standing = (technique.standing_action(self._settings) for technique in techniques())
-        splitting = (technique.parts_action(self._trace, num_parts) for technique in techniques() if num_parts > 1)
-        return [*self._location.actions, *(action for action in (*standing, *splitting) if action is not None)]
-
-    def _solve_for(
-        self, model: StepModel, num_parts: int, with_disk: bool, limit_bytes: int, at_most: float
-    ) -> Candidate | None:
+    def _solve_for(self, batch: _Batch, with_disk: bool, limit_bytes: int, at_most: float) -> Candidate | None:
         """Solves for several live budgets: more live bytes cost less recomputation, but more page faults.
 
         Ends as soon as nothing that is left can cost less than `at_most`: replays are what takes long.
         """
-        menus, instance = self._instance(model, num_parts, with_disk)
+        model = batch.model
+        menus, instance = self._instance(batch, with_disk)
         room_bytes = limit_bytes - self._process.base_bytes - self._process.workspace_bytes
         best: Candidate | None = None
         tried: set[tuple[int, ...]] = set()
         # What a choice costs besides its own seconds; of page faults it can save no more than there are.
-        least_seconds = (
-            self._split_seconds(model, num_parts) + self._location.seconds - self._inputs.plain_fault_seconds
-        )
+        least_seconds = batch.split_seconds + self._location.seconds - self._inputs.plain_fault_seconds
         limits = LiveLimits(
             room_bytes,
             lambda: smallest_feasible_bytes(instance),
@@ -159,14 +161,10 @@ class SearchAtLocation:
             if resident.process_bytes + window_bytes > limit_bytes:
                 limits.over(resident.process_bytes + window_bytes - self._process.base_bytes)
                 continue
-            found = self._found(model, num_parts, treatments, resident, (menus, choice), window_bytes)
+            found = self._found(batch, treatments, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:
                 best = found
         return best
-
-    @staticmethod
-    def _split_seconds(model: StepModel, num_parts: int) -> float:
-        return (num_parts - 1) * len(model.step.ops) * _SECONDS_PER_OP
 
     def _resident(self, step: Step, limit_bytes: int) -> Resident:
         if self._trace.device not in ("cpu", "cuda"):  # nothing is known about another device's allocator
@@ -176,7 +174,7 @@ class SearchAtLocation:
         outside_bytes = resident.outside_bytes + self._location.paged_bytes
         return msgspec.structs.replace(resident, outside_bytes=outside_bytes)
 
-    def _instance(self, model: StepModel, num_parts: int, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
+    def _instance(self, batch: _Batch, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
         machine = self._trace.machine
         costs = Costs(
             copy_seconds_per_byte=machine.copy_seconds_per_byte,
@@ -184,36 +182,36 @@ class SearchAtLocation:
             can_offload=with_disk,
             pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
             runs_ahead=self._trace.device != "cpu",
-            num_passes=num_parts,
+            num_passes=batch.num_parts,
             not_recomputed=self._settings.not_recomputed,
         )
-        menus = build_menus(self._trace, model, costs)
+        menus = build_menus(self._trace, batch.model, costs)
         tier, link = machine.next_tier if with_disk else None, None
         if tier is not None:
             # A block's seconds are those of all parts, its bytes those of one, which pass as often as there are parts.
             link = Link(
-                write_bytes_per_second=tier.write_bytes_per_second / num_parts,
-                read_bytes_per_second=tier.read_bytes_per_second / num_parts,
+                write_bytes_per_second=tier.write_bytes_per_second / batch.num_parts,
+                read_bytes_per_second=tier.read_bytes_per_second / batch.num_parts,
                 window_bytes=WINDOW_BYTES,
                 capacity_bytes=min(
                     self._inputs.capacity_bytes - self._location.held_bytes,
-                    max(0, self._inputs.writable_bytes(self._location)) // num_parts,
+                    max(0, self._inputs.writable_bytes(self._location)) // batch.num_parts,
                 ),
             )
-        return menus, build_instance(model, menus, budget_bytes=0, device=self._trace.device, link=link)
+        return menus, build_instance(batch.model, menus, budget_bytes=0, device=self._trace.device, link=link)
 
     def _found(
         self,
-        model: StepModel,
-        num_parts: int,
+        batch: _Batch,
         treatments: dict[str, Treatment],
         resident: Resident,
         solved: tuple[Sequence[Menu], Choice] | None,
         window_bytes: int,
     ) -> Candidate:
-        step = model.treated(treatments) if treatments else model.step
-        actions = self._fixed_actions(num_parts)
-        split_seconds = self._split_seconds(model, num_parts)
+        step = batch.model.treated(treatments) if treatments else batch.model.step
+        standing = (technique.standing_action(self._settings) for technique in techniques())
+        actions = [*self._location.actions, *(one for one in standing if one is not None), *batch.actions]
+        split_seconds = batch.split_seconds
         extra_seconds, moved_bytes, bound = split_seconds, 0, 0.0
         levers: tuple[Lever, ...] = ()
         if solved is not None:
@@ -222,7 +220,9 @@ class SearchAtLocation:
             actions.extend(block_actions(menus, choice, self._trace.device))
             extra_seconds += choice.extra_seconds
             bound = choice.lower_bound_seconds + split_seconds
-            moved_bytes = num_parts * sum(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
+            moved_bytes = batch.num_parts * sum(
+                m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True)
+            )
         process_bytes = resident.process_bytes + window_bytes + self._location.library_bytes
         fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self._inputs.plain_fault_seconds
         settled = (
@@ -232,25 +232,23 @@ class SearchAtLocation:
         return Candidate(
             actions=tuple(actions),
             process_bytes=process_bytes,
-            built_bytes=self._location.built_bytes,
             live_bytes=live_peak_bytes(step, self._trace.device),
             extra_seconds=extra_seconds + fault_seconds + self._location.seconds,
             compute_seconds=max(0.0, step_seconds(step) + split_seconds + fault_seconds),
             moved_bytes=moved_bytes,
             location=self._location,
-            num_parts=num_parts,
+            num_parts=batch.num_parts,
             lower_bound_seconds=bound + self._location.seconds,
             levers=levers,
             binding=binding_reasons(self._trace, step, moved_bytes, actions),
         )
 
-    def _smallest_for(self, model: StepModel, num_parts: int, with_disk: bool) -> int:
-        menus, instance = self._instance(model, num_parts, with_disk)
+    def _smallest_for(self, batch: _Batch, with_disk: bool) -> int:
+        menus, instance = self._instance(batch, with_disk)
         choice = solve(msgspec.structs.replace(instance, budget_bytes=smallest_feasible_bytes(instance)))
-        if choice is None:
-            raise PlanError("the solver found no plan at the smallest budget it gave; please report the trace")
+        assert choice is not None, "a budget that the solver calls feasible has a plan"
         treatments = treatments_of_choice(menus, choice)
-        step = model.treated(treatments)
+        step = batch.model.treated(treatments)
         process_bytes = (
             self._resident(step, 0).process_bytes + window_bytes_of(menus, choice) + self._location.library_bytes
         )

@@ -183,13 +183,9 @@ class Technique(Generic[A]):
         """Returns the step under the action."""
         return step
 
-    def parts(self, trace: Trace, step: Step, *, is_cooperative: bool) -> Iterator[tuple[Step, int]]:
-        """Yields the step of smaller parts of the batch, and how many of them the recorded one becomes."""
+    def parts(self, trace: Trace, step: Step, *, is_cooperative: bool) -> Iterator[tuple[Step, int, A]]:
+        """Yields the step of smaller parts of the batch, how many of them there are, and the action that splits it."""
         yield from ()
-
-    def parts_action(self, trace: Trace, num_parts: int) -> A | None:
-        """Returns the action that splits the batch into so many parts."""
-        return None
 
     def batch_parts(self, action: A) -> tuple[int, int] | None:
         """Returns micro-batch and number of micro-batches of a step; None where the action leaves the batch alone."""
@@ -250,10 +246,6 @@ class Technique(Generic[A]):
     def training_arguments(self, action: A) -> dict[str, Any]:
         """Returns fields of transformers' TrainingArguments that carry out the action."""
         return {}
-
-    def loader_batch(self, action: A) -> int:
-        """Returns the batch size that the script's data loader needs for the action; 0 for any."""
-        return 0
 
     def accelerate_kwargs(self, action: A) -> dict[str, Any]:
         """Returns arguments of Accelerate's Accelerator that carry out the action."""

@@ -266,7 +266,9 @@ def test_a_run_that_may_pack_and_cannot_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """GIVEN packing is allowed WHEN the rule finds that it cannot be, as on a device, THEN the log has the reason."""
-    monkeypatch.setattr("memwall.planning.techniques.offload.can_pack", lambda trace, allow: "packed on a CPU only")
+    monkeypatch.setattr(
+        "memwall.planning.techniques.offload.TECHNIQUE.why_not", lambda trace, allow: "packed on a CPU only"
+    )
     model = chain()
     with Session(budget_bytes=1 << 30, disk=str(tmp_path), allow=("low-bit-offload",)) as session:
         trained(model, torch.ones(48, 64), session)

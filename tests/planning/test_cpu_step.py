@@ -16,7 +16,7 @@ from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.step_under_plan import step_under_actions
-from memwall.planning.techniques.cpu_step import StepOnCpu, can_step_on_cpu
+from memwall.planning.techniques.cpu_step import TECHNIQUE, StepOnCpu
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
 from memwall.predict.cpu_step_pipeline import NUM_STAGES, gradient_bytes, pipelined_seconds, staging_bytes
@@ -218,7 +218,7 @@ def test_buckets_overlap_and_what_is_one_alone_comes_down_is_stepped_and_goes_up
 
 def test_what_is_not_legal_says_why(trace: Trace, hardware: Hardware) -> None:
     def reason(changed: Trace, *allow: str) -> str:
-        return can_step_on_cpu(changed, allow) or ""
+        return TECHNIQUE.why_not(changed, allow) or ""
 
     assert reason(trace, *ALLOWED) == ""
     assert "allow it with --allow cpu-optimizer-step" in reason(trace, "precision")

@@ -3,7 +3,6 @@
 import pytest
 from msgspec.structs import replace
 
-from memwall.errors import PlanError
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Block, Instance, Link, Option, Row
 
@@ -129,11 +128,3 @@ def test_moving_needs_a_link_and_room_on_the_tier() -> None:
     assert evaluate(instance, (OFFLOAD,)).fits
     assert not evaluate(replace(instance, link=None), (OFFLOAD,)).fits
     assert not evaluate(replace(instance, link=replace(instance.link, capacity_bytes=49)), (OFFLOAD,)).fits
-
-
-def test_a_choice_that_does_not_match_the_instance_is_refused_with_what_was_expected() -> None:
-    instance = _linked(_block("a", moved_bytes=50))
-    with pytest.raises(PlanError, match="one option for each of 1 blocks; got 2"):
-        evaluate(instance, (0, 0))
-    with pytest.raises(PlanError, match=r"block 'a' has options 0 to 1 \(keep, offload\); got 2"):
-        evaluate(instance, (2,))

@@ -14,7 +14,7 @@ from memwall.planning.search import make_plan, plan
 from memwall.planning.settings import Settings
 from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.techniques import low_bit_state
-from memwall.planning.techniques.low_bit_state import LIBRARY_BYTES, LowBitState, why_no_low_bits
+from memwall.planning.techniques.low_bit_state import LIBRARY_BYTES, TECHNIQUE, LowBitState
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.low_bit_moments import low_bit_bytes, low_bit_elements
 from memwall.trace.records import Trace
@@ -118,16 +118,16 @@ def test_what_it_frees_and_costs(diskless: Trace) -> None:
     ids=["device", "SGD", "several"],
 )
 def test_why_not(diskless: Trace, change: dict[str, str], words: str) -> None:
-    assert why_no_low_bits(diskless, ALLOWED) is None
+    assert TECHNIQUE.why_not(diskless, ALLOWED) is None
     trace = msgspec.structs.replace(diskless, **change)
-    reason = why_no_low_bits(trace, ALLOWED) or ""
+    reason = TECHNIQUE.why_not(trace, ALLOWED) or ""
     assert words in reason
 
 
 def test_it_is_opt_in_and_needs_torchao_and_moments(diskless: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "allow it with --allow low-bit-optimizer" in (why_no_low_bits(diskless, ("precision",)) or "")
+    assert "allow it with --allow low-bit-optimizer" in (TECHNIQUE.why_not(diskless, ("precision",)) or "")
     with monkeypatch.context() as patch:
         patch.setattr(low_bit_state, "low_bit_elements", lambda _: ())
-        assert "has no moment in float32 of 4,096 elements" in (why_no_low_bits(diskless, ALLOWED) or "")
+        assert "has no moment in float32 of 4,096 elements" in (TECHNIQUE.why_not(diskless, ALLOWED) or "")
     monkeypatch.setattr(low_bit_state, "find_spec", lambda _: None)
-    assert "not installed: pip install torchao" in (why_no_low_bits(diskless, ALLOWED) or "")
+    assert "not installed: pip install torchao" in (TECHNIQUE.why_not(diskless, ALLOWED) or "")

@@ -17,7 +17,7 @@ from memwall.planning.menu import Costs
 from memwall.planning.planfile import Plan
 from memwall.planning.search import plan
 from memwall.planning.step_under_plan import step_under_plan
-from memwall.planning.techniques.offload import Offload, can_pack
+from memwall.planning.techniques.offload import TECHNIQUE, Offload
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.packed_bytes import num_packed_bytes
@@ -150,10 +150,10 @@ def test_what_nobody_knows_to_be_numbers_is_not_packed(slow_disk: Trace) -> None
 
 
 def test_why_nothing_is_packed(slow_disk: Trace, without_disk: Callable[[Trace], Trace]) -> None:
-    assert can_pack(slow_disk, ALLOWED) is None
-    assert "allow it with --allow low-bit-offload" in (can_pack(slow_disk, ("precision", "kernels")) or "")
+    assert TECHNIQUE.why_not(slow_disk, ALLOWED) is None
+    assert "allow it with --allow low-bit-offload" in (TECHNIQUE.why_not(slow_disk, ("precision", "kernels")) or "")
     on_gpu = msgspec.structs.replace(slow_disk, device="cuda")
-    assert "on a CPU only, on their way to disk; the step is for 'cuda'" in (can_pack(on_gpu, ALLOWED) or "")
-    assert "--disk DIR" in (can_pack(without_disk(slow_disk), ALLOWED) or "")
+    assert "on a CPU only, on their way to disk; the step is for 'cuda'" in (TECHNIQUE.why_not(on_gpu, ALLOWED) or "")
+    assert "--disk DIR" in (TECHNIQUE.why_not(without_disk(slow_disk), ALLOWED) or "")
     unknown = on_machine(slow_disk, pack_seconds_per_element=0.0)
-    assert "what packing costs on its machine is not in the trace" in (can_pack(unknown, ALLOWED) or "")
+    assert "what packing costs on its machine is not in the trace" in (TECHNIQUE.why_not(unknown, ALLOWED) or "")

@@ -253,7 +253,7 @@ def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
     monkeypatch.setattr(
         SearchAtLocation,
         "_solve_for",
-        lambda search, model, parts, disk, limit, at_most: solve_for(search, model, parts, disk, limit, math.inf),
+        lambda search, batch, disk, limit, at_most: solve_for(search, batch, disk, limit, math.inf),
     )
     exhaustive, many = planned()
     assert plans == exhaustive

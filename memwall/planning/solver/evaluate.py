@@ -24,7 +24,6 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from memwall.errors import PlanError
 from memwall.planning.solver.instance import Instance, Link, Option
 
 __all__ = ["Evaluation", "evaluate"]
@@ -48,12 +47,8 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 
 
 def evaluate(instance: Instance, options: Sequence[int]) -> Evaluation:
-    """Returns what choosing `options` (one index per block, in block order) does.
-
-    Raises:
-        PlanError: not one valid option index per block.
-    """
-    chosen = _chosen(instance, options)
+    """Returns what choosing `options` (one index per block, in block order) does."""
+    chosen = [block.options[option] for block, option in zip(instance.blocks, options, strict=True)]
     peak_bytes, binding_row_label = 0, ""
     for number, row in enumerate(instance.rows):
         row_bytes = row.fixed_bytes + sum(held[option] for held, option in zip(row.held, options, strict=True))
@@ -73,16 +68,6 @@ def evaluate(instance: Instance, options: Sequence[int]) -> Evaluation:
         moved_bytes=moved_bytes,
         fits=(not instance.rows or peak_bytes <= instance.budget_bytes) and moved_bytes <= room_bytes,
     )
-
-
-def _chosen(instance: Instance, options: Sequence[int]) -> list[Option]:
-    if len(options) != len(instance.blocks):
-        raise PlanError(f"a choice needs one option for each of {len(instance.blocks)} blocks; got {len(options)}")
-    for block, index in zip(instance.blocks, options, strict=True):
-        if not 0 <= index < len(block.options):
-            names = ", ".join(option.name for option in block.options)
-            raise PlanError(f"block '{block.path}' has options 0 to {len(block.options) - 1} ({names}); got {index}")
-    return [block.options[index] for block, index in zip(instance.blocks, options, strict=True)]
 
 
 def _write_stalls(instance: Instance, chosen: list[Option], link: Link) -> float:

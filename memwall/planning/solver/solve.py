@@ -5,7 +5,6 @@ The knobs are what a user would set by hand. The program starts from the best of
 
 from collections.abc import Iterator
 
-from memwall.errors import PlanError
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance
 from memwall.planning.solver.milp import milp_lowest_peak, solve_milp
@@ -36,12 +35,7 @@ def smallest_feasible_bytes(instance: Instance) -> int:
     """Returns the smallest budget for which a plan exists, whatever it costs: up to 0.1 % too high, never too low.
 
     Where the program runs into its time limit, it is the lowest peak found, which may be higher.
-
-    Raises:
-        PlanError: the instance has no rows, so nothing would be too small.
     """
-    if not instance.rows:
-        raise PlanError("the instance has no memory rows, so there is no smallest budget; trace at least one step")
     return evaluate(instance, _lowest_peak(instance)).peak_bytes
 
 

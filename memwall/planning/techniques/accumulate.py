@@ -44,15 +44,12 @@ class _Accumulate(Technique[Accumulate]):
         changed = msgspec.structs.replace(settings, allow_accumulation=True)
         return f"smaller micro-batches that accumulate: --global-batch {samples}", Recording(trace, changed)
 
-    def parts(self, trace: Trace, step: Step, *, is_cooperative: bool) -> Iterator[tuple[Step, int]]:
+    def parts(self, trace: Trace, step: Step, *, is_cooperative: bool) -> Iterator[tuple[Step, int, Accumulate]]:
         if can_accumulate(trace, is_cooperative=is_cooperative) is None:
             for micro_batch in candidate_micro_batches(trace)[1:]:
-                yield with_micro_batch(trace, step, micro_batch), trace.micro_batch // micro_batch
-
-    def parts_action(self, trace: Trace, num_parts: int) -> Accumulate:
-        return Accumulate(
-            micro_batch=trace.micro_batch // num_parts, num_micro_batches=num_parts * trace.num_micro_batches
-        )
+                num_parts = trace.micro_batch // micro_batch
+                action = Accumulate(micro_batch=micro_batch, num_micro_batches=num_parts * trace.num_micro_batches)
+                yield with_micro_batch(trace, step, micro_batch), num_parts, action
 
     def step(self, trace: Trace, step: Step, action: Accumulate) -> Step:
         return with_micro_batch(trace, step, action.micro_batch)
@@ -74,9 +71,6 @@ class _Accumulate(Technique[Accumulate]):
 
     def accelerate_kwargs(self, action: Accumulate) -> dict[str, Any]:
         return {"gradient_accumulation_steps": action.num_micro_batches}
-
-    def loader_batch(self, action: Accumulate) -> int:
-        return action.micro_batch
 
     def environment(self, action: Accumulate) -> dict[str, str]:
         return {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(action.num_micro_batches)}

@@ -19,7 +19,7 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["TECHNIQUE", "StepOnCpu", "can_step_on_cpu"]
+__all__ = ["TECHNIQUE", "StepOnCpu"]
 
 # Large enough to keep the link busy, and little memory.
 _BUCKET_BYTES = 16 << 20
@@ -54,7 +54,21 @@ class _CpuStep(Technique[StepOnCpu]):
     choice = "worth-digits"
 
     def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
-        return can_step_on_cpu(trace, allow)
+        if self.allow not in allow:
+            return "a step on the CPU rounds otherwise than on the device; allow it with --allow cpu-optimizer-step"
+        if trace.device != "cuda":
+            return f"a step is taken to the CPU from CUDA only; the step is for '{trace.device}'; {_HOW_TO_STEP_ON_CPU}"
+        if trace.optimizer not in WITH_MOMENTS:
+            names = " and ".join(WITH_MOMENTS)
+            return f"only {names} are stepped on the CPU; {trace.optimizer or 'nothing'} steps"
+        others = {s.dtype for s in steady_step(trace).storages if s.category == "gradient"} - {"float32", ""}
+        if others:
+            return f"the CPU steps parameters in float32; here are some in {', '.join(sorted(others))}"
+        if trace.machine.next_tier is None:
+            return "a step on the CPU has its state in host memory; pass --host SIZE together with --device NAME"
+        if not trace.machine.cpu_step_bytes_per_second:
+            return f"it is not known how fast the CPU steps; {_HOW_TO_STEP_ON_CPU}, which measures it"
+        return None
 
     def check_device(self, device: str) -> None:
         if device != "cuda":
@@ -72,7 +86,7 @@ class _CpuStep(Technique[StepOnCpu]):
             movable_state_bytes(steady, _MIN_STEPPED_BYTES),
             staging_bytes(steady, _BUCKET_BYTES),
         )
-        reason = can_step_on_cpu(trace, inputs.settings.allow)
+        reason = self.why_not(trace, inputs.settings.allow)
         reason = reason or can_move_optimizer_state(trace, state_bytes, inputs.capacity_bytes)
         if reason is not None:
             return reason
@@ -144,25 +158,6 @@ class _CpuStep(Technique[StepOnCpu]):
 
 
 TECHNIQUE = _CpuStep()
-
-
-def can_step_on_cpu(trace: Trace, allow: tuple[str, ...]) -> str | None:
-    """Returns None if the CPU may step a device's parameters, beside their state, else why not."""
-    if "cpu-optimizer-step" not in allow:
-        return "a step on the CPU rounds otherwise than on the device; allow it with --allow cpu-optimizer-step"
-    if trace.device != "cuda":
-        return f"a step is taken to the CPU from CUDA only; the step is for '{trace.device}'; {_HOW_TO_STEP_ON_CPU}"
-    if trace.optimizer not in WITH_MOMENTS:
-        names = " and ".join(WITH_MOMENTS)
-        return f"only {names} are stepped on the CPU; {trace.optimizer or 'nothing'} steps"
-    others = {s.dtype for s in steady_step(trace).storages if s.category == "gradient"} - {"float32", ""}
-    if others:
-        return f"the CPU steps parameters in float32; here are some in {', '.join(sorted(others))}"
-    if trace.machine.next_tier is None:
-        return "a step on the CPU has its state in host memory; pass --host SIZE together with --device NAME"
-    if not trace.machine.cpu_step_bytes_per_second:
-        return f"it is not known how fast the CPU steps; {_HOW_TO_STEP_ON_CPU}, which measures it"
-    return None
 
 
 def _bytes_per_second(machine: Machine, with_deepspeed: bool) -> float:

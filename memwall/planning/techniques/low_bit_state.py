@@ -15,7 +15,7 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["LIBRARY_BYTES", "TECHNIQUE", "LowBitState", "why_no_low_bits"]
+__all__ = ["LIBRARY_BYTES", "TECHNIQUE", "LowBitState"]
 
 LIBRARY_BYTES = 12 << 20
 """Importing torchao adds so much to a process with an optimizer, for which torch imports the most of the same (torchao
@@ -42,17 +42,29 @@ class _LowBitState(Technique[LowBitState]):
     advice_rank = 5
 
     def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
-        return why_no_low_bits(trace, allow)
+        if self.allow not in allow:
+            return "optimizer state in 8 bits changes numerics; allow it with --allow low-bit-optimizer"
+        if trace.device != "cpu":
+            return f"optimizer state is kept in 8 bits in CPU memory only; the step is for '{trace.device}'"
+        if trace.optimizer not in WITH_MOMENTS:
+            return (
+                f"only moments of {' and '.join(WITH_MOMENTS)} are kept in 8 bits; {trace.optimizer or 'nothing'} steps"
+            )
+        if sum(low_bit_elements(steady_step(trace))) == 0:
+            return f"{trace.optimizer} has no moment in float32 of 4,096 elements or more, in whole blocks of 256"
+        if find_spec("torchao") is None:
+            return "optimizer state in 8 bits is kept by torchao, which is not installed: pip install torchao"
+        return None
 
     def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
-        if why_no_low_bits(trace, (self.allow,)) is not None or self.allow in allow:
+        if self.why_not(trace, (self.allow,)) is not None or self.allow in allow:
             return None
         return f"keep {trace.optimizer}'s moments in 8 bits, which changes numerics: --allow low-bit-optimizer"
 
     def locations(self, inputs: SearchInputs, ordinary: tuple[Location, ...] | str) -> tuple[Location, ...] | str:
         if not inputs.settings.can_move_state:
             return ()
-        reason = why_no_low_bits(inputs.trace, inputs.settings.allow)
+        reason = self.why_not(inputs.trace, inputs.settings.allow)
         if reason is not None:
             return reason
         elements = low_bit_elements(inputs.steady)
@@ -91,18 +103,3 @@ class _LowBitState(Technique[LowBitState]):
 
 
 TECHNIQUE = _LowBitState()
-
-
-def why_no_low_bits(trace: Trace, allow: tuple[str, ...]) -> str | None:
-    """Returns None if the optimizer's moments may be in 8 bits between steps, else why not."""
-    if "low-bit-optimizer" not in allow:
-        return "optimizer state in 8 bits changes numerics; allow it with --allow low-bit-optimizer"
-    if trace.device != "cpu":
-        return f"optimizer state is kept in 8 bits in CPU memory only; the step is for '{trace.device}'"
-    if trace.optimizer not in WITH_MOMENTS:
-        return f"only moments of {' and '.join(WITH_MOMENTS)} are kept in 8 bits; {trace.optimizer or 'nothing'} steps"
-    if sum(low_bit_elements(steady_step(trace))) == 0:
-        return f"{trace.optimizer} has no moment in float32 of 4,096 elements or more, in whole blocks of 256"
-    if find_spec("torchao") is None:
-        return "optimizer state in 8 bits is kept by torchao, which is not installed: pip install torchao"
-    return None

@@ -15,7 +15,7 @@ from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Trace
 
-__all__ = ["TECHNIQUE", "LeavingForm", "Offload", "can_pack"]
+__all__ = ["TECHNIQUE", "LeavingForm", "Offload"]
 
 _ROOM_ENOUGH_BYTES = 1 << 50
 
@@ -64,7 +64,14 @@ class _Offload(Technique[Offload]):
     }
 
     def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
-        return can_pack(trace, allow)
+        if self.allow not in allow:
+            return "saved tensors that leave in int8 change numerics; allow it with --allow low-bit-offload"
+        if trace.device != "cpu":
+            return f"saved tensors are packed on a CPU only, on their way to disk; the step is for '{trace.device}'"
+        reason = can_offload(trace)
+        if reason is None and not trace.machine.pack_seconds_per_element:
+            return "what packing costs on its machine is not in the trace; record it again, or give another --disk DIR"
+        return reason
 
     def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
         if can_offload(trace) is None:
@@ -137,18 +144,6 @@ class _Offload(Technique[Offload]):
 
 
 TECHNIQUE = _Offload()
-
-
-def can_pack(trace: Trace, allow: tuple[str, ...]) -> str | None:
-    """Returns None if what leaves the device may do so in fewer digits, else why not."""
-    if "low-bit-offload" not in allow:
-        return "saved tensors that leave in int8 change numerics; allow it with --allow low-bit-offload"
-    if trace.device != "cpu":
-        return f"saved tensors are packed on a CPU only, on their way to disk; the step is for '{trace.device}'"
-    reason = can_offload(trace)
-    if reason is None and not trace.machine.pack_seconds_per_element:
-        return "what packing costs on its machine is not in the trace; record it again, or give another --disk DIR"
-    return reason
 
 
 def _with_host_memory(trace: Trace, bytes_per_second: float) -> Trace:
