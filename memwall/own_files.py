@@ -4,9 +4,10 @@ Plans, run reports and traces are `FileKind`s, so that a foreign, damaged, older
 words everywhere, with the reason and the way out.
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -16,7 +17,7 @@ from msgspec import Struct
 from memwall.errors import MemwallError, UsageError
 from memwall.units import format_bytes
 
-__all__ = ["NO_JSON", "FileKind", "json_bytes", "whole_file"]
+__all__ = ["NO_JSON", "FileKind", "json_bytes", "sync_directory", "whole_file"]
 
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Are raised by msgspec for text that is no JSON, bytes that are no text, and brackets without end."""
@@ -114,38 +115,50 @@ def json_bytes(value: object) -> bytes:
 
 @contextmanager
 def whole_file(
-    path: Path,
-    *,
-    noun: str = "report",
-    error: type[MemwallError] = UsageError,
-    way_out: str = "",
-    survives_power_loss: bool = False,
+    path: Path, *, noun: str = "report", error: type[MemwallError] = UsageError, way_out: str = ""
 ) -> Iterator[BinaryIO]:
     """Gives a file to write to, which takes the name `path` when the block ends without an error.
 
-    Until then the file that had the name stays as it was.
+    Until then the file that had the name stays as it was. What has the name survives a loss of power, whole.
 
     Args:
         noun: names the file in the message, as in "cannot write the plan to x.json".
         error: is raised when it cannot be written.
         way_out: ends the message.
-        survives_power_loss: whether its bytes are on the disk before it takes its name.
 
     Raises:
         MemwallError: it cannot be written; nothing is left behind.
     """
     partial = path.with_name(path.name + ".part")
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)  # of a run that was killed; what is opened is new, and no link
+        with partial.open("xb") as file:
             yield file
-            if survives_power_loss:
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
+        sync_directory(path.parent)
     except OSError as failure:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         what = f"cannot write the {noun} to {path}: {failure.strerror or failure}"
         raise error(f"{what}; {way_out}" if way_out else what) from failure
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def sync_directory(path: Path) -> None:
+    """Returns once the names of the files in a directory survive a loss of power, where its filesystem can say so.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as failure:
+        if failure.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+            raise
+    finally:
+        os.close(fd)

@@ -1,12 +1,24 @@
 """A disk whose calls a test replaces."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from memwall.store.backend import SystemBackend
 
-__all__ = ["Faulty", "Gate"]
+__all__ = ["Faulty", "Gate", "fill_disk"]
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the disk find at its sync that it has no room for what was written."""
+
+    def sync(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", sync)
 
 
 class Faulty(SystemBackend):

@@ -1,10 +1,16 @@
 """memwall's own files: written whole or not at all, and refused with the reason and the way out."""
 
 import json
+import os
+import resource
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
+from faulty_disk import fill_disk
 from msgspec import Struct
 
 from memwall import own_files
@@ -95,19 +101,63 @@ def test_a_file_too_large_to_be_ours_is_not_read(path: Path, monkeypatch: pytest
     )
 
 
-def test_a_full_disk_leaves_the_older_file_whole(path: Path) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("this machine has no /dev/full")
+@contextmanager
+def no_file_above(num_bytes: int) -> Iterator[None]:
+    """Has the system refuse to let any file of this process grow further, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_up_leaves_the_older_file_whole(path: Path) -> None:
     path.write_text("before")
-    path.with_name("recipe.json.part").symlink_to("/dev/full")
     with (
+        no_file_above(1 << 20),
         pytest.raises(StoreError) as error,
         whole_file(path, noun="recipe", error=StoreError, way_out="tidy up") as file,
     ):
-        file.write(b"after")
-    assert str(error.value) == f"cannot write the recipe to {path}: No space left on device; tidy up"
+        file.write(bytes(2 << 20))
+    assert str(error.value) == f"cannot write the recipe to {path}: File too large; tidy up"
     assert path.read_text() == "before"
     assert [entry.name for entry in path.parent.iterdir()] == ["recipe.json"]
+
+
+def test_a_disk_that_turns_out_full_at_its_sync_leaves_the_older_file_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_text("before")
+    fill_disk(monkeypatch)
+    with pytest.raises(UsageError) as error, whole_file(path) as file:
+        file.write(b"after")
+    assert str(error.value) == f"cannot write the report to {path}: No space left on device"
+    assert path.read_text() == "before"
+    assert [entry.name for entry in path.parent.iterdir()] == ["recipe.json"]
+
+
+def test_a_file_has_its_name_when_it_is_on_disk_and_its_name_is_next(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def sync(fd: int) -> None:
+        seen.append((stat.S_ISDIR(os.fstat(fd).st_mode), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with whole_file(path) as file:
+        file.write(b"after")
+    assert seen == [(False, False), (True, True)]
+
+
+def test_nothing_is_written_through_a_link_that_somebody_left(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("theirs")
+    path.with_name("recipe.json.part").symlink_to(other)
+    with whole_file(path) as file:
+        file.write(b"after")
+    assert (path.read_text(), path.is_symlink(), other.read_text()) == ("after", False, "theirs")
 
 
 def test_what_ends_in_an_error_leaves_the_older_file_whole(path: Path) -> None:

@@ -144,7 +144,7 @@ def export_safetensors(directory: str | os.PathLike[str], path: str | os.PathLik
         buckets: dict[int, dict[str, TensorRecord]] = {}
         for key in order:
             buckets.setdefault(chosen[key].bucket, {})[key] = chosen[key]
-        with whole_file(Path(path), noun="checkpoint", error=StoreError, survives_power_loss=True) as file:
+        with whole_file(Path(path), noun="checkpoint", error=StoreError) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for members in buckets.values():
                 for tensor in found.read(members).values():
@@ -171,7 +171,7 @@ def export_torch(directory: str | os.PathLike[str], path: str | os.PathLike[str]
             "helpers": found.objects["helpers"],
             "step": found.step,
         }
-        with whole_file(Path(path), noun="checkpoint", error=StoreError, survives_power_loss=True) as file:
+        with whole_file(Path(path), noun="checkpoint", error=StoreError) as file:
             torch.save(content, file)
         return found.step
 

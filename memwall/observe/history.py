@@ -21,8 +21,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import is_exhaustion
-from memwall.errors import NotAvailableError, OutOfMemoryError, UsageError
+from memwall.errors import NotAvailableError, OutOfMemoryError, StoreError, UsageError
 from memwall.observe.history_marks import Marks, TimedCall, TimedPhase, marks_path
+from memwall.own_files import whole_file
 from memwall.patches import Patches, note_permanent
 from memwall.predict.cuda_allocator.advice import VARIABLES
 from memwall.torch_internals.allocator import (
@@ -201,17 +202,15 @@ class MemoryHistory:
                 phases=tuple(self._phases),
                 calls=tuple(self._calls),
             )
-            partial = path.with_name(path.name + ".part")
-            with partial.open("wb") as file:
+            with whole_file(path, noun="snapshot", error=StoreError) as file:
                 pickle.dump(snapshot, file)
-            marks_path(path).write_bytes(msgspec.json.format(msgspec.json.encode(marks), indent=2) + b"\n")
-            partial.replace(path)
-        except (OSError, RuntimeError, NotAvailableError) as error:
-            path.with_name(path.name + ".part").unlink(missing_ok=True)
+                marks_path(path).write_bytes(msgspec.json.format(msgspec.json.encode(marks), indent=2) + b"\n")
+        except (StoreError, RuntimeError, NotAvailableError) as error:
+            marks_path(path).unlink(missing_ok=True)
             _log.warning(
                 "history: the snapshot could not be written to %s: %s; free space there, or give another folder",
                 path,
-                error,
+                error.__cause__ or error,
             )
             return
         self.written.append(path)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memwall.errors import MemwallError, StoreError
+from memwall.own_files import sync_directory
 from memwall.rows.store import RowLayout, RowStore
 from memwall.rows.store_file import ShardHeader, read_header, read_rows, shard_path, shard_paths, write_shard
 from memwall.rows.table import RowTable
@@ -132,11 +133,7 @@ def _rank_of(table: RowTable) -> tuple[int, int]:
 def _publish(partial: Path, place: Path) -> None:
     try:
         partial.rename(place)
-        parent = os.open(place.parent, os.O_RDONLY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+        sync_directory(place.parent)
     except OSError as error:
         raise StoreError(f"{partial} cannot be renamed to {place}: {os.strerror(error.errno or 0)}") from error
 

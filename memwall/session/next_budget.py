@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import OutOfMemoryError, StoreError, UsageError
+from memwall.own_files import whole_file
 from memwall.units import format_bytes
 
 __all__ = ["MAX_ATTEMPTS", "NextBudget", "note_failure", "read_next_budget"]
@@ -65,15 +66,8 @@ def note_failure(directory: str | Path, budget_bytes: int, failure: OutOfMemoryE
     number = 1 + (0 if before is None else before.num_failures)
     left = NextBudget(budget_bytes=budget_bytes, within_bytes=failure.next_budget_bytes, num_failures=number)
     path = Path(directory) / _NAME
-    partial = path.with_suffix(".part")
-    try:
-        # Made anew: writing through what has the name would follow a link.
-        partial.unlink(missing_ok=True)
-        with partial.open("xb") as file:
-            file.write(msgspec.json.encode(left))
-        partial.replace(path)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from failure
+    with whole_file(path, noun="budget of the next run", error=StoreError) as file:
+        file.write(msgspec.json.encode(left))
     return OutOfMemoryError(
         f"{failure}; or go on from the last committed step: the same command with --resume plans for that, attempt "
         f"{number} of {MAX_ATTEMPTS}",

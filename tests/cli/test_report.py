@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cuda_history import MIB
+from faulty_disk import fill_disk
 
 from memwall.cli.app import main
 
@@ -233,10 +234,8 @@ def test_a_file_that_is_no_source(content: bytes, message: str, refused: Refused
     assert [path.name for path in folder.iterdir()] == ["x"]
 
 
-def test_a_disk_that_is_full(refused: Refused, made: Path, folder: Path) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("this machine has no /dev/full")
-    (folder / "x.json.part").symlink_to("/dev/full")
+def test_a_disk_that_is_full(refused: Refused, made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_disk(monkeypatch)
     message = refused("report", made / "s8.pickle", "-o", "x.json")
     assert message == "cannot write the report to x.json: No space left on device"
     assert list(folder.iterdir()) == []

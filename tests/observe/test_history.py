@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_history import MIB, History, frame, simulated_snapshot, varying_requests
+from faulty_disk import fill_disk
 from torch import nn
 
 from memwall.apply.techniques import allocator as allocator_technique
@@ -211,13 +212,11 @@ def test_a_run_that_failed_has_no_end(cuda: Cuda, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_does_not_hide_the_error(
-    cuda: Cuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cuda: Cuda, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("this machine has no /dev/full")
     history = MemoryHistory(tmp_path)
     history.begin()
-    (tmp_path / "oom-1.pickle.part").symlink_to("/dev/full")
+    fill_disk(monkeypatch)
     cuda.run_out()
     assert history.written == []
     assert "could not be written" in caplog.messages[0]
