@@ -1,60 +1,92 @@
-"""The growing log of a step: storages, operations, saved tensors and module calls, before they become records."""
+"""The growing log of a step: storages, operations, saved tensors and module calls, before they become records.
+
+An index of -1 stands for a storage that was never seen, -2 for a tensor without one of its own, such as a sparse one.
+"""
 
 import weakref
 from bisect import bisect_right
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from memwall.torch_internals.storages import identity_of
 from memwall.trace.records import Category, Phase
 
-__all__ = ["EventLog"]
+__all__ = ["EventLog", "LoggedCall", "LoggedOp", "LoggedSaving", "LoggedStorage"]
+
+
+class LoggedOp(Struct, gc=False):
+    """Holds one operation while its step runs; indices are those of the log."""
+
+    name: str
+    phase: Phase
+    call: int
+    """The innermost module call that it was issued in; -1 for none."""
+    line: int
+    sequence: int
+    """The sequence number of the autograd node that ran it; -1 in forward."""
+    inputs: tuple[int, ...]
+    seconds: float = 0.0
+    flops: int = 0
+    outputs: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    workspace: int = -1
+    """The storage that stands for what it allocated for itself; -1 for none."""
+
+
+class LoggedStorage(Struct, gc=False):
+    """Holds one block of memory while its step runs."""
+
+    nbytes: int
+    device: str
+    category: Category | None
+    """None until the step shows what it is."""
+    birth: int
+    shape: tuple[int, ...]
+    """The shape of the first tensor in it."""
+    line: int
+    dtype: str
+    died: int = -1
+    """The operation before which it died; -1 while it lives."""
+
+
+class LoggedSaving(Struct, gc=False):
+    """Holds one tensor that autograd saved, while its step runs."""
+
+    storage: int
+    nbytes: int
+    call: int
+    packed: int
+    was_moved: bool = False
+    """Whether it left the device while the step was recorded."""
+    unpacked: int = -1
+    released: int = -1
+
+
+class LoggedCall(Struct, gc=False):
+    """Holds one call of a module while its step runs."""
+
+    module: int
+    parent: int
+    start: int
+    end: int = -1
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
 
 
 class EventLog:
-    """Columns of what happened, in order. Appending is all that is done while the step runs, to keep it cheap."""
+    """Holds what happened, in order. Appending is all that is done while the step runs, to keep it cheap."""
 
-    def __init__(self, *, is_parked: bool) -> None:
-        self.is_parked = is_parked
+    def __init__(self) -> None:
         self.micro_batch = 0
         self.input_shape: tuple[int, ...] = ()
         self.input_dtype = ""
-        self.op_name: list[str] = []
-        self.op_phase: list[Phase] = []
-        self.op_call: list[int] = []
-        self.op_line: list[int] = []
-        self.op_sequence: list[int] = []
-        self.op_seconds: list[float] = []
-        self.op_flops: list[int] = []
-        self.op_inputs: list[tuple[int, ...]] = []
-        self.op_outputs: list[tuple[int, ...]] = []
-        self.op_writes: list[tuple[int, ...]] = []
-        self.op_workspace: dict[int, int] = {}
-        self.storage_bytes: list[int] = []
-        self.storage_device: list[str] = []
-        self.storage_category: list[Category | None] = []
-        self.storage_birth: list[int] = []
-        self.storage_died: list[int] = []
-        self.storage_shape: list[tuple[int, ...]] = []
-        self.storage_line: list[int] = []
-        self.storage_dtype: list[str] = []
-        self.saved_storage: list[int] = []
-        self.saved_bytes: list[int] = []
-        self.saved_call: list[int] = []
-        self.saved_moved: list[bool] = []
-        self.saved_packed: list[int] = []
-        self.saved_unpacked_at: list[int] = []
-        self.saved_released_at: list[int] = []
-        self.call_module: list[int] = []
-        self.call_parent: list[int] = []
-        self.call_start: list[int] = []
-        self.call_end: list[int] = []
-        self.call_sequence: list[int] = []
-        self.call_sequence_end: list[int] = []
-        self.call_inputs: list[tuple[int, ...]] = []
-        self.call_outputs: list[tuple[int, ...]] = []
+        self.ops: list[LoggedOp] = []
+        self.storages: list[LoggedStorage] = []
+        self.savings: list[LoggedSaving] = []
+        self.calls: list[LoggedCall] = []
         self.call_stack: list[int] = []
         self.marks: list[tuple[str, int]] = []
         # Autograd's sequence number at each change of the innermost running call, for nodes seen again in backward.
@@ -62,6 +94,10 @@ class EventLog:
         self._change_call: list[int] = []
         self._live: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def _call(self) -> int:
+        return self.call_stack[-1] if self.call_stack else -1
 
     # -- storages --------------------------------------------------------------------------------------------------
 
@@ -73,14 +109,17 @@ class EventLog:
     def categorise(self, tensor: Tensor, category: Category) -> None:
         """Names what a storage of this step turned out to be. What existed before keeps its category."""
         index = self._find(tensor)
-        if index < 0:
-            index = self._new_storage(tensor, category, birth=len(self.op_name))
-        if self.storage_category[index] is None or self.storage_birth[index] >= 0:
-            self.storage_category[index] = category
+        if index == -1:
+            index = self._new_storage(tensor, category, birth=len(self.ops))
+        if index < 0:  # it has no storage of its own
+            return
+        storage = self.storages[index]
+        if storage.category is None or storage.birth >= 0:
+            storage.category = category
 
     def alias(self, tensor: Tensor, saved_index: int) -> None:
         """Says that this tensor holds the bytes of a saved one that had been moved away."""
-        self._stands_for(tensor, self.saved_storage[saved_index])
+        self._stands_for(tensor, self.savings[saved_index].storage)
 
     def stands_for(self, tensor: Tensor, original: Tensor) -> None:
         """Says that this tensor holds the bytes of a known one, which has none any more."""
@@ -110,25 +149,30 @@ class EventLog:
         index = self._find(tensor)
         return index if index != -1 else self._new_storage(tensor, None, birth)
 
+    def _known(self, tensors: list[Tensor]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(i for t in tensors if (i := self._find(t)) >= 0))
+
     def _new_storage(self, tensor: Tensor, category: Category | None, birth: int) -> int:
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return -2
-        index = len(self.storage_bytes)
+        index = len(self.storages)
         key = identity_of(storage)
-        self.storage_bytes.append(storage.nbytes())
-        self.storage_device.append(str(tensor.device))
-        self.storage_category.append(category)
-        self.storage_birth.append(birth)
-        self.storage_died.append(-1)
-        self.storage_shape.append(tuple(tensor.shape))
-        self.storage_line.append(self.op_line[birth] if 0 <= birth < len(self.op_line) else -1)
-        self.storage_dtype.append(str(tensor.dtype).removeprefix("torch."))
+        logged = LoggedStorage(
+            nbytes=storage.nbytes(),
+            device=str(tensor.device),
+            category=category,
+            birth=birth,
+            shape=tuple(tensor.shape),
+            line=self.ops[birth].line if 0 <= birth < len(self.ops) else -1,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+        )
+        self.storages.append(logged)
         self._live[key] = index
 
         def died(_: Any) -> None:
-            self.storage_died[index] = len(self.op_name)
+            logged.died = len(self.ops)
             self._forget(key)
 
         self._references[key] = weakref.ref(storage, died)
@@ -138,112 +182,97 @@ class EventLog:
 
     def begin_op(self, name: str, phase: Phase, sequence: int, line: int, inputs: list[Tensor]) -> int:
         """Opens an operation; storages never seen before that it reads were there before the step: inputs."""
-        index = len(self.op_name)
         read = tuple(dict.fromkeys(i for t in inputs if (i := self._index(t, -1)) >= 0))
-        self.op_name.append(name)
-        self.op_phase.append(phase)
-        self.op_call.append(self.call_stack[-1] if self.call_stack else -1)
-        self.op_line.append(line)
-        self.op_sequence.append(sequence)
-        self.op_seconds.append(0.0)
-        self.op_flops.append(0)
-        self.op_inputs.append(read)
-        self.op_outputs.append(())
-        self.op_writes.append(())
-        return index
+        self.ops.append(LoggedOp(name, phase, self._call, line, sequence, read))
+        return len(self.ops) - 1
 
     def end_op(self, index: int, seconds: float, flops: int, outputs: list[Tensor], written: list[Tensor]) -> None:
         """Closes an operation; storages never seen before among its results were born in it."""
-        self.op_seconds[index] = seconds
-        self.op_flops[index] = flops
-        self.op_outputs[index] = tuple(dict.fromkeys(i for t in outputs if (i := self._index(t, index)) >= 0))
-        if written:
-            self.op_writes[index] = tuple(dict.fromkeys(i for t in written if (i := self._find(t)) >= 0))
+        op = self.ops[index]
+        op.seconds, op.flops = seconds, flops
+        op.outputs = tuple(dict.fromkeys(i for t in outputs if (i := self._index(t, index)) >= 0))
+        op.writes = self._known(written)
 
     def born_bytes(self, index: int) -> int:
-        """Bytes of the storages that an operation allocated and returned."""
-        return sum(self.storage_bytes[i] for i in self.op_outputs[index] if self.storage_birth[i] == index)
+        """Returns the bytes of the storages that an operation allocated and returned."""
+        results = (self.storages[i] for i in self.ops[index].outputs)
+        return sum(storage.nbytes for storage in results if storage.birth == index)
 
     def workspace(self, index: int, num_bytes: int) -> None:
-        """Bytes an operation allocated for itself and freed before it returned: a storage that lives while it runs."""
+        """Notes what an operation allocated for itself and freed before it returned: it lives while that runs."""
         if num_bytes <= 0:
             return
-        result = next(iter(self.op_outputs[index]), -1)
-        self.storage_bytes.append(num_bytes)
-        self.storage_device.append(self.storage_device[result] if result >= 0 else "cpu")
-        self.storage_category.append(None)
-        self.storage_birth.append(index)
-        self.storage_died.append(index + 1)
-        self.storage_shape.append(self.storage_shape[result] if result >= 0 else ())
-        self.storage_line.append(self.op_line[index])
-        self.storage_dtype.append("uint8")
-        self.op_workspace[index] = len(self.storage_bytes) - 1
+        op = self.ops[index]
+        result = self.storages[op.outputs[0]] if op.outputs else None
+        op.workspace = len(self.storages)
+        self.storages.append(
+            LoggedStorage(
+                nbytes=num_bytes,
+                device=result.device if result is not None else "cpu",
+                category=None,
+                birth=index,
+                shape=result.shape if result is not None else (),
+                line=op.line,
+                dtype="uint8",
+                died=index + 1,
+            )
+        )
 
     # -- saved tensors ---------------------------------------------------------------------------------------------
 
     def saved(self, tensor: Tensor) -> int:
-        """Autograd saved a tensor; returns the number of this saving.
+        """Notes that autograd saved a tensor; returns the number of this saving.
 
         Arguments are saved before their operation runs, results after it: a storage never seen before is an input.
         """
-        self.saved_storage.append(self._index(tensor, -1))
-        self.saved_bytes.append(tensor.numel() * tensor.element_size())
-        self.saved_call.append(self.call_stack[-1] if self.call_stack else -1)
-        self.saved_packed.append(len(self.op_name))
-        self.saved_unpacked_at.append(-1)
-        self.saved_released_at.append(-1)
-        return len(self.saved_storage) - 1
+        storage = self._index(tensor, -1)
+        self.savings.append(
+            LoggedSaving(storage, tensor.numel() * tensor.element_size(), self._call, packed=len(self.ops))
+        )
+        return len(self.savings) - 1
 
     def saved_unpacked(self, index: int) -> None:
-        """Backward asked for a saved tensor."""
-        if self.saved_unpacked_at[index] < 0:
-            self.saved_unpacked_at[index] = len(self.op_name)
+        """Notes that backward asked for a saved tensor."""
+        saving = self.savings[index]
+        if saving.unpacked < 0:
+            saving.unpacked = len(self.ops)
 
     def saved_released(self, index: int) -> None:
-        """The last holder of a saved tensor let go of it."""
-        self.saved_released_at[index] = len(self.op_name)
+        """Notes that the last holder of a saved tensor let go of it."""
+        self.savings[index].released = len(self.ops)
 
     # -- module calls and marks ------------------------------------------------------------------------------------
 
     def enter_call(self, module: int, sequence: int) -> None:
-        """A module's forward begins."""
-        call = len(self.call_module)
-        self.call_module.append(module)
-        self.call_parent.append(self.call_stack[-1] if self.call_stack else -1)
-        self.call_start.append(len(self.op_name))
-        self.call_end.append(-1)
-        self.call_sequence.append(sequence)
-        self.call_sequence_end.append(-1)
-        self.call_inputs.append(())
-        self.call_outputs.append(())
+        """Notes that a module's forward begins."""
+        call = len(self.calls)
+        self.calls.append(LoggedCall(module, self._call, start=len(self.ops)))
         self.call_stack.append(call)
         self._changed(sequence, call)
 
     def leave_call(self, module: int, sequence: int, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """A module's forward ends; calls that an exception cut short below it end with it."""
+        """Notes that a module's forward ends; calls that an exception cut short below it end with it."""
         while self.call_stack:
-            call = self.call_stack.pop()
-            self.call_end[call] = len(self.op_name)
-            self.call_sequence_end[call] = sequence
-            if self.call_module[call] == module:
-                self.call_inputs[call] = tuple(dict.fromkeys(i for t in inputs if (i := self._find(t)) >= 0))
-                self.call_outputs[call] = tuple(dict.fromkeys(i for t in outputs if (i := self._find(t)) >= 0))
+            call = self.calls[self.call_stack.pop()]
+            call.end = len(self.ops)
+            if call.module == module:
+                call.inputs, call.outputs = self._known(inputs), self._known(outputs)
                 break
-        self._changed(sequence, self.call_stack[-1] if self.call_stack else -1)
+        self._changed(sequence, self._call)
 
     def _changed(self, sequence: int, call: int) -> None:
         self._change_sequence.append(sequence)
         self._change_call.append(call)
 
     def call_of_node(self, sequence: int) -> int:
-        """The call during which the autograd node of this sequence number was created; -1 for none."""
+        """Returns the call during which the autograd node of this sequence number was created; -1 for none."""
         position = bisect_right(self._change_sequence, sequence) - 1
         return self._change_call[position] if position >= 0 else -1
 
     def mark(self, name: str) -> None:
-        """A phase, or what else has no operation of its own, begins at the next one."""
-        self.marks.append((name, len(self.op_name)))
+        """Notes that a phase, or what else has no operation of its own, begins at the next one."""
+        self.marks.append((name, len(self.ops)))
 
     def has_mark(self, name: str) -> bool:
-        """Whether a phase of this name has begun in this step."""
+        """Returns whether a phase of this name has begun in this step."""
         return any(mark == name for mark, _ in self.marks)

@@ -97,7 +97,7 @@ class StepRecorder(TorchDispatchMode):
         self._seconds_of = seconds_of
         self.workspaces = workspaces or Workspaces()
         self.table = ModuleTable(roots)
-        self.log = EventLog(is_parked=parking is not None)
+        self.log = EventLog()
         self._lines = StepLines(lines or SourceLines())
         self._parking = parking
         self._phase: Phase = "other"
@@ -162,7 +162,7 @@ class StepRecorder(TorchDispatchMode):
         if self._cuda_events:
             torch.cuda.synchronize()
             for index, begin, end in self._cuda_events:
-                self.log.op_seconds[index] = begin.elapsed_time(end) / 1e3
+                self.log.ops[index].seconds = begin.elapsed_time(end) / 1e3
             self._cuda_events = []
         for root in self.table.roots:
             for parameter in root.parameters():
@@ -170,7 +170,7 @@ class StepRecorder(TorchDispatchMode):
                     self.log.categorise(parameter.grad, "gradient")
         for tensor in _state_of(optimizers):
             self.log.categorise(tensor, "optimizer_state")
-        if not self.log.op_name:
+        if not self.log.ops:
             raise TraceError("the recorded step ran no tensor operation; nothing can be planned from it")
         return self.log
 
@@ -184,7 +184,7 @@ class StepRecorder(TorchDispatchMode):
             phase, call = "backward", log.call_of_node(sequence_number_of(node))
         if call < 0:
             return phase
-        module = self.table.records[log.call_module[call]]
+        module = self.table.records[log.calls[call].module]
         return f"{phase} of {module.path} ({module.class_name})" if module.path else f"{phase} of {module.class_name}"
 
     # -- module, optimizer and autograd hooks ----------------------------------------------------------------------
@@ -251,7 +251,7 @@ class StepRecorder(TorchDispatchMode):
             packed = tensor if self._parking is None else self._parking.pack(tensor)
         finally:
             self._paused -= 1
-        self.log.saved_moved.append(packed is not tensor and getattr(packed, "tensor", None) is None)
+        self.log.savings[index].was_moved = packed is not tensor and getattr(packed, "tensor", None) is None
         return _Held(packed, index, self.log)
 
     def _unpack(self, held: _Held | Tensor) -> Tensor:

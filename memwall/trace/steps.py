@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from memwall.trace.event_log import EventLog
+from memwall.trace.event_log import EventLog, LoggedStorage
 from memwall.trace.modules import ModuleTable
 from memwall.trace.records import Category, ModuleCall, Op, SavedTensor, Step, Storage, Trace
 
@@ -20,67 +20,64 @@ def build_step(
     wall_seconds: float,
     process_peak_bytes: int,
 ) -> Step:
-    """Records of a step as it would be without parking.
+    """Returns the records of a step as it would be without parking.
 
     Args:
         names: operator names seen so far and their indices; new ones are added.
         kind: "first" if the optimizer created its state in this step, else "steady".
     """
-    num_ops = len(log.op_name)
-    released = [at if at >= 0 else num_ops for at in log.saved_released_at]
-    last_release = [0] * len(log.storage_bytes)
-    is_saved = [False] * len(log.storage_bytes)
-    for storage, at in zip(log.saved_storage, released, strict=True):
-        if storage >= 0:
-            last_release[storage] = max(last_release[storage], at)
-            is_saved[storage] = True
-    call_of_op = [
-        log.call_of_node(log.op_sequence[op]) if 0 <= log.op_sequence[op] < 1 << 63 else log.op_call[op]
-        for op in range(num_ops)
-    ]
-    died = [at if at >= 0 else num_ops for at in log.storage_died]
-    dropped = _drops(log, died)
+    num_ops = len(log.ops)
+
+    def until_end(at: int) -> int:
+        return at if at >= 0 else num_ops
+
+    last_release: dict[int, int] = {}
+    """By storage, of those that were saved."""
+    for saving in log.savings:
+        last_release[saving.storage] = max(last_release.get(saving.storage, 0), until_end(saving.released))
+    call_of_op = [log.call_of_node(op.sequence) if 0 <= op.sequence < 1 << 63 else op.call for op in log.ops]
+    dropped = _drops(log)
     batched = _batched(log)
     storages = tuple(
         Storage(
-            nbytes=log.storage_bytes[i],
-            device=log.storage_device[i],
-            category=_category(log, i, is_saved[i]),
-            birth=log.storage_birth[i],
-            dropped=dropped[i],
-            death=max(died[i], last_release[i]),
-            module=_module(log, call_of_op[log.storage_birth[i]] if log.storage_birth[i] >= 0 else -1),
-            phase=log.op_phase[log.storage_birth[i]] if 0 <= log.storage_birth[i] < num_ops else "other",
-            batched=batched[i],
-            line=log.storage_line[i],
-            dtype=log.storage_dtype[i],
+            nbytes=storage.nbytes,
+            device=storage.device,
+            category=_category(storage, is_saved=index in last_release),
+            birth=storage.birth,
+            dropped=dropped.get(index, until_end(storage.died)),
+            death=max(until_end(storage.died), last_release.get(index, 0)),
+            module=_module(log, call_of_op[storage.birth] if 0 <= storage.birth < num_ops else -1),
+            phase=log.ops[storage.birth].phase if 0 <= storage.birth < num_ops else "other",
+            batched=batched[index],
+            line=storage.line,
+            dtype=storage.dtype,
         )
-        for i in range(len(log.storage_bytes))
+        for index, storage in enumerate(log.storages)
     )
     ops = tuple(
         Op(
-            name=names.setdefault(log.op_name[i], len(names)),
-            module=_module(log, call_of_op[i]),
-            phase=log.op_phase[i],
-            seconds=log.op_seconds[i],
-            flops=log.op_flops[i],
-            inputs=log.op_inputs[i],
-            outputs=log.op_outputs[i],
-            writes=log.op_writes[i],
+            name=names.setdefault(op.name, len(names)),
+            module=_module(log, call),
+            phase=op.phase,
+            seconds=op.seconds,
+            flops=op.flops,
+            inputs=op.inputs,
+            outputs=op.outputs,
+            writes=op.writes,
         )
-        for i in range(num_ops)
+        for op, call in zip(log.ops, call_of_op, strict=True)
     )
     saved = tuple(
         SavedTensor(
-            storage=log.saved_storage[i],
-            module=_module(log, log.saved_call[i]),
-            nbytes=log.saved_bytes[i],
-            packed=log.saved_packed[i],
-            unpacked=log.saved_unpacked_at[i] if log.saved_unpacked_at[i] >= 0 else num_ops,
-            released=released[i],
+            storage=saving.storage,
+            module=_module(log, saving.call),
+            nbytes=saving.nbytes,
+            packed=saving.packed,
+            unpacked=until_end(saving.unpacked),
+            released=until_end(saving.released),
         )
-        for i in range(len(log.saved_storage))
-        if log.saved_storage[i] >= 0
+        for saving in log.savings
+        if saving.storage >= 0
     )
     return Step(
         kind="first" if kind == "first" else "steady",
@@ -95,7 +92,7 @@ def build_step(
 
 
 def steady_after(first: Step, *, gradients_persist: bool) -> Step:
-    """The step that follows a first one: the optimizer's state, and gradients that were not freed, are there already.
+    """Returns the step that follows a first one: the optimizer's state is there already, as are gradients not freed.
 
     Temporaries of the optimizer that only creating the state needs are kept: an upper bound, and a small one.
     """
@@ -110,7 +107,7 @@ def steady_after(first: Step, *, gradients_persist: bool) -> Step:
 
 
 def steady_step(trace: Trace) -> Step:
-    """The step that repeats: recorded as such, or derived from the first."""
+    """Returns the step that repeats: recorded as such, or derived from the first."""
     for step in reversed(trace.steps):
         if step.kind == "steady":
             return step
@@ -118,90 +115,88 @@ def steady_step(trace: Trace) -> Step:
 
 
 def _module(log: EventLog, call: int) -> int:
-    return log.call_module[call] if call >= 0 else -1
+    return log.calls[call].module if call >= 0 else -1
 
 
-def _category(log: EventLog, index: int, is_saved: bool) -> Category:
-    known = log.storage_category[index]
-    if known is not None:
-        return known
-    if log.storage_birth[index] < 0:
+def _category(storage: LoggedStorage, *, is_saved: bool) -> Category:
+    if storage.category is not None:
+        return storage.category
+    if storage.birth < 0:
         return "input"
     return "activation" if is_saved else "temporary"
 
 
-def _drops(log: EventLog, died: Sequence[int]) -> list[int]:
-    """When all but autograd let go of each storage: measured if its savings moved away, estimated if they kept it.
+def _drops(log: EventLog) -> dict[int, int]:
+    """Returns when all but autograd let go of a storage, by storage; of those that autograd kept where they were.
 
-    A value is held by the Python frame that passes it on: so from its last use in forward until the end of the
-    outermost module call that contains that use but not its birth.
+    Measured it is where savings moved away, so that others are left out; here it is estimated. A value is held by the
+    Python frame that passes it on: so from its last use in forward until the end of the outermost module call that
+    contains that use but not its birth.
     """
-    drops = list(died)
-    num_ops = len(log.op_name)
-    saved_storages = {s for s, moved in zip(log.saved_storage, log.saved_moved, strict=True) if s >= 0 and not moved}
-    last_use = {s: log.storage_birth[s] for s in saved_storages if log.storage_birth[s] >= 0}
-    for op in range(num_ops):
-        if log.op_phase[op] in ("forward", "loss"):
-            for storage in (*log.op_inputs[op], *log.op_outputs[op]):
-                if storage in last_use:
-                    last_use[storage] = op
-    for storage, op in last_use.items():
-        birth, end = log.storage_birth[storage], op + 1
-        call = log.op_call[op]
-        while call >= 0 and log.call_start[call] > birth:
-            end = log.call_end[call]
-            call = log.call_parent[call]
-        drops[storage] = min(died[storage], end)
+    last_use = {
+        saving.storage: log.storages[saving.storage].birth
+        for saving in log.savings
+        if saving.storage >= 0 and not saving.was_moved and log.storages[saving.storage].birth >= 0
+    }
+    for number, op in enumerate(log.ops):
+        if op.phase in ("forward", "loss"):
+            for index in (*op.inputs, *op.outputs):
+                if index in last_use:
+                    last_use[index] = number
+    drops = {}
+    for index, number in last_use.items():
+        storage, end = log.storages[index], number + 1
+        call = log.ops[number].call
+        while call >= 0 and log.calls[call].start > storage.birth:
+            end = log.calls[call].end
+            call = log.calls[call].parent
+        drops[index] = min(storage.died if storage.died >= 0 else len(log.ops), end)
     return drops
 
 
 def _batched(log: EventLog) -> list[bool]:
-    """Which storages grow with the micro-batch: reached from the inputs, and shaped like no parameter."""
-    num = len(log.storage_bytes)
+    """Returns which storages grow with the micro-batch: reached from the inputs, and shaped like no parameter."""
     size = log.micro_batch
     if size <= 0:
-        return [False] * num
+        return [False] * len(log.storages)
     fixed_shapes: set[tuple[int, ...]] = set()
-    for i in range(num):
-        if log.storage_category[i] in ("parameter", "buffer", "optimizer_state", "gradient"):
-            fixed_shapes.update({log.storage_shape[i], log.storage_shape[i][::-1], (1, *log.storage_shape[i])})
-    fed = [
-        log.storage_birth[i] < 0 and log.storage_category[i] is None and log.storage_shape[i][:1] == (size,)
-        for i in range(num)
-    ]
-    for op in range(len(log.op_name)):
-        if log.op_phase[op] != "optimizer" and any(fed[i] for i in log.op_inputs[op]):
-            for output in (*log.op_outputs[op], *([log.op_workspace[op]] if op in log.op_workspace else [])):
-                fed[output] = fed[output] or log.storage_birth[output] >= 0
+    for storage in log.storages:
+        if storage.category in ("parameter", "buffer", "optimizer_state", "gradient"):
+            fixed_shapes.update({storage.shape, storage.shape[::-1], (1, *storage.shape)})
+    fed = [s.birth < 0 and s.category is None and s.shape[:1] == (size,) for s in log.storages]
+    for op in log.ops:
+        if op.phase != "optimizer" and any(fed[index] for index in op.inputs):
+            for output in (*op.outputs, *([op.workspace] if op.workspace >= 0 else [])):
+                fed[output] = fed[output] or log.storages[output].birth >= 0
     return [
-        fed[i]
-        and log.storage_category[i] in (None, "activation", "temporary", "input")
-        and log.storage_shape[i] not in fixed_shapes
-        and len(log.storage_shape[i]) > 0
-        and log.storage_shape[i][0] % size == 0
-        for i in range(num)
+        is_fed
+        and storage.category in (None, "activation", "temporary", "input")
+        and storage.shape not in fixed_shapes
+        and len(storage.shape) > 0
+        and storage.shape[0] % size == 0
+        for is_fed, storage in zip(fed, log.storages, strict=True)
     ]
 
 
 def _calls(log: EventLog, call_of_op: Sequence[int]) -> tuple[ModuleCall, ...]:
-    starts = [-1] * len(log.call_module)
-    ends = [-1] * len(log.call_module)
-    for op, call in enumerate(call_of_op):
-        if log.op_phase[op] != "backward":
+    starts = [-1] * len(log.calls)
+    ends = [-1] * len(log.calls)
+    for number, (op, call) in enumerate(zip(log.ops, call_of_op, strict=True)):
+        if op.phase != "backward":
             continue
         while call >= 0:
-            starts[call] = op if starts[call] < 0 else starts[call]
-            ends[call] = op + 1
-            call = log.call_parent[call]
+            starts[call] = number if starts[call] < 0 else starts[call]
+            ends[call] = number + 1
+            call = log.calls[call].parent
     return tuple(
         ModuleCall(
-            module=log.call_module[i],
-            start=log.call_start[i],
-            end=log.call_end[i] if log.call_end[i] >= 0 else len(log.op_name),
-            backward_start=starts[i],
-            backward_end=ends[i],
-            inputs=log.call_inputs[i],
-            outputs=log.call_outputs[i],
+            module=call.module,
+            start=call.start,
+            end=call.end if call.end >= 0 else len(log.ops),
+            backward_start=starts[index],
+            backward_end=ends[index],
+            inputs=call.inputs,
+            outputs=call.outputs,
         )
-        for i in range(len(log.call_module))
+        for index, call in enumerate(log.calls)
     )

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from memwall.errors import TraceError
 from memwall.machine.meter import meter_of, return_free_memory
 from memwall.machine.tiers import Machine
-from memwall.trace.event_log import EventLog
 from memwall.trace.modules import ModuleTable, fingerprint
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.trace.records import Step, Trace
@@ -89,7 +88,7 @@ class TraceBuilder:
             self._meter.reset_peak()
         recorder.start(optimizers, running_root)
         if is_first and self._meter.device == "cpu":
-            self._base_bytes -= _existing_bytes(recorder.log)
+            self._base_bytes -= sum(s.nbytes for s in recorder.log.storages if s.birth < 0 and s.device == "cpu")
         self._recorder = recorder
         self._begin = time.perf_counter()
 
@@ -135,13 +134,7 @@ class TraceBuilder:
                 raise TraceError(f"the recorded step has no {phase} phase: {hint}; record one whole {whole}")
         if not self._steps and not self._is_fake and self._meter.device == "cpu":
             # Inputs show themselves only when they are read; they were resident before the step all the same.
-            self._base_bytes -= sum(
-                size
-                for size, birth, category in zip(
-                    log.storage_bytes, log.storage_birth, log.storage_category, strict=True
-                )
-                if birth < 0 and category is None
-            )
+            self._base_bytes -= sum(s.nbytes for s in log.storages if s.birth < 0 and s.category is None)
         self._micro_batch = log.micro_batch
         self._input_shape, self._input_dtype = log.input_shape, log.input_dtype
         self._num_micro_batches = 1 + sum(name == "accumulation" for name, _ in log.marks)
@@ -194,14 +187,6 @@ class TraceBuilder:
             input_dtype=self._input_dtype,
             lines=tuple(self._lines.texts),
         )
-
-
-def _existing_bytes(log: EventLog) -> int:
-    return sum(
-        size
-        for size, birth, device in zip(log.storage_bytes, log.storage_birth, log.storage_device, strict=True)
-        if birth < 0 and device == "cpu"
-    )
 
 
 def record(workload: Workload, *, num_steps: int = 2, num_micro_batches: int = 1) -> Trace:

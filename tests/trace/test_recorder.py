@@ -287,11 +287,11 @@ def test_a_recording_ended_by_another_thread_leaves_the_thread_that_it_began_in_
     thread.start()
     is_recording.wait()
     recorder.stop()
-    num_ops = len(recorder.log.op_name)
+    num_ops = len(recorder.log.ops)
     is_stopped.set()
     thread.join()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert gradient is not None
         torch.testing.assert_close(parameter.grad, 2 * gradient)
-    assert len(recorder.log.op_name) == num_ops
+    assert len(recorder.log.ops) == num_ops
     assert not _get_current_dispatch_mode_stack()
