@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from fake_steps import record_fake
 from msgspec.structs import replace
 from prediction_child import own_standard_output
 from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, Precision, workload
@@ -24,7 +25,6 @@ from memwall.machine.hardware import Hardware, hardware_named
 from memwall.planning.estimate import estimate
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
-from memwall.trace.fake import record_fake
 
 NUM_STEADY = 3
 SAMPLES_FACTOR = 8

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_steps import record_fake
 from prediction_zoo import Batch
 from torch import Tensor, nn
 
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.fake import record_fake
 from memwall.trace.workload import Workload
 from memwall.trace.workspaces import Workspaces
 

@@ -15,8 +15,7 @@ import torch
 from prediction_arms import LIBRARIES, NoAnswer, measured, memwall, two_probes
 from prediction_child import own_standard_output
 from prediction_zoo import FAMILIES, Precision, workload
-
-from memwall.trace.fake_workspaces import ScratchWorkspaces
+from scratch_workspaces import ScratchWorkspaces
 
 
 def case(family: str, precision: Precision, optimizer: str, workspaces: ScratchWorkspaces) -> dict[str, Any]:

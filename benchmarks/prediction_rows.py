@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fake_steps import record_fake
 from msgspec import Struct
 from prediction_child import own_standard_output
 from prediction_runs import ALLOCATOR, import_timm
@@ -29,7 +30,6 @@ from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.device import step_peaks
-from memwall.trace.fake import record_fake
 from memwall.trace.workload import Workload
 
 _MIB, _GIB = 1 << 20, 1 << 30

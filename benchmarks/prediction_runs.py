@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fake_steps import record_fake
 from msgspec import Struct, ValidationError, convert
 from prediction_child import own_standard_output
 from torch import Tensor, nn
@@ -32,7 +33,6 @@ from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.device import convolution_bytes, step_peaks
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

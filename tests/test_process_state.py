@@ -41,7 +41,7 @@ STATE = {
     "memwall.planning.technique._ordered": "unregister",
     "memwall.planning.technique._registry": "unregister",
     "memwall.torch_internals.names.REGISTRY": "nothing: an entry for each private name of torch",
-    "memwall.trace.own_work.OWN_WORK": "nothing: an entry for each of memwall's own operators",
+    "memwall.trace.op_work.OWN_WORK": "nothing: an entry for each of memwall's own operators",
     # Locks and numbers.
     "memwall.apply.optimizer_state.deepspeed_adam._IDS": "nothing: a number is given once",
     "memwall.patches._numbers": "nothing: a number is given once",

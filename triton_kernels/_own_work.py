@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memwall.patches import note_permanent
 from memwall.torch_internals.operators import flop_formula_of
-from memwall.trace.own_work import OWN_WORK, OwnWork, Part
+from memwall.trace.op_work import OWN_WORK, OwnWork, Part
 
 from ._configs import norm_backward_launch, num_row_chunks
 from .linear_cross_entropy import _ops as _loss_operators  # noqa: F401  (it defines the operators)

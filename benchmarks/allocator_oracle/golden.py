@@ -23,8 +23,9 @@ from benchmarks.allocator_programs import (
 )
 from benchmarks.allocator_record import EMPTY_CACHE, MEMORY_FRACTION, AllocatorRecord, record_of
 from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, events_of_steps
-from memwall.trace.fake import record_fake
+from memwall.trace.fake import fake_run
 from memwall.trace.records import Step
+from memwall.trace.trace_builder import run_recorded
 from memwall.trace.workload import Workload
 
 __all__ = ["stub_records"]
@@ -101,7 +102,9 @@ class _Run:
 @cache
 def _steps(workload: Callable[[int], Workload], size: int) -> tuple[Step, ...]:
     """The first step and a steady one."""
-    return record_fake(workload(size), target="cuda").steps
+    step = workload(size)
+    with fake_run(step, [step.make_batch], target="cuda") as run:
+        return run_recorded(run.builder, step, run.model, run.optimizer, run.batches[0], num_steps=2).steps
 
 
 def _on_device(step: Step) -> Step:

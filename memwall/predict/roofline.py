@@ -8,9 +8,8 @@ both, and launches are not counted; ratios between operations, which planning ne
 import msgspec
 
 from memwall.machine.hardware import Dtype, Hardware
-from memwall.trace.own_work import Part
+from memwall.trace.op_work import OpWork, Part
 from memwall.trace.records import Step, Trace
-from memwall.trace.work import OpWork
 
 __all__ = ["Roofline", "with_least_seconds"]
 

@@ -11,7 +11,6 @@ from memwall.torch_internals.names import attribute, find, function, method
 __all__ = [
     "accumulation_hooks",
     "after_backward",
-    "base_of",
     "current_backward",
     "current_node",
     "execution_is_transformed",
@@ -58,12 +57,6 @@ version_of: Callable[[Tensor], int] = attribute("torch.Tensor._version", "seeing
 
 Raises NotAvailableError without it, where a changed tensor would otherwise go unseen; RuntimeError for tensors made in
 inference mode, as torch does.
-"""
-
-base_of: Callable[[Tensor], Tensor | None] = attribute("torch.Tensor._base", "seeing what a tensor is a view of")
-"""Returns the tensor that this one is a view of, by autograd's knowledge; None if it is no view.
-
-Raises NotAvailableError without it: kernels write over nothing that a caller gives away.
 """
 
 _top_hooks = function(

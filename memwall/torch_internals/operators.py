@@ -116,18 +116,6 @@ _NEEDED_FOR = {
     ),
     **dict.fromkeys(
         (
-            "_scaled_dot_product_flash_attention_for_cpu.default",
-            "_scaled_dot_product_flash_attention_for_cpu_backward.default",
-            "_safe_softmax.default",
-            "_softmax.default",
-            "_softmax_backward_data.default",
-            "_log_softmax.default",
-            "_log_softmax_backward_data.default",
-        ),
-        "measuring an operator's own memory on a CPU",
-    ),
-    **dict.fromkeys(
-        (
             "_scaled_dot_product_cudnn_attention.default",
             "_scaled_dot_product_cudnn_attention_backward.default",
             "_scaled_dot_product_flash_attention.default",
@@ -152,7 +140,7 @@ _OPERATORS = {name: _overload(name, needed_for) for name, needed_for in _NEEDED_
 
 
 def operator_named(name: str) -> Any:
-    """Returns one of ATen's private operators, e.g. "_softmax.default", to compare with or to call.
+    """Returns one of ATen's private operators, e.g. "_grouped_mm.default", to compare with or to call.
 
     Where this torch lacks it, what is returned is equal to no operator that runs, and raises NotAvailableError when it
     is called.

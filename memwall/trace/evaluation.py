@@ -11,10 +11,10 @@ from torch import nn
 
 from memwall.errors import MemwallError
 from memwall.trace.fake import fake_run
+from memwall.trace.op_work import OpWork
 from memwall.trace.records import Trace
 from memwall.trace.spec import describe_error
 from memwall.trace.trace_builder import TraceBuilder, run_recorded
-from memwall.trace.work import OpWork
 from memwall.trace.workload import Workload
 from memwall.trace.workspaces import Workspaces
 
@@ -50,7 +50,7 @@ def record_fake_run(
     Args:
         eval_batch: makes the batch that is evaluated.
         num_micro_batches: forwards and backwards in a step; at most two are recorded, since further ones are alike.
-        seconds_of, mask_share, workspaces, choices: as in `memwall.trace.fake.record_fake`.
+        seconds_of, mask_share, workspaces, choices: as in `memwall.trace.fake.fake_run`.
 
     Raises:
         TraceError: the workload does not run a whole training step, or needs values that fake tensors don't have.

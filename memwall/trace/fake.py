@@ -25,57 +25,15 @@ from memwall.torch_internals.fake import (
 )
 from memwall.torch_internals.trees import tree_map
 from memwall.trace.fake_values import KnownValues
-from memwall.trace.fake_workspaces import ScratchWorkspaces
+from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch
-from memwall.trace.records import Trace
-from memwall.trace.trace_builder import TraceBuilder, run_recorded
-from memwall.trace.work import OpWork
+from memwall.trace.trace_builder import TraceBuilder
 from memwall.trace.workload import Workload
 from memwall.trace.workspaces import Workspaces
 
-__all__ = ["FakeRun", "fake_run", "record_fake"]
+__all__ = ["FakeRun", "fake_run"]
 
 _WHY = "records a step on fake tensors"
-
-
-def record_fake(
-    workload: Workload,
-    *,
-    num_steps: int = 2,
-    seconds_of: Callable[[OpWork], float] | None = None,
-    target: Literal["cpu", "cuda"] = "cpu",
-    mask_share: float | None = None,
-    has_cpu_workspaces: bool = False,
-    workspaces: Workspaces | None = None,
-    choices: AbstractContextManager[object] | None = None,
-) -> Trace:
-    """Records the first steps of a workload without allocating its tensors: the first one, and steady ones after it.
-
-    Args:
-        seconds_of: seconds of an operation on the target; None leaves every time at 0.
-        target: device type that torch's Python is to decide for: on CUDA optimizers default to foreach.
-        has_cpu_workspaces: count what operators allocate for themselves on this CPU (convolutions: as much as a
-            result); each is run once per set of shapes on small scratch tensors.
-        mask_share: share of a mask's elements taken to be true where the step selects rows by one whose values hang
-            on weights, as a mixture of experts does; None makes that an error.
-
-    Raises:
-        TraceError: the workload does not run a whole training step, or needs values that fake tensors don't have.
-        UsageError: `mask_share` is no share.
-    """
-    if workspaces is None and has_cpu_workspaces:
-        workspaces = ScratchWorkspaces()
-    with fake_run(
-        workload,
-        [workload.make_batch],
-        seconds_of=seconds_of,
-        target=target,
-        mask_share=mask_share,
-        workspaces=workspaces,
-        choices=choices,
-    ) as run:
-        (batch,) = run.batches
-        return run_recorded(run.builder, workload, run.model, run.optimizer, batch, num_steps=num_steps)
 
 
 class FakeRun(NamedTuple):
@@ -98,10 +56,16 @@ def fake_run(
     workspaces: Workspaces | None = None,
     choices: AbstractContextManager[object] | None = None,
 ) -> Iterator[FakeRun]:
-    """What `record_fake` records, with its arguments: within, nothing that torch makes has bytes.
+    """Runs a workload on fake tensors: within, nothing that torch makes has bytes.
 
     Args:
         batches: what makes each of the batches that the run is fed with.
+        seconds_of: seconds of an operation on the target; None leaves every time at 0.
+        target: device type that torch's Python is to decide for: on CUDA optimizers default to foreach.
+        mask_share: share of a mask's elements taken to be true where the step selects rows by one whose values hang
+            on weights, as a mixture of experts does; None makes that an error.
+        workspaces: what operators allocate for themselves on the target.
+        choices: what the step is run in, as by a target whose functions choose otherwise.
 
     Raises:
         UsageError: `mask_share` is no share.

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from memwall.torch_internals.dispatch import without_dispatch
 
-__all__ = ["LAYER", "LAYER_BACKWARD", "with_real_workspace", "with_workspace"]
+__all__ = ["LAYER", "with_workspace"]
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
-LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 # Tokens of the two runs that are made where there are more. The workspace is rounded to pages, which this many hide.
 _FEW, _MANY = 16, 32
@@ -33,20 +32,6 @@ def with_workspace(args: tuple[Any, ...], out: Any) -> Any:
         few, many = (_workspace_bytes(number, *_shape(args)) for number in (_FEW, _MANY))
         num_bytes = many + (many - few) * (tokens - _MANY) // (_MANY - _FEW)
     return (*out[:3], out[3].new_empty(num_bytes))
-
-
-def with_real_workspace(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a backward on real tensors, with the workspace that its forward would have left.
-
-    Any other bytes would be taken for addresses.
-    """
-    tensors, (reverse, mode, hidden, layers, has_biases, train, bidirectional, batch_sizes, batch_first) = (
-        args[:7],
-        args[13:22],
-    )
-    with torch.enable_grad():  # otherwise there is none
-        out = LAYER(*tensors, reverse, batch_sizes, mode, hidden, layers, has_biases, bidirectional, batch_first, train)
-    return (*args[:22], out[3])
 
 
 def _shape(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -21,11 +21,10 @@ from memwall.torch_internals.dispatch import TorchDispatchMode
 from memwall.torch_internals.operators import flop_formulas, packet_of, schema_of
 from memwall.trace.event_log import EventLog
 from memwall.trace.modules import ModuleTable
+from memwall.trace.op_work import OpWork, own_work_of, work_of
 from memwall.trace.optimizers import Optimizers, optimizers_of
-from memwall.trace.own_work import own_work_of
 from memwall.trace.records import Phase
 from memwall.trace.source_lines import SourceLines, StepLines
-from memwall.trace.work import OpWork, work_of
 from memwall.trace.workspaces import Workspaces
 
 __all__ = ["Parking", "StepRecorder"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_steps import record_fake
 
 from memwall.errors import UsageError
 from memwall.integrations.dtypes import DTYPES
@@ -16,7 +17,6 @@ from memwall.integrations.hf_spec import hugging_face_workload
 from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes, peak_of
-from memwall.trace.fake import record_fake
 from memwall.trace.trace_builder import record
 
 pytestmark = pytest.mark.requires("transformers")

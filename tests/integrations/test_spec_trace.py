@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_steps import record_fake
 from torch.nn.utils.rnn import pad_sequence
 
 from memwall.errors import TraceError, UsageError
 from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec, workload_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.fake import record_fake
 from memwall.trace.trace_builder import TraceBuilder, run_recorded
 
 A100 = hardware_named("a100-80gb")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from fake_steps import record_fake
 from torch import nn
 
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for
 from memwall.predict.roofline import Roofline
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload

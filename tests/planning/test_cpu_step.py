@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fake_steps import record_fake
 from located import state_placements, step_on_cpu
 from plans import on_machine
 from torch import nn
@@ -24,7 +25,6 @@ from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.curve import live_curve
 from memwall.predict.state_on_disk import movable_state_bytes
 from memwall.report.plan_grids import action_grid
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload

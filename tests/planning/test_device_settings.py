@@ -5,6 +5,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 import torch
+from fake_steps import record_fake
 from torch import nn
 
 from memwall.machine.hardware import Hardware
@@ -14,7 +15,6 @@ from memwall.planning.settings import Settings
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.device import DeviceModel
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 import torch
+from fake_steps import record_fake
 from located import state_placements
 from plans import on_machine
 from torch import nn
@@ -18,7 +19,6 @@ from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.curve import live_curve, live_peak_bytes
 from memwall.predict.device import DeviceModel
 from memwall.predict.state_on_disk import NUM_BUFFERS, buffer_sizes, movable_state_bytes, state_sizes
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload

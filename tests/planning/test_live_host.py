@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 import torch
+from fake_steps import record_fake
 from plans import on_machine
 from torch import nn
 
@@ -18,7 +19,6 @@ from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.predict.cuda.translate import recording_for, translated
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

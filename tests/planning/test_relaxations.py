@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_steps import record_fake
 from torch import nn
 
 from memwall.errors import InfeasibleError
@@ -17,7 +18,6 @@ from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.device import step_peaks
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 from memwall.units import format_bytes

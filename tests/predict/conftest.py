@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cuda_history import History
+from fake_steps import record_fake
 from snapshot_runs import Explained, imported
 from torch import Tensor, nn
 
@@ -15,7 +16,6 @@ from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device
 from memwall.predict.snapshot.timeline import Timeline
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload
 

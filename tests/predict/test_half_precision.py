@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from fake_steps import record_fake
 from torch import nn
 
 from memwall.planning.techniques.autocast import can_autocast
 from memwall.predict.half_precision import computes_in_half
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

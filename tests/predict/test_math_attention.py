@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_steps import record_fake
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for
-from memwall.trace.fake import record_fake
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

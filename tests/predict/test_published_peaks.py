@@ -9,11 +9,11 @@ needs neither timm nor torchvision.
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_steps import record_fake
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.fake import record_fake
 from memwall.trace.workload import Workload
 
 MIB = 1 << 20

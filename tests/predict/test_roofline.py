@@ -4,7 +4,7 @@ from typing import Any
 
 from memwall.machine.hardware import Hardware, hardware_named
 from memwall.predict.roofline import Roofline
-from memwall.trace.work import OpWork
+from memwall.trace.op_work import OpWork
 
 
 def work(**changes: Any) -> OpWork:

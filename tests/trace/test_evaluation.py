@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from oracle import profiler_peak_bytes
+from scratch_workspaces import ScratchWorkspaces
 from torch import nn
 from zoo import MODELS, optimizers
 
 from memwall.errors import TraceError
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.evaluation import record_fake_run, run_evaluated
-from memwall.trace.fake_workspaces import ScratchWorkspaces
 from memwall.trace.records import Step, Trace
 from memwall.trace.trace_builder import TraceBuilder, run_recorded
 from memwall.trace.workload import Workload

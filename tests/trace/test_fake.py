@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from combinations import every_value
+from fake_steps import record_fake
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import MODELS, optimizers
 
 from memwall.errors import UsageError
 from memwall.predict.curve import live_peak_bytes, peak_of
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Step, Trace
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fake_steps import record_fake
 from torch import Tensor, nn
 
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Trace
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_steps import record_fake
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memwall.predict.curve import peak_of
-from memwall.trace.fake import record_fake
 from memwall.trace.file import save_trace
 from memwall.trace.records import Step, Trace
 from memwall.trace.trace_builder import record

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_steps import record_fake
 from oracle import count_allocations
 from torch import Tensor, nn
 
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Step
 from memwall.trace.workload import Workload
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from fake_steps import record_fake
 from oracle import count_allocations
 from torch import Tensor, nn
 
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.fake import record_fake
 from memwall.trace.recurrent import LAYER, with_workspace
 from memwall.trace.workload import Workload
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch.nn.functional as F
+from fake_steps import record_fake
 from torch import Tensor, nn
 
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Step, Trace
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_steps import record_fake
 from torch import nn
 
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.fake import record_fake
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_steps import record_fake
 from torch import Tensor, nn
 
 from memwall.errors import TraceError
-from memwall.trace.fake import record_fake
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pytest
+from fake_steps import record_fake
 
-from memwall.trace.fake import record_fake
-from memwall.trace.work import OpWork
+from memwall.trace.op_work import OpWork
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

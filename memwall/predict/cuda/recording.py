@@ -23,7 +23,7 @@ __all__ = ["CudaRecording"]
 
 
 class CudaRecording:
-    """What `memwall.trace.fake.record_fake` needs to record for a device that is not here.
+    """Holds what `memwall.trace.fake.fake_run` needs to record for a device that is not here.
 
     Args:
         capability: the device's compute capability.

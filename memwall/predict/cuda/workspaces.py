@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memwall.torch_internals.operators import operator_named
-from memwall.trace.own_work import own_work_of
+from memwall.trace.op_work import own_work_of
 from memwall.trace.workspaces import Workspace, Workspaces
 
 __all__ = ["FORMULAS", "CudaWorkspaces"]

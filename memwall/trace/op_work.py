@@ -1,15 +1,49 @@
-"""What an operation has to do, where nothing is computed: the figures a hardware model turns into seconds."""
+"""What an operation has to do, where nothing is computed: the figures a hardware model turns into seconds.
 
-from collections.abc import Sequence
+Operators of torch are known by name (`predict.cuda.workspaces`). Whoever defines others says here what they do inside,
+for a device that is not at hand: on fake tensors nothing can be measured.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
 from memwall.torch_internals.storages import identity_of
-from memwall.trace.own_work import OwnWork, Part
 
-__all__ = ["OpWork", "work_of"]
+__all__ = ["OWN_WORK", "OpWork", "OwnWork", "Part", "own_work_of", "work_of"]
+
+
+class Part(NamedTuple):
+    """One kernel of several that an operator runs, one after the other."""
+
+    moved_bytes: int
+    flops: int
+
+
+class OwnWork(NamedTuple):
+    """One call's share."""
+
+    workspace_bytes: int = 0
+    """At its own peak, beyond arguments and results."""
+    parts: tuple[Part, ...] = ()
+    """All of its kernels; () for one that reads its arguments and writes its results."""
+    dtype: str = ""
+    """That products are computed in, e.g. "bfloat16"; "" for that of the first floating-point argument."""
+
+
+OWN_WORK: dict[Any, Callable[..., OwnWork]] = {}
+"""By operator; called with its arguments."""
+
+_NONE = OwnWork()
+
+
+def own_work_of(func: Any, args: tuple[Any, ...]) -> OwnWork:
+    """Of one call; nothing where nobody has said."""
+    formula = OWN_WORK.get(func)
+    return _NONE if formula is None else formula(*args)
 
 
 class OpWork(Struct, frozen=True, kw_only=True):

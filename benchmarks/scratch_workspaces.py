@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from memwall.torch_internals.dispatch import without_dispatch
-from memwall.torch_internals.operators import operator_named
 from memwall.torch_internals.storages import identity_of
 from memwall.torch_internals.trees import tree_flatten, tree_map_only
-from memwall.trace import recurrent
+from memwall.trace.recurrent import LAYER
 from memwall.trace.workspaces import Workspace, Workspaces
 
 __all__ = ["ScratchWorkspaces"]
 
 _aten = torch.ops.aten
+LAYER_BACKWARD = _aten.mkldnn_rnn_layer_backward.default
 _MATMULS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
 # Only these are run, since zeros may mean anything to others.
 _MEASURED = (
@@ -34,13 +34,13 @@ _MEASURED = (
     _aten.native_group_norm_backward.default,
     _aten.native_layer_norm.default,
     _aten.native_layer_norm_backward.default,
-    operator_named("_scaled_dot_product_flash_attention_for_cpu.default"),
-    operator_named("_scaled_dot_product_flash_attention_for_cpu_backward.default"),
-    operator_named("_safe_softmax.default"),
-    operator_named("_softmax.default"),
-    operator_named("_softmax_backward_data.default"),
-    operator_named("_log_softmax.default"),
-    operator_named("_log_softmax_backward_data.default"),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    _aten._safe_softmax.default,
+    _aten._softmax.default,
+    _aten._softmax_backward_data.default,
+    _aten._log_softmax.default,
+    _aten._log_softmax_backward_data.default,
     _aten.embedding_dense_backward.default,
     _aten.mse_loss.default,
     _aten.smooth_l1_loss.default,
@@ -49,8 +49,8 @@ _MEASURED = (
     _aten.cumsum.default,
     _aten.sort.default,
     _aten.topk.default,
-    recurrent.LAYER,
-    recurrent.LAYER_BACKWARD,
+    LAYER,
+    LAYER_BACKWARD,
 )
 # Time of a matrix product grows faster than its bytes; at this size one takes about a second on one core.
 _MOST_MATMUL_BYTES = 16 << 20
@@ -102,8 +102,8 @@ class ScratchWorkspaces(Workspaces):
             return 0
         with without_dispatch():
             real_args, real_kwargs = tree_map_only(Tensor, _scratch, (args, kwargs))
-            if func is recurrent.LAYER_BACKWARD:
-                real_args = recurrent.with_real_workspace(real_args)
+            if func is LAYER_BACKWARD:
+                real_args = with_real_workspace(real_args)
             reals = [value for value in tree_flatten((real_args, real_kwargs))[0] if isinstance(value, Tensor)]
             try:
                 with super().measuring(func, reals, real_args, real_kwargs) as workspace:
@@ -126,3 +126,17 @@ def _num_bytes(arguments: Any) -> int:
 def _scratch(fake: Tensor) -> Tensor:
     """A real tensor of the same layout; zeros are valid indices and finite numbers."""
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).zero_()
+
+
+def with_real_workspace(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a backward on real tensors, with the workspace that its forward would have left.
+
+    Any other bytes would be taken for addresses.
+    """
+    tensors, (reverse, mode, hidden, layers, has_biases, train, bidirectional, batch_sizes, batch_first) = (
+        args[:7],
+        args[13:22],
+    )
+    with torch.enable_grad():  # otherwise there is none
+        out = LAYER(*tensors, reverse, batch_sizes, mode, hidden, layers, has_biases, bidirectional, batch_first, train)
+    return (*args[:22], out[3])
