@@ -7,11 +7,8 @@ weights or pixels stays unknown: a float that becomes a Python number counts as 
 share that the caller assumes, and everything else is an error that names the line.
 """
 
-import os
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from memwall.torch_internals.operators import operator_named, schema_of
 from memwall.torch_internals.storages import identity_of
 from memwall.torch_internals.trees import tree_flatten, tree_map
 from memwall.trace.fake_results import as_real, run_fake
+from memwall.trace.source_lines import user_frame
 
 __all__ = ["KnownValues"]
 
@@ -217,7 +215,9 @@ class KnownValues(TorchDispatchMode):
         return torch.empty((rows, mask.dim()), dtype=torch.int64, device=mask.device)
 
     def _failure(self, found: str, advice: str, kind: type[TraceError] = TraceError) -> TraceError:
-        return kind(f"{self._place()}: {found}{_user_line()}; {advice}")
+        frame = user_frame()
+        where = f" at {frame.f_code.co_filename}, line {frame.f_lineno}" if frame is not None else ""
+        return kind(f"{self._place()}: {found}{where}; {advice}")
 
 
 def _key(tensor: Tensor) -> int:
@@ -239,20 +239,3 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 def _is_small(tensor: Tensor, most_floats: int) -> bool:
     return tensor.numel() <= (most_floats if tensor.is_floating_point() else _MOST_ELEMENTS)
-
-
-def _user_line() -> str:
-    """The innermost line outside torch and this package, since it is there that something can be changed."""
-    ours = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, sys.modules["memwall"]))
-    for frame in _frames():
-        name = frame.f_code.co_filename
-        if not name.startswith((*ours, "<")):
-            return f" at {name}, line {frame.f_lineno}"
-    return ""
-
-
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back  # type: ignore[assignment]

@@ -17,7 +17,7 @@ import torch
 from memwall.torch_internals.autograd import next_sequence_number, sequence_number_of
 from memwall.torch_internals.operators import packet_of
 
-__all__ = ["SourceLines", "StepLines"]
+__all__ = ["SourceLines", "StepLines", "user_frame"]
 
 
 _PACKAGE = Path(__file__).parent.parent
@@ -125,6 +125,14 @@ class StepLines:
                 line = -1
             self._line_of_node[sequence] = line
         return line
+
+
+def user_frame() -> FrameType | None:
+    """Returns the innermost frame of the user's code, where something can be changed; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _owner_of(frame.f_code.co_filename) != _OF_USER:
+        frame = frame.f_back
+    return frame
 
 
 def _newest_node() -> int:
