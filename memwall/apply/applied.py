@@ -84,13 +84,13 @@ class AppliedPlan(Target):
                 handler.optimizer_known(self, optimizer)
 
     def begin_step(self) -> None:
-        """To be called before each step's first forward."""
+        """Prepares a step; to be called before its first forward."""
         self.allocator.hold_limit()
         self.blocks.begin_step()
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes of saved tensors moved to the next tier, and back, so far."""
+        """Returns the bytes of saved tensors moved to the next tier, and back, so far."""
         return (0, 0) if self.engine is None else (self.engine.bytes_written, self.engine.bytes_read)
 
     @property

@@ -1,4 +1,4 @@
-"""What techniques that treat single blocks share: their layers are put around the model's blocks together.
+"""Holds what techniques that treat single blocks share: their layers are put around the model's blocks together.
 
 Their effects are seen in what a block's wrapper counts. A block that is not part of a step shows nothing, neither for
 nor against. That it was part of one is known from the gradient of a weight that no other module holds: it arrives
@@ -22,7 +22,7 @@ B = TypeVar("B", bound=Any)
 
 
 class Watched:
-    """A block that has just been wrapped, and how often its backward was seen."""
+    """Holds a block that has just been wrapped, and how often its backward was seen."""
 
     def __init__(self, module: nn.Module, counts: BlockCounts, weight: nn.Parameter | None) -> None:
         self.module, self.counts, self._wrapper = module, counts, module.forward
@@ -35,7 +35,7 @@ class Watched:
         self.num_gradients += 1
 
     def bypassed(self) -> str:
-        """Why the wrapper saw nothing of a block that was trained; "" if it was called, or the block was not run."""
+        """Returns why the wrapper saw nothing of a trained block; "" if it was called or the block did not run."""
         if self.counts.num_calls or not self.num_gradients:
             return ""
         name = type(self.module).__name__
@@ -84,7 +84,7 @@ class BlockHandler(Handler[B]):
 
 
 def _own_weight(model: nn.Module, block: nn.Module) -> nn.Parameter | None:
-    """A trainable parameter of the block that no other module holds; a matrix, if it has one."""
+    """Returns a trainable parameter of the block that no other module holds; a matrix, if it has one."""
     holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     own = [p for p in block.parameters() if p.requires_grad and p.is_leaf and holders[id(p)] == 1]
     return max(own, key=lambda p: p.dim() > 1, default=None)

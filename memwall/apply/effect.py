@@ -1,4 +1,4 @@
-"""Whether the actions of a plan do anything: seen in the first steps under it, from counts that handlers keep anyway.
+"""Sees whether the actions of a plan do anything, in the first steps under it, from counts that handlers keep anyway.
 
 A wrapper that a loop goes past, a second checkpoint around the first, an autocast switched off inside the model: all of
 them train on without a word, and without what the plan promised. The run stops there instead.
@@ -18,19 +18,19 @@ PATIENCE_STEPS = 2
 
 
 class Effect:
-    """One applied action, watched until it is seen to have an effect; the technique says how."""
+    """Watches one applied action until it is seen to have an effect; the technique says how."""
 
     name: str
-    """What the plan's table calls it, and where it acts."""
+    """Says what the plan's table calls it, and where it acts."""
     expected: str
-    """What it should do in each step."""
+    """Says what it should do in each step."""
 
     def is_seen(self) -> bool:
-        """Whether it has done that."""
+        """Returns whether it has done that."""
         raise NotImplementedError
 
     def contrary(self) -> str:
-        """What the steps so far show instead; "" while they show nothing, as where a block did not run."""
+        """Returns what the steps so far show instead; "" while they show nothing, as where a block did not run."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -38,16 +38,16 @@ class Effect:
 
 
 class Effects:
-    """The effects of one applied plan; each is watched until it is seen."""
+    """Watches the effects of one applied plan, each until it is seen."""
 
     def __init__(self, effects: Iterable[Effect]) -> None:
         self._open = list(effects)
         self._num_steps = 0
         self.failure: MemwallError | None = None
-        """What `check` raised: a loop may catch it."""
+        """Holds what `check` raised: a loop may catch it."""
 
     def check(self) -> None:
-        """To be called after each optimizer step.
+        """Looks at each effect that was not seen yet; to be called after each optimizer step.
 
         Raises:
             NoEffectError: an action has none.

@@ -58,11 +58,11 @@ class MicroBatches:
             self._weight, self.num_left, self._divided = None, 0, set()
 
     def is_undivided(self, tensor: Tensor) -> bool:
-        """Whether it looks like a tensor of the batch that is being divided, and like none of the present part."""
+        """Returns whether it looks like a tensor of the batch that is divided, and like none of the present part."""
         return (tensor.shape, tensor.dtype) in self._divided
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Backward of the present part's mean loss, with its weight; that share of the batch's loss."""
+        """Runs backward of the present part's mean loss, with its weight; returns that share of the batch's loss."""
         if self._weight is None:
             raise ApplyError("session.backward(loss) was called outside `for micro in session.step(batch)`")
         share = loss if self._weight == 1.0 else loss * self._weight
@@ -71,7 +71,7 @@ class MicroBatches:
 
 
 def num_samples(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor.
+    """Returns the number of samples in a batch: the first dimension of its first tensor.
 
     Raises:
         ApplyError: there is no tensor with a dimension in it.
@@ -90,7 +90,7 @@ def num_samples(batch: Any) -> int:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a batch, or in what a model returned: in dictionaries, lists and tuples, however deep."""
+    """Returns the tensors in a batch, or in what a model returned: in dictionaries, lists and tuples, however deep."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -99,7 +99,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def take(batch: Any, begin: int, end: int, size: int) -> Any:
-    """Samples [begin, end) of a batch of `size`; what does not have that many in its first dimension stays whole."""
+    """Returns samples [begin, end) of a batch of `size`; what has not that many in its first dimension stays whole."""
     if isinstance(batch, Tensor):
         return batch[begin:end] if batch.dim() > 0 and batch.shape[0] == size else batch
     if isinstance(batch, Mapping):
@@ -113,7 +113,7 @@ def take(batch: Any, begin: int, end: int, size: int) -> Any:
 
 
 def count_terms(batch: Any, *, is_shifted: bool = True) -> int:
-    """Loss terms of a batch: labels that count where there are any, else samples.
+    """Returns the number of loss terms of a batch: labels that count where there are any, else samples.
 
     Args:
         is_shifted: whether of labels [samples, positions] the first position is never compared with.
@@ -131,7 +131,7 @@ def _kinds_in(batch: Any) -> set[tuple[torch.Size, torch.dtype]]:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a model of transformers compares position t with label t+1; one that is not of transformers may.
+    """Returns whether a model of transformers compares position t with label t+1; one that is not of transformers may.
 
     Encoder-decoder models shift their input instead, and those that label tokens compare them as they stand.
     """

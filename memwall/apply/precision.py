@@ -36,7 +36,7 @@ Dtype = Literal["bfloat16", "float16"]
 
 
 def lower_dtype(device_type: str) -> Dtype:
-    """bfloat16 where the device computes in it: every CPU, and CUDA devices of compute capability 8.0 and later."""
+    """Returns bfloat16 where the device computes in it: CPUs, and CUDA devices of compute capability 8.0 on."""
     if device_type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "float16"
     return "bfloat16"
@@ -83,7 +83,7 @@ class LowerPrecision:
         handle = attach_hook(self._model.register_forward_hook, leave, always_call=True)
 
     def undo(self) -> None:
-        """The model's forward and autograd are as before."""
+        """Leaves the model's forward and autograd as they were before."""
         self._unwrap()
         if self.scaling is not None:
             self.scaling.undo()
@@ -108,11 +108,11 @@ class GradientScaling:
         self._hooked: dict[int, nn.Parameter] = {}
         """By id; with the parameter, so that no other takes its id."""
         self._largest: dict[int, Tensor] = {}
-        """Of each parameter's scaled gradients since its last step, the largest magnitude: later ones are clipped."""
+        """Holds the largest magnitude of a parameter's scaled gradients since its last step: later they are clipped."""
         self._patches = Patches("scales gradients of float16")
 
     def apply(self) -> None:
-        """From now on backward passes are scaled.
+        """Has backward passes scaled from now on.
 
         Raises:
             ApplyError: a trainable parameter is not in float32; its own gradient would vanish.
@@ -154,16 +154,16 @@ class GradientScaling:
         self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
 
     def undo(self) -> None:
-        """Backward passes are as before."""
+        """Leaves backward passes as they were before."""
         self._hooked, self._largest = {}, {}
         self._patches.undo()
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether it scales the gradients of this model."""
+        """Returns whether it scales the gradients of this model."""
         return self._model is model
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later process goes on with."""
+        """Returns what a later process goes on with."""
         return {
             "scale": self.scale,
             "num_skipped_steps": self.num_skipped_steps,
@@ -176,11 +176,11 @@ class GradientScaling:
         self.num_skipped_steps = state["num_skipped_steps"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A model that is saved whole takes this along, without what is in force in this process."""
+        """Leaves out what is in force in this process: a model that is saved whole takes this along."""
         return {**vars(self), "_patches": Patches(""), "_hooked": {}, "_largest": {}}
 
     def _hook_parameters(self) -> None:
-        """Also those that a loop unfreezes later."""
+        """Hooks the parameters, and those that a loop unfreezes later."""
         new = [
             (name, parameter)
             for name, parameter in self._model.named_parameters()
@@ -258,7 +258,7 @@ class GradientScaling:
 
 
 def _leaves(roots: tuple[Tensor | GradientEdge, ...]) -> Iterator[Tensor]:
-    """Tensors whose `.grad` a backward pass from `roots` adds to."""
+    """Returns the tensors whose `.grad` a backward pass from `roots` adds to."""
     nodes = (root.grad_fn if isinstance(root, Tensor) else root.node for root in roots)
     stack = [node for node in nodes if node is not None]
     seen = set(stack)

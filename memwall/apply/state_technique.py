@@ -1,4 +1,4 @@
-"""What techniques that keep the optimizer's state elsewhere, or otherwise, share: they wait for the optimizer."""
+"""Holds what techniques share that keep the optimizer's state elsewhere, or otherwise: they wait for the optimizer."""
 
 from typing import Any, ClassVar, TypeVar
 
@@ -24,7 +24,7 @@ class StateHandler(Handler[S]):
 
     @property
     def kept(self) -> str:
-        """Where or how the state is kept, in words."""
+        """Returns where or how the state is kept, in words."""
         raise NotImplementedError
 
     def place(self, target: Target) -> None:
@@ -42,7 +42,7 @@ class StateHandler(Handler[S]):
             target.keeper.bring_back()
 
     def apply(self, target: Target) -> None:
-        """Without an optimizer, there is nothing to place yet."""
+        """Places the state, if there is an optimizer yet."""
         if len(target.optimizers) > 1:
             raise ApplyError(
                 f"the plan keeps the optimizer's state {self.kept}, and this model is stepped by several "
@@ -58,7 +58,7 @@ class StateHandler(Handler[S]):
 
 
 class PlacementEffect(Effect):
-    """State of the optimizer that steps is on another tier between steps, but for some that the plan lets stay.
+    """Sees that the optimizer's state is on another tier between steps, but for what the plan lets stay.
 
     Args:
         name, expected: see `Effect`.
@@ -101,7 +101,7 @@ class PlacementEffect(Effect):
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Of every optimizer of the process: a session hears of its own alone.
+        """Looks at every optimizer of the process: a session hears of its own alone.
 
         Raises:
             NoEffectError: another one trains the model.

@@ -1,4 +1,4 @@
-"""What a technique is to the side that applies plans: a handler, found by the tag that its record has in a plan file.
+"""Says what a technique is to the side that applies plans: a handler, found by the tag of its record in a plan file.
 
 Each file in `memwall.apply.techniques` registers the handler of one technique; nothing else names it. A handler acts on
 a `Target`, the run as it is now, and leaves there what takes its action back.
@@ -48,10 +48,10 @@ Tier = Literal["disk", "host"]
 
 
 class Zero(NamedTuple):
-    """What matters to a technique of the DeepSpeed engine that a model is in."""
+    """Holds what matters to a technique of the DeepSpeed engine that a model is in."""
 
     stage: int
-    """Of ZeRO."""
+    """Says the stage of ZeRO."""
     lends_weights: bool
     """Whether weights are computed with in NVMe buffers that go to the next parameter afterwards."""
 
@@ -67,7 +67,7 @@ class InRecording(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Target:
-    """The run that a plan is applied to, as handlers see it."""
+    """Holds the run that a plan is applied to, as handlers see it."""
 
     model: nn.Module
     """The root the plan was made for."""
@@ -94,9 +94,9 @@ class Target:
     is_watched: bool = True
     """Whether to check in the first steps that actions have an effect."""
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    """What steps the model, as far as it is known yet."""
+    """Holds what steps the model, as far as it is known yet."""
     host_limit_bytes: int | None = None
-    """Of a model on CUDA, the most host memory to take; None on a CPU."""
+    """Says the most host memory to take for a model on CUDA; None on a CPU."""
     handlers: tuple["Handler[Any]", ...] = field(default=(), init=False)
     """One for each action, in the plan's order."""
     engine: ActivationOffload | None = field(default=None, init=False)
@@ -124,7 +124,7 @@ class Target:
         return capacity_bytes - sum(handler.held_bytes(tier) for handler in self.handlers)
 
     def is_set_by_loop(self, handler: "Handler[Any]") -> bool:
-        """Whether the training loop carries this action out itself."""
+        """Returns whether the training loop carries this action out itself."""
         return tag_of(handler.action) in self.set_by_loop
 
 

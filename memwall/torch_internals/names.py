@@ -18,12 +18,12 @@ _TESTED = "2.13.0"
 
 
 class Name(NamedTuple):
-    """A private name of torch."""
+    """Names something private of torch."""
 
     path: str
     """From the top-level package on, e.g. "torch._C._current_autograd_node"."""
     needed_for: str
-    """What is not available without it: the subject of the error's sentence."""
+    """Says what is not available without it: the subject of the error's sentence."""
     is_on_instances: bool = False
     """Whether only objects have it, so that it is looked up at each of them."""
 
@@ -105,7 +105,7 @@ def _raising(name: Name) -> Callable[..., NoReturn]:
 
 
 def _walk(path: str) -> Any:
-    """Attributes where there are such, else modules; None where neither is there."""
+    """Follows attributes where there are such, else modules; None where neither is there."""
     first, *rest = path.split(".")
     here = first
     found: Any = importlib.import_module(first)

@@ -95,7 +95,7 @@ def flop_formula_of(packet: Any) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 class _Absent:
-    """An operator that this torch has not."""
+    """Stands for an operator that this torch has not."""
 
     def __init__(self, name: Name) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""What holds the bytes of tensors: storages, by identity and by who refers to them, and the parts of sparse tensors."""
+"""Tells storages by identity and by who refers to them, and the parts of sparse tensors."""
 
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What memwall attaches to a module while it is at work, and what copies of that module get: nothing of it.
+"""Attaches hooks and forwards to a module while memwall is at work; copies of that module get nothing of it.
 
 A loop may keep its best weights by `copy.deepcopy(model)`, or save by `torch.save(model)`. Both ask the module for its
 state, by `__getstate__`; a module that something is attached to answers as if nothing were. Such a file needs no
@@ -21,7 +21,7 @@ _ASKED = "__getstate__"
 
 
 class AttachedHook(Patch):
-    """A registered hook; `remove` takes it away."""
+    """Stands for a registered hook; `remove` takes it away."""
 
     def remove(self) -> None:
         """Takes the hook away. Safe to call twice."""
@@ -72,7 +72,7 @@ def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Calla
 
 
 def _purpose_of(function: Callable[..., Any]) -> str:
-    """What is called, as whoever reads the list of changes finds it in the code."""
+    """Returns what is called, as whoever reads the list of changes finds it in the code."""
     while isinstance(function, partial):
         function = function.func
     return f"calls {function.__module__}.{function.__qualname__}"
@@ -99,12 +99,12 @@ class _Forward:
 
 
 def _hide(module: nn.Module) -> None:
-    """From now on the module's state is without what is attached."""
+    """Leaves what is attached out of the module's state from now on."""
     vars(module)[_ASKED] = lambda: _state_of(module)
 
 
 def _show(module: nn.Module) -> None:
-    """Nothing is hidden once nothing is attached."""
+    """Hides nothing any more once nothing is attached."""
     own = vars(module)
     if not _hook_numbers(own) and not isinstance(own.get("forward"), _Forward):
         own.pop(_ASKED, None)
@@ -134,7 +134,7 @@ def _without_attached(state: Any) -> Any:
 
 
 def _hook_numbers(state: Mapping[str, Any]) -> set[int]:
-    """Those of attached hooks; a hook has the same number in all tables of its module."""
+    """Returns the numbers of attached hooks; a hook has the same number in all tables of its module."""
     return {number for _, hooks in _hook_tables(state) for number, hook in hooks.items() if isinstance(hook, _Hook)}
 
 

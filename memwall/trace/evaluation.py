@@ -26,7 +26,7 @@ _NUM_STEPS = 2
 
 
 class RecordedRun(Struct, frozen=True, kw_only=True):
-    """Training steps, and the evaluation after them."""
+    """Holds training steps, and the evaluation after them."""
 
     training: Trace
     evaluation: Trace | None
@@ -45,7 +45,7 @@ def record_fake_run(
     workspaces: Workspaces | None = None,
     choices: AbstractContextManager[object] | None = None,
 ) -> RecordedRun:
-    """Two training steps and an evaluation on fake tensors, for a CUDA device.
+    """Records two training steps and an evaluation on fake tensors, for a CUDA device.
 
     Args:
         eval_batch: makes the batch that is evaluated.
@@ -86,7 +86,7 @@ def record_fake_run(
 def run_evaluated(
     builder: TraceBuilder, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
 ) -> Trace:
-    """The trace of one evaluation: the loss of a batch, without gradients, beside the optimizer's state.
+    """Returns the trace of one evaluation: the loss of a batch, without gradients, beside the optimizer's state.
 
     What the model returns is let go once its loss is there, as the Trainer of transformers does where it computes no
     metrics (trainer.py, `prediction_step` with `prediction_loss_only`). The model stays in evaluation mode.

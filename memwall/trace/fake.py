@@ -37,7 +37,7 @@ _WHY = "records a step on fake tensors"
 
 
 class FakeRun(NamedTuple):
-    """A workload on fake tensors, ready to be recorded."""
+    """Holds a workload on fake tensors, ready to be recorded."""
 
     builder: TraceBuilder
     model: nn.Module
@@ -100,7 +100,7 @@ def fake_run(
 
 
 class _Place:
-    """What runs now, for messages: known only when something fails."""
+    """Tells what runs now, for messages: known only when something fails."""
 
     def __init__(self) -> None:
         self.builder: TraceBuilder | None = None
@@ -116,7 +116,7 @@ def _no_seconds(work: OpWork) -> float:
 
 
 def _choose_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """The implementation that torch picks on CUDA where the workload leaves it open.
+    """Chooses the implementation that torch picks on CUDA where the workload leaves it open.
 
     Source: torch/optim/optimizer.py, `_default_to_fused_or_foreach`, and its callers (2.13).
     """
@@ -130,7 +130,7 @@ def _choose_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _made_fake(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
-    """The model, or where it was made before, a copy of it without its bytes."""
+    """Returns the model, or where it was made before, a copy of it without its bytes."""
     if all(isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *model.buffers())):
         return model
     with FakeCopyMode(fake_mode):
@@ -138,7 +138,7 @@ def _made_fake(model: nn.Module, fake_mode: FakeTensorMode) -> nn.Module:
 
 
 def _with_values(value: Any, fake_mode: FakeTensorMode, values: KnownValues) -> Any:
-    """A fake tensor for one of the batch: with its values if it holds integers or a mask; anything else as it is."""
+    """Returns a fake tensor for one of the batch, with its values if these are integers or a mask; else the value."""
     if not isinstance(value, Tensor):
         return value
     fake = value
@@ -152,7 +152,7 @@ def _with_values(value: Any, fake_mode: FakeTensorMode, values: KnownValues) -> 
 
 @contextmanager
 def _copied_as_fake() -> Iterator[None]:
-    """`copy.deepcopy` clones fake tensors; torch's own would read as many bytes as they pretend to have.
+    """Has `copy.deepcopy` clone fake tensors; torch's own would read as many bytes as they pretend to have.
 
     Source: torch/_tensor.py, `Tensor.__deepcopy__` (2.13), which takes a buffer made from a value for a real tensor.
     """
@@ -174,7 +174,7 @@ def _copied_as_fake() -> Iterator[None]:
 
 @contextmanager
 def _converted_in_place() -> Iterator[None]:
-    """`model.to(dtype)` gives fake parameters other memory, as it does real ones; torch would swap them, and cannot.
+    """Has `model.to(dtype)` give fake parameters other memory, as real ones; torch would swap them, and cannot.
 
     Source: torch/nn/modules/module.py, `Module._apply` (2.13): fake parameters go through `torch.utils.swap_tensors`,
     which refuses those that anything refers to weakly, as the fake mode itself does.
@@ -193,7 +193,7 @@ def _converted_in_place() -> Iterator[None]:
 
 @contextmanager
 def _seen_as_eager() -> Iterator[None]:
-    """Libraries take fake tensors for those of a compiler, and take other branches; here they stand for eager ones.
+    """Has libraries take fake tensors for eager ones; for those of a compiler they take other branches.
 
     Transformers 5 (`utils/import_utils.py`, `is_tracing`) would build attention masks that an eager step leaves out.
     """

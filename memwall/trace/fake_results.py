@@ -30,13 +30,13 @@ def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def as_real(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """The result of an operation with the strides and the storage that its kernels give it."""
+    """Returns the result of an operation with the strides and the storage that its kernels give it."""
     rule = _RULES.get(func)
     return out if rule is None else rule(args, out)
 
 
 def _shrunk(args: tuple[Any, ...], out: Tensor) -> Tensor:
-    """A reduced loss: allocated as large as the input and shrunk, so its storage holds those bytes until it dies.
+    """Returns a reduced loss as allocated: as large as the input and shrunk, it holds those bytes until it dies.
 
     Source: aten/src/ATen/native/BinaryOps.cpp and PointwiseOps, structured meta functions of `mse_loss` and
     `smooth_l1_loss` (`build_borrowing_binary_op(maybe_get_output(), ...)`, whatever the reduction).
@@ -45,7 +45,7 @@ def _shrunk(args: tuple[Any, ...], out: Tensor) -> Tensor:
 
 
 def _contiguous_gradient(args: tuple[Any, ...], out: Any) -> Any:
-    """The gradient of a layer norm's input is contiguous; the fake one has the strides of the gradient it is made of.
+    """Makes the gradient of a layer norm's input contiguous; the fake one has the strides of what it is made of.
 
     Source: aten/src/ATen/native/layer_norm.cpp and cuda/layer_norm_kernel.cu, `LEGACY_CONTIGUOUS_MEMORY_FORMAT`.
     """
@@ -64,7 +64,7 @@ _RULES: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
 
 
 def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A grouped product in float32: kernels fall back to a loop, the fake version accepts 16-bit types only.
+    """Runs a grouped product in float32: kernels fall back to a loop, the fake version takes 16-bit types only.
 
     Source: torch/_meta_registrations.py, `_meta_grouped_mm_common`.
     """

@@ -123,7 +123,7 @@ class KnownValues(TorchDispatchMode):
         return not isinstance(tensor, FakeTensor) or _key(tensor) in self._real
 
     def _value(self, tensor: Any) -> Any:
-        """The real tensor of a fake one, as a view of the bytes kept for its storage."""
+        """Returns the real tensor of a fake one, as a view of the bytes kept for its storage."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         real = torch.empty(0, dtype=tensor.dtype)
@@ -149,7 +149,7 @@ class KnownValues(TorchDispatchMode):
                     self.know(result, real)
 
     def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation whose result's shape or number hangs on values, all of them known."""
+        """Runs an operation whose result's shape or number hangs on values, all of them known."""
         with without_dispatch():
             real_out = func(*tree_map(self._value, args), **tree_map(self._value, kwargs))
 
@@ -178,7 +178,7 @@ class KnownValues(TorchDispatchMode):
         )
 
     def _positions(self, func: Any, indices: Any) -> list[Any]:
-        """Indices with masks replaced by the positions of their true elements."""
+        """Returns the indices with masks replaced by the positions of their true elements."""
         found: list[Any] = []
         for index in indices:
             is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -202,7 +202,7 @@ class KnownValues(TorchDispatchMode):
         return self._selected(func, args[0])
 
     def _selected(self, func: Any, mask: Tensor) -> Tensor:
-        """Positions [selected, dimensions] of a mask's true elements; by the assumed share if they are not known."""
+        """Returns positions [selected, dimensions] of a mask's true elements; by the assumed share if unknown."""
         if self._has_value(mask):
             positions: Tensor = self._by_value(_aten.nonzero.default, (mask,), {})
             return positions
@@ -221,12 +221,12 @@ class KnownValues(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    """What tells a storage from others while it lives; 0 for tensors without one of their own."""
+    """Returns what tells a storage from others while it lives; 0 for tensors without one of their own."""
     return identity_of(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Tensors that an operation changes in place."""
+    """Returns the tensors that an operation changes in place."""
     if not schema_of(func).is_mutable:
         return []
     found = []

@@ -68,12 +68,12 @@ class ModuleTable:
             self._add(child, f"{path}.{name}" if path else name, index, kind, records)
 
     def index_of(self, module: nn.Module) -> int:
-        """Index of a module, or -1 if it is not below a root."""
+        """Returns the index of a module, or -1 if it is not below a root."""
         return self._index.get(id(module), -1)
 
 
 def root_names(roots: Sequence[nn.Module]) -> list[str]:
-    """Path prefixes of the roots: "" for a single one, else their class names, numbered where they repeat."""
+    """Returns path prefixes of the roots: "" for a single one, else their class names, numbered where they repeat."""
     if len(roots) == 1:
         return [""]
     seen: dict[str, int] = {}
@@ -86,12 +86,12 @@ def root_names(roots: Sequence[nn.Module]) -> list[str]:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module updates running statistics from the batches it sees (BatchNorm and its kin)."""
+    """Returns whether a module updates running statistics from the batches it sees (BatchNorm and its kin)."""
     return is_running_norm(module)
 
 
 def fingerprint(roots: Sequence[nn.Module]) -> str:
-    """SHA-256 over what a plan relies on: module paths and classes; parameter names, shapes and dtypes."""
+    """Returns the SHA-256 of what a plan relies on: module paths and classes; parameter names, shapes, dtypes."""
     digest = hashlib.sha256()
     for root, prefix in zip(roots, root_names(roots), strict=True):
         for path, module in root.named_modules():

@@ -1,4 +1,4 @@
-"""What an operation has to do, where nothing is computed: the figures a hardware model turns into seconds.
+"""Says what an operation has to do, where nothing is computed: the figures a hardware model turns into seconds.
 
 Operators of torch are known by name (`predict.cuda.workspaces`). Whoever defines others says here what they do inside,
 for a device that is not at hand: on fake tensors nothing can be measured.
@@ -17,14 +17,14 @@ __all__ = ["OWN_WORK", "OpWork", "OwnWork", "Part", "own_work_of", "work_of"]
 
 
 class Part(NamedTuple):
-    """One kernel of several that an operator runs, one after the other."""
+    """Describes one kernel of several that an operator runs, one after the other."""
 
     moved_bytes: int
     flops: int
 
 
 class OwnWork(NamedTuple):
-    """One call's share."""
+    """Describes what one call does inside."""
 
     workspace_bytes: int = 0
     """At its own peak, beyond arguments and results."""
@@ -41,18 +41,18 @@ _NONE = OwnWork()
 
 
 def own_work_of(func: Any, args: tuple[Any, ...]) -> OwnWork:
-    """Of one call; nothing where nobody has said."""
+    """Returns what one call does inside; nothing where nobody has said."""
     formula = OWN_WORK.get(func)
     return _NONE if formula is None else formula(*args)
 
 
 class OpWork(Struct, frozen=True, kw_only=True):
-    """One tensor operation as a roofline sees it."""
+    """Describes one tensor operation as a roofline sees it."""
 
     name: str
     """ATen overload, e.g. "aten.addmm.default"."""
     dtype: str
-    """Of its first floating-point argument or result, e.g. "bfloat16"; of its first tensor if there is none."""
+    """Names that of its first floating-point argument or result, e.g. "bfloat16", else of its first tensor."""
     flops: int
     read_bytes: int
     """Bytes of its tensor arguments; 0 for an operation that only makes a view."""
@@ -71,7 +71,7 @@ def work_of(
     *,
     own: OwnWork | None = None,
 ) -> OpWork:
-    """The work of an operation that was called with `inputs`, returned `outputs` and changed `written` in place.
+    """Returns the work of an operation called with `inputs`, that returned `outputs` and changed `written` in place.
 
     What it does inside is `own`, if it is known. Sparse tensors count nothing: they have no storage of their own.
     """

@@ -64,7 +64,7 @@ class Storage(Struct, frozen=True, array_like=True):
     line: int = -1
     """The user's line that made it, an index into `Trace.lines`; -1 if it existed before the step or is not known."""
     dtype: str = ""
-    """Of the first tensor in it, e.g. `float32`; "" where none was seen."""
+    """Names that of the first tensor in it, e.g. `float32`; "" where none was seen."""
 
 
 class SavedTensor(Struct, frozen=True, array_like=True):
@@ -105,7 +105,7 @@ class Module(Struct, frozen=True, array_like=True):
     class_name: str
     parent: int
     container: Literal["list", "sequential", "none"]
-    """What kind of container its parent is."""
+    """Says what kind of container its parent is."""
     is_leaf: bool
     has_batch_norm: bool
     """Whether it or a descendant keeps running statistics of its batches."""
@@ -162,7 +162,7 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     modules: tuple[Module, ...]
     steps: tuple[Step, ...]
     input_shape: tuple[int, ...] = ()
-    """Of the first tensor that the model is called with; () if it is called with none."""
+    """Holds that of the first tensor that the model is called with; () if it is called with none."""
     input_dtype: str = ""
     """The dtype of that tensor, e.g. `int64`."""
     lines: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ _FEW, _MANY = 16, 32
 
 
 def with_workspace(args: tuple[Any, ...], out: Any) -> Any:
-    """The results of a fake forward [tokens, samples, width], with a workspace as large as the real one."""
+    """Returns the results of a fake forward [tokens, samples, width], with a workspace as large as the real one."""
     if not (args[15] and torch.is_grad_enabled()):  # then the real one is empty as well
         return out
     tokens = args[0].shape[0]  # also where the caller's own tensors have the samples first
@@ -35,7 +35,7 @@ def with_workspace(args: tuple[Any, ...], out: Any) -> Any:
 
 
 def _shape(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the workspace hangs on besides the number of tokens, in a form that can be a key."""
+    """Returns what the workspace hangs on besides the number of tokens, in a form that can be a key."""
     data, weights, states = args[0], args[1:5], args[5:7]
     shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in (*weights, *states))
     return (*data.shape[1:], data.dtype, shapes, args[7], tuple(args[9:14]), args[15])

@@ -30,7 +30,7 @@ _SHOWN_CHARACTERS = 40
 
 
 class BatchChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The batch that a forecast is for, and how it was chosen."""
+    """Holds the batch that a forecast is for, and how it was chosen."""
 
     rule: BatchRule
     num_samples: int
@@ -54,19 +54,19 @@ class BatchChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def is_padded(self) -> bool:
-        """Whether some of its samples are shorter than it: models then attend by a mask, which they leave out else."""
+        """Returns whether some of its samples are shorter than it: models attend by a mask only then."""
         return self.rule != "max-length" and self.num_samples > 1
 
 
 class _Row(Struct):
-    """A line of a .jsonl file, as far as it is read."""
+    """Holds a line of a .jsonl file, as far as it is read."""
 
     input_ids: list[int] | None = None
     length: Annotated[int, Meta(ge=0, le=_MOST_TOKENS)] | None = None
 
 
 def read_lengths(path: Path) -> Sequence[int]:
-    """Tokens of each sample of a data set, in its order.
+    """Returns the tokens of each sample of a data set, in its order.
 
     Args:
         path: see `DATA_FORMATS`.
@@ -96,7 +96,7 @@ def chosen_batch(
     most_tokens: int | None = None,
     num_micro_batches: int = 1,
 ) -> BatchChoice:
-    """The batch of a data set that a forecast is to be for.
+    """Returns the batch of a data set that a forecast is to be for.
 
     Args:
         rule: "dataset" for the batch with the longest sample, "p99" for the 99th percentile (nearest rank) of the
@@ -126,7 +126,7 @@ def chosen_batch(
 
 
 def _lengths_of_lines(path: Path, lines: Iterable[bytes]) -> Iterator[int]:
-    """Of a .jsonl file, or of one with a number per line: the first line that is not empty decides."""
+    """Reads a .jsonl file, or one with a number per line: the first line that is not empty decides."""
     is_json: bool | None = None
     decoder = msgspec.json.Decoder(_Row)
     for number, raw in enumerate(lines, start=1):
@@ -163,7 +163,7 @@ def _shown(line: bytes) -> str:
 
 
 def _lengths_of_dataset(path: Path) -> Iterator[int]:
-    """Of a folder that `Dataset.save_to_disk` wrote; of several splits in it, the one for training."""
+    """Reads a folder that `Dataset.save_to_disk` wrote; of several splits in it, the one for training."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:

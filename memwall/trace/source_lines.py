@@ -41,7 +41,7 @@ _OF_DRIVER = 3
 
 
 class SourceLines:
-    """The lines met so far, each once; shared by the steps of one recording."""
+    """Holds the lines met so far, each once; shared by the steps of one recording."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -53,7 +53,7 @@ class SourceLines:
         self._owners: dict[str, int] = {}
 
     def find(self, node_line: int = -1) -> int:
-        """Index of the user's line that runs now; -1 for none.
+        """Returns the index of the user's line that runs now; -1 for none.
 
         Args:
             node_line: the line to take where autograd's engine runs and no Python of the user's inside it.
@@ -87,7 +87,7 @@ class SourceLines:
 
 
 class StepLines:
-    """Lines of one step's operations, with the autograd nodes that its forward made."""
+    """Holds lines of one step's operations, with the autograd nodes that its forward made."""
 
     def __init__(self, source: SourceLines) -> None:
         self._source = source
@@ -96,7 +96,7 @@ class StepLines:
         self._line_of_node: dict[int, int] = {}
 
     def of_op(self, func: Any, node: Any) -> int:
-        """Index of the line of an operation that is about to run; -1 if it is not known.
+        """Returns the index of the line of an operation that is about to run; -1 if it is not known.
 
         Args:
             func: the operation.
@@ -112,7 +112,7 @@ class StepLines:
         return line
 
     def _of_node(self, node: Any) -> int:
-        """The line of the operation that made a node.
+        """Returns the line of the operation that made a node.
 
         The first operation seen after a node was made need not be its own: views written in place and functions of the
         user's make nodes, too. So the name must agree.
@@ -140,7 +140,7 @@ def _newest_node() -> int:
 
 
 def _node_name(func: Any) -> str:
-    """What the node of an operation is called, without case: `aten.nll_loss_forward` has NllLossBackward0.
+    """Returns what the node of an operation is called, without case: `aten.nll_loss_forward` has NllLossBackward0.
 
     Source: pytorch tools/autograd/load_derivatives.py, `_create_op_prefix` (2.13).
     """
@@ -160,7 +160,7 @@ def _owner_of(path: str) -> int:
 
 
 def _shown(path: str) -> str:
-    """Below an installed library's folder or the current directory, so that equal runs elsewhere have equal lines."""
+    """Returns a path below a library's or the current folder, so that equal runs elsewhere have equal lines."""
     installed = _INSTALLED.match(path)
     if installed is not None:
         shown = path[installed.end() :]

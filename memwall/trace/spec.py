@@ -18,7 +18,7 @@ _FORMS = "expected package.module:factory or path/file.py:factory, a function th
 
 
 def load_workload(spec: str) -> Workload:
-    """Import what `spec` names, call it, and return its Workload.
+    """Imports what `spec` names, call it, and return its Workload.
 
     The file's folder, or for a module the current one, stays on `sys.path`: factories import lazily.
 
@@ -49,7 +49,7 @@ def load_workload(spec: str) -> Workload:
 
 
 def _load_file(spec: str, path: Path) -> ModuleType:
-    """Import a file as a script's folder would allow it."""
+    """Imports a file as a script's folder would allow it."""
     if not path.is_file():
         raise UsageError(f"'{spec}': there is no file {path}; {_FORMS}")
     _add_to_path(path.resolve().parent)
@@ -69,7 +69,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
 
 
 def _load_module(spec: str, source: str) -> ModuleType:
-    """Import a dotted name, from the current folder too, as `python -m` would."""
+    """Imports a dotted name, from the current folder too, as `python -m` would."""
     _add_to_path(Path.cwd())
     try:
         return importlib.import_module(source)
@@ -89,7 +89,7 @@ def _add_to_path(folder: Path) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """Class, text and the innermost line that is neither torch's nor ours: the user will not see the traceback."""
+    """Returns its class, text and innermost line that is neither torch's nor ours: no traceback is shown."""
     folders = tuple(
         f"{Path(module.__file__).parent}{os.sep}"
         for name in ("torch", "memwall")
@@ -102,7 +102,7 @@ def describe_error(error: Exception) -> str:
 
 
 def _functions_of(module: ModuleType) -> str:
-    """The functions the module defines itself, to choose from."""
+    """Returns the functions the module defines itself, to choose from."""
     names = sorted(
         name
         for name, value in vars(module).items()

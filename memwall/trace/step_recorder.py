@@ -31,7 +31,7 @@ __all__ = ["Parking", "StepRecorder"]
 
 
 class Parking(Protocol):
-    """Where saved tensors live between forward and backward while a step is recorded."""
+    """Says where saved tensors live between forward and backward while a step is recorded."""
 
     def pack(self, tensor: Tensor, /) -> object:
         """Takes a tensor that autograd saves; returns a handle, with the tensor as its `tensor` if it was kept."""
@@ -41,7 +41,7 @@ class Parking(Protocol):
 
 
 class _Held:
-    """What autograd holds in place of a saved tensor; its end is the moment backward let go."""
+    """Stands in autograd for a saved tensor; its end is the moment backward let go."""
 
     __slots__ = ("index", "log", "packed")
 
@@ -175,7 +175,7 @@ class StepRecorder(TorchDispatchMode):
 
     @property
     def place(self) -> str:
-        """What runs now, for messages: "forward of blocks.3 (Block)", "optimizer"."""
+        """Returns what runs now, for messages: "forward of blocks.3 (Block)", "optimizer"."""
         log, phase = self.log, self._phase
         node = current_node()
         call = log.call_stack[-1] if log.call_stack else -1
@@ -201,7 +201,7 @@ class StepRecorder(TorchDispatchMode):
         self.log.enter_call(index, next_sequence_number())
 
     def _note_input(self, tensors: list[Tensor]) -> None:
-        """The first tensor that the model is called with tells the batch; later calls of a step change nothing."""
+        """Notes the first tensor that the model is called with: it tells the batch; later calls change nothing."""
         first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
         if first is not None and self.log.micro_batch == 0:
             self.log.micro_batch = first.shape[0]

@@ -11,10 +11,10 @@ Tag = Literal["simulated", "cpu-measured", "gpu-measured", "external"]
 
 
 def measured_tag(device: str) -> Tag:
-    """The tag of what a run on a device has shown."""
+    """Returns the tag of what a run on a device has shown."""
     return "cpu-measured" if device == "cpu" else "gpu-measured"
 
 
 def trace_tag(trace: Trace) -> Tag:
-    """How the bytes of a trace were obtained."""
+    """Returns how the bytes of a trace were obtained."""
     return measured_tag(trace.device) if trace.source == "recorded" else "simulated"

@@ -70,7 +70,7 @@ class TraceBuilder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a step is being recorded now."""
+        """Returns whether a step is being recorded now."""
         return self._recorder is not None
 
     def start_step(self, optimizers: Optimizers, *, running_root: nn.Module | None = None) -> None:
@@ -94,12 +94,12 @@ class TraceBuilder:
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps that ended in the step being recorded."""
+        """Returns how many optimizer steps ended in the step being recorded."""
         return self._recorder.num_optimizer_steps if self._recorder is not None else 0
 
     @property
     def place(self) -> str:
-        """What runs in the step being recorded, for messages: "forward of blocks.3 (Block)"; "" outside a step."""
+        """Returns what runs in the step being recorded, as "forward of blocks.3 (Block)"; "" outside a step."""
         return self._recorder.place if self._recorder is not None else ""
 
     def stands_for(self, tensor: Tensor, original: Tensor) -> None:
@@ -157,7 +157,7 @@ class TraceBuilder:
         machine: Machine | None = None,
         autocast: Literal["none", "bfloat16", "float16"] = "none",
     ) -> Trace:
-        """The trace of all steps recorded so far.
+        """Returns the trace of all steps recorded so far.
 
         Args:
             machine: what is known of the machine's speeds.
@@ -234,7 +234,7 @@ def run_recorded(
     num_steps: int,
     num_micro_batches: int = 1,
 ) -> Trace:
-    """The trace of so many training steps, run with what a workload's factories made.
+    """Returns the trace of so many training steps, run with what a workload's factories made.
 
     Args:
         num_micro_batches: forwards and backwards in each step, whose gradients accumulate; all of the same batch.

@@ -1,4 +1,4 @@
-"""What one training step needs, as factories: nothing is allocated until a step is recorded or run."""
+"""Holds what one training step needs, as factories: nothing is allocated until a step is recorded or run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Workload"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Model, batch, loss and optimizer of one training step.
+    """Holds model, batch, loss and optimizer of one training step.
 
     Factories are called anew by each recording, under fake tensors where the trace needs no memory.
 
@@ -59,7 +59,7 @@ class Workload:
                 raise UsageError(f"Workload: {name} is {type(value).__name__}; expected {meaning}{hint}")
 
     def make_model(self) -> nn.Module:
-        """The model: made by the factory, or the one given.
+        """Returns the model: made by the factory, or the one given.
 
         Raises:
             UsageError: the factory returned something else.
@@ -74,11 +74,11 @@ class Workload:
         return model
 
     def make_batch(self) -> Any:
-        """One micro-batch: made by the factory, or the one given."""
+        """Returns one micro-batch: made by the factory, or the one given."""
         return self.batch() if callable(self.batch) else self.batch
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
-        """A new optimizer over the parameters of `model` that need a gradient.
+        """Returns a new optimizer over the parameters of `model` that need a gradient.
 
         Raises:
             UsageError: the factory returned something else.

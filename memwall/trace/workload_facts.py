@@ -1,4 +1,4 @@
-"""What a trace was recorded with, in the words that a forecast repeats: dtype, optimizer, batch and length."""
+"""Says what a trace was recorded with, in the words that a forecast repeats: dtype, optimizer, batch and length."""
 
 from collections import Counter
 from typing import Literal
@@ -12,10 +12,10 @@ __all__ = ["WorkloadFacts", "workload_facts"]
 
 
 class WorkloadFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The training step that a forecast is for: what was asked for, and what was assumed where nothing was."""
+    """Holds the training step that a forecast is for: what was asked for, and what was assumed where nothing was."""
 
     dtype: str
-    """Of the parameters; of several all of them, the one with most bytes first, as "bfloat16 + float32". "" if the
+    """Names those of the parameters, the one with most bytes first, as "bfloat16 + float32"; "" if the
     trace does not say."""
     autocast: Literal["none", "bfloat16", "float16"]
     optimizer: str
@@ -25,7 +25,7 @@ class WorkloadFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_micro_batches: int
     """Forwards and backwards in a step."""
     input_shape: tuple[int, ...] = ()
-    """Of the first tensor that the model is called with; () if it is not known."""
+    """Holds that of the first tensor that the model is called with; () if it is not known."""
     tokens_per_sample: int | None = None
     """The length of that tensor where it is [samples, tokens] of whole numbers; None for other inputs."""
 

@@ -1,4 +1,4 @@
-"""What an operator allocates for itself while it runs: invisible outside, and for convolutions as large as a result.
+"""Measures what an operator allocates for itself while it runs: for convolutions as much as a result.
 
 The allocator reports every allocation to torch's legacy profiler, which is cheap to switch on around one operator
 (about 0.1 ms). Each operator is measured once for each set of dtypes, shapes and strides.
@@ -27,7 +27,7 @@ _LEAST_BYTES = 4 << 10
 
 
 class Workspace:
-    """The highest bytes one run of an operator held beyond what it began with, results included."""
+    """Holds the highest bytes of one run of an operator beyond what it began with, results included."""
 
     __slots__ = ("peak_bytes", "workspace_bytes")
 
@@ -36,14 +36,14 @@ class Workspace:
         self.peak_bytes = 0
 
     def beyond(self, result_bytes: int) -> int:
-        """Bytes besides the results; settles them at the first call."""
+        """Returns the bytes besides the results; settles them at the first call."""
         if self.workspace_bytes is None:
             self.workspace_bytes = max(0, self.peak_bytes - result_bytes)
         return self.workspace_bytes
 
 
 class Workspaces:
-    """Measured workspaces by operator and the layout of its inputs.
+    """Holds measured workspaces by operator and the layout of its inputs.
 
     Args:
         is_available: whether operators compute at all; on fake tensors there is nothing to measure.
@@ -93,6 +93,6 @@ class Workspaces:
 
     @staticmethod
     def is_worth(inputs: list[Tensor]) -> bool:
-        """Whether an operator on these tensors can have a workspace worth measuring."""
+        """Returns whether an operator on these tensors can have a workspace worth measuring."""
         sizes = [tensor.nbytes for tensor in inputs if tensor.layout is torch.strided]
         return bool(sizes) and inputs[0].device.type == "cpu" and max(sizes) >= _LEAST_BYTES

@@ -9,7 +9,7 @@ __all__ = ["CallArguments"]
 
 
 class CallArguments:
-    """What a block is called with; tensors may lie in tuples, lists and dicts, in any depth.
+    """Holds what a block is called with; tensors may lie in tuples, lists and dicts, in any depth.
 
     torch's checkpoint saves the tensors that it is given by position, and looks at their devices for the random states
     to be restored; those given by keyword, or in another one's list, it does not know of.
@@ -30,7 +30,7 @@ class CallArguments:
         self._rest = _mapped((args, kwargs), Tensor, without)
 
     def filled(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these tensors, in containers of their own that hold what they held at first."""
+        """Returns the arguments with these tensors, in containers of their own that hold what they held at first."""
         filled: tuple[tuple[Any, ...], dict[str, Any]] = _mapped(
             self._rest, _Place, lambda place: tensors[place.number]
         )

@@ -1,4 +1,4 @@
-"""What the wrapper of a block counts: calls, runs, and what became of the tensors that it saved."""
+"""Counts what goes through the wrapper of a block: calls, runs, and what became of the tensors that it saved."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ __all__ = ["BlockCounts"]
 
 
 class BlockCounts:
-    """Of one block since its plan was applied; calls without gradients do not count."""
+    """Counts for one block since its plan was applied; calls without gradients do not count."""
 
     __slots__ = (
         "dropped",
@@ -22,33 +22,33 @@ class BlockCounts:
 
     def __init__(self) -> None:
         self.num_calls = 0
-        """Of the wrapper."""
+        """Counts calls of the wrapper."""
         self.num_in_backward = 0
-        """Of these, from within a backward pass."""
+        """Counts those of them from within a backward pass."""
         self.num_runs = 0
-        """Of a recomputed block's own forward."""
+        """Counts runs of a recomputed block's own forward."""
         self.dropped = ""
-        """Why it is not recomputed although the plan says so."""
+        """Says why it is not recomputed although the plan says so."""
         self.num_rebuilt = 0
-        """Saved tensors that became the recipe to rebuild them."""
+        """Counts saved tensors that became the recipe to rebuild them."""
         self.num_offered = 0
-        """Saved tensors that came by the offload's hooks."""
+        """Counts saved tensors that came by the offload's hooks."""
         self.num_moved = 0
-        """Of these, those that left."""
+        """Counts those of them that left."""
         self.num_immovable = 0
-        """Of these, those that were large enough to leave but cannot: of a subclass, sparse, on another device."""
+        """Counts those of them that are large enough but cannot leave: of a subclass, sparse, on another device."""
 
     @property
     def num_reruns(self) -> int:
-        """Recomputations that have begun."""
+        """Returns how many recomputations have begun."""
         return max(0, self.num_runs - self.num_calls)
 
     def note_rebuilt(self, num_saved: int) -> None:
-        """To be called with how many saved tensors of a call became recipes."""
+        """Adds how many saved tensors of a call became recipes."""
         self.num_rebuilt += num_saved
 
     def counting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward, each run of it counted."""
+        """Returns the forward, with each run of it counted."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.num_runs += 1

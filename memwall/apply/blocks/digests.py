@@ -26,7 +26,7 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class Digest(NamedTuple):
-    """Of one tensor."""
+    """Stands for the bits of one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Digest(NamedTuple):
 
 
 def digest_of(tensor: Tensor) -> Digest:
-    """The digest of a tensor. Under a mode that watches operations nothing is to be seen of it."""
+    """Returns the digest of a tensor. Under a mode that watches operations nothing is to be seen of it."""
     shape = tuple(tensor.shape)
     is_readable = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     if not is_readable or tensor.is_quantized or not tensor.numel():
@@ -56,7 +56,7 @@ def digest_of(tensor: Tensor) -> Digest:
 
 
 def difference(first: Sequence[Digest], second: Sequence[Digest]) -> str:
-    """What differs between the tensors of two runs; "" if nothing does. Waits for the device once a run."""
+    """Returns what differs between the tensors of two runs; "" if nothing does. Waits for the device once a run."""
     if len(first) != len(second):
         return f"it keeps {len(first)} tensors the first time and {len(second)} the second"
     values = zip(_values(first), _values(second), strict=True)
@@ -69,7 +69,7 @@ def difference(first: Sequence[Digest], second: Sequence[Digest]) -> str:
 
 
 def weighted_sum(words: Tensor) -> Tensor:
-    """The sum of integers, each multiplied by a number for its place; it stays where they are."""
+    """Returns the sum of integers, each multiplied by a number for its place; it stays where they are."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     place = 0
     for part in _parts(words, is_copied=True):
@@ -89,7 +89,7 @@ def _checksum(words: Tensor) -> int:
 
 
 def _spread(words: Tensor) -> list[int]:
-    """The dimensions along which there is more than one element in memory."""
+    """Returns the dimensions along which there is more than one element in memory."""
     return [dim for dim, (size, step) in enumerate(zip(words.shape, words.stride(), strict=True)) if size > 1 and step]
 
 
@@ -118,7 +118,7 @@ def _name(digest: Digest) -> str:
 
 
 class Digesting:
-    """Within it the saved tensors' digests are taken; then the hooks get them that are innermost when it begins.
+    """Takes digests of what is saved within; then the hooks get it that are innermost when this begins.
 
     Args:
         norms: layers whose running statistics do not count: they are saved beside what backward reads.
@@ -177,7 +177,7 @@ class Digesting:
 
 
 class _Kept:
-    """A saved tensor, and what the outer hooks made of it."""
+    """Holds a saved tensor, and what the outer hooks made of it."""
 
     __slots__ = ("outer", "tensor", "version")
 
@@ -191,7 +191,7 @@ class _Kept:
         self.version = version_of(tensor)
 
     def unchanged(self) -> Tensor:
-        """The tensor; torch looks for writes into it itself only where there are no hooks."""
+        """Returns the tensor; torch looks for writes into it itself only where there are no hooks."""
         assert self.tensor is not None
         if version_of(self.tensor) != self.version:
             raise RuntimeError(

@@ -23,7 +23,7 @@ Forward = Callable[..., Any]
 
 
 class BlockCall:
-    """One call of a block that computes gradients."""
+    """Holds one call of a block that computes gradients."""
 
     def __init__(self, key: tuple[str, int], counts: BlockCounts) -> None:
         self.key, self.counts = key, counts
@@ -32,7 +32,7 @@ class BlockCall:
 
 
 class BlockLayer:
-    """What one technique does to a block; by default nothing."""
+    """Says what one technique does to a block; by default nothing."""
 
     depth: ClassVar[int]
     """Layers with a smaller one lie further inside, and a block has one of each."""
@@ -49,7 +49,7 @@ class BlockLayer:
 
 
 def resolve_blocks(roots: Sequence[nn.Module], names: Sequence[str]) -> dict[str, nn.Module]:
-    """Modules by the paths a trace gives them: below the root, or below `<ClassName>` with several roots."""
+    """Returns modules by the paths a trace gives them: below the root, or below `<ClassName>` with several roots."""
     modules: dict[str, nn.Module] = {}
     for root, prefix in zip(roots, names, strict=True):
         for path, module in root.named_modules():
@@ -107,15 +107,15 @@ class BlockExecutor:
 
     @property
     def is_applied(self) -> bool:
-        """Whether blocks are wrapped."""
+        """Returns whether blocks are wrapped."""
         return bool(self._unwrap)
 
     def wrapped(self, path: str) -> tuple[nn.Module, BlockCounts]:
-        """A block that was wrapped, and what its wrapper counts."""
+        """Returns a block that was wrapped, and what its wrapper counts."""
         return self._modules[path], self._counts[path]
 
     def not_recomputed(self) -> dict[str, str]:
-        """Blocks that gave other results when they ran again, and are not recomputed any more; with the reason."""
+        """Returns the blocks that gave other results when they ran again, and run plainly now; each with the reason."""
         return {path: counts.dropped for path, counts in self._counts.items() if counts.dropped}
 
     def undo(self) -> None:

@@ -1,4 +1,4 @@
-"""What a block's forward may read and change beside its arguments and parameters, put back for a run that repeats it.
+"""Puts back what a block's forward may read and change beside its arguments and parameters, for a run that repeats it.
 
 Python's and numpy's random numbers, generators that a module owns, buffers, and plain attributes: a count of calls, a
 running mean, a list that losses are appended to. torch's own checkpoint knows torch's global random state alone.
@@ -35,7 +35,7 @@ _MAX_SEARCHED = 64
 
 
 class HiddenState:
-    """The state at the moment this is made; the forward runs once between that and `settle`.
+    """Holds the state at the moment this is made; the forward runs once between that and `settle`.
 
     Args:
         modules: the block and its submodules.
@@ -73,7 +73,7 @@ class HiddenState:
 
     @contextmanager
     def recalled(self) -> Iterator[None]:
-        """The state is as it was within, and afterwards as it is now."""
+        """Puts the state back as it was; afterwards it is as it is now again."""
         now = HiddenState(self._modules, is_written=False)
         now._python = now._python if self._python is not None else None
         now._numpy = now._numpy if self._numpy is not None else None
@@ -139,7 +139,7 @@ class HiddenState:
 
 
 class _Held:
-    """A tensor that forward may write into, and what it held before."""
+    """Holds a tensor that forward may write into, and what it held before."""
 
     __slots__ = ("before", "key", "name", "owner", "tensor", "version")
 
@@ -159,7 +159,7 @@ def _refill(live: Any, copied: Any) -> None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two states of a generator are the same."""
+    """Returns whether two states of a generator are the same."""
     if one is other:
         return True
     if isinstance(one, Tensor):

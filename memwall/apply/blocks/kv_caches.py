@@ -25,7 +25,7 @@ class OwnCaches:
     def emptied(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """A call in which no run sees what another one puts into a cache.
+        """Returns a call in which no run sees what another one puts into a cache.
 
         Raises:
             ApplyError: a cache already holds positions.
@@ -47,12 +47,12 @@ class OwnCaches:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether a value is a key-value cache of transformers (its Cache classes share these names)."""
+    """Returns whether a value is a key-value cache of transformers (its Cache classes share these names)."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def _unfilled(value: Any, layers: Sequence[int]) -> Any:
-    """A copy of a key-value cache without the keys and values in it; any other value as it is.
+    """Returns a copy of a key-value cache without the keys and values in it; any other value as it is.
 
     A block extends the cache it is given, so each run gets a copy of its own: training does not read what comes out.
     The copy takes the same operations as the cache, and holds no other layer's tensors until backward.

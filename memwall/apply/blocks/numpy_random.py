@@ -17,7 +17,7 @@ _last: tuple[bytes, Any] | None = None
 
 
 def numpy_state() -> Any:
-    """What `set_numpy_state` takes; None if numpy is not in use. It is the same object while the state is the same."""
+    """Returns what `set_numpy_state` takes, the same object for the same state; None if numpy is not in use."""
     global _last
     random = _random()
     if random is None:

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 def recomputed(module: nn.Module, forward: Forward, action: Recompute, counts: BlockCounts | None = None) -> Forward:
-    """A forward that keeps only its inputs and the results of the action's kept operations, and runs again in backward.
+    """Returns a forward that keeps its inputs and the results of kept operations alone, and runs again in backward.
 
     Its first call is proven: the forward runs a second time at once, and where it saves other bits than the first time,
     nothing of the block is recomputed from then on, and the log says so. What the second run is given is all that the
@@ -68,7 +68,6 @@ class _Block:
         self._is_proven = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """See `recomputed`."""
         if self._counts.dropped:
             return self._forward(*args, **kwargs)
         forward, args, kwargs = self._caches.emptied(self._forward, args, kwargs)
@@ -79,7 +78,7 @@ class _Block:
         return self._prove(call, tensors)
 
     def _tensors_of(self, call: "_Call") -> list[Tensor]:
-        """The call's tensors, and where none says so one for the device whose random numbers the block draws."""
+        """Returns the call's tensors, and where none says so, one for the device whose random numbers are drawn."""
         tensors, call.arguments.tensors = call.arguments.tensors, []
         if all(tensor.device.type == "cpu" for tensor in tensors):
             weight = next(self._module.parameters(), None)
@@ -112,7 +111,7 @@ class _Block:
         return out  # its backward has what the first run saved
 
     def cause(self, hidden: HiddenState) -> str:
-        """What can make two runs of the block differ, as far as it is known."""
+        """Returns what can make two runs of the block differ, as far as it is known."""
         if hidden.unrestorable:
             return f"it writes into {hidden.unrestorable}, and only up to {format_bytes(MAX_CLONED_BYTES)} are put back"
         return (
@@ -122,7 +121,7 @@ class _Block:
         )
 
     def _again(self, call: "_Call", tensors: list[Tensor], digesting: Digesting) -> Any:
-        """A second run as the one in backward would be, at once; of what it saves nothing is kept."""
+        """Returns a second run as the one in backward would be, at once; of what it saves nothing is kept."""
         # Hooks that forward puts on what it is called with must not be there twice.
         inputs = [t if t.grad_fn is None else t.detach().requires_grad_() for t in tensors]
         forward, args, kwargs = self._caches.emptied(self._plain, *call.arguments.filled(inputs))
@@ -132,7 +131,7 @@ class _Block:
 
 
 class _Call:
-    """One call of a block: what its later runs need."""
+    """Holds one call of a block: what its later runs need."""
 
     def __init__(
         self, block: _Block, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_full: bool = False
@@ -142,12 +141,12 @@ class _Call:
         self.digesting: Digesting | None = None
         """Takes digests in the first run."""
         self.expected: list[Digest] | None = None
-        """What the first run saved, where later runs are compared with it."""
+        """Holds what the first run saved, where later runs are compared with it."""
         self._block, self._forward, self._is_full = block, forward, is_full
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
 
     def begin(self, tensors: Sequence[Tensor]) -> Any:
-        """The first run."""
+        """Runs the forward for the first time."""
         kept = self._block.kept
         if not kept or self._is_full:
             return checkpoint(self._run, *tensors, use_reentrant=False)
@@ -198,7 +197,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 class _TorchRandom:
-    """torch's global random states when this is made, of the CPU and of the tensors' devices."""
+    """Holds torch's global random states when this is made, of the CPU and of the tensors' devices."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._cpu = torch.get_rng_state()
@@ -208,7 +207,7 @@ class _TorchRandom:
 
     @contextmanager
     def recalled(self) -> Iterator[None]:
-        """The states are as they were within, and afterwards as they are now."""
+        """Puts the states back as they were; afterwards they are as they are now again."""
         with torch.random.fork_rng(devices=self._devices, device_type=self._kind):
             torch.set_rng_state(self._cpu)
             set_device_states(self._devices, self._states, device_type=self._kind)
@@ -217,7 +216,7 @@ class _TorchRandom:
 
 @contextmanager
 def _alone(*, is_watched: bool) -> Iterator[None]:
-    """Nothing that is saved within reaches hooks around the block, such as an offload's.
+    """Keeps what is saved within from hooks around the block, such as an offload's.
 
     Args:
         is_watched: whether operations are to go by a mode, as they do where some are kept: torch chooses others then.
@@ -236,7 +235,7 @@ class _Watched(TorchDispatchMode):
 
 @contextmanager
 def _spared(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """BatchNorm layers write to copies of their running statistics within; a batch must be counted once."""
+    """Has BatchNorm layers write to copies of their running statistics; a batch must be counted once."""
     originals = [dict(own_buffers(norm)) for norm in norms]
     with without_dispatch():
         for norm in norms:

@@ -31,7 +31,7 @@ __all__ = ["DeferredLogits", "LossCounts", "Product"]
 
 
 class DeferredLogits(Tensor):
-    """hidden weight^T + bias, [..., V], not computed until somebody needs it.
+    """Stands for hidden weight^T + bias, [..., V], which is not computed until somebody needs it.
 
     From then on they are there, with all that was made of them and is still in use: what is written into them later is
     written into views of them as well.
@@ -53,7 +53,7 @@ class DeferredLogits(Tensor):
         parent: "DeferredLogits | None" = None,
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> "DeferredLogits":
-        """Logits that seem to be of `dtype`; None for the product's own.
+        """Returns the logits that seem to be of `dtype`; None for the product's own.
 
         Args:
             parent: the logits that these were made of, by `change`.
@@ -81,11 +81,11 @@ class DeferredLogits(Tensor):
 
     @property
     def is_there(self) -> bool:
-        """Whether they were computed."""
+        """Returns whether they were computed."""
         return self._made is not None
 
     def computed(self) -> Tensor:
-        """The logits themselves, as a tensor of the model's graph; with them all that was made of the same head.
+        """Returns the logits themselves, in the model's graph; with them comes all that was made of the same head.
 
         Raises:
             ApplyError: a factor of theirs was written in place since.
@@ -99,7 +99,7 @@ class DeferredLogits(Tensor):
         return self._made
 
     def values(self) -> Tensor:
-        """What they contain, to be read."""
+        """Returns what they contain, to be read."""
         return self._made if self._made is not None else self._afresh()
 
     def _compute(self) -> None:
@@ -117,7 +117,7 @@ class DeferredLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What torch calls in place of its functions, methods and properties."""
+        """Stands in for torch's functions, methods and properties."""
         kwargs = kwargs or {}
         with without_subclass_functions():
             if func in _DESCRIPTIONS:
@@ -133,14 +133,14 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch writes dict[Any, Any] for what may be None
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        """Where code below torch's functions meets them: autograd is done there, so they stay as they are."""
+        """Serves code below torch's functions: autograd is done there, so logits stay as they are."""
         if schema_of(func).is_mutable:
             raise NotImplementedError(f"{func} writes into logits that are not there; leave out --allow kernels")
         return _with_logits(func, args, kwargs or {}, DeferredLogits.values)
 
 
 def _without_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """What a function gives for logits that stay uncomputed; None where it needs them, or they are there."""
+    """Returns what a function gives for logits that stay uncomputed; None where it needs them or has them."""
     logits = args[0] if args else kwargs.get("input")
     if func not in (_CHANGES.keys() | {F.cross_entropy}) or not isinstance(logits, DeferredLogits) or logits.is_there:
         return None
@@ -159,7 +159,7 @@ def _with_logits(
     kwargs: dict[str, Any],
     of: Callable[[DeferredLogits], Tensor],
 ) -> Any:
-    """What a function gives for the logits themselves."""
+    """Returns what a function gives for the logits themselves."""
 
     def computed(logits: DeferredLogits) -> Tensor:
         with without_subclass_functions():
@@ -188,7 +188,7 @@ _Changed = tuple[Product, torch.dtype] | None
 
 
 def _cast(logits: DeferredLogits, dtype: Any = None, *other: Any, **options: Any) -> _Changed:
-    """To another dtype on the same device; what a loss is computed in is fp32 in any case."""
+    """Casts to another dtype on the same device; what a loss is computed in is fp32 in any case."""
     if isinstance(dtype, str | torch.device) and not other and torch.device(dtype) == logits.device:
         dtype = logits.dtype
     if other or options or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -197,7 +197,7 @@ def _cast(logits: DeferredLogits, dtype: Any = None, *other: Any, **options: Any
 
 
 def _reshaped(logits: DeferredLogits, *shape: Any, **options: Any) -> _Changed:
-    """To other leading dimensions."""
+    """Reshapes to other leading dimensions."""
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if options or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
@@ -209,7 +209,7 @@ def _reshaped(logits: DeferredLogits, *shape: Any, **options: Any) -> _Changed:
 
 
 def _part(logits: DeferredLogits, key: Any) -> _Changed:
-    """Whole rows, as those that have a next token."""
+    """Takes whole rows, as those that have a next token."""
     keys = key if isinstance(key, tuple) else (key,)
     has_rest = any(part is Ellipsis for part in keys)
     if not all(part is Ellipsis or isinstance(part, slice) for part in keys) or sum(k is Ellipsis for k in keys) > 1:
@@ -221,7 +221,7 @@ def _part(logits: DeferredLogits, key: Any) -> _Changed:
 
 
 def _scaled(logits: DeferredLogits, factor: Any, **options: Any) -> _Changed:
-    """By a positive number."""
+    """Scales by a positive number."""
     if options or type(factor) not in (int, float) or not 0.0 < factor < inf:
         return None
     product = logits.product
@@ -234,7 +234,7 @@ def _divided(logits: DeferredLogits, divisor: Any, **options: Any) -> _Changed:
 
 
 def _bounded(logits: DeferredLogits) -> _Changed:
-    """By tanh, once."""
+    """Bounds by tanh, once."""
     return (logits.product._replace(softcap=1.0), logits.dtype) if logits.product.softcap is None else None
 
 

@@ -1,4 +1,4 @@
-"""What a head would have computed, for whoever computes it later: its factors, and whether they are still the same."""
+"""Keeps the factors of what a head would have computed, and sees whether they are still the same."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ __all__ = ["DeferredGradient", "LossCounts", "Product", "check_unchanged", "vers
 
 
 class LossCounts:
-    """How often a head's logits were spared, and who asked for them all the same."""
+    """Counts how often a head's logits were spared, and notes who asked for them all the same."""
 
     def __init__(self) -> None:
         self.num_losses = 0
@@ -23,7 +23,7 @@ class LossCounts:
 
 
 class Product(NamedTuple):
-    """What a head would have computed."""
+    """Holds what a head would have computed."""
 
     hidden: Tensor
     """[..., H]: what the head was called with, as the model has reshaped its logits since."""
@@ -36,17 +36,17 @@ class Product(NamedTuple):
     """Rows whose logits a loss may hold at a time."""
     counts: LossCounts
     scale: float = 1.0
-    """Of the logits; before the bound."""
+    """Multiplies the logits, before the bound."""
     softcap: float | None = None
     """Bound c of the logits: c tanh(logits / c)."""
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states, weight and bias in one dtype."""
+        """Returns the hidden states, weight and bias in one dtype."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
 
     def logits(self) -> Tensor:
-        """The logits, as scaled and bounded since."""
+        """Returns the logits, as scaled and bounded since."""
         with torch.autocast(self.hidden.device.type, enabled=False):
             logits = F.linear(*self.factors())
             if self.softcap is not None:
@@ -55,13 +55,13 @@ class Product(NamedTuple):
 
 
 def versions_of(product: Product) -> tuple[int, ...]:
-    """How often each factor was written in place."""
+    """Returns how often each factor was written in place."""
     factors = (product.hidden, product.weight, product.bias)
     return tuple(-1 if tensor is None or tensor.is_inference() else version_of(tensor) for tensor in factors)
 
 
 def check_unchanged(product: Product, versions: tuple[int, ...]) -> None:
-    """Whether the logits can still be what they were.
+    """Checks that the logits can still be what they were.
 
     Raises:
         ApplyError: a factor was written in place, as the weight is by an optimizer's step.
@@ -81,7 +81,7 @@ def check_unchanged(product: Product, versions: tuple[int, ...]) -> None:
 
 
 class DeferredGradient(torch.autograd.Function):
-    """Where a gradient arrives for logits that were used as a whole: goes on to the factors as the head's would."""
+    """Hands a gradient for logits that were used as a whole on to the factors, as the head would."""
 
     @staticmethod
     def forward(ctx: Any, make: Any, product: Product, dtype: torch.dtype, *factors: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ _ROWS = 6
 
 
 def head_of(model: nn.Module) -> tuple[str, nn.Linear] | None:
-    """Path and layer that turn hidden states into logits; None where the model does not say."""
+    """Returns the path and layer that turn hidden states into logits; None where the model does not say."""
     asked = getattr(model, "get_output_embeddings", None)
     found = asked() if callable(asked) else getattr(model, "lm_head", None)
     if type(found) is not nn.Linear:
@@ -31,7 +31,7 @@ def head_of(model: nn.Module) -> tuple[str, nn.Linear] | None:
 
 
 def chunk_rows_of(model: nn.Module) -> int:
-    """Rows of logits at a time that take no more room than the gradient of the head; 0 for a model without one.
+    """Returns how many rows of logits take no more room than the head's gradient; 0 for a model without one.
 
     That gradient exists at the same moment in any case, so fewer rows would save little and read the head more often.
     """
@@ -44,7 +44,7 @@ def chunk_rows_of(model: nn.Module) -> int:
 
 
 def head_candidate(module: nn.Linear, chunk_rows: int, counts: LossCounts) -> Candidate:
-    """The forward that defers a head's logits."""
+    """Returns the forward that defers a head's logits."""
     return Candidate(HEAD_KERNEL, partial(_deferred, module, chunk_rows, counts), module.in_features, ())
 
 
@@ -57,7 +57,7 @@ def _deferred(module: nn.Linear, chunk_rows: int, counts: LossCounts, hidden: Te
 
 
 def head_disagreement(module: nn.Linear) -> str | None:
-    """How the loss without logits, or what it sends back, differs on a small input; None where it does not.
+    """Returns how the loss without logits, or what it sends back, differs on a small input; None where it does not.
 
     The head's own gradient would take as much room as the head, and is left to the tests of the operation.
     """

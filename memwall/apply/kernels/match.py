@@ -33,19 +33,19 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 class Candidate(NamedTuple):
-    """A forward that may stand in for a module's own."""
+    """Holds a forward that may stand in for a module's own."""
 
     kernel: str
     forward: Callable[..., Tensor]
     """To be called with the module's input."""
     num_features: int
-    """Of the input."""
+    """Counts the features of the input."""
     checked: tuple[str, ...]
     """Parameters whose gradients are compared, besides the input's."""
 
 
 def candidates(module: nn.Module) -> Iterator[Candidate]:
-    """Forwards that may be the module's, most likely first; none for a module that looks like nothing known."""
+    """Yields forwards that may be the module's, most likely first; none for one that looks like nothing known."""
     if isinstance(module, nn.LayerNorm):
         if len(module.normalized_shape) == 1:
             checked = tuple(name for name, _ in module.named_parameters(recurse=False))
@@ -93,7 +93,7 @@ def _child(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def _activation(module: nn.Module) -> str | None:
-    """Which activation stands in the module, told by its values."""
+    """Returns which activation stands in the module, told by its values."""
     # Also of a model without values: an activation has no parameters.
     with torch.no_grad(), unset_fake_temporarily():
         x = torch.linspace(-4.0, 4.0, 65)
@@ -136,7 +136,7 @@ def _gated_mlp(module: nn.Module, names: Sequence[str], activation: str, dropout
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a module's forward is not to be touched; None where it may be."""
+    """Returns why a module's forward is not to be touched; None where it may be."""
     if "forward" in module.__dict__:
         return "its forward was replaced already"
     source = type(module).__module__.partition(".")[0]
@@ -151,7 +151,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def disagreement(module: nn.Module, candidate: Candidate) -> str | None:
-    """How a candidate differs from the module's own forward on a small input; None where it does not."""
+    """Returns how a candidate differs from the module's own forward on a small input; None where it does not."""
     parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
     if not parameters:
         return "it has no parameter that would tell its dtype"
@@ -200,7 +200,7 @@ def _difference(module: nn.Module, candidate: Candidate, x: Tensor) -> str | Non
 
 
 def relative_difference(own: Tensor, ours: Tensor) -> float:
-    """Root mean square of the difference over that of `own`; 0 where both are zero."""
+    """Returns the root mean square of the difference over that of `own`; 0 where both are zero."""
     own, ours = own.detach().double(), ours.detach().double()
     size = own.square().mean().sqrt()
     difference = (own - ours).square().mean().sqrt()

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class KernelRow(Struct, frozen=True, kw_only=True):
-    """What became of one module that looked like a kernel's."""
+    """Holds what became of one module that looked like a kernel's."""
 
     path: str
     module: str
@@ -40,7 +40,7 @@ class KernelRow(Struct, frozen=True, kw_only=True):
 
 
 class _Kernel:
-    """A kernel in a module's place, and how often it was called."""
+    """Runs a kernel in a module's place, and counts its calls."""
 
     def __init__(self, path: str, module: nn.Module, candidate: Candidate) -> None:
         self.path, self.module = path, module
@@ -53,12 +53,12 @@ class _Kernel:
         return self._candidate.forward(*args, **kwargs)
 
     def undo(self) -> None:
-        """The module has its own forward again."""
+        """Gives the module its own forward again."""
         self._unwrap()
 
 
 def objection(module: nn.Module, candidate: Candidate) -> str | None:
-    """Why a candidate is not to stand in for a module's forward; None where it may."""
+    """Returns why a candidate is not to stand in for a module's forward; None where it may."""
     reason = obstacle(module)
     if reason is not None:
         return reason
@@ -69,33 +69,33 @@ def objection(module: nn.Module, candidate: Candidate) -> str | None:
 
 
 class PatchedKernels:
-    """A model whose modules run fused kernels, until `undo`."""
+    """Holds a model whose modules run fused kernels, until `undo`."""
 
     def __init__(
         self, model: nn.Module, rows: tuple[KernelRow, ...], replaced: list[_Kernel], counts: LossCounts
     ) -> None:
         self.model, self.rows = model, rows
         self.losses = counts
-        """Of the head."""
+        """Counts losses of the head."""
         self._replaced = replaced
 
     @property
     def num_replaced(self) -> int:
-        """Modules that run a fused kernel now."""
+        """Returns how many modules run a fused kernel now."""
         return len(self._replaced)
 
     @property
     def num_calls(self) -> dict[str, int]:
-        """How often each of them was called, by its path."""
+        """Returns how often each of them was called, by its path."""
         return {kernel.path: kernel.num_calls for kernel in self._replaced}
 
     def undo(self) -> None:
-        """Every module runs its own forward again; what others have put over one since stays, and calls that."""
+        """Gives every module its own forward again; what others have put over one since stays, and calls that."""
         replaced, self._replaced = self._replaced, []
         undo_all([kernel.undo for kernel in replaced])
 
     def table(self) -> str:
-        """One line for each kind of module and outcome."""
+        """Returns one line for each kind of module and outcome."""
         return _table(self.rows) or "no module looks like one of the fused kernels"
 
     def __enter__(self) -> Self:

@@ -31,7 +31,7 @@ _NUM_LOOKS = 8
 
 
 def hooked_heap() -> TensorHeap:
-    """The process's tensor heap; torch's large CPU tensors go there from now on.
+    """Returns the process's tensor heap; torch's large CPU tensors go there from now on.
 
     Raises:
         ApplyError: there is no such heap here.
@@ -68,7 +68,7 @@ class AllocatorHandler:
 
     def __init__(self) -> None:
         self.policy: str | None = None
-        """What is in force; None for torch's and malloc's own."""
+        """Names what is in force; None for torch's and malloc's own."""
         self._heap: TensorHeap | None = None
         self._limit_bytes = self._outside_bytes = self._others_bytes = self._peak_before_bytes = 0
         self._patches = Patches("has CPU tensors allocated in another way")
@@ -109,7 +109,7 @@ class AllocatorHandler:
             self.apply("mmap")
 
     def hold_limit(self) -> None:
-        """To be called before each step, at least: what else the process holds leaves less, or more, for the heap."""
+        """Holds the heap to its limit anew, before each step at least: what else the process holds may have changed."""
         if self._heap is not None:
             ceiling_bytes = 0
             if self._limit_bytes:
@@ -119,7 +119,7 @@ class AllocatorHandler:
             self._heap.set_ceiling(ceiling_bytes)
 
     def kept_bytes(self) -> int | None:
-        """Free pages that the heap held at its peak, since its limit was set; None where the peak is an older one.
+        """Returns the bytes of free pages in the heap at its peak since its limit was set; None where that is older.
 
         At least so many: its blocks may have been largest at another moment.
         """
@@ -134,11 +134,11 @@ class AllocatorHandler:
         return process_bytes() - self._heap.figures().resident_bytes
 
     def owns_pages(self, address: int) -> bool:
-        """Whether a tensor that begins there lies in the heap: on pages of its own, which stay mapped."""
+        """Returns whether a tensor that begins there lies in the heap: on pages of its own, which stay mapped."""
         return self._heap is not None and self._heap.contains(address)
 
     def takes_tensors(self) -> bool:
-        """Whether a tensor made now lies in the heap."""
+        """Returns whether a tensor made now lies in the heap."""
         heap = self._heap
         for _ in range(_NUM_LOOKS if heap is not None else 0):
             assert heap is not None
@@ -160,7 +160,7 @@ class AllocatorHandler:
         return_free_memory(generation=generation)
 
     def make_room(self, *, is_first: bool) -> None:
-        """To be called between steps before something runs that is no step, and may need memory outside the heap.
+        """Returns free memory between steps, before something runs that is no step and may need memory elsewhere.
 
         Args:
             is_first: whether nothing ran since the last step, so that its free memory is still here.
@@ -199,7 +199,7 @@ def _release_heap() -> None:
 
 
 def _set_malloc(policy: str) -> bool:
-    """Whether anything had to be set."""
+    """Returns whether anything had to be set."""
     settings = settings_of(policy_named(policy))
     if not settings:
         return False

@@ -90,7 +90,7 @@ def restore_variables() -> None:
 
 
 def effective_setting() -> str:
-    """The string that torch took last, from the environment or by its setter.
+    """Returns the string that torch took last, from the environment or by its setter.
 
     Where this torch cannot tell, what the environment says, which is right unless the setter was called.
     """
@@ -99,7 +99,7 @@ def effective_setting() -> str:
 
 
 def lint_variables(environment: Mapping[str, str], profile: VersionProfile) -> tuple[str, ...]:
-    """What is doubtful or wrong about the allocator's variables, as sentences."""
+    """Returns what is doubtful or wrong about the allocator's variables, as sentences."""
     present = {name: environment[name] for name in VARIABLES if environment.get(name)}
     found = []
     uncached = next((name for name in _UNCACHED if environment.get(name)), None)
@@ -146,7 +146,7 @@ def _require_in_force(setting: str, profile: VersionProfile) -> None:
 
 
 def _note(what: str, setting: str) -> None:
-    """Every string that was sent goes to the log with the time, whatever the log's own format."""
+    """Logs every string that was sent, with the time, whatever the log's own format."""
     _log.info("%s: CUDA allocator settings %s: %s", datetime.now(UTC).isoformat(timespec="seconds"), what, setting)
 
 

@@ -15,7 +15,7 @@ from memwall.units import format_bytes
 __all__ = ["Exhaustion", "Phase", "as_error", "exhaustion_of", "forget_frames", "is_exhaustion"]
 
 Phase = Literal["forward", "backward", "optimizer step", "evaluation", "saving", "between steps"]
-"""What runs when memory runs out, as far as hooks on the model and its optimizers can tell."""
+"""Says what runs when memory runs out, as far as hooks on the model and its optimizers can tell."""
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 # torch 2.11, c10/cuda/CUDACachingAllocator.cpp and c10/core/impl/alloc_cpu.cpp; numpy 2, _ArrayMemoryError.
@@ -33,17 +33,17 @@ _ELSEWHERE = {
 
 
 class Exhaustion(Struct, frozen=True, kw_only=True):
-    """One failure to get memory."""
+    """Describes one failure to get memory."""
 
     phase: Phase
     asked_bytes: int
-    """What could not be had; 0 where the failure does not say."""
+    """Says what could not be had; 0 where the failure does not say."""
     held_bytes: int
-    """What the process held at most since the phase's step began, which it is certain that it can have."""
+    """Says what the process held at most since the phase's step began, which it is certain that it can have."""
 
 
 def exhaustion_of(error: BaseException, phase: Phase, meter: Meter) -> Exhaustion | None:
-    """What a failure says, if it is one to get memory; None of any other.
+    """Returns what a failure says, if it is one to get memory; None of any other.
 
     Args:
         meter: of the device that the model is on.
@@ -60,7 +60,7 @@ def exhaustion_of(error: BaseException, phase: Phase, meter: Meter) -> Exhaustio
 def as_error(
     found: Exhaustion, *, num_steps: int, budget_bytes: int, reason: str, next_budget_bytes: int
 ) -> OutOfMemoryError:
-    """The error that ends a run.
+    """Returns the error that ends a run.
 
     Args:
         num_steps: that were complete.
@@ -101,7 +101,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Whether a failure is one to get memory, on whatever device."""
+    """Returns whether a failure is one to get memory, on whatever device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):

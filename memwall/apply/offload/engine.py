@@ -35,7 +35,7 @@ _RANGE_ALIGNMENT_BYTES = 4096
 
 
 class _Group(NamedTuple):
-    """What is said of tensors that a thread saves now."""
+    """Says what tensors that a thread saves now belong to."""
 
     key: Hashable = None
     counts: BlockCounts | None = None
@@ -46,7 +46,7 @@ _NO_GROUP = _Group()
 
 
 class SavedTensorModifiedError(ApplyError, RuntimeError):
-    """A saved tensor was written in place before backward used it (autograd raises RuntimeError for that)."""
+    """Says that a saved tensor was written in place before backward used it (autograd: RuntimeError)."""
 
 
 class ActivationOffload:
@@ -104,41 +104,41 @@ class ActivationOffload:
 
     @property
     def bytes_written(self) -> int:
-        """Bytes sent away so far, as they left; a storage range saved several times counts once."""
+        """Returns the bytes sent away so far, as they left; a storage range saved several times counts once."""
         return self._moved_bytes
 
     @property
     def bytes_read(self) -> int:
-        """Bytes asked back so far, as they left."""
+        """Returns the bytes asked back so far, as they left."""
         return self._restored_bytes
 
     @property
     def staging_bytes(self) -> int:
-        """Memory for copies on their way out that is resident: of each disk tier's window, what was used so far."""
+        """Returns the resident bytes for copies on their way out: of each disk tier's window, what was used so far."""
         return sum(tier.staging_bytes for tier in self._tiers.values() if isinstance(tier, DiskTier))
 
     @property
     def stall_seconds(self) -> float:
-        """Time the training thread waited for the host's side of a transfer; waits inside a CUDA stream do not show."""
+        """Returns how long the training thread waited for the host's side of transfers, not inside a CUDA stream."""
         return self._stall_seconds + sum(tier.stall_seconds for tier in self._tiers.values())
 
     @property
     def num_held(self) -> int:
-        """Storage ranges that are parked for a graph that still lives."""
+        """Returns how many storage ranges are parked for a graph that still lives."""
         with self._lock:
             self._reap()
             return len(self._entries)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of those ranges, as they left."""
+        """Returns the bytes of those ranges, as they left."""
         with self._lock:
             self._reap()
             return self._held_bytes
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes brought back that no backward node has taken yet; of packed ones what they unpack to."""
+        """Returns the bytes brought back that no backward node has taken yet; of packed ones what they unpack to."""
         with self._lock:
             self._reap()
             return self._loaded_bytes
@@ -146,12 +146,12 @@ class ActivationOffload:
     # What callers put around a forward, and before a backward.
 
     def hooks(self) -> saved_tensors_hooks:
-        """The context inside which tensors saved for backward are offloaded."""
+        """Returns the context inside which tensors saved for backward are offloaded."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
     @contextmanager
     def group(self, key: Hashable, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Iterator[None]:
-        """What this thread saves inside belongs to `key` (say, a block's path and call number), for `prefetch`.
+        """Has what this thread saves inside belong to `key` (say, a block's path and call), for `prefetch`.
 
         Args:
             counts: where it is counted what was saved, and what of it left.
@@ -165,7 +165,7 @@ class ActivationOffload:
             self._active.group = outer
 
     def prefetch(self, key: Hashable) -> None:
-        """Begin to bring back the group `key`, last saved first. Not bounded by the window: the caller's plan is."""
+        """Begins to bring back the group `key`, last saved first; the caller's plan bounds it, not the window."""
         with self._lock, quiet():
             self._reap()
             for entry in reversed(list(self._groups.get(key, ()))):
@@ -179,7 +179,7 @@ class ActivationOffload:
     # The hook pair.
 
     def pack(self, tensor: Tensor) -> Saved | Kept:
-        """Send `tensor` away, or keep it; the object autograd stores in its place."""
+        """Sends `tensor` away, or keeps it; returns what autograd stores in its place."""
         counts, form = self._group.counts, self._group.form
         if counts is not None:
             counts.num_offered += 1
@@ -213,7 +213,7 @@ class ActivationOffload:
             return Saved(tensor, guard, entry, self._dead)
 
     def unpack(self, saved: Any) -> Tensor:
-        """The tensor as it was: same bits, strides and dtype.
+        """Returns the tensor as it was: same bits, strides and dtype.
 
         Raises:
             SavedTensorModifiedError: it was written in place in between.
@@ -240,7 +240,7 @@ class ActivationOffload:
     # Lifetime.
 
     def close(self) -> None:
-        """Release every parked byte. A graph that still needs one fails at its backward with an `ApplyError`."""
+        """Releases every parked byte. A graph that still needs one fails at its backward with an `ApplyError`."""
         with self._lock:
             self._reap()
             self._is_closed = True
@@ -263,7 +263,7 @@ class ActivationOffload:
         self.failure = self.failure or error.without_frames()
 
     def _can_move(self, tensor: Tensor) -> bool:
-        """The cheap part of eligibility: a plain dense tensor, on a device that has a tier."""
+        """Returns whether it is a plain dense tensor on a device that has a tier: what is cheap to tell."""
         return (
             type(tensor) is Tensor
             and (tensor.is_cuda or (tensor.is_cpu and self._pool is not None))
@@ -316,7 +316,7 @@ class ActivationOffload:
         return entry
 
     def _restore(self, saved: Saved) -> Tensor:
-        """The tensor, and reading ahead for those that backward will ask for next."""
+        """Returns the tensor, and reads ahead for those that backward will ask for next."""
         entry = saved.entry
         buffer = entry.restored_buffer()
         is_loaded = buffer is None
@@ -351,7 +351,7 @@ class ActivationOffload:
         self._loaded_bytes -= entry.num_bytes
 
     def _read_ahead(self, entry: Entry) -> None:
-        """Begin loads of what was saved before `entry`, newest first, up to the window, which `entry` is no part of."""
+        """Begins loads of what was saved before `entry`, newest first, up to the window, without `entry` itself."""
         older = entry.older
         while older is not None:
             if older.load is None and older.num_unread > 0 and older.device == entry.device:
@@ -361,7 +361,7 @@ class ActivationOffload:
             older = older.older
 
     def _make_room(self, num_bytes: int, current: Entry) -> bool:
-        """True if `num_bytes` more fit the window, at the cost of loads that backward has passed by already."""
+        """Returns whether `num_bytes` more fit the window, if loads are dropped that backward has passed by."""
         room_bytes = self._window_bytes + (current.num_bytes if current.load is not None else 0) - num_bytes
         if self._loaded_bytes > room_bytes:
             for passed in [entry for entry in self._loaded if entry.number > current.number]:
@@ -369,7 +369,7 @@ class ActivationOffload:
         return self._loaded_bytes <= room_bytes
 
     def _reap(self) -> None:
-        """Act on the deaths of handles; entries without a handle go."""
+        """Acts on the deaths of handles; entries without a handle go."""
         while self._dead:
             entry, was_read = self._dead.popleft()
             entry.num_handles -= 1
@@ -395,5 +395,5 @@ class ActivationOffload:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """As if it were dense: a subclass or a sparse tensor may have no storage to ask."""
+    """Returns its bytes as if it were dense: a subclass or a sparse tensor may have no storage to ask."""
     return tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""What `ActivationOffload` remembers: a parked storage range, and the objects autograd holds in place of tensors."""
+"""Holds what `ActivationOffload` remembers: parked storage ranges, and what autograd has in place of tensors."""
 
 import functools
 import weakref
@@ -23,7 +23,7 @@ _NOTHING_TO_HIDE_FROM = nullcontext()
 
 
 def quiet() -> AbstractContextManager[None]:
-    """Hide the tensor operations inside from recorders and other torch modes; costs nothing where none is active."""
+    """Hides the tensor operations inside from recorders and other torch modes; costs nothing where none is active."""
     if has_modes():
         return _hidden()
     return _NOTHING_TO_HIDE_FROM
@@ -36,7 +36,7 @@ def _hidden() -> Iterator[None]:
 
 
 def byte_range(tensor: Tensor, storage_bytes: int, alignment_bytes: int) -> tuple[int, int]:
-    """The bytes of its storage that must move for `tensor`: [start, end).
+    """Returns the bytes of its storage that must move for `tensor`: [start, end).
 
     A view that spans more than half of its storage takes the whole: its siblings (query, key and value in one matrix)
     then find the bytes moved already. A smaller one takes its own span, from an aligned start.
@@ -54,27 +54,27 @@ def byte_range(tensor: Tensor, storage_bytes: int, alignment_bytes: int) -> tupl
 
 
 def describe(tensor: Tensor) -> str:
-    """Dtype and shape, as in an error: `float32[8, 128]`."""
+    """Returns the dtype and shape, as in an error: `float32[8, 128]`."""
     return described(tensor.dtype, tensor.shape, None)
 
 
 @functools.lru_cache(maxsize=1024)
 def described(dtype: torch.dtype, shape: torch.Size, group: Hashable) -> str:
-    """A saved tensor in an error: `float32[8, 128] saved in blocks.1`."""
+    """Returns a saved tensor in an error: `float32[8, 128] saved in blocks.1`."""
     place = "" if group is None else f" saved in {group}"
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}{place}"
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A storage range that is parked on a tier, shared by all saved views of it."""
+    """Holds a storage range that is parked on a tier, shared by all saved views of it."""
 
     tier: Tier[Any, Any]
     parked: Any
     label: str
     start: int
     num_bytes: int
-    """Of the range; `parked` may be smaller."""
+    """Counts the bytes of the range; `parked` may be smaller."""
     device: torch.device
     key: Hashable
     group: Hashable
@@ -94,18 +94,18 @@ class Entry:
     _restored_version: int = 0
 
     def remember(self, buffer: Tensor) -> None:
-        """Let later readers share `buffer` for as long as somebody else keeps it, and nobody writes into it."""
+        """Lets later readers share `buffer` for as long as somebody else keeps it, and nobody writes into it."""
         self._restored = weakref.ref(buffer.untyped_storage())
         self._restored_offset = int(buffer.storage_offset())
         self._restored_guard, self._restored_version = guard_of(buffer), version_of(buffer)
 
     @property
     def was_written(self) -> bool:
-        """True when a reader wrote into the remembered buffer: autograd makes a gradient of what a function returns."""
+        """Returns whether a reader wrote into the remembered buffer: autograd may make a gradient of it."""
         return self._restored_guard is not None and version_of(self._restored_guard) != self._restored_version
 
     def restored_buffer(self) -> Tensor | None:
-        """The buffer last remembered, if it still lives and is as it was."""
+        """Returns the buffer last remembered, if it still lives and is as it was."""
         if self._restored is None or self._restored_guard is None or self.was_written:
             return None
         storage = self._restored()
@@ -116,7 +116,7 @@ class Entry:
 
 
 class EntryList:
-    """Entries in the order they were parked; any of them leaves at the same small cost."""
+    """Holds entries in the order they were parked; any of them leaves at the same small cost."""
 
     def __init__(self) -> None:
         self._newest: Entry | None = None
@@ -136,7 +136,7 @@ class EntryList:
             entry = entry.older
 
     def append(self, entry: Entry) -> None:
-        """Add `entry` as the newest."""
+        """Adds `entry` as the newest."""
         entry.number = self._next_number
         self._next_number += 1
         entry.older = self._newest
@@ -146,7 +146,7 @@ class EntryList:
         self._num_entries += 1
 
     def remove(self, entry: Entry) -> None:
-        """Take `entry` out."""
+        """Takes `entry` out."""
         if entry.older is not None:
             entry.older.newer = entry.newer
         if entry.newer is not None:
@@ -159,7 +159,7 @@ class EntryList:
 
 
 class Kept:
-    """A saved tensor that stays where it is.
+    """Holds a saved tensor that stays where it is.
 
     With hooks installed autograd no longer compares versions (torch/csrc/autograd/saved_variable.cpp, 2.13), so this
     does, for tensors that do not move as well. A result that its own operation saves would hold its graph, and the
@@ -177,20 +177,20 @@ class Kept:
 
     @property
     def label(self) -> str:
-        """What it is, for an error."""
+        """Returns what it is, for an error."""
         return describe(self.tensor)
 
     def current_version(self) -> int:
-        """How often it has been written by now."""
+        """Returns how often it has been written by now."""
         return self.version if self.version < 0 else version_of(self.tensor)
 
     def was_modified(self) -> bool:
-        """True when it was written since it was saved."""
+        """Returns whether it was written since it was saved."""
         return self.current_version() != self.version
 
 
 class Saved:
-    """A saved tensor whose bytes are parked: its geometry, and a guard that sees in-place writes to the source."""
+    """Holds the geometry of a saved tensor whose bytes are parked, and a guard that sees in-place writes to it."""
 
     __slots__ = ("_dead", "_guard", "_is_read", "_offset_bytes", "dtype", "entry", "shape", "stride", "version")
 
@@ -212,25 +212,25 @@ class Saved:
 
     @property
     def label(self) -> str:
-        """What it is and where it was saved, for an error."""
+        """Returns what it is and where it was saved, for an error."""
         return self.entry.label
 
     def current_version(self) -> int:
-        """How often the source has been written by now."""
+        """Returns how often the source has been written by now."""
         return version_of(self._guard)
 
     def was_modified(self) -> bool:
-        """True when the source was written since it was saved."""
+        """Returns whether the source was written since it was saved."""
         return version_of(self._guard) != self.version
 
     def mark_read(self) -> None:
-        """Note that backward has asked for it."""
+        """Notes that backward has asked for it."""
         if not self._is_read:
             self._is_read = True
             self.entry.num_unread -= 1
 
     def view_of(self, buffer: Tensor) -> Tensor:
-        """The tensor, with its strides, in `buffer`, the bytes of its entry; it shares the buffer's version counter."""
+        """Returns the tensor, with its strides, in the bytes of its entry; it shares their version counter."""
         offset_bytes = int(buffer.storage_offset()) + self._offset_bytes
         view = torch.empty(0, dtype=self.dtype, device=buffer.device)
         view.set_(buffer.untyped_storage(), offset_bytes // self.dtype.itemsize, self.shape, self.stride)
@@ -238,7 +238,7 @@ class Saved:
 
 
 def guard_of(tensor: Tensor) -> Tensor:
-    """An alias that shares the tensor's version counter but none of its memory."""
+    """Returns an alias that shares the tensor's version counter but none of its memory."""
     place = (tensor.device, tensor.dtype)
     empty = _EMPTY.get(place)
     if empty is None:
@@ -247,7 +247,7 @@ def guard_of(tensor: Tensor) -> Tensor:
 
 
 def _sharing(counter: Tensor, data: Tensor) -> Tensor:
-    """`data` as a tensor that counts its writes together with `counter`."""
+    """Returns `data` as a tensor that counts its writes together with `counter`."""
     tensor = counter.detach()
     tensor.data = data
     return tensor

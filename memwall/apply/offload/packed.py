@@ -23,7 +23,7 @@ _DTYPES = frozenset(getattr(torch, name) for name in PACKED_ITEMSIZES)
 
 
 def can_leave_packed(tensor: Tensor, num_range_bytes: int) -> bool:
-    """Whether a range may be packed for the sake of a saved tensor: floating-point numbers, and nothing beside them.
+    """Returns whether a range may be packed for a saved tensor: floating-point numbers, and nothing beside them.
 
     What lies between the elements of a view may be anything, and a large number there would take its neighbours'
     digits.
@@ -42,7 +42,7 @@ def check_can_pack(device: torch.device, block: str) -> None:
 
 
 def pack_seconds_per_element() -> float:
-    """What packing and unpacking one number of float32 costs here, in memory that is there already."""
+    """Measures packing and unpacking one number of float32, in memory that is there already."""
     values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
     packed, best = pack(values), float("inf")
     for _ in range(3):
@@ -55,21 +55,21 @@ def pack_seconds_per_element() -> float:
 
 @dataclass(slots=True, eq=False)
 class PackedRange:
-    """A range on the tier behind; `num_elements` 0: as it was."""
+    """Holds a range on the tier behind; `num_elements` 0: as it was."""
 
     parked: Any
     num_elements: int
 
     @property
     def num_bytes(self) -> int:
-        """That it takes there."""
+        """Returns the bytes that it takes there."""
         num_bytes: int = self.parked.num_bytes
         return num_bytes
 
 
 @dataclass(slots=True, eq=False)
 class PackedLoad:
-    """Packed bytes on their way back, then the range in `buffer`."""
+    """Holds packed bytes on their way back, then the range in `buffer`."""
 
     of: PackedRange
     load: Any
@@ -77,7 +77,7 @@ class PackedLoad:
 
 
 class PackedTier:
-    """Another tier, to which floating-point numbers come packed.
+    """Hands floating-point numbers to another tier packed.
 
     A block with a value that is not finite would come back as NaN in all of its elements. A range that has one goes as
     it is.
@@ -94,7 +94,6 @@ class PackedTier:
         self._tier, self._codes, self._dtype = tier, _CODES[form], dtype
 
     def park(self, source: ByteRange, label: str) -> PackedRange:
-        """See `Tier`."""
         elements = source.tensor().view(self._dtype)
         memory = torch.empty(num_packed_bytes(elements.numel()), dtype=torch.uint8, device=elements.device)
         packed = self._packed_in(memory, elements.numel())
@@ -104,11 +103,10 @@ class PackedTier:
         return PackedRange(self._tier.park(ByteRange.of(memory), label), elements.numel())
 
     def load(self, parked: PackedRange, *, is_urgent: bool) -> PackedLoad:
-        """See `Tier`."""
         return PackedLoad(parked, self._tier.load(parked.parked, is_urgent=is_urgent))
 
     def collect(self, load: PackedLoad) -> tuple[Tensor, float]:
-        """See `Tier`. Unpacks once, and lets go of the packed bytes then."""
+        """Unpacks once, and lets go of the packed bytes then."""
         seconds = 0.0
         if load.buffer is None:
             memory, seconds = self._tier.collect(load.load)
@@ -117,16 +115,14 @@ class PackedTier:
         return load.buffer, seconds
 
     def discard(self, load: PackedLoad) -> None:
-        """See `Tier`."""
         if load.load is not None:
             self._tier.discard(load.load)
 
     def release(self, parked: PackedRange) -> None:
-        """See `Tier`."""
         self._tier.release(parked.parked)
 
     def close(self) -> None:
-        """See `Tier`. The tier behind is closed by whoever opened it."""
+        """Does nothing: whoever opened the tier behind closes it."""
 
     def _unpacked(self, memory: Tensor, num_elements: int) -> Tensor:
         result = torch.empty(num_elements, dtype=self._dtype, device=memory.device)

@@ -66,7 +66,7 @@ def open_engine(
     host_limit_bytes: int | None = None,
     owns_pages: Callable[[int], bool] | None = None,
 ) -> tuple[ActivationOffload, Callable[[], None]]:
-    """An offload engine for the devices the modules are on: disk under CPU tensors, pinned host memory under CUDA ones.
+    """Opens an offload engine for the modules' devices: disk under CPU tensors, pinned host memory under CUDA ones.
 
     Args:
         host_limit_bytes: the most host memory to pin; None for `memwall.machine.limits.pinnable_bytes`.
@@ -181,7 +181,7 @@ class Parked:
 
     @property
     def engine(self) -> ActivationOffload:
-        """The engine, as the recorder's parking."""
+        """Returns the engine, as the recorder's parking."""
         return self._engine
 
     def close(self) -> int:
@@ -192,7 +192,7 @@ class Parked:
 
 
 def machine_above_host(device: torch.device, *, limit_bytes: int | None = None, steps_on_cpu: bool = False) -> Machine:
-    """What is measured of a CUDA device's link to host memory, and if asked for how fast the CPU steps.
+    """Measures a CUDA device's link to host memory, and if asked for how fast the CPU steps.
 
     What passes the link is copied by the device, and costs the host's cores nothing.
 
@@ -218,12 +218,12 @@ def machine_above_host(device: torch.device, *, limit_bytes: int | None = None, 
 
 
 def _cuda_device(roots: Sequence[nn.Module]) -> torch.device | None:
-    """The device of the modules' first parameter on CUDA; None where there is none."""
+    """Returns the device of the modules' first parameter on CUDA; None where there is none."""
     return next((p.device for root in roots for p in root.parameters() if p.device.type == "cuda"), None)
 
 
 def measured_machine(disk: str) -> Machine:
-    """Speeds of this machine, measured in about half a second: disk as the store uses it, faults, copies, packing."""
+    """Measures this machine in about half a second: disk as the store uses it, faults, copies, packing."""
     faults = fault_seconds_per_byte()
     return Machine(
         tiers=(probe_disk(disk, _PROBE_BYTES),) if disk else (),
@@ -235,7 +235,7 @@ def measured_machine(disk: str) -> Machine:
 
 
 def _copy_seconds_per_byte() -> float:
-    """One copy between warm buffers, as from a tensor into staging."""
+    """Measures a copy between warm buffers, as from a tensor into staging."""
     source, target = torch.ones(4 << 20, dtype=torch.uint8), torch.ones(4 << 20, dtype=torch.uint8)
     best = float("inf")
     for _ in range(5):

@@ -36,7 +36,7 @@ class AccumulateHandler(Handler[Accumulate]):
 
 
 class AccumulationEffect(Effect):
-    """The model is called with micro-batches, and the optimizer steps after the last of them.
+    """Sees that the model is called with micro-batches, and the optimizer steps after the last of them.
 
     Args:
         micro: what divides the batches; None where the training loop does that itself.

@@ -49,12 +49,12 @@ class ReuseHandler(Handler[AllocatorReuse]):
         return None
 
     def under_deepspeed(self) -> AllocatorReuse:
-        """The limit is of a process without DeepSpeed, whose buffers would count against the heap."""
+        """Leaves the limit out, since buffers of DeepSpeed would count against the heap."""
         return msgspec.structs.replace(self.action, limit_bytes=0, outside_bytes=0)
 
 
 class AllocatorEffect(Effect):
-    """A tensor made now comes from where the plan has it."""
+    """Sees that a tensor made now comes from where the plan has it."""
 
     def __init__(self, action: AllocatorReuse, allocator: AllocatorHandler) -> None:
         self.name = f"allocator policy {action.policy}"
@@ -68,7 +68,7 @@ class AllocatorEffect(Effect):
             self.expected = f"tensors from {threshold_bytes} bytes have a mapping of their own"
 
     def is_seen(self) -> bool:
-        """Before CUDA starts there is nothing to see."""
+        """Returns whether there is something to see: nothing before CUDA starts."""
         return not self._action.cuda_setting or torch.cuda.is_initialized()
 
     def contrary(self) -> str:
@@ -86,7 +86,7 @@ class AllocatorEffect(Effect):
 
 
 class _MallocInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc's malloc.h."""
+    """Mirrors struct mallinfo2 of glibc's malloc.h."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -98,7 +98,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _maps_alone(num_bytes: int) -> bool:
-    """Whether new tensors get a mapping of their own; True where the C library does not say (before glibc 2.33).
+    """Returns whether new tensors get a mapping of their own; True where the C library (glibc < 2.33) does not say.
 
     malloc looks among what it has free before it maps anything, whatever the threshold. So there are as many tensors as
     that could hold, and then some; their pages are never touched.

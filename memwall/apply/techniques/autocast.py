@@ -45,7 +45,7 @@ class AutocastHandler(Handler[Autocast]):
 
 
 class AutocastEffect(Effect):
-    """Forward leaves results of the lower precision in the graph.
+    """Sees that forward leaves results of the lower precision in the graph.
 
     The graph is walked once, after the first forward that has one; each node knows the dtype of what it computed.
     """
@@ -88,7 +88,7 @@ class AutocastEffect(Effect):
 
 
 def _nodes(out: Any) -> Iterator[Any]:
-    """The graph's nodes, from what a model returned."""
+    """Yields the graph's nodes, from what a model returned."""
     stack: list[Any] = [tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None]
     seen = set(stack)
     while stack:

@@ -51,7 +51,7 @@ class KernelsHandler(Handler[FusedKernels]):
 
 
 class KernelsEffect(Effect):
-    """At least one module was called through its kernel, and the loss did not ask for logits.
+    """Sees that a module was called through its kernel, and that the loss did not ask for logits.
 
     Not every one of them: a mixture of experts calls those that its tokens chose.
     """

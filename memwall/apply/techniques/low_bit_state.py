@@ -33,7 +33,7 @@ class LowBitHandler(StateHandler[LowBitState]):
 
 
 class LowBitEffect(Effect):
-    """Moments of the optimizer that steps are in 8 bits between steps."""
+    """Sees that moments of the optimizer that steps are in 8 bits between steps."""
 
     def __init__(self, action: LowBitState, target: Target) -> None:
         self.name = f"optimizer state in {action.bits} bits"

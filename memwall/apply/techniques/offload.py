@@ -60,7 +60,7 @@ class OffloadHandler(BlockHandler[Offload]):
         )
 
     def _engine_of(self, target: Target) -> ActivationOffload:
-        """The engine that the first such action opens."""
+        """Returns the engine that the first such action opens."""
         if target.engine is None:
             target.engine, close = open_engine(
                 [target.model],
@@ -76,7 +76,7 @@ class OffloadHandler(BlockHandler[Offload]):
 
 
 class OffloadEffect(Effect):
-    """Bytes of what the block saves were moved."""
+    """Sees that bytes of what the block saves were moved."""
 
     def __init__(self, action: Offload, watched: Watched) -> None:
         self.name = f"offload of '{action.block}'"
@@ -87,7 +87,7 @@ class OffloadEffect(Effect):
         return self._watched.counts.num_moved > 0
 
     def contrary(self) -> str:
-        """Tensors that are smaller than in the plan, of a short batch, say nothing."""
+        """Returns what was found; tensors that are smaller than in the plan, of a short batch, say nothing."""
         counts = self._watched.counts
         if counts.num_moved or not self._watched.num_gradients:
             return ""

@@ -41,7 +41,7 @@ class ParameterHandler(Handler[ParameterPlacement]):
 
 
 class ParameterEffect(Effect):
-    """Parameters are on disk between steps; of those that stay in memory, gradients have been there."""
+    """Sees that parameters are on disk between steps, or gradients of those that stay in memory were."""
 
     def __init__(self, action: ParameterPlacement, parameters: ParameterKeeper) -> None:
         self.name = f"parameters on the {action.tier}"

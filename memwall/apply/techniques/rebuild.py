@@ -44,7 +44,7 @@ class RebuildHandler(BlockHandler[Rebuild]):
 
 
 class RebuildEffect(Effect):
-    """Results of fused kernels that the block's layers saved became recipes."""
+    """Sees that results of fused kernels that the block's layers saved became recipes."""
 
     def __init__(self, action: Rebuild, watched: Watched) -> None:
         self.name = f"rebuilding in '{action.block}'"

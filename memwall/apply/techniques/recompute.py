@@ -22,7 +22,6 @@ class RecomputeLayer(BlockLayer):
         self._action = action
 
     def wrapped(self, module: nn.Module, forward: Forward, counts: BlockCounts) -> Forward:
-        """See `BlockLayer`."""
         return recomputed(module, forward, self._action, counts)
 
 
@@ -51,7 +50,7 @@ class RecomputeHandler(BlockHandler[Recompute]):
 
 
 class RecomputeEffect(Effect):
-    """The block's operations ran again in backward, once, and for this action."""
+    """Sees that the block's operations ran again in backward, once, and for this action."""
 
     def __init__(self, action: Recompute, watched: Watched, *, is_nested: bool) -> None:
         self.name = f"recompute of '{action.block}'"
@@ -59,7 +58,6 @@ class RecomputeEffect(Effect):
         self._watched, self._is_nested = watched, is_nested
 
     def is_seen(self) -> bool:
-        """See `Effect`."""
         counts = self._watched.counts
         return counts.num_reruns > 0 or bool(counts.dropped)  # the log has said that it is dropped
 

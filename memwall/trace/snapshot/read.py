@@ -50,7 +50,7 @@ def load_snapshot(path: Path, *, memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_
 
 
 class _Stack(Struct, frozen=True):
-    """A list of frames that has become a number."""
+    """Stands for a list of frames that has become a number."""
 
     number: int
 
@@ -86,7 +86,7 @@ class _Importer:
         return None
 
     def _compact_stack(self, fields: dict[object, object]) -> Compacted | None:
-        """Its frames become a number: torch writes one list for everything that was allocated at one place."""
+        """Makes its frames a number: torch writes one list for everything that was allocated at one place."""
         frames = fields.get("frames")
         stack = None
         if isinstance(frames, list):
@@ -302,12 +302,12 @@ class _Importer:
 
 
 def _printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters are spelled out."""
+    """Returns the text that is safe on a terminal: control characters are spelled out."""
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def _shown(value: object) -> str:
-    """A value for an error, short whatever it is: containers may be endless."""
+    """Returns a value for an error, short whatever it is: containers may be endless."""
     if isinstance(value, str | int | float | bool) or value is None:
         return _printable(repr(value))[:60]
     return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | dict | tuple) else "another value"

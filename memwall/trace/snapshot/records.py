@@ -1,4 +1,4 @@
-"""What a CUDA memory snapshot is: frozen records beside those of a trace.
+"""Says what a CUDA memory snapshot is: frozen records beside those of a trace.
 
 Written by `torch.cuda.memory._dump_snapshot()`; the format is described in the docstring of
 `torch.cuda.memory._snapshot` and made by `THCPModule_memorySnapshot` (torch/csrc/cuda/Module.cpp). Indices point into
@@ -26,7 +26,7 @@ BlockState = Literal["active_allocated", "active_pending_free", "inactive"]
 
 
 class Frame(Struct, frozen=True, array_like=True):
-    """One line of a stack."""
+    """Holds one line of a stack."""
 
     filename: str
     line: int
@@ -34,7 +34,7 @@ class Frame(Struct, frozen=True, array_like=True):
 
 
 class Event(Struct, frozen=True, array_like=True, gc=False):
-    """One thing the caching allocator did."""
+    """Holds one thing the caching allocator did."""
 
     action: Action
     address: int
@@ -49,13 +49,13 @@ class Event(Struct, frozen=True, array_like=True, gc=False):
     pool: tuple[int, int]
     """(0, 0) is the default pool; others belong to CUDA graphs and MemPools."""
     category: str
-    """What it is for, where the writer said so (memwall, torch's profiler); "" otherwise."""
+    """Says what it is for, where the writer said so (memwall, torch's profiler); "" otherwise."""
     device_free_bytes: int
-    """What the device had left (oom only)."""
+    """Says what the device had left (oom only)."""
 
 
 class Block(Struct, frozen=True, array_like=True, gc=False):
-    """A stretch of a segment, in one piece used or free."""
+    """Holds a stretch of a segment, in one piece used or free."""
 
     address: int
     num_bytes: int
@@ -67,7 +67,7 @@ class Block(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Segment(Struct, frozen=True, kw_only=True):
-    """Device memory in one piece, and how it is divided."""
+    """Holds device memory in one piece, and how it is divided."""
 
     device: int
     address: int
@@ -82,7 +82,7 @@ class Segment(Struct, frozen=True, kw_only=True):
 
 
 class Annotation(Struct, frozen=True, array_like=True):
-    """A mark of `record_function`, kept with `global_record_annotations=True`."""
+    """Holds a mark of `record_function`, kept with `global_record_annotations=True`."""
 
     device: int
     time_us: int
@@ -92,7 +92,7 @@ class Annotation(Struct, frozen=True, array_like=True):
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """The state of the allocator at one moment, and its history up to that moment."""
+    """Holds the state of the allocator at one moment, and its history up to that moment."""
 
     segments: tuple[Segment, ...]
     traces: tuple[tuple[Event, ...], ...]

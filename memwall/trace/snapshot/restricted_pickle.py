@@ -43,7 +43,7 @@ _BYTES_PER_NUMBER = 32
 
 
 class PlainPickle(Struct, frozen=True):
-    """Dicts, lists, tuples, text, numbers, booleans and None; equal parts may be one object."""
+    """Holds dicts, lists, tuples, text, numbers, booleans and None; equal parts may be one object."""
 
     value: object
     num_opcodes: int
@@ -51,21 +51,21 @@ class PlainPickle(Struct, frozen=True):
 
 
 class Compacted(Struct, frozen=True):
-    """What takes the place of a dict as soon as it is complete, and of a list in it."""
+    """Holds what takes the place of a dict as soon as it is complete, and of a list in it."""
 
     record: object
     """Instead of the dict; the dict itself if it stays."""
     items: list[object] | None = None
     """A list in it that is needed no more."""
     items_record: object = None
-    """What further references to that list find."""
+    """Holds what further references to that list find."""
 
 
 Compact = Callable[[dict[object, object]], Compacted | None]
 
 
 def is_pickle(head: bytes) -> bool:
-    """Whether a file that begins so is a pickle of protocol 2 to 5; every `_dump_snapshot` writes one."""
+    """Returns whether a file that begins so is a pickle of protocol 2 to 5; every `_dump_snapshot` writes one."""
     return len(head) >= 2 and head[0] == _PROTO and 2 <= head[1] <= 5
 
 
@@ -91,7 +91,7 @@ def read_plain_pickle(
 
 
 class _Interpreter:
-    """The stack machine of one file; `_HANDLERS` lists what it can do."""
+    """Runs the stack machine of one file; `_HANDLERS` lists what it can do."""
 
     def __init__(self, file: BinaryIO, path: Path, memory_limit_bytes: int, compact: Compact | None) -> None:
         self._file = file
@@ -200,7 +200,7 @@ class _Interpreter:
         self._stack[-length:] = [tuple(self._stack[-length:])]
 
     def _marked(self) -> list[object]:
-        """Everything since the last mark, which is taken away."""
+        """Returns everything since the last mark, which is taken away."""
         items = self._stack
         self._stack = self._outer.pop()
         return items
@@ -283,7 +283,7 @@ class _Interpreter:
         self._stack.append(self._memo[index])
 
     def _long_gets(self) -> None:
-        """A reference and those that follow it."""
+        """Pushes a reference and those that follow it."""
         found = _LONG_GETS.match(self._window, self._position - 1)
         if found is None:  # the window ends within it
             self._get(self._integer(4))
