@@ -7,7 +7,7 @@ are slow.
 
 import torch
 
-from memwall.trace.own_work import Part
+from memwall.trace.op_work import Part
 
 from ._chunks import ROW_ALIGNMENT, LossCall, weight_gradient_dtype
 
