@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.blocks.executor import BlockExecutor, BlockLayer, resolve_blocks
-from memwall.apply.offload.engine import ActivationOffload
+from memwall.apply.blocks.executor import BlockExecutor, BlockLayer, OffloadEngine, resolve_blocks
 from memwall.apply.techniques.offload import OffloadLayer
 from memwall.apply.techniques.rebuild import RebuildLayer
 from memwall.apply.techniques.recompute import RecomputeLayer
@@ -66,7 +65,7 @@ def executor_of(
     model: nn.Module,
     *actions: Recompute | Rebuild | Offload,
     order: Sequence[str] = (),
-    engine: ActivationOffload | None = None,
+    engine: OffloadEngine | None = None,
 ) -> BlockExecutor:
     """What wraps a model's blocks as these actions have it; `apply` is still to be called."""
     executor = BlockExecutor(resolve_blocks([model], [""]), order)
@@ -75,7 +74,7 @@ def executor_of(
     return executor
 
 
-def _layer(action: Recompute | Rebuild | Offload, engine: ActivationOffload | None) -> BlockLayer:
+def _layer(action: Recompute | Rebuild | Offload, engine: OffloadEngine | None) -> BlockLayer:
     if isinstance(action, Recompute):
         return RecomputeLayer(action)
     if isinstance(action, Rebuild):

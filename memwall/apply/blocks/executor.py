@@ -6,20 +6,39 @@ marks the beginning of its backward; there the block before it is read back, if 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from memwall.apply.blocks.counts import BlockCounts
-from memwall.apply.offload.engine import ActivationOffload
 from memwall.errors import ApplyError
+from memwall.planning.techniques.offload import LeavingForm
 from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import wrap_forward
 
-__all__ = ["BlockCall", "BlockExecutor", "BlockLayer", "Forward", "resolve_blocks"]
+__all__ = ["BlockCall", "BlockExecutor", "BlockLayer", "Forward", "OffloadEngine", "resolve_blocks"]
 
 Forward = Callable[..., Any]
+
+
+class OffloadEngine(Protocol):
+    """Says what blocks need of an offload engine: saved tensors grouped by block call, read back group by group."""
+
+    def group(self, key: Any, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Any:
+        """Returns a context under which saved tensors belong to `key`, are counted, and leave in a form."""
+
+    def hooks(self) -> Any:
+        """Returns a context under which saved tensors move away."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Moves one away, or keeps it; what is to be stored in its place."""
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Returns the tensor again."""
+
+    def prefetch(self, key: Any) -> None:
+        """Begins to read a group back."""
 
 
 class BlockCall:
@@ -27,7 +46,7 @@ class BlockCall:
 
     def __init__(self, key: tuple[str, int], counts: BlockCounts) -> None:
         self.key, self.counts = key, counts
-        self.engine: ActivationOffload | None = None
+        self.engine: OffloadEngine | None = None
         """Where what the block saves goes; None where it stays. Written by the layer that sends it there."""
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from memwall.apply.block_technique import BlockHandler, Watched
-from memwall.apply.blocks.executor import BlockCall, BlockLayer
+from memwall.apply.blocks.executor import BlockCall, BlockLayer, OffloadEngine
 from memwall.apply.effect import Effect
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.packed import check_can_pack
@@ -23,7 +23,7 @@ class OffloadLayer(BlockLayer):
     depth = 2
     wraps_next = True
 
-    def __init__(self, engine: ActivationOffload, form: LeavingForm = "exact") -> None:
+    def __init__(self, engine: OffloadEngine, form: LeavingForm = "exact") -> None:
         self._engine, self._form = engine, form
 
     def around(self, call: BlockCall) -> AbstractContextManager[None]:
