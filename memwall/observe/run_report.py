@@ -59,10 +59,33 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """On a CUDA device from the second step on: the recorded one has all optimizer state there by design."""
 
     @property
+    def steady_peak_bytes(self) -> int:
+        """Returns the process's peak in the steps under the plan; of the whole run where the file names no other."""
+        return self.measured.steady_peak_bytes or self.measured.peak.process_bytes
+
+    @property
+    def judged_peak_bytes(self) -> int:
+        """Returns the process's highest peak of all that has to keep to the budget."""
+        return max(self.measured.peak.process_bytes, self._judged_first_bytes)
+
+    @property
+    def outside_steps_bytes(self) -> int | None:
+        """Returns the process's peak between and after the steps, where it is the highest: no forecast is about it."""
+        overall_bytes = self.measured.peak.process_bytes
+        return overall_bytes if overall_bytes > max(self.steady_peak_bytes, self._judged_first_bytes) else None
+
+    @property
+    def _judged_first_bytes(self) -> int:
+        """Returns the recorded first step's peak; 0 on CUDA, where all optimizer state is in that step by design."""
+        return 0 if self.forecast.device.startswith("cuda") else self.measured.first_step_peak_bytes
+
+    @property
     def unexplained_bytes(self) -> int:
-        """Returns `measured.not_itemised_bytes` from the other figures: older files do not have it."""
-        found_bytes = self.measured.steady_peak_bytes or self.measured.peak.process_bytes
-        return found_bytes - self.forecast.steady_process_bytes
+        """Returns the bytes of the steps' peak that the forecast does not account for; negative if it foresaw more.
+
+        That is `measured.not_itemised_bytes`, which older files do not have.
+        """
+        return self.steady_peak_bytes - self.forecast.steady_process_bytes
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON.

@@ -1,4 +1,7 @@
-"""A curve as a figure in plotly's own form: data and layout, without colours of the theme."""
+"""Curves as figures in plotly's own form: one as a stack of layers, or two over each other.
+
+Data and layout are dictionaries, because that is what plotly.js takes; their keys are plotly's attributes.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,13 +11,15 @@ from msgspec import Struct
 from memwall.report.curves import Curve, PhaseBand, PositionUnit
 from memwall.units import format_bytes
 
-__all__ = ["AXIS_TITLES", "Legend", "Scale", "chart_of", "legend_of", "scale_of"]
+__all__ = ["Legend", "Scale", "chart_of", "legend_of", "overlay_chart", "scale_of"]
 
-AXIS_TITLES: dict[PositionUnit, str] = {
+_AXIS_TITLES: dict[PositionUnit, str] = {
     "seconds": "seconds of computing",
     "operations": "operations",
     "events": "events of the allocator",
 }
+# A and B: apart for the common colour blindnesses, on a light and on a dark page.
+_OVERLAID = ("#5f8fc9", "#d9731a")
 # Distinguishable with the common colour blindnesses, and on both a light and a dark page.
 _COLOURS = {
     "base": "#8a93a1",
@@ -73,10 +78,7 @@ def legend_of(curves: Iterable[Curve]) -> tuple[Legend, ...]:
 
 
 def chart_of(curve: Curve, scale: Scale) -> dict[str, Any]:
-    """Data and layout of one curve: stacked layers, phases, budget, peak.
-
-    A dictionary, because that is what plotly.js takes; its keys are plotly's attributes.
-    """
+    """Returns data and layout of one curve: stacked layers, phases, budget, peak."""
     last = scale.last_positions[curve.position_unit]
     data = [_layer(curve, index, scale) for index in range(len(curve.layers))]
     data.append(_peak_mark(curve, scale))
@@ -91,34 +93,71 @@ def chart_of(curve: Curve, scale: Scale) -> dict[str, Any]:
             shapes.append(_level_shape(level_bytes / scale.unit_bytes, name, dash))
             edge = "bottom" if level_bytes == highest_bytes else "top"
             notes.append(_level_note(level_bytes, name, side, edge, scale))
+    return {"data": data, "layout": _layout(curve, scale, shapes, notes, names_phases=bool(curve.bands))}
+
+
+def overlay_chart(first: Curve, second: Curve) -> dict[str, Any]:
+    """Returns data and layout of the totals of two curves over the same unit: the first filled, the second a line."""
+    scale = scale_of((first, second))
+    last = scale.last_positions[first.position_unit]
+    data: list[dict[str, Any]] = []
+    notes: list[dict[str, Any]] = []
+    higher = 0 if max(first.total_bytes) >= max(second.total_bytes) else 1
+    for index, (name, curve) in enumerate((("A", first), ("B", second))):
+        colour = _OVERLAID[index]
+        line = _line(curve, curve.total_bytes, scale, name, {"shape": "hv", "width": 1.75, "color": colour})
+        data.append(line | ({"fill": "tozeroy", "fillcolor": colour + "40"} if index == 0 else {}))
+        is_left = curve.peak_position <= last / 2
+        notes.append(
+            {
+                "name": name,
+                "text": f"{name}: {format_bytes(max(curve.total_bytes))}",
+                "x": curve.peak_position,
+                "y": max(line["y"]),
+                "xanchor": "left" if is_left else "right",
+                # The higher label above its curve, the lower one below: they never meet.
+                "yanchor": "bottom" if index == higher else "top",
+                "yshift": 2 if index == higher else -12,
+                "showarrow": False,
+                "font": {"color": colour},
+            }
+        )
+    return {"data": data, "layout": _layout(first, scale, [], notes, names_phases=False)}
+
+
+def _layout(
+    curve: Curve, scale: Scale, shapes: list[dict[str, Any]], notes: list[dict[str, Any]], *, names_phases: bool
+) -> dict[str, Any]:
+    last = scale.last_positions[curve.position_unit]
     return {
-        "data": data,
-        "layout": {
-            "shapes": shapes,
-            "annotations": notes,
-            **({} if curve.bands else {"margin": {"t": 16}}),
-            "xaxis": {
-                "range": [0, last],
-                "title": {"text": AXIS_TITLES[curve.position_unit]},
-            },
-            "yaxis": {"range": [0, scale.most_bytes / scale.unit_bytes], "title": {"text": scale.unit}},
-        },
+        "shapes": shapes,
+        "annotations": notes,
+        **({} if names_phases else {"margin": {"t": 16}}),
+        "xaxis": {"range": [0, last], "title": {"text": _AXIS_TITLES[curve.position_unit]}},
+        "yaxis": {"range": [0, scale.most_bytes / scale.unit_bytes], "title": {"text": scale.unit}},
+    }
+
+
+def _line(curve: Curve, values: Sequence[int], scale: Scale, name: str, line: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": [round(position, 7) for position in curve.positions],
+        "y": [round(value / scale.unit_bytes, 4) for value in values],
+        "line": line,
+        "hovertemplate": f"%{{y:,.{1 if scale.unit == 'MiB' else 3}f}} {scale.unit} {name}<extra></extra>",
     }
 
 
 def _layer(curve: Curve, index: int, scale: Scale) -> dict[str, Any]:
     layer = curve.layers[index]
-    name = layer.category.replace("_", " ")
+    colour = _COLOURS.get(layer.category, _OTHER_COLOUR)
+    line = {"shape": "hv", "width": 0.5, "color": colour}
     return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
+        **_line(curve, layer.live_bytes, scale, layer.category.replace("_", " "), line),
         "stackgroup": "live",
-        "x": [round(position, 7) for position in curve.positions],
-        "y": [round(value / scale.unit_bytes, 4) for value in layer.live_bytes],
-        "line": {"shape": "hv", "width": 0.5, "color": _COLOURS.get(layer.category, _OTHER_COLOUR)},
-        "fillcolor": _COLOURS.get(layer.category, _OTHER_COLOUR),
-        "hovertemplate": f"%{{y:,.{1 if scale.unit == 'MiB' else 3}f}} {scale.unit} {name}<extra></extra>",
+        "fillcolor": colour,
     }
 
 

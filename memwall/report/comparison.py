@@ -8,7 +8,6 @@ from memwall.planning.planfile import Plan
 from memwall.predict.curve import LineShare, Share, live_curve, peak_of, step_seconds
 from memwall.predict.snapshot.analysis import DeviceAnalysis
 from memwall.report.difference import Group, Quantity, Side
-from memwall.report.run_grids import measured_steady_bytes, overall_process_bytes
 from memwall.report.trace_grids import PHASES, highest_point, shown_steps
 from memwall.trace.records import Step, Trace
 from memwall.trace.snapshot.records import Snapshot
@@ -92,11 +91,11 @@ def run_side(run: RunReport, source: str) -> Side:
     """What a run measured; what it foresaw stands in its plan."""
     measured = run.measured
     quantities = [
-        _quantity("peak", "process", overall_process_bytes(run)),
+        _quantity("peak", "process", run.judged_peak_bytes),
         *_places(measured.peak),
         _quantity("quantity", "moved per step", measured.bytes_moved_per_step or 0),
         _quantity("phase", "first step", measured.first_step_peak_bytes),
-        _quantity("phase", "steps under the plan", measured_steady_bytes(run)),
+        _quantity("phase", "steps under the plan", run.steady_peak_bytes),
     ]
     return Side(
         source=source,

@@ -1,6 +1,7 @@
 """The byte curve of a step, thinned for drawing: layers by category, phases, and the peak with its holders."""
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import groupby, pairwise
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,19 @@ from memwall.trace.records import Category, Step, Storage, Trace
 from memwall.trace.tags import Tag
 from memwall.units import format_bytes
 
-__all__ = ["MOST_POINTS", "STACK", "Curve", "Layer", "PhaseBand", "PositionUnit", "curve_of", "kept_points"]
+__all__ = [
+    "MOST_POINTS",
+    "STACK",
+    "Curve",
+    "Layer",
+    "PhaseBand",
+    "PositionUnit",
+    "category_curves",
+    "clock_us",
+    "curve_of",
+    "kept_points",
+    "phase_bands",
+]
 
 PositionUnit = Literal["seconds", "operations", "events"]
 
@@ -94,13 +107,14 @@ def curve_of(
     base_bytes = trace.base_bytes
     total = live_curve(step.storages, num_ops, device=trace.device) + base_bytes
     kept = kept_points(total, MOST_POINTS)
-    clock, unit = _clock(step, has_times=has_times)
+    seconds = _op_clock(step) if has_times else None
+    clock = np.arange(num_ops + 1, dtype=np.float64) if seconds is None else seconds
     # The last point repeats its value at the end of the step, so that the last operation has a width.
     points = np.append(kept, num_ops - 1)
     positions = np.append(clock[kept], clock[num_ops])
     layers = [
         Layer(category=category, live_bytes=_numbers(curve[points]))
-        for category, curve in _category_curves(trace, step).items()
+        for category, curve in category_curves(trace, step).items()
     ]
     if base_bytes:
         layers.insert(0, Layer(category="base", live_bytes=(base_bytes,) * len(points)))
@@ -108,12 +122,12 @@ def curve_of(
     return Curve(
         name=name,
         tag=tag,
-        position_unit=unit,
+        position_unit="operations" if seconds is None else "seconds",
         summary=f"highest {format_bytes(int(total.max()))} in {place_of(peak)}",
         positions=tuple(float(position) for position in positions),
         layers=tuple(layers),
         total_bytes=_numbers(total[points]),
-        bands=_bands(step, clock),
+        bands=tuple(band for band in phase_bands(step, clock) if band.phase != "other"),
         peak_position=float(clock[peak.op]),
         peak=peak,
         budget_bytes=budget_bytes,
@@ -137,8 +151,8 @@ def kept_points(curve: NDArray[np.int64], most: int) -> NDArray[np.intp]:
     return np.array(sorted(kept), dtype=np.intp)
 
 
-def _category_curves(trace: Trace, step: Step) -> dict[str, NDArray[np.int64]]:
-    """Live bytes per category, bottom of the stack first; categories that never hold a byte are left out."""
+def category_curves(trace: Trace, step: Step) -> dict[str, NDArray[np.int64]]:
+    """Returns live bytes per category, bottom of the stack first; categories that never hold a byte are left out."""
     held: dict[Category, list[Storage]] = {}
     for storage in step.storages:
         held.setdefault(storage.category, []).append(storage)
@@ -146,25 +160,29 @@ def _category_curves(trace: Trace, step: Step) -> dict[str, NDArray[np.int64]]:
     return {category: curve for category, curve in curves.items() if curve.any()}
 
 
-def _clock(step: Step, *, has_times: bool) -> tuple[NDArray[np.float64], Literal["seconds", "operations"]]:
-    """Where each operation begins, and where the step ends: [num_ops + 1]."""
+def _op_clock(step: Step, *, unit: float = 1.0) -> NDArray[np.float64] | None:
+    """Returns when each operation begins, and when the step ends: [num_ops + 1]; None without times.
+
+    Args:
+        unit: what a second is to be.
+    """
     seconds = np.array([op.seconds for op in step.ops])
-    if not has_times or not seconds.any():
-        return np.arange(len(step.ops) + 1, dtype=np.float64), "operations"
-    return np.concatenate(([0.0], np.cumsum(seconds))), "seconds"
+    return np.concatenate(([0.0], np.cumsum(seconds * unit))) if seconds.any() else None
 
 
-def _bands(step: Step, clock: NDArray[np.float64]) -> tuple[PhaseBand, ...]:
-    """Stretches of operations of one phase; operations between the phases belong to none."""
-    bands: list[PhaseBand] = []
+def clock_us(step: Step) -> NDArray[np.float64]:
+    """Returns the clock of a step in microseconds, each of which stands for one operation where no times are known."""
+    found = _op_clock(step, unit=1e6)
+    return np.arange(len(step.ops) + 1, dtype=np.float64) if found is None else found
+
+
+def phase_bands(step: Step, clock: NDArray[np.float64]) -> Iterator[PhaseBand]:
+    """Gives the stretches of operations of one phase, those between the phases as "other"."""
     begin = 0
-    for k in range(1, len(step.ops) + 1):
-        if k < len(step.ops) and step.ops[k].phase == step.ops[begin].phase:
-            continue
-        if step.ops[begin].phase != "other":
-            bands.append(PhaseBand(phase=step.ops[begin].phase, begin=float(clock[begin]), end=float(clock[k])))
-        begin = k
-    return tuple(bands)
+    for phase, ops in groupby(step.ops, key=lambda op: op.phase):
+        end = begin + len(list(ops))
+        yield PhaseBand(phase=phase, begin=float(clock[begin]), end=float(clock[end]))
+        begin = end
 
 
 def _numbers(values: NDArray[np.int64]) -> tuple[int, ...]:

@@ -1,12 +1,25 @@
 """What a reporter computes before anything is drawn: rows of finished text, the same for a terminal and a page."""
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
+from memwall.predict.curve import LineShare, Share
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["Grid", "bytes_or_dash", "error_percent", "ratio_text", "seconds_or_dash", "share_percent"]
+__all__ = [
+    "DASH",
+    "Grid",
+    "bytes_or_dash",
+    "error_percent",
+    "ratio_text",
+    "seconds_or_dash",
+    "share_grid",
+    "share_percent",
+]
 
 DASH = "-"
+_MOST_ROWS = 10
 
 
 class Grid(Struct, frozen=True, kw_only=True):
@@ -16,6 +29,42 @@ class Grid(Struct, frozen=True, kw_only=True):
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     text_columns: tuple[int, ...] = (0,)
+
+
+def share_grid(
+    title: str, of_what: str, shares: Sequence[Share | LineShare], total_bytes: int, *, most_rows: int = _MOST_ROWS
+) -> Grid:
+    """Returns who holds how much of a peak, the largest first; those beyond `most_rows` are summed up in a last row.
+
+    Args:
+        of_what: heads the column of names, as in "module".
+        shares: of lines, they say their categories, too.
+    """
+    held = [share for share in shares if share.num_bytes]
+    rest_bytes = sum(share.num_bytes for share in held[most_rows:])
+    rows = [(_holder_name(share.name), _categories(share), share.num_bytes) for share in held[:most_rows]]
+    if rest_bytes:
+        rows.append((f"{len(held) - most_rows} others", "", rest_bytes))
+    has_categories = any(isinstance(share, LineShare) for share in held)
+    return Grid(
+        title=title,
+        columns=(of_what, *(("category",) if has_categories else ()), "at peak", "share"),
+        rows=tuple(
+            (name, *((categories,) if has_categories else ()), format_bytes(size), share_percent(size, total_bytes))
+            for name, categories, size in rows
+        ),
+        text_columns=(0, 1) if has_categories else (0,),
+    )
+
+
+def _holder_name(name: str) -> str:
+    """Returns a path or a line as it is, and what existed before the step, whose category is in brackets, in words."""
+    return name.replace("_", " ") if name.startswith("(") else name
+
+
+def _categories(share: Share | LineShare) -> str:
+    found = share.categories if isinstance(share, LineShare) else ()
+    return ", ".join(category.replace("_", " ") for category in found)
 
 
 def bytes_or_dash(num_bytes: int | None) -> str:

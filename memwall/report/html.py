@@ -14,14 +14,13 @@ from memwall.observe.run_report import RunReport
 from memwall.own_files import whole_file
 from memwall.planning.planfile import Plan
 from memwall.predict.curve import Peak
-from memwall.report.chart import chart_of, legend_of, scale_of
+from memwall.report.chart import chart_of, legend_of, overlay_chart, scale_of
 from memwall.report.curves import Curve
 from memwall.report.grid import Grid, ratio_text
-from memwall.report.overlay import overlay_chart
 from memwall.report.plan_grids import action_grid, forecast_phase_grid, lever_grid, plan_facts
-from memwall.report.run_grids import Outcome, comparison_grid, measured_steady_bytes, run_grid, steady_process_bytes
+from memwall.report.run_grids import Outcome, comparison_grid, run_grid
 from memwall.report.text import Verdict, plan_verdict, run_verdict
-from memwall.report.trace_grids import category_grid, line_grid, module_grid, place_of
+from memwall.report.trace_grids import holder_grids, place_of
 from memwall.units import format_bytes, format_seconds
 
 __all__ = ["Card", "Page", "page_html", "save_page"]
@@ -72,9 +71,7 @@ class _Holders(Struct, frozen=True, kw_only=True):
 
     name: str
     where: str
-    categories: Grid
-    lines: Grid | None
-    modules: Grid
+    grids: tuple[Grid, ...]
 
 
 def save_page(page: Page, path: str | Path) -> None:
@@ -147,10 +144,10 @@ def _cards(page: Page) -> list[Card]:
         remark = f"{format_bytes(smallest, rounding='up')} would do" if smallest is not None else "of the process"
         cards.append(Card("budget", format_bytes(forecast.budget_bytes), remark))
     remark = f"margin {format_bytes(forecast.margin_bytes)}"
-    predicted_bytes = forecast.peak.process_bytes if page.run is None else steady_process_bytes(page.run)
+    predicted_bytes = forecast.peak.process_bytes if page.run is None else page.run.forecast.steady_process_bytes
     cards.append(Card("predicted peak", format_bytes(predicted_bytes), remark))
     if page.run is not None:
-        measured_bytes = measured_steady_bytes(page.run)
+        measured_bytes = page.run.steady_peak_bytes
         cards.append(Card("measured peak", format_bytes(measured_bytes), f"{page.run.measured.steps} steps"))
     plain_seconds = forecast.plain_step_seconds
     seconds = page.run.measured.step_seconds_median if page.run is not None else forecast.step_seconds
@@ -208,9 +205,7 @@ def _holders(curve: Curve, peak: Peak) -> _Holders:
     return _Holders(
         name=curve.name,
         where=f"{format_bytes(peak.live_bytes)} of live tensors, in {place_of(peak)} (operation {peak.op})",
-        categories=category_grid(peak),
-        lines=line_grid(peak),
-        modules=module_grid(peak),
+        grids=holder_grids(peak),
     )
 
 

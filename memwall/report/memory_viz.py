@@ -16,6 +16,7 @@ import numpy as np
 from memwall.errors import UsageError
 from memwall.own_files import whole_file
 from memwall.predict.curve import module_name
+from memwall.report.curves import clock_us
 from memwall.report.trace_grids import highest_point
 from memwall.trace.records import Step, Storage, Trace
 from memwall.trace.snapshot.records import Event, Segment, Snapshot
@@ -87,13 +88,7 @@ def _segment(segment: Segment, stacks: Sequence[list[_Json]]) -> _Json:
         "is_expandable": segment.is_expandable,
         "frames": [],
         "blocks": [
-            {
-                "address": block.address,
-                "size": block.num_bytes,
-                "requested_size": block.requested_bytes,
-                "state": block.state,
-                "frames": stacks[block.stack],
-            }
+            _block(block.address, block.num_bytes, block.requested_bytes, block.state, stacks[block.stack])
             for block in segment.blocks
         ],
     }
@@ -145,9 +140,7 @@ class _Arena:
     def _order(self) -> Iterator[tuple[int, int, bool]]:
         """Births and deaths as (time, storage, whether it is a birth), those of one operation deaths first."""
         step, trace = self._step, self._trace
-        seconds = np.array([op.seconds for op in step.ops])
-        lengths_us = seconds * 1e6 if seconds.any() else np.ones(len(step.ops))
-        clock_us = np.concatenate(([0.0], np.cumsum(lengths_us))).astype(np.int64).tolist()
+        times_us = clock_us(step).astype(np.int64).tolist()
         changes = []
         for index, storage in enumerate(step.storages):
             birth, death = max(storage.birth, 0), storage.death
@@ -156,7 +149,7 @@ class _Arena:
                 if death < len(step.ops):
                     changes.append((death, 0, index))
         for operation, is_birth, index in sorted(changes):
-            yield clock_us[operation], index, bool(is_birth)
+            yield times_us[operation], index, bool(is_birth)
 
     def _place(self, index: int, time_us: int) -> None:
         storage = self._step.storages[index]
@@ -208,15 +201,13 @@ class _Arena:
         return [operation, *self._modules(storage.module)]
 
     def _modules(self, module: int) -> list[_Json]:
-        known = self._module_frames.get(module)
-        if known is None:
-            known = []
-            while module >= 0:
-                found = self._trace.modules[module]
-                known.append({"filename": found.path or found.class_name, "line": 0, "name": found.class_name})
-                module = found.parent
-            self._module_frames[module] = known
-        return known
+        if module < 0:
+            return []
+        if module not in self._module_frames:
+            found = self._trace.modules[module]
+            frame = {"filename": found.path or found.class_name, "line": 0, "name": found.class_name}
+            self._module_frames[module] = [frame, *self._modules(found.parent)]
+        return self._module_frames[module]
 
     def _segment(self, total_bytes: int) -> _Json:
         blocks: list[_Json] = []
@@ -224,19 +215,12 @@ class _Arena:
         for index, (offset, num_bytes) in sorted(self._places.items(), key=lambda item: item[1]):
             storage = self._step.storages[index]
             if offset > end:
-                blocks.append(_free_block(end, offset - end))
-            blocks.append(
-                {
-                    "address": _BASE + offset,
-                    "size": num_bytes,
-                    "requested_size": storage.nbytes,
-                    "state": "active_allocated",
-                    "frames": self._frames(storage),
-                }
-            )
+                blocks.append(_block(_BASE + end, offset - end, 0, "inactive", []))
+            frames = self._frames(storage)
+            blocks.append(_block(_BASE + offset, num_bytes, storage.nbytes, "active_allocated", frames))
             end = offset + num_bytes
         if total_bytes > end:
-            blocks.append(_free_block(end, total_bytes - end))
+            blocks.append(_block(_BASE + end, total_bytes - end, 0, "inactive", []))
         used_bytes = sum(num_bytes for _, num_bytes in self._places.values())
         return {
             "device": 0,
@@ -254,5 +238,11 @@ class _Arena:
         }
 
 
-def _free_block(offset: int, num_bytes: int) -> _Json:
-    return {"address": _BASE + offset, "size": num_bytes, "requested_size": 0, "state": "inactive", "frames": []}
+def _block(address: int, num_bytes: int, requested_bytes: int, state: str, frames: list[_Json]) -> _Json:
+    return {
+        "address": address,
+        "size": num_bytes,
+        "requested_size": requested_bytes,
+        "state": state,
+        "frames": frames,
+    }

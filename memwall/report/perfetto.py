@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memwall.own_files import whole_file
-from memwall.predict.curve import live_curve, module_name
+from memwall.predict.curve import module_name
 from memwall.predict.snapshot.analysis import devices_of
 from memwall.predict.snapshot.device_history import recording_of
 from memwall.predict.snapshot.timeline import Timeline, timeline_of
-from memwall.trace.records import Step, Storage, Trace
+from memwall.report.curves import category_curves, phase_bands
+from memwall.report.curves import clock_us as step_clock_us
+from memwall.trace.records import Step, Trace
 from memwall.trace.snapshot.records import Annotation, Event, Snapshot
 from memwall.units import format_bytes
 
@@ -53,7 +55,7 @@ def trace_events(trace: Trace) -> Iterator[_Json]:
     """Every step of a trace, one after another, each as a process of its own."""
     begin_us = 0.0
     for pid, step in enumerate((step for step in trace.steps if step.ops), start=1):
-        clock_us = begin_us + _op_clock_us(step)
+        clock_us = begin_us + step_clock_us(step)
         yield _name("process_name", pid, 0, f"{step.kind} step ({trace.device}, {trace.source})")
         yield from _phase_slices(step, clock_us, pid)
         yield from _module_slices(trace, step, clock_us, pid)
@@ -80,21 +82,10 @@ def snapshot_events(snapshot: Snapshot) -> Iterator[_Json]:
 # -- traces ------------------------------------------------------------------------------------------------------------
 
 
-def _op_clock_us(step: Step) -> NDArray[np.float64]:
-    """Where each operation begins, and where the step ends: [num_ops + 1]."""
-    seconds = np.array([op.seconds for op in step.ops])
-    lengths_us = seconds * 1e6 if seconds.any() else np.ones(len(step.ops))
-    return np.concatenate(([0.0], np.cumsum(lengths_us)))
-
-
 def _phase_slices(step: Step, clock_us: NDArray[np.float64], pid: int) -> Iterator[_Json]:
     yield _name("thread_name", pid, _PHASES, "phases")
-    begin = 0
-    for k in range(1, len(step.ops) + 1):
-        if k < len(step.ops) and step.ops[k].phase == step.ops[begin].phase:
-            continue
-        yield _slice(step.ops[begin].phase, "phase", clock_us[begin], clock_us[k], pid, _PHASES)
-        begin = k
+    for band in phase_bands(step, clock_us):
+        yield _slice(band.phase, "phase", band.begin, band.end, pid, _PHASES)
 
 
 def _module_slices(trace: Trace, step: Step, clock_us: NDArray[np.float64], pid: int) -> Iterator[_Json]:
@@ -116,11 +107,7 @@ def _op_slices(trace: Trace, step: Step, clock_us: NDArray[np.float64], pid: int
 
 
 def _live_counters(trace: Trace, step: Step, clock_us: NDArray[np.float64], pid: int) -> Iterator[_Json]:
-    held: dict[str, list[Storage]] = {}
-    for storage in step.storages:
-        held.setdefault(storage.category, []).append(storage)
-    curves = {name: live_curve(held[name], len(step.ops), device=trace.device) for name in sorted(held)}
-    curves = {name: curve for name, curve in curves.items() if curve.any()}
+    curves = dict(sorted(category_curves(trace, step).items()))
     if not curves:
         return
     table = np.stack(list(curves.values()), axis=1)

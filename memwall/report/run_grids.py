@@ -1,7 +1,8 @@
 """Prediction beside measurement, and one run beside another, as tables."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -13,13 +14,8 @@ __all__ = [
     "Outcome",
     "comparison_grid",
     "loss_difference",
-    "measured_steady_bytes",
-    "outside_steps_bytes",
-    "overall_process_bytes",
     "run_grid",
-    "steady_process_bytes",
     "time_findings",
-    "unexplained_bytes",
 ]
 
 
@@ -41,37 +37,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Loss of every step, in order."""
     actions: str = "none"
     """What was done, in a few words."""
-
-
-def steady_process_bytes(report: RunReport) -> int:
-    """Predicted process peak of what was measured: the steady step where the forecast names it, else its maximum."""
-    return report.forecast.steady_process_bytes
-
-
-def overall_process_bytes(report: RunReport) -> int:
-    """Highest measured process peak of what has to keep to the budget."""
-    return max(report.measured.peak.process_bytes, _judged_first_bytes(report))
-
-
-def measured_steady_bytes(report: RunReport) -> int:
-    """Measured process peak of the steps under the plan; of the whole run where the report names no other."""
-    return report.measured.steady_peak_bytes or report.measured.peak.process_bytes
-
-
-def outside_steps_bytes(report: RunReport) -> int | None:
-    """Measured process peak between and after the steps, where it is the run's highest: no forecast is about it."""
-    overall_bytes, first_bytes = report.measured.peak.process_bytes, _judged_first_bytes(report)
-    return overall_bytes if overall_bytes > max(measured_steady_bytes(report), first_bytes) else None
-
-
-def _judged_first_bytes(report: RunReport) -> int:
-    """The recorded first step's peak; 0 on a CUDA device, where it has all optimizer state in it by design."""
-    return 0 if report.forecast.device.startswith("cuda") else report.measured.first_step_peak_bytes
-
-
-def unexplained_bytes(report: RunReport) -> int:
-    """Process bytes of the steps' peak that no part of the forecast accounts for; negative if it foresaw more."""
-    return report.unexplained_bytes
 
 
 def time_findings(report: RunReport) -> tuple[str, ...]:
@@ -99,41 +64,22 @@ def time_findings(report: RunReport) -> tuple[str, ...]:
 def run_grid(report: RunReport) -> Grid:
     """What was predicted and what was measured, quantity by quantity."""
     forecast, measured = report.forecast, report.measured
-    predicted_bytes, measured_bytes = steady_process_bytes(report), measured_steady_bytes(report)
-    moved_bytes = measured.bytes_moved_per_step
     # What was measured already is no prediction.
     first = None if "first_step" in forecast.measured_phases else forecast.phases.get("first_step")
     first_bytes = first.process_bytes if first is not None else None
-    rows = [
-        (
-            "process peak, steady step",
-            format_bytes(predicted_bytes),
-            format_bytes(measured_bytes),
-            error_percent(predicted_bytes, measured_bytes),
-        ),
-        (
-            "process peak, first step",
-            bytes_or_dash(first_bytes),
-            bytes_or_dash(measured.first_step_peak_bytes or None),
-            error_percent(first_bytes, measured.first_step_peak_bytes or None),
-        ),
-        (
-            "step",
-            seconds_or_dash(forecast.step_seconds),
-            seconds_or_dash(measured.step_seconds_median),
-            error_percent(forecast.step_seconds, measured.step_seconds_median),
-        ),
-        (
-            "bytes moved per step",
-            format_bytes(forecast.moved_bytes_per_step),
-            bytes_or_dash(moved_bytes),
-            error_percent(forecast.moved_bytes_per_step, moved_bytes),
-        ),
+    compared: list[tuple[str, Callable[[Any], str], float | None, float | None]] = [
+        ("process peak, steady step", bytes_or_dash, forecast.steady_process_bytes, report.steady_peak_bytes),
+        ("process peak, first step", bytes_or_dash, first_bytes, measured.first_step_peak_bytes or None),
+        ("step", seconds_or_dash, forecast.step_seconds, measured.step_seconds_median),
+        ("bytes moved per step", bytes_or_dash, forecast.moved_bytes_per_step, measured.bytes_moved_per_step),
     ]
-    outside_bytes = outside_steps_bytes(report)
+    rows = [
+        (name, shown(predicted), shown(found), error_percent(predicted, found))
+        for name, shown, predicted, found in compared
+    ]
+    outside_bytes, gap_bytes = report.outside_steps_bytes, report.unexplained_bytes
     if outside_bytes is not None:
         rows.insert(2, ("process peak, outside the steps", DASH, format_bytes(outside_bytes), DASH))
-    gap_bytes = unexplained_bytes(report)
     if gap_bytes:
         gap = f"{'-' if gap_bytes < 0 else ''}{format_bytes(abs(gap_bytes))}"
         rows.append(("not itemised in the forecast", DASH, gap, DASH))

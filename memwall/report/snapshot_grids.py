@@ -5,9 +5,10 @@ The moments that matter, who held the peak, what pins free memory, and what othe
 
 from collections.abc import Sequence
 
+from memwall.predict.curve import Share
 from memwall.predict.snapshot.analysis import DeviceAnalysis, Moment
 from memwall.predict.snapshot.fit_on_device import FitOnDevice
-from memwall.report.grid import Grid, error_percent, share_percent
+from memwall.report.grid import Grid, error_percent, share_grid, share_percent
 from memwall.units import format_bytes
 
 __all__ = [
@@ -119,23 +120,12 @@ def retry_grid(analysis: DeviceAnalysis) -> Grid:
 def holder_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
     """Bytes at the peak by the user's line, and by category where the snapshot says any."""
     total_bytes = analysis.peak.fragmentation.active_bytes
-    shares = [share for share in analysis.by_line if share.num_bytes]
-    rows = [
-        (share.name, format_bytes(share.num_bytes), share_percent(share.num_bytes, total_bytes))
-        for share in shares[:_MOST_ROWS]
-    ]
-    if len(shares) > _MOST_ROWS:
-        rest_bytes = sum(share.num_bytes for share in shares[_MOST_ROWS:])
-        others = f"{len(shares) - _MOST_ROWS} others"
-        rows.append((others, format_bytes(rest_bytes), share_percent(rest_bytes, total_bytes)))
-    by_line = Grid(title="In the peak, by line", columns=("line", "at peak", "share"), rows=tuple(rows))
+    by_line = share_grid("In the peak, by line", "line", analysis.by_line, total_bytes)
     if [share.name for share in analysis.by_category] == ["unknown"]:
         return (by_line,)
-    categories = tuple(
-        (share.name.replace("_", " "), format_bytes(share.num_bytes), share_percent(share.num_bytes, total_bytes))
-        for share in analysis.by_category
-    )
-    return Grid(title="In the peak, by category", columns=("category", "at peak", "share"), rows=categories), by_line
+    categories = [Share(name=share.name.replace("_", " "), num_bytes=share.num_bytes) for share in analysis.by_category]
+    by_category = share_grid("In the peak, by category", "category", categories, total_bytes, most_rows=len(categories))
+    return by_category, by_line
 
 
 def pin_grid(analysis: DeviceAnalysis) -> Grid:

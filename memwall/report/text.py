@@ -22,20 +22,14 @@ from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_g
 from memwall.report.run_grids import (
     Outcome,
     comparison_grid,
-    measured_steady_bytes,
-    outside_steps_bytes,
-    overall_process_bytes,
     run_grid,
     time_findings,
-    unexplained_bytes,
 )
 from memwall.report.snapshot_grids import SNAPSHOT_SCOPE, fit_grids, snapshot_grids, snapshot_verdict
 from memwall.report.trace_grids import (
     HighestPoint,
-    category_grid,
     highest_point,
-    line_grid,
-    module_grid,
+    holder_grids,
     op_grid,
     phase_grid,
     place_of,
@@ -84,9 +78,7 @@ def trace_report(trace: Trace) -> Group:
     step, peak = highest.step, highest.peak
     grids = [
         *(phase_grid(trace, shown) for shown in shown_steps(trace)),
-        category_grid(peak),
-        line_grid(peak),
-        module_grid(peak),
+        *holder_grids(peak),
         op_grid(trace, step),
     ]
     return _report(
@@ -145,13 +137,11 @@ def difference_report(difference: Difference) -> Group:
 
 def estimate_report(estimate: "Estimate") -> Group:
     """Returns what a step needs on a device that is not here, and what it is made of: `memwall estimate`."""
-    peak = estimate.in_peak
-    grids = [forecast_phase_grid(estimate), category_grid(peak), line_grid(peak), module_grid(peak)]
     return _report(
         _verdict(_forecast_verdict(estimate)),
         _facts(estimate_facts(estimate)),
         *_relaxations(estimate),
-        *(_table(grid) for grid in grids if grid is not None),
+        *(_table(grid) for grid in (forecast_phase_grid(estimate), *holder_grids(estimate.in_peak))),
         Text(f"Predicted, not measured. Not modelled: {'; '.join(estimate.not_modelled)}.", style="dim"),
     )
 
@@ -237,22 +227,22 @@ def run_verdict(report: RunReport) -> Verdict:
     budget = format_bytes(report.budget_bytes)
     status = verify_status(report)
     if status == 5:
-        measured_bytes = overall_process_bytes(report)
+        measured_bytes = report.judged_peak_bytes
         measured = f"{format_bytes(measured_bytes)} measured"
         over_bytes = measured_bytes - report.budget_bytes
         over = f", {format_bytes(over_bytes)} over" if over_bytes > 0 else " in the steps, more outside them"
         where = ""
-        if outside_steps_bytes(report) is not None:
+        if report.outside_steps_bytes is not None:
             where = (
                 " outside the training steps, in evaluation, saving or other work of the script; "
-                f"the steps reached {format_bytes(measured_steady_bytes(report))}; run again with a budget of "
+                f"the steps reached {format_bytes(report.steady_peak_bytes)}; run again with a budget of "
                 f"{format_bytes(measured_bytes + report.forecast.margin_bytes, rounding='up')}"
             )
         return "does-not-fit", f"exceeded the budget of {budget}: {measured}{over}{where}"
     if status == 4:
-        above, steady = format_bytes(unexplained_bytes(report)), format_bytes(measured_steady_bytes(report))
+        above, steady = format_bytes(report.unexplained_bytes), format_bytes(report.steady_peak_bytes)
         return "inside-margin", f"within the budget of {budget}, but {above} above the forecast: {steady} measured"
-    verdict = f"within the budget: {format_bytes(overall_process_bytes(report))} measured of {budget}"
+    verdict = f"within the budget: {format_bytes(report.judged_peak_bytes)} measured of {budget}"
     first_bytes = report.measured.first_step_peak_bytes
     if first_bytes > report.budget_bytes:
         verdict += (
@@ -265,9 +255,9 @@ def run_verdict(report: RunReport) -> Verdict:
 def verify_status(report: RunReport) -> int:
     """Exit status of `memwall verify`: 0 within budget and forecast, 4 only inside the margin, 5 over the budget."""
     # The run's own record counts too: it may have seen a peak outside the steps that are kept here.
-    if not report.within_budget or overall_process_bytes(report) > report.budget_bytes:
+    if not report.within_budget or report.judged_peak_bytes > report.budget_bytes:
         return 5
-    return 4 if unexplained_bytes(report) > 0 else 0
+    return 4 if report.unexplained_bytes > 0 else 0
 
 
 def comparison(rows: Sequence[Outcome]) -> Table:

@@ -2,18 +2,16 @@
 
 from msgspec import Struct
 
-from memwall.predict.curve import Peak, live_curve, peak_of, step_seconds
-from memwall.report.grid import Grid, seconds_or_dash, share_percent
+from memwall.predict.curve import Peak, Share, live_curve, peak_of, step_seconds
+from memwall.report.grid import Grid, seconds_or_dash, share_grid, share_percent
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes, format_seconds
 
 __all__ = [
     "PHASES",
     "HighestPoint",
-    "category_grid",
     "highest_point",
-    "line_grid",
-    "module_grid",
+    "holder_grids",
     "op_grid",
     "phase_grid",
     "place_of",
@@ -96,55 +94,15 @@ def phase_grid(trace: Trace, step: Step) -> Grid:
     )
 
 
-def category_grid(peak: Peak) -> Grid:
-    """Bytes at the peak by what they are for."""
-    rows = [
-        (share.name.replace("_", " "), format_bytes(share.num_bytes), share_percent(share.num_bytes, peak.live_bytes))
-        for share in peak.by_category
-        if share.num_bytes
-    ]
-    return Grid(title="In the peak, by category", columns=("category", "at peak", "share"), rows=tuple(rows))
-
-
-def module_grid(peak: Peak) -> Grid:
-    """Bytes at the peak by the module that made them; what existed before the step stands in brackets."""
-    held = [share for share in peak.by_module if share.num_bytes]
-    rows = [
-        (_holder(share.name), format_bytes(share.num_bytes), share_percent(share.num_bytes, peak.live_bytes))
-        for share in held[:_MOST_ROWS]
-    ]
-    if len(held) > _MOST_ROWS:
-        rest_bytes = sum(share.num_bytes for share in held[_MOST_ROWS:])
-        rows.append(
-            (f"{len(held) - _MOST_ROWS} others", format_bytes(rest_bytes), share_percent(rest_bytes, peak.live_bytes))
-        )
-    return Grid(title="In the peak, by module", columns=("module", "at peak", "share"), rows=tuple(rows))
-
-
-def line_grid(peak: Peak) -> Grid | None:
-    """Bytes at the peak by the user's line that made them; None where the trace has no lines."""
-    held = [share for share in peak.by_line if share.num_bytes]
-    if not held:
-        return None
-    rows = [
-        (
-            _holder(share.name),
-            ", ".join(category.replace("_", " ") for category in share.categories),
-            format_bytes(share.num_bytes),
-            share_percent(share.num_bytes, peak.live_bytes),
-        )
-        for share in held[:_MOST_ROWS]
-    ]
-    if len(held) > _MOST_ROWS:
-        rest_bytes = sum(share.num_bytes for share in held[_MOST_ROWS:])
-        others = f"{len(held) - _MOST_ROWS} others"
-        rows.append((others, "", format_bytes(rest_bytes), share_percent(rest_bytes, peak.live_bytes)))
-    return Grid(
-        title="In the peak, by line",
-        columns=("line", "category", "at peak", "share"),
-        rows=tuple(rows),
-        text_columns=(0, 1),
+def holder_grids(peak: Peak) -> tuple[Grid, ...]:
+    """Returns who holds the bytes at the peak: by category, by the user's line where the trace has lines, by module."""
+    categories = [Share(name=share.name.replace("_", " "), num_bytes=share.num_bytes) for share in peak.by_category]
+    grids = (
+        share_grid("In the peak, by category", "category", categories, peak.live_bytes, most_rows=len(categories)),
+        share_grid("In the peak, by line", "line", peak.by_line, peak.live_bytes),
+        share_grid("In the peak, by module", "module", peak.by_module, peak.live_bytes),
     )
+    return tuple(grid for grid in grids if grid.rows or grid.columns[0] != "line")
 
 
 def op_grid(trace: Trace, step: Step) -> Grid | None:
@@ -164,8 +122,3 @@ def op_grid(trace: Trace, step: Step) -> Grid | None:
         for name in slowest
     ]
     return Grid(title="Operators by time", columns=("operator", "seconds", "share", "calls"), rows=tuple(rows))
-
-
-def _holder(name: str) -> str:
-    """A module's path as it is; a category in brackets in words."""
-    return name.replace("_", " ") if name.startswith("(") else name

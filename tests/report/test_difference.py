@@ -6,10 +6,10 @@ from golden_text import drawn, golden
 
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan
+from memwall.report.chart import overlay_chart
 from memwall.report.comparison import plan_side, run_side, trace_side
 from memwall.report.curves import curve_of
 from memwall.report.difference import Difference, Quantity, Side, difference_of, exit_status
-from memwall.report.overlay import overlay_chart
 from memwall.report.text import difference_report
 from memwall.trace.records import Trace
 
