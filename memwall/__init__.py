@@ -39,36 +39,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ApplyError",
-    "InfeasibleError",
-    "IntegrationError",
-    "MemwallError",
-    "NoEffectError",
-    "NotAvailableError",
-    "OffloadIOError",
-    "OutOfMemoryError",
-    "Plan",
-    "PlanError",
-    "RowEmbedding",
-    "RowEmbeddingBag",
-    "Session",
-    "StoreError",
-    "Trace",
-    "TraceError",
-    "UsageError",
-    "Workload",
-    "__version__",
-    "estimate",
-    "fit",
-    "import_checkpoint",
-    "plan",
-    "record",
-    "resumed_steps",
-    "steps",
-    "with_master_weights",
-]
-
 _HOMES = {
     "ApplyError": "memwall.errors",
     "InfeasibleError": "memwall.errors",
@@ -97,6 +67,8 @@ _HOMES = {
     "steps": "memwall.checkpoint.resumption",
     "with_master_weights": "memwall.apply.optimizer_state.master_weights",
 }
+
+__all__ = sorted([*_HOMES, "__version__"])
 
 _follow_environment()
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from memwall.cli.source import SourceKind
 from memwall.report.comparison import plan_side, run_side, snapshot_side, trace_side
 from memwall.report.curves import Curve, curve_of
-from memwall.report.difference import Side
+from memwall.report.difference import Side, Source
 from memwall.report.trace_grids import shown_steps
 from memwall.trace.tags import trace_tag
 
@@ -25,7 +24,7 @@ class ReadSide(Struct, frozen=True, kw_only=True):
     """The same by category; of a snapshot with what lay free."""
 
 
-def read_side(path: Path, kind: SourceKind, label: str) -> ReadSide:
+def read_side(path: Path, kind: Source, label: str) -> ReadSide:
     """Reads a file to be compared.
 
     Args:

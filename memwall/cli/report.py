@@ -12,7 +12,7 @@ from memwall.errors import UsageError
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
-    from memwall.cli.source import SourceKind
+    from memwall.report.difference import Source
     from memwall.report.html import Page
     from memwall.trace.records import Trace
     from memwall.trace.snapshot.records import Snapshot
@@ -102,7 +102,7 @@ def _format(name: str | None, output: Path) -> Format:
 _Writers = dict[Format, Callable[[Path], None]]
 
 
-def _writers(source: Path) -> tuple["SourceKind", _Writers]:
+def _writers(source: Path) -> tuple["Source", _Writers]:
     """What a file is, and how each format of it is written."""
     from memwall.cli.source import source_kind
 
@@ -113,13 +113,14 @@ def _writers(source: Path) -> tuple["SourceKind", _Writers]:
 
 def _trace_writers(source: Path) -> _Writers:
     from memwall.cli.output import trace_summary
+    from memwall.report.html import save_page
     from memwall.report.memory_viz import save_memory_viz
     from memwall.report.perfetto import save_perfetto
     from memwall.trace.file import load_trace
 
     trace = load_trace(source)
     return {
-        "html": lambda path: _save_page(_trace_page(trace, source), path),
+        "html": lambda path: save_page(_trace_page(trace, source), path),
         "perfetto": lambda path: save_perfetto(trace, path),
         "memory_viz": lambda path: save_memory_viz(trace, path),
         "json": lambda path: _save_json(trace_summary(trace), path),
@@ -129,13 +130,14 @@ def _trace_writers(source: Path) -> _Writers:
 def _snapshot_writers(source: Path) -> _Writers:
     from memwall.cli.source import snapshot_summary
     from memwall.observe.history_marks import load_marks_beside
+    from memwall.report.html import save_page
     from memwall.report.memory_viz import save_memory_viz
     from memwall.report.perfetto import save_perfetto
     from memwall.trace.snapshot.read import load_snapshot
 
     snapshot = load_snapshot(source)
     return {
-        "html": lambda path: _save_page(_snapshot_page(snapshot, source), path),
+        "html": lambda path: save_page(_snapshot_page(snapshot, source), path),
         "perfetto": lambda path: save_perfetto(snapshot, path),
         "memory_viz": lambda path: save_memory_viz(snapshot, path),
         "json": lambda path: _save_json(snapshot_summary(snapshot, marks=load_marks_beside(source)), path),
@@ -144,20 +146,20 @@ def _snapshot_writers(source: Path) -> _Writers:
 
 def _plan_writers(source: Path) -> _Writers:
     from memwall.planning.planfile import Plan
-    from memwall.report.html import Page
+    from memwall.report.html import Page, save_page
 
     plan = Plan.load(source)
     page = Page(title=f"memwall plan: {source.name}", plan=plan)
-    return {"html": lambda path: _save_page(page, path), "json": lambda path: _save_json(plan.forecast, path)}
+    return {"html": lambda path: save_page(page, path), "json": lambda path: _save_json(plan.forecast, path)}
 
 
 def _run_writers(source: Path) -> _Writers:
     from memwall.observe.run_report import RunReport
-    from memwall.report.html import Page
+    from memwall.report.html import Page, save_page
 
     run = RunReport.load(source)
     page = Page(title=f"memwall run: {source.name}", run=run)
-    return {"html": lambda path: _save_page(page, path), "json": run.save}
+    return {"html": lambda path: save_page(page, path), "json": run.save}
 
 
 def _trace_page(trace: "Trace", source: Path) -> "Page":
@@ -190,12 +192,6 @@ def _snapshot_page(snapshot: "Snapshot", source: Path) -> "Page":
 
     marks = load_marks_beside(source)
     return snapshot_page(analysed_devices(snapshot, marks=marks), f"memwall snapshot: {source.name}", marks=marks)
-
-
-def _save_page(page: "Page", path: Path) -> None:
-    from memwall.report.html import save_page
-
-    save_page(page, path)
 
 
 def _save_json(record: Struct, path: Path) -> None:

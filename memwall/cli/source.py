@@ -14,15 +14,14 @@ from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device, de
 from memwall.predict.snapshot.compared_settings import with_settings
 from memwall.predict.snapshot.fit_on_device import FitOnDevice, fits_on
 from memwall.predict.snapshot.timeline import Timeline
+from memwall.report.difference import Source
 from memwall.trace.tags import Tag
 
 if TYPE_CHECKING:
     from memwall.machine.hardware import Hardware
     from memwall.trace.snapshot.records import Snapshot
 
-__all__ = ["SnapshotSummary", "SourceKind", "analysed_devices", "kind_of", "snapshot_summary", "source_kind"]
-
-SourceKind = Literal["trace", "snapshot", "plan", "run"]
+__all__ = ["SnapshotSummary", "analysed_devices", "kind_of", "snapshot_summary", "source_kind"]
 
 _HEAD_BYTES = 64
 
@@ -60,7 +59,7 @@ def kind_of(path: Path) -> Literal["trace", "snapshot", "json", "other"]:
     return "json" if head.lstrip().startswith(b"{") else "other"
 
 
-def source_kind(path: Path, *, expected: str) -> SourceKind:
+def source_kind(path: Path, *, expected: str) -> Source:
     """What a file is, a plan told from a run report by its schema.
 
     Args:

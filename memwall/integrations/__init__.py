@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     from memwall.integrations.deepspeed import load_checkpoint as load_checkpoint
     from memwall.integrations.trainer import MemwallCallback as MemwallCallback
 
-__all__ = ["MemwallCallback", "MemwallPlugin", "apply_rest", "load_checkpoint"]
-
 _HOMES = {
     "MemwallCallback": "memwall.integrations.trainer",
     "MemwallPlugin": "memwall.integrations.accelerate",
     "apply_rest": "memwall.integrations.deepspeed",
     "load_checkpoint": "memwall.integrations.deepspeed",
 }
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from memwall.errors import MemwallError, NeedsValuesError, TraceError, UsageError
 from memwall.integrations.hf_config import config_path, hub_hint
@@ -18,41 +18,48 @@ from memwall.trace.sample_lengths import DATA_FORMATS, BatchChoice, BatchRule, c
 from memwall.trace.spec import describe_error, load_workload
 from memwall.trace.workload import Workload
 
-__all__ = ["batch_of_spec", "device_run_of_spec", "workload_of_spec"]
+__all__ = ["SpecOptions", "batch_of_spec", "device_run_of_spec", "workload_of_spec"]
 
 
-def workload_of_spec(
-    spec: str | Workload,
-    *,
-    batch: int | None = None,
-    sequence: int | None = None,
-    dtype: str | None = None,
-    optimizer: str | None = None,
-    autocast: str | None = None,
-    is_checkpointed: bool = False,
-    is_padded: bool = False,
-) -> Workload:
-    """The workload that a SPEC names.
+class SpecOptions(TypedDict, total=False):
+    """Says of a SPEC's training step what a configuration leaves open, and a factory decides itself."""
+
+    batch: int | None
+    """Samples in a forward, with a configuration; None is 1."""
+    sequence: int | None
+    """Tokens in a sample, with a configuration."""
+    dtype: str | None
+    """See `hugging_face_workload`; None is the configuration's, or float32."""
+    optimizer: str | None
+    """See `hugging_face_workload`; None is adamw."""
+    autocast: str | None
+    """The dtype that the model runs under autocast in, of a configuration or a factory; None for none."""
+    is_checkpointed: bool
+    is_padded: bool
+    """Both: see `hugging_face_workload`."""
+
+
+def workload_of_spec(spec: str | Workload, **options: Unpack[SpecOptions]) -> Workload:
+    """Returns the workload that a SPEC names.
 
     Args:
         spec: `package.module:factory`, `path/file.py:factory`, a Hugging Face model folder, or its config.json; or a
             workload, which is what a factory returns.
-        batch: samples, with a configuration; None is 1. sequence: tokens per sample, with a configuration.
-        dtype, optimizer: see `hugging_face_workload`; None is the configuration's dtype, or float32, and adamw.
-        autocast: the dtype that the model runs under autocast in, of a configuration or a factory; None for none.
-        is_checkpointed, is_padded: see `hugging_face_workload`; a factory decides them.
 
     Raises:
         UsageError: the spec can't be used, or a factory is given together with what only a configuration leaves open.
     """
+    autocast = options.get("autocast")
+    is_checkpointed = options.get("is_checkpointed", False)
     if _is_configuration(spec):
+        batch = options.get("batch")
         workload = hugging_face_workload(
             str(spec),
             batch=1 if batch is None else batch,
-            sequence=sequence,
-            dtype=dtype,
-            optimizer=optimizer or "adamw",
-            is_padded=is_padded,
+            sequence=options.get("sequence"),
+            dtype=options.get("dtype"),
+            optimizer=options.get("optimizer") or "adamw",
+            is_padded=options.get("is_padded", False),
             is_checkpointed=is_checkpointed,
         )
         return workload if autocast is None else under_autocast(workload, autocast)
@@ -61,9 +68,9 @@ def workload_of_spec(
             f"'{spec}' names no workload; expected package.module:factory, path/file.py:factory, or the folder or "
             f"config.json of a Hugging Face model on this disk{hub_hint(spec)}"
         )
-    given = {"--batch": batch, "--seq": sequence, "--dtype": dtype, "--optimizer": optimizer}
-    given["--checkpointing"] = is_checkpointed or None
-    unused = [option for option, value in given.items() if value is not None]
+    names = {"--batch": "batch", "--seq": "sequence", "--dtype": "dtype", "--optimizer": "optimizer"}
+    unused = [option for option, name in names.items() if options.get(name) is not None]
+    unused += ["--checkpointing"] if is_checkpointed else []
     if unused:
         raise UsageError(
             f"{', '.join(unused)}: {_shown(spec)} is a factory, which decides that itself; leave it out, or give a "
@@ -127,23 +134,16 @@ def device_run_of_spec(
     spec: str | Workload,
     hardware: Hardware,
     *,
-    batch: int | None = None,
-    sequence: int | None = None,
-    dtype: str | None = None,
-    optimizer: str | None = None,
-    autocast: str | None = None,
-    is_checkpointed: bool = False,
     mask_share: float | None = None,
-    is_padded: bool = False,
     eval_batch: int | None = None,
     num_micro_batches: int = 1,
     host_bytes: int = 0,
     changed: Callable[[Workload], Workload] | None = None,
+    **options: Unpack[SpecOptions],
 ) -> RecordedRun:
-    """Two steps of a SPEC and an evaluation after them, as a device would run them.
+    """Records two steps of a SPEC and an evaluation after them, as a device would run them.
 
     Args:
-        autocast, is_checkpointed, is_padded: see `workload_of_spec`.
         eval_batch: samples that are evaluated at once, with a configuration; None takes the batch of training.
         num_micro_batches: forwards and backwards in each step.
         host_bytes: host memory that saved tensors may move to; 0 for none.
@@ -155,21 +155,11 @@ def device_run_of_spec(
         UsageError: the spec or an option can't be used.
         TraceError: the step can't be recorded without data.
     """
-    made_for = partial(
-        workload_of_spec,
-        spec,
-        sequence=sequence,
-        dtype=dtype,
-        optimizer=optimizer,
-        autocast=autocast,
-        is_checkpointed=is_checkpointed,
-        is_padded=is_padded,
-    )
-    workload = evaluated = made_for(batch=batch)
+    workload = evaluated = workload_of_spec(spec, **options)
     if eval_batch is not None:
         if not _is_configuration(spec):
             raise UsageError(f"--eval-batch: {_shown(spec)} is a factory, which decides that itself; leave it out")
-        evaluated = made_for(batch=eval_batch)
+        evaluated = workload_of_spec(spec, **options | {"batch": eval_batch})
     if changed is not None:
         workload = changed(workload)
     recording = recording_for(hardware)

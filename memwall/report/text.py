@@ -167,7 +167,7 @@ def _relaxations(forecast: Forecast) -> tuple[Text, ...]:
 
 
 def plan_verdict(plan: Plan) -> Verdict:
-    """Whether the plan fits, in one sentence."""
+    """Returns whether the plan fits, in one sentence."""
     return _forecast_verdict(plan.forecast)
 
 
