@@ -1,4 +1,4 @@
-"""`python -m memwall`, and `torchrun ... -m memwall run`."""
+"""Runs the command line for `python -m memwall`, and `torchrun ... -m memwall run`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Every error memwall raises on purpose, each with the exit status the command line gives it.
+"""Holds every error that memwall raises on purpose, each with the exit status that the command line gives it.
 
 The message is for the person who reads it at two in the morning: what was asked, what was found, what to do next.
 """
@@ -7,12 +7,12 @@ from typing import Self
 
 
 class MemwallError(Exception):
-    """Base of all errors; `exit_status` is what the command line exits with (DESIGN: 2 is bad input)."""
+    """Is the base of all errors; `exit_status` is what the command line exits with (2 is bad input)."""
 
     exit_status: int = 2
 
     def without_frames(self) -> Self:
-        """The same error without its traceback: to be kept, where the frames would keep a step's tensors alive."""
+        """Returns the same error without its traceback, whose frames would keep a step's tensors alive."""
         kept = type(self).__new__(type(self), *self.args)
         kept.__dict__.update(self.__dict__)
         return kept

@@ -1,4 +1,4 @@
-"""Where memwall's own log goes: for the command line, and for whoever sets MEMWALL_LOG, to standard error.
+"""Sends memwall's own log to standard error, for the command line and for whoever sets MEMWALL_LOG.
 
 As a library memwall only logs: it adds no handler by itself, and never one to the root logger, which is the script's.
 """

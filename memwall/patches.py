@@ -32,7 +32,7 @@ _MISSING: Any = object()
 
 
 class InEffect(Struct, frozen=True, kw_only=True):
-    """One change that is in effect."""
+    """Describes one change that is in effect."""
 
     number: int
     """Counts up over the life of the process."""
@@ -80,7 +80,7 @@ def undo_all(undos: Sequence[Callable[[], object]]) -> None:
 
 
 class Patch:
-    """One change in effect, until `undo`.
+    """Holds one change in effect, until `undo`.
 
     Args:
         undo: takes it back.
@@ -201,7 +201,7 @@ class Patches:
 
 
 class _Value(Patch):
-    """A value that stands where another one stood, or none."""
+    """Holds a value that stands where another one stood, or none."""
 
     def __init__(
         self, what: str, where: str, slot: "_Attribute | _Variable", value: Any, *, why: str, permanent: str = ""
@@ -223,7 +223,7 @@ class _Value(Patch):
         self.value = self.before = None
 
     def stands_on(self, other: "_Value") -> bool:
-        """Whether the other one's value was found where this one's was put."""
+        """Says whether the other one's value was found where this one's was put."""
         return self.slot.are_same(self.before, other.value)
 
 
@@ -232,7 +232,7 @@ _values: "weakref.WeakSet[_Value]" = weakref.WeakSet()
 
 
 class _Attribute:
-    """An attribute of a module, a class or an object, which this does not keep alive."""
+    """Names an attribute of a module, a class or an object, which this does not keep alive."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = weakref.ref(owner), name
@@ -266,7 +266,7 @@ class _Attribute:
 
 
 class _Variable:
-    """An environment variable."""
+    """Names an environment variable."""
 
     is_there = True
 
@@ -296,7 +296,7 @@ class _Variable:
 
 
 def _name_of(owner: Any) -> str:
-    """The name of a module, a class or a function; of an object that of its class."""
+    """Returns the name of a module, a class or a function; of an object that of its class."""
     if isinstance(owner, types.ModuleType):
         return owner.__name__
     named = owner if hasattr(owner, "__qualname__") else type(owner)

@@ -43,7 +43,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 
 
 def parse_size(text: str | int, *, whole_bytes: int | None = None) -> int:
-    """Bytes of `10GiB`, `800MiB`, `24GB`, plain bytes, or `N%` of `whole_bytes`.
+    """Returns the bytes of `10GiB`, `800MiB`, `24GB`, plain bytes, or `N%` of `whole_bytes`.
 
     Raises:
         UsageError: the text is no size, is zero, or is a percentage where nothing is known to take it of.
@@ -75,7 +75,7 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None) -> int:
 
 
 def format_bytes(num_bytes: float, *, rounding: Rounding = "nearest") -> str:
-    """Bytes for a person, in binary units.
+    """Returns bytes for a person, in binary units.
 
     Args:
         rounding: of the last digit shown, away from zero ("up") or towards it ("down"). What is needed is shown "up",
@@ -101,7 +101,7 @@ def format_bytes(num_bytes: float, *, rounding: Rounding = "nearest") -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds for a person.
+    """Returns seconds for a person.
 
     >>> format_seconds(2.5), format_seconds(0.0123), format_seconds(0.000002)
     ('2.50 s', '12.3 ms', '2 us')

@@ -1,4 +1,4 @@
-"""The command `memwall`: its list of commands, and the one place where errors become messages and exit statuses."""
+"""Defines the command `memwall`: its list of commands, and where errors become messages and exit statuses."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -55,14 +55,14 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """The options before the command."""
+    """Takes the options before the command."""
     ctx.with_resource(log_to_standard_error())
     if ctx.invoked_subcommand not in _RUNS_SCRIPTS:
         ctx.with_resource(quiet_libraries())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Runs one command.
 
     Args:
         argv: the arguments after `memwall`; by default those of the process.

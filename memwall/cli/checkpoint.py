@@ -1,4 +1,4 @@
-"""`memwall checkpoint`: what a folder of committed steps holds, and the last of them as a file for other programs."""
+"""Runs `memwall checkpoint`: shows what a folder of committed steps holds, and writes the last for other programs."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""A file read to be compared: its figures and its curves."""
+"""Reads a file that is to be compared: its figures and its curves."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ __all__ = ["ReadSide", "read_side"]
 
 
 class ReadSide(Struct, frozen=True, kw_only=True):
-    """One of the two files; plans and runs keep peaks and have no curve."""
+    """Holds one of the two files; plans and runs keep peaks and have no curve."""
 
     side: Side
     total: Curve | None = None

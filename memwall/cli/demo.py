@@ -1,4 +1,4 @@
-"""`memwall demo`: a small GPT on this machine, before and after."""
+"""Runs `memwall demo`: a small GPT on this machine, before and after."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The demo: the same script twice, as it is and under a plan for part of its peak, each in a process of its own."""
+"""Runs the demo's script twice, as it is and under a plan for part of its peak, each in a process of its own."""
 
 import json
 import os
@@ -37,11 +37,11 @@ _SCRIPT = Path(__file__).parent.parent / "demo" / "train.py"
 
 
 class DemoResult(Struct, frozen=True, kw_only=True):
-    """The demo in figures, for `--json`."""
+    """Holds the demo in figures, for `--json`."""
 
     schema: str = "memwall.demo/1"
     tag: Tag = "cpu-measured"
-    """Of every figure that is not called predicted."""
+    """Belongs to every figure that is not called predicted."""
     free_peak_bytes: int
     free_step_seconds: float
     budget_bytes: int
@@ -146,7 +146,7 @@ def run_demo(*, budget: str, out: Path | None, as_json: bool, script_arguments: 
 
 
 def _free_run(folder: Path, arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """The script in a fresh process, nothing applied: its peak as the kernel kept it, and its log."""
+    """Runs the script in a fresh process with nothing applied; returns its peak as the kernel kept it, and its log."""
     log = folder / "free.json"
     command = [sys.executable, str(_SCRIPT), *arguments, "--log", str(log)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
@@ -160,7 +160,7 @@ def _free_run(folder: Path, arguments: Sequence[str]) -> tuple[int, dict[str, An
 
 
 def _planned_run(folder: Path, arguments: Sequence[str], budget_bytes: int) -> tuple[int, dict[str, Any]]:
-    """The same script as under `memwall run`, with trace and plan kept."""
+    """Runs the same script as under `memwall run`, with trace and plan kept."""
     log = folder / "planned.json"
     command = [sys.executable, "-m", "memwall.cli.demo_run", str(budget_bytes), str(folder)]
     command += [*arguments, "--log", str(log)]
@@ -171,7 +171,7 @@ def _planned_run(folder: Path, arguments: Sequence[str], budget_bytes: int) -> t
 
 
 class _Failed(MemwallError):
-    """The run under the plan ended early; its own message and status are passed on."""
+    """Says that the run under the plan ended early; its own message and status are passed on."""
 
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
@@ -179,7 +179,7 @@ class _Failed(MemwallError):
 
 
 def _environment() -> dict[str, str]:
-    """Both runs find this very memwall, installed or not."""
+    """Returns an environment in which both runs find this very memwall, installed or not."""
     home = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {"PYTHONPATH": path}
@@ -196,7 +196,7 @@ def _progress() -> Progress:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    """The second run: BUDGET FOLDER [SCRIPT ARGUMENTS]."""
+    """Does the second run: BUDGET FOLDER [SCRIPT ARGUMENTS]."""
     budget_bytes, folder = int(arguments[0]), Path(arguments[1])
     session = Session(budget_bytes=budget_bytes)
     try:

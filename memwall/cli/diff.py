@@ -1,4 +1,4 @@
-"""`memwall diff`: two files of one kind beside each other, with a verdict for CI."""
+"""Runs `memwall diff`: shows two files of one kind beside each other, with a verdict for CI."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

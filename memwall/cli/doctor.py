@@ -1,4 +1,4 @@
-"""`memwall doctor`: what this machine offers, measured, with advice."""
+"""Runs `memwall doctor`: says what this machine offers, measured, with advice."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,7 +57,7 @@ def _show(machine: "Inspection", warnings: "tuple[Finding, ...]", changes: "tupl
 
 
 def _rows(machine: "Inspection") -> list[tuple[str, str]]:
-    """Name and text of every fact, as a person reads them."""
+    """Returns name and text of every fact, as a person reads them."""
     rows = [
         (
             device.name,

@@ -1,4 +1,4 @@
-"""`memwall estimate`: what a training run needs on a device that is not here, without weights."""
+"""Runs `memwall estimate`: says what a training run needs on a device that is not here, without weights."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`memwall explain`: what is in the peak of a trace or a CUDA snapshot, or why a plan is as it is."""
+"""Runs `memwall explain`: says what is in the peak of a trace or a CUDA snapshot, or why a plan is as it is."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +75,7 @@ def explain(
 
 
 def _status(fits: "Sequence[FitOnDevice]") -> int:
-    """Of the run as it was recorded, on the device of a snapshot where it is worst."""
+    """Returns the exit status of the run as it was recorded, on the device of a snapshot where it is worst."""
     recorded = {fit.recorded_device: fit.outcome for fit in reversed(fits)}.values()
     if "does not fit" in recorded:
         return 3

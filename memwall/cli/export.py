@@ -1,4 +1,4 @@
-"""`memwall export`: a plan as the configuration of what launches training, and what memwall must still do besides."""
+"""Runs `memwall export`: writes a plan as the configuration of what launches training, and says what is not in it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from memwall.trace.tags import Tag
 
 
 class ExportSummary(Struct, frozen=True, kw_only=True):
-    """What was written, for scripts."""
+    """Says what was written, for scripts."""
 
     schema: str = "memwall.exported/1"
     tag: Tag = "simulated"

@@ -1,4 +1,4 @@
-"""What several commands share: reading sizes, tiers, files and scripts from text, and writing the JSON object."""
+"""Holds what several commands share: reading sizes, tiers, files and scripts from text, writing the JSON object."""
 
 import difflib
 import importlib.util
@@ -120,14 +120,14 @@ _LEAST_DISK_BYTES = 64 << 20
 
 
 class DiskTier(Struct, frozen=True, kw_only=True):
-    """A folder for offloaded bytes; `limit_bytes` None means all its free space."""
+    """Names a folder for offloaded bytes; `limit_bytes` None means all its free space."""
 
     directory: Path
     limit_bytes: int | None
 
 
 class Script(Struct, frozen=True, kw_only=True):
-    """What to run: a path, or a module name, with its arguments."""
+    """Says what to run: a path, or a module name, with its arguments."""
 
     name: str
     is_module: bool
@@ -135,7 +135,7 @@ class Script(Struct, frozen=True, kw_only=True):
 
     @property
     def target(self) -> str:
-        """As a person types it: `train.py` or `-m package.train`."""
+        """Returns it as a person types it: `train.py` or `-m package.train`."""
         return f"-m {self.name}" if self.is_module else self.name
 
 
@@ -170,7 +170,7 @@ def parse_host(text: str | None) -> int | None:
 
 
 def parse_disk(text: str | None) -> DiskTier | None:
-    """The tier of `--disk DIR[:SIZE]`, checked to be a real disk with that much space.
+    """Returns the tier of `--disk DIR[:SIZE]`, checked to be a real disk with that much space.
 
     Raises:
         UsageError: the size is no size.
@@ -189,7 +189,7 @@ def parse_disk(text: str | None) -> DiskTier | None:
 
 
 def parse_disk_writes(text: str | None) -> int | None:
-    """The bytes of `--disk-writes SIZE`; None where there is no limit.
+    """Returns the bytes of `--disk-writes SIZE`; None where there is no limit.
 
     Raises:
         UsageError: the size is no size.
@@ -231,7 +231,7 @@ def parse_allow(text: str | None) -> tuple[str, ...]:
 
 
 def parse_worst_batch(rule: str | None, data: Path | None) -> BatchRule | None:
-    """The rule of `--worst-batch`, checked to go together with `--data`.
+    """Returns the rule of `--worst-batch`, checked to go together with `--data`.
 
     Raises:
         UsageError: the rule is unknown, or there are data without a rule that reads them, or the other way round.
@@ -247,7 +247,7 @@ def parse_worst_batch(rule: str | None, data: Path | None) -> BatchRule | None:
 
 
 def parse_command(command: Sequence[str], ctx: typer.Context) -> Script:
-    """The script to run, from everything that followed memwall's own options.
+    """Returns the script to run, from everything that followed memwall's own options.
 
     Raises:
         UsageError: an option before SCRIPT is not known, or the script or module does not exist.
@@ -281,7 +281,7 @@ def parse_command(command: Sequence[str], ctx: typer.Context) -> Script:
 
 
 def require_file(path: Path, *, expected: str) -> Path:
-    """The path of an input file that exists.
+    """Returns the path of an input file, which exists.
 
     Raises:
         UsageError: there is no such file; the message says what was expected.
@@ -294,7 +294,7 @@ def require_file(path: Path, *, expected: str) -> Path:
 
 
 def require_writable(path: Path, *, option: str) -> Path:
-    """The path of an output file whose folder exists: found out before the work, not after it.
+    """Returns the path of an output file, whose folder exists: found out before the work, not after it.
 
     Raises:
         UsageError: the folder is missing, or the path is a folder itself.
@@ -308,7 +308,7 @@ def require_writable(path: Path, *, option: str) -> Path:
 
 
 def write_json(value: object) -> None:
-    """The one object of `--json`, on standard output."""
+    """Writes the one object of `--json` to standard output."""
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 

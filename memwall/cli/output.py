@@ -1,4 +1,4 @@
-"""Where output goes: one JSON object on standard output, or tables; notes while a script runs on standard error."""
+"""Sends output where it goes: one JSON object or tables to standard output, notes of a run to standard error."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ __all__ = ["TraceSummary", "forecast_status", "note", "script_output", "show", "
 
 
 class TraceSummary(Struct, frozen=True, kw_only=True):
-    """A trace in figures, for scripts."""
+    """Holds a trace in figures, for scripts."""
 
     schema: str = "memwall.trace-summary/1"
     tag: Tag
@@ -31,7 +31,7 @@ class TraceSummary(Struct, frozen=True, kw_only=True):
 
 
 def trace_summary(trace: "Trace") -> TraceSummary:
-    """Peak, phase, categories and lines of every recorded step."""
+    """Returns peak, phase, categories and lines of every recorded step."""
     from msgspec.structs import asdict
 
     from memwall.predict.curve import peak_of, step_seconds
@@ -63,14 +63,14 @@ def trace_summary(trace: "Trace") -> TraceSummary:
 
 
 def forecast_status(forecast: "Forecast") -> int:
-    """As DESIGN fixes it: 0 fits, 3 does not, 4 fits only inside the margin."""
+    """Returns the exit status, as DESIGN fixes it: 0 fits, 3 does not, 4 fits only inside the margin."""
     if forecast.fits:
         return 0
     return 4 if forecast.budget_bytes is not None and forecast.peak.process_bytes <= forecast.budget_bytes else 3
 
 
 def show(table: "RenderableType", record: Struct, *, as_json: bool, to_error: bool = False) -> None:
-    """The result of a command.
+    """Shows the result of a command.
 
     Args:
         table: for a person.
@@ -88,7 +88,7 @@ def show(table: "RenderableType", record: Struct, *, as_json: bool, to_error: bo
 
 @contextmanager
 def script_output(*, to_error: bool) -> Iterator[None]:
-    """Where a script's standard output goes while it runs: with `--json` to standard error, children's too."""
+    """Sends a script's standard output, and its children's, to standard error while it runs with `--json`."""
     if not to_error:
         yield
         return
@@ -104,7 +104,7 @@ def script_output(*, to_error: bool) -> Iterator[None]:
 
 
 def note(table: "RenderableType") -> None:
-    """Something to read while a script runs."""
+    """Shows something to read while a script runs."""
     _console(to_error=True).print(table)
 
 

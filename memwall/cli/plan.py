@@ -1,4 +1,4 @@
-"""`memwall plan`: from a trace, or from a workload recorded now or on fake tensors, to a plan file."""
+"""Runs `memwall plan`: from a trace, or from a workload recorded now or on fake tensors, to a plan file."""
 
 import re
 from functools import partial
@@ -193,7 +193,7 @@ def plan(
 
 
 def _hardware(device: str | None) -> "Hardware | None":
-    """The device of that name; None for one of this machine, and where none is named."""
+    """Returns the device of that name; None for one of this machine, and where none is named."""
     if device is None or re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None:
         return None
     from memwall.machine.hardware import hardware_named
@@ -203,7 +203,7 @@ def _hardware(device: str | None) -> "Hardware | None":
 
 
 def forecast_without_plan(trace: "Trace", error: InfeasibleError) -> "Forecast":
-    """What `--json` prints where nothing fits: the peak is what the leanest plan needs, its margin included."""
+    """Returns what `--json` prints where nothing fits: the peak is what the leanest plan needs, its margin included."""
     from memwall.planning.forecast import Forecast, PeakBytes
     from memwall.trace.workload_facts import workload_facts
 

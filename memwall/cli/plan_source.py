@@ -1,4 +1,4 @@
-"""What a plan is made from: a trace file, or a workload recorded now or on fake tensors; and how else it can be."""
+"""Gets what a plan is made from: a trace file, or a workload recorded now or on fake tensors, in further ways too."""
 
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ __all__ = ["Ways", "device_trace", "here_with_kernels", "is_spec", "load_source"
 
 
 class Ways(NamedTuple):
-    """How else the step can be recorded, and what was recorded besides; None where it cannot, or was not."""
+    """Says how else the step can be recorded, and what was recorded besides; None where it cannot, or was not."""
 
     under_autocast: "Callable[[], Trace] | None" = None
     with_kernels: "Callable[[str | None], tuple[Trace, Action | None]] | None" = None
@@ -31,7 +31,7 @@ class Ways(NamedTuple):
 
 
 def here_with_kernels(source: str, tier: "DiskTier | None", lower: str | None) -> "tuple[Trace, Action | None]":
-    """The step of a factory with fused kernels, recorded here and now."""
+    """Records the step of a factory with fused kernels, here and now."""
     from memwall.integrations.fused_kernels import recorded_with_kernels
     from memwall.trace.spec import load_workload
     from memwall.trace.trace_builder import record
@@ -48,7 +48,7 @@ def device_trace(
     autocast: str | None,
     **model: Any,
 ) -> "tuple[Trace, Ways]":
-    """The step as the device would run it, of a trace file or of a SPEC; and how else a SPEC can be recorded.
+    """Returns the step as the device would run it, of a trace file or a SPEC; and how else a SPEC can be recorded.
 
     Args:
         model: what `device_run_of_spec` is told about a configuration's model and batches.
@@ -101,12 +101,12 @@ def device_trace(
 
 
 def is_spec(source: str) -> bool:
-    """Whether it is a configuration or a factory, and no file of a trace."""
+    """Says whether it is a configuration or a factory, and no file of a trace."""
     return config_path(source) is not None or (":" in source and not Path(source).exists())
 
 
 def load_source(source: str) -> "Trace":
-    """The trace of a file, or of a workload recorded now.
+    """Returns the trace of a file, or of a workload recorded now.
 
     Raises:
         UsageError: there is no such file, or the factory cannot be loaded.
@@ -125,7 +125,7 @@ def load_source(source: str) -> "Trace":
 
 
 def with_cpu_step(trace: "Trace", ways: Ways) -> "tuple[Trace, Ways]":
-    """The trace, and those recorded in other ways, with the speed of an optimizer's step on this CPU, measured now."""
+    """Adds the speed of an optimizer's step on this CPU, measured now, to a trace and those recorded in other ways."""
     import msgspec
 
     from memwall.apply.optimizer_state.cpu_speed import cpu_step_speeds
@@ -156,7 +156,7 @@ def with_cpu_step(trace: "Trace", ways: Ways) -> "tuple[Trace, Ways]":
 
 
 def with_disk(trace: "Trace", tier: "DiskTier | None") -> "Trace":
-    """The trace with the speeds of another disk than the one it was recorded with, measured now."""
+    """Returns the trace with the speeds of another disk than the one it was recorded with, measured now."""
     if tier is None or trace.device != "cpu" or trace.machine.disk == str(tier.directory):
         return trace
     import msgspec

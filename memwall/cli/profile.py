@@ -1,4 +1,4 @@
-"""`memwall profile`: record the first steps of a script and show what is in memory."""
+"""Runs `memwall profile`: records the first steps of a script and shows what is in memory."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`memwall report`: a trace, a snapshot, a plan or a run as a file for a browser, Perfetto, memory_viz or a script."""
+"""Runs `memwall report`: writes a trace, snapshot, plan or run for a browser, Perfetto, memory_viz or a script."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +40,7 @@ _SUFFIXES: tuple[tuple[str, Format], ...] = (
 
 
 class Written(Struct, frozen=True, kw_only=True):
-    """What was written, for scripts."""
+    """Says what was written, for scripts."""
 
     schema: str = "memwall.written/1"
     source: str
@@ -103,7 +103,7 @@ _Writers = dict[Format, Callable[[Path], None]]
 
 
 def _writers(source: Path) -> tuple["Source", _Writers]:
-    """What a file is, and how each format of it is written."""
+    """Returns what a file is, and how each format of it is written."""
     from memwall.cli.source import source_kind
 
     kind = source_kind(source, expected=_EXPECTED)

@@ -1,4 +1,4 @@
-"""`memwall run`: run a script under a budget, or under a plan made earlier."""
+"""Runs `memwall run`: a script under a budget, or under a plan made earlier."""
 
 import os
 from collections.abc import Mapping
@@ -185,7 +185,7 @@ def run(
 
 
 def launched_rank(environment: Mapping[str, str]) -> str | None:
-    """The name of this process among those of a launcher that reads an exit status of 5 as a failure.
+    """Returns the name of this process among those of a launcher that reads an exit status of 5 as a failure.
 
     Returns:
         None where there is no such launcher: the process stands for itself.

@@ -1,4 +1,4 @@
-"""What a file given to `explain`, `report` or `diff` is, told by its first bytes, and a snapshot in figures."""
+"""Tells by the first bytes of a file what `explain`, `report` or `diff` was given; puts snapshots into figures."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -27,11 +27,11 @@ _HEAD_BYTES = 64
 
 
 class SnapshotSummary(Struct, frozen=True, kw_only=True):
-    """A CUDA memory snapshot in figures, for scripts; the device that holds most comes first."""
+    """Holds a CUDA memory snapshot in figures, for scripts; the device that holds most comes first."""
 
     schema: str = "memwall.snapshot-summary/1"
     tag: Tag = "external"
-    """Of all but what was simulated under allocator settings, which says so itself."""
+    """Belongs to all but what was simulated under allocator settings, which says so itself."""
     devices: tuple[DeviceAnalysis, ...]
     allocator_settings: dict[str, str]
     fits: tuple[FitOnDevice, ...] = ()
@@ -39,7 +39,7 @@ class SnapshotSummary(Struct, frozen=True, kw_only=True):
 
 
 def kind_of(path: Path) -> Literal["trace", "snapshot", "json", "other"]:
-    """What a file holds, by its first bytes; whether the rest of it is whole, its reader finds out.
+    """Tells by its first bytes what a file holds; whether the rest of it is whole, its reader finds out.
 
     Raises:
         UsageError: the file cannot be read.
@@ -60,7 +60,7 @@ def kind_of(path: Path) -> Literal["trace", "snapshot", "json", "other"]:
 
 
 def source_kind(path: Path, *, expected: str) -> Source:
-    """What a file is, a plan told from a run report by its schema.
+    """Tells what a file is, a plan from a run report by its schema.
 
     Args:
         expected: what an error says was asked for.
@@ -96,7 +96,7 @@ def snapshot_summary(
     hardware: "Hardware | None" = None,
     marks: Marks | None = None,
 ) -> SnapshotSummary:
-    """Peak, holders, fragmentation and the best allocator settings of every device.
+    """Returns peak, holders, fragmentation and the best allocator settings of every device.
 
     Args:
         torch_version: release that wrote it, which a snapshot does not say; None for what its marks say, or else the
@@ -123,7 +123,7 @@ def snapshot_summary(
 def analysed_devices(
     snapshot: "Snapshot", torch_version: str | None = None, marks: Marks | None = None
 ) -> tuple[tuple[DeviceAnalysis, Timeline], ...]:
-    """The devices of a snapshot with their history, the one that holds most first; see `snapshot_summary`."""
+    """Returns the devices of a snapshot with their history, the one that holds most first; see `snapshot_summary`."""
     torch_version = torch_version or (marks.torch_version if marks is not None else version("torch"))
     profile_for(torch_version)
     found = []

@@ -1,4 +1,4 @@
-"""The option -v of every command, which none of their functions needs to know of."""
+"""Gives every command the option -v, which none of their functions needs to know of."""
 
 import inspect
 import logging

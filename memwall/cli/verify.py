@@ -1,4 +1,4 @@
-"""`memwall verify`: the forecast of a plan beside what a run measured."""
+"""Runs `memwall verify`: shows the forecast of a plan beside what a run measured."""
 
 from pathlib import Path
 from typing import Annotated

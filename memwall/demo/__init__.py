@@ -1,1 +1,1 @@
-"""The script that `memwall demo` trains; in a folder of its own, which is first on the script's import path."""
+"""Holds the script that `memwall demo` trains: this folder is first on the script's import path."""

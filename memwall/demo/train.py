@@ -1,4 +1,4 @@
-"""A plain PyTorch training script: a byte-level GPT of 25 million parameters on the sources of Python's own library.
+"""Trains in plain PyTorch: a byte-level GPT of 25 million parameters on the sources of Python's own library.
 
 Nothing in it knows about memwall. `memwall demo` runs it once as it is, and once with `memwall run`.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """A pre-norm transformer layer; [batch, tokens, width] in and out."""
+    """Computes a pre-norm transformer layer; [batch, tokens, width] in and out."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class GPT(nn.Module):
 
 
 def library_text(num_bytes: int) -> Tensor:
-    """The first bytes of Python's standard library and its documentation, in a fixed order."""
+    """Returns the first bytes of Python's standard library and its documentation, in a fixed order."""
     text = b""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()

@@ -1,4 +1,4 @@
-"""memwall in a loop of Accelerate's: a session on what `Accelerator.prepare` returns.
+"""Runs memwall in a loop of Accelerate's: a session on what `Accelerator.prepare` returns.
 
 Of a plan, Accelerate carries out precision and accumulation (`Accelerator(**plan.accelerate_kwargs())`); everything
 else is the session's.
@@ -59,7 +59,7 @@ class MemwallPlugin:
         self._disk_writes = disk_writes
 
     def prepare(self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> Any:
-        """What `accelerator.prepare(model, optimizer, *rest)` returns, with a session on the model.
+        """Returns what `accelerator.prepare(model, optimizer, *rest)` does, with a session on the model.
 
         Further optimizers of the model may be among the rest.
 
@@ -90,7 +90,7 @@ class MemwallPlugin:
         return prepared
 
     def compute_gradients(self, loss_of: Callable[[], Tensor]) -> Tensor:
-        """Forward, and backward by the accelerator, of one batch; where memory runs out, see `Session.redoable`.
+        """Runs forward, and backward by the accelerator, of one batch; where memory runs out, see `Session.redoable`.
 
         Example::
 
@@ -133,7 +133,7 @@ class MemwallPlugin:
             raise explained from error
 
     def report(self) -> RunReport:
-        """Forecast and measurement.
+        """Returns forecast and measurement.
 
         Raises:
             IntegrationError: nothing was prepared.
@@ -154,7 +154,7 @@ def _optimizers_among(prepared: Iterable[Any]) -> list[torch.optim.Optimizer]:
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer of torch within Accelerate's wrapper: the one whose step runs the hooks.
+    """Returns the optimizer of torch within Accelerate's wrapper: the one whose step runs the hooks.
 
     Raises:
         IntegrationError: there is none in it.

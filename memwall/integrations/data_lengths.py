@@ -1,4 +1,4 @@
-"""The longest sample of a run's own data, looked for once before training, beside the length a plan was made from.
+"""Looks once, before training, for the longest sample of a run's data, which a plan may have been made without.
 
 A plan made from the first step holds for batches no longer than that one. A longer sample that comes late is the usual
 reason why a run that fitted for hours ends.
@@ -24,7 +24,7 @@ _FIELD = "input_ids"
 
 
 class LongestSample(Struct, frozen=True, kw_only=True):
-    """The longest of the samples that were looked at."""
+    """Holds the longest of the samples that were looked at."""
 
     length: int
     """Tokens."""
@@ -78,7 +78,7 @@ class LengthWatch:
             self.length = max(self.length, tokens.shape[-1])
 
     def compare(self) -> None:
-        """To be called once, when the plan stands: looks no further, and warns if it was made from shorter batches."""
+        """Looks no further, and warns if the plan, which stands now, was made from shorter batches."""
         self.close()
         longest = self.longest
         if not 0 < self.length < longest.length:

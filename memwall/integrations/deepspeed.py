@@ -1,4 +1,4 @@
-"""DeepSpeed as the engine where several devices take part: it shards and swaps, memwall does the rest of a plan.
+"""Leaves sharding and swapping to DeepSpeed's engine where several devices take part, and does the rest of a plan.
 
 `plan.deepspeed_config()` is what DeepSpeed is given. Its engine trains; `apply_rest` does to the model in it what
 DeepSpeed has nothing for. Resuming goes through `load_checkpoint`, which puts back what DeepSpeed would lose without a
@@ -54,7 +54,7 @@ def require_deepspeed() -> None:
 
 
 class Rest:
-    """The actions that memwall applies to the model in a DeepSpeed engine; see `apply_rest`."""
+    """Holds the actions that memwall applies to the model in a DeepSpeed engine; see `apply_rest`."""
 
     def __init__(self, engine: Any, actions: tuple[Action, ...], disk: str | None) -> None:
         applied = AppliedPlan(
@@ -135,7 +135,7 @@ def check_resume(config: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(engine: Any, load_dir: str, tag: str | None = None, **arguments: Any) -> Any:
-    """`engine.load_checkpoint(load_dir, tag, **arguments)`, and with the optimizer on NVMe what that leaves out.
+    """Calls `engine.load_checkpoint(load_dir, tag, **arguments)`, and with the optimizer on NVMe does what that omits.
 
     Raises:
         IntegrationError: the checkpoint is cut short or does not fit the engine, this version of DeepSpeed is another
@@ -179,7 +179,7 @@ def _check_parameters(config: Mapping[str, Any]) -> None:
 
 
 def _configuration(engine: Any) -> Mapping[str, Any]:
-    """What an engine was configured with."""
+    """Returns what an engine was configured with."""
     config = getattr(getattr(engine, "_config", None), "_param_dict", None)
     if not isinstance(config, Mapping):
         raise IntegrationError(
@@ -189,6 +189,6 @@ def _configuration(engine: Any) -> Mapping[str, Any]:
 
 
 def _device_of(config: Mapping[str, Any], section: str) -> str:
-    """Where a section of zero_optimization has its bytes: "none", "cpu" or "nvme"."""
+    """Says where a section of zero_optimization has its bytes: "none", "cpu" or "nvme"."""
     device = ((config.get("zero_optimization") or {}).get(section) or {}).get("device", "none")
     return str(getattr(device, "value", device))

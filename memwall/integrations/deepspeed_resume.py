@@ -1,4 +1,4 @@
-"""Resuming with an optimizer on NVMe: what DeepSpeed's `load_checkpoint` leaves out, put back from its own files.
+"""Resumes with an optimizer on NVMe: puts back what DeepSpeed's `load_checkpoint` leaves out, from its own files.
 
 DeepSpeed 0.19.8 copies the swap files of moments back and never reads them, and skips the file that holds step counts,
 hyperparameters, the loss scale and all that was too small to be swapped. Here each moment is made known to the swapper
@@ -32,7 +32,7 @@ _NEEDED = {
 
 
 def check_resumable(engine: Any, load_dir: str, tag: str) -> dict[str, Any]:
-    """What the checkpoint has for this rank besides the swap files.
+    """Returns what the checkpoint has for this rank besides the swap files.
 
     Raises:
         IntegrationError: this version of DeepSpeed is another than known, or the checkpoint does not fit the engine.

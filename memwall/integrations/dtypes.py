@@ -1,4 +1,4 @@
-"""The names of dtypes that people write, and what torch calls them: one table for every option that takes one."""
+"""Knows the names of dtypes that people write, and what torch calls them, for every option that takes one."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from memwall.errors import UsageError
 __all__ = ["DTYPES", "known_dtype", "parse_dtype"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""What weights and activations can be traced in."""
+"""Weights and activations can be traced in these."""
 
 _NAMES = {
     **{name: name for name in DTYPES},

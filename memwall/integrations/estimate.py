@@ -1,4 +1,4 @@
-"""`memwall.estimate`: what a training run needs on a device that is not here; the command of that name prints it."""
+"""Holds `memwall.estimate`: what a training run needs on a device that is not here; the command prints it."""
 
 from os import PathLike, fspath
 from pathlib import Path

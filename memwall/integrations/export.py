@@ -1,4 +1,4 @@
-"""A plan in the formats of what launches training: the files' contents, and what of the plan they do not hold."""
+"""Puts a plan into the formats of what launches training, and says what of the plan they do not hold."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ class Exported(Struct, frozen=True, kw_only=True):
 
 
 def exported(plan: Plan, target: str, output: Path, *, world_size: int = 1, disk: str | None = None) -> Exported:
-    """The plan for a target.
+    """Returns the plan for a target.
 
     Args:
         output: the file to be; a second one, where there is one, lies beside it.
@@ -77,7 +77,7 @@ def _trainer(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exp
 
 
 def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:
-    """A file for `accelerate launch --config_file`, in JSON, which is YAML too."""
+    """Returns a file for `accelerate launch --config_file`, in JSON, which is YAML too."""
     is_cpu = plan.forecast.device == "cpu"
     launch: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",

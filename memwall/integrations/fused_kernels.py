@@ -1,4 +1,4 @@
-"""A workload recorded with fused kernels in its model: what a plan that may use them is made from."""
+"""Records a workload with fused kernels in its model: a plan that may use them is made from that."""
 
 import copy
 import logging
@@ -25,7 +25,7 @@ Recorded = tuple[Trace, FusedKernels | None]
 
 
 def without_values(module: nn.Module, candidate: Candidate) -> str | None:
-    """What speaks against a kernel for a module on fake tensors.
+    """Says what speaks against a kernel for a module on fake tensors.
 
     A norm is compared with weights made up for it. Of a gated MLP they would be large: its structure and the values of
     its activation have to do, and whoever applies the plan compares.
@@ -49,7 +49,7 @@ def recorded_with_kernels(
     record: Callable[[Callable[[Workload], Workload]], Trace],
     objection: Callable[[nn.Module, Candidate], str | None] = objection,
 ) -> Recorded:
-    """The trace of a workload whose model runs fused kernels, and what there is of them; None if no module has one.
+    """Returns the trace of a workload whose model runs fused kernels, and which; None for these if no module has one.
 
     Args:
         record: records the workload that its argument makes of a plain one.

@@ -43,7 +43,7 @@ _HUB_NAME = r"\w[\w.-]*/\w[\w.-]*|\w[\w-]*"
 
 
 def config_path(source: str) -> Path | None:
-    """The config.json that `source` names, as a file or as the folder it is in; None if it names neither."""
+    """Returns the config.json that `source` names, as a file or as the folder it is in; None if it names neither."""
     path = Path(source)
     if path.is_dir():
         found = path / "config.json"
@@ -53,7 +53,7 @@ def config_path(source: str) -> Path | None:
 
 
 def hub_hint(spec: str) -> str:
-    """What to do with the name of a model on the Hugging Face Hub, where `spec` looks like one."""
+    """Says what to do with the name of a model on the Hugging Face Hub, where `spec` looks like one."""
     if re.fullmatch(_HUB_NAME, spec) is None or ("/" in spec and Path(spec).parent.is_dir()):
         return ""
     return (
@@ -111,14 +111,14 @@ def read_config(path: Path) -> tuple[Any, object]:
 
 
 def _written_dtype(data: dict[str, Any]) -> object:
-    """A model of several parts, as text and images, may say it of the text alone."""
+    """Returns what the file says; a model of several parts, as text and images, may say it of the text alone."""
     text = data.get("text_config")
     places = (data, text) if isinstance(text, dict) else (data,)
     return next((place[key] for place in places for key in _DTYPE_KEYS if place.get(key) is not None), None)
 
 
 def _refuse_diffusers(path: Path, data: dict[str, Any]) -> None:
-    """Such a configuration describes a model, or a pipeline of several, but neither its inputs nor its loss."""
+    """Refuses what describes a model, or a pipeline of several, but neither its inputs nor its loss."""
     if "_class_name" in data and "_diffusers_version" in data:
         raise UsageError(
             f"{path} is a configuration of diffusers ({data['_class_name']}), which does not say how the model is "
@@ -148,7 +148,7 @@ def _without(data: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _require_sizes(path: Path, config: Any, data: dict[str, Any]) -> None:
-    """Composite models keep sizes in their parts, hierarchical ones in `depths`: those are left to transformers."""
+    """Checks that a file gives its sizes; composite models keep them in their parts, hierarchical ones in `depths`."""
     if config.sub_configs or "depths" in data:
         return
     for name in _REQUIRED:

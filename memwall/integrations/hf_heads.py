@@ -56,7 +56,7 @@ def in_dtype(make: Callable[[], Batch], dtype: str) -> Batch:
 
 
 def padded(make: Callable[[], Batch]) -> Batch:
-    """The batch with the last token of all texts but the first left out, as data collators mark it."""
+    """Returns the batch with the last token of all texts but the first left out, as data collators mark it."""
     made = make()
     mask, labels = made["attention_mask"], made["labels"]
     mask[1:, -1] = 0
@@ -72,7 +72,7 @@ def _tokens(config: Any, batch: int, sequence: int | None) -> "Tensor":
 
 
 def _text_batch(config: Any, batch: int, sequence: int | None) -> Batch:
-    """Unpadded text, learned token by token; masks and labels as data collators make them."""
+    """Makes up unpadded text, learned token by token; masks and labels are as data collators make them."""
     import torch
 
     tokens = _tokens(config, batch, sequence)
@@ -96,7 +96,7 @@ def _classified_tokens_batch(config: Any, batch: int, sequence: int | None) -> B
 
 
 def _answers(config: Any, batch: int) -> "Tensor":
-    """What a classifier learns: a class for each sample, or where the configuration says so several, or numbers."""
+    """Makes up what a classifier learns: a class for each sample, or several, or numbers, as the problem type says."""
     import torch
 
     problem = getattr(config, "problem_type", None) or ("regression" if config.num_labels == 1 else None)
@@ -123,13 +123,13 @@ def _image_batch(config: Any, batch: int, sequence: int | None) -> Batch:
 
 
 def _speech_batch(config: Any, batch: int, sequence: int | None) -> Batch:
-    """Log-mel frames, and text for the decoder: Whisper and its kin."""
+    """Makes up log-mel frames, and text for the decoder, for Whisper and its kin."""
     most = getattr(config, "max_target_positions", None) or DEFAULT_SEQUENCE
     return {"input_features": _mel_frames(config, batch), "labels": _tokens(config, batch, min(sequence or most, most))}
 
 
 def _mel_frames(config: Any, batch: int) -> "Tensor":
-    """As many as an encoder takes that halves them."""
+    """Makes up as many frames as an encoder takes that halves them."""
     import torch
 
     frames: int = 2 * getattr(config, "max_source_positions", DEFAULT_SEQUENCE // 2)
@@ -138,7 +138,7 @@ def _mel_frames(config: Any, batch: int) -> "Tensor":
 
 
 def _wave_batch(config: Any, batch: int, sequence: int | None) -> Batch:
-    """Wave forms, or for the audio spectrogram transformer what its feature extractor makes of them."""
+    """Makes up wave forms, or for the audio spectrogram transformer what its feature extractor makes of them."""
     import torch
 
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):

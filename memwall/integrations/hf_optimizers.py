@@ -1,4 +1,4 @@
-"""Optimizers by name, for a configuration that says nothing about its training."""
+"""Makes optimizers by name, for a configuration that says nothing about its training."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -60,7 +60,7 @@ def check_optimizer(name: str) -> None:
 
 
 def make_optimizer(name: str, parameters: Iterable[Any]) -> "Optimizer":
-    """The optimizer of that name, see `check_optimizer`, over these parameters."""
+    """Returns the optimizer of that name, see `check_optimizer`, over these parameters."""
     from torch import optim
 
     class_name, arguments = _MAKERS[name]

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder or `config.json` to a Workload: the model without weights, and a batch made up for it.
+"""Makes a Workload of a Hugging Face folder or `config.json`: the model without weights, and a batch made up for it.
 
 The head is the one that `architectures` names; without it, the usual one of the model type.
 """
@@ -44,7 +44,7 @@ def hugging_face_workload(
     is_padded: bool = False,
     is_checkpointed: bool = False,
 ) -> Workload:
-    """The training step of a model that a configuration describes.
+    """Returns the training step of a model that a configuration describes.
 
     Args:
         source: a config.json, or the folder it is in.
@@ -91,7 +91,7 @@ def hugging_face_workload(
 
 
 def positions_of(source: str) -> int | None:
-    """Tokens for which a model of text has positions; None where they are relative, so that nothing limits them.
+    """Returns for how many tokens a model of text has positions; None where they are relative: nothing limits them.
 
     Raises:
         UsageError: the configuration can't be used, or samples of its kind are not padded to a number of tokens.
@@ -104,7 +104,7 @@ def positions_of(source: str) -> int | None:
 
 
 def _read(source: str) -> tuple[str, Any, object, Head]:
-    """Path, configuration, the dtype that its file names, and head."""
+    """Returns path, configuration, the dtype that its file names, and head."""
     path = config_path(source)
     if path is None:
         raise UsageError(f"'{source}' is neither a folder with a config.json nor a .json file")
@@ -113,7 +113,7 @@ def _read(source: str) -> tuple[str, Any, object, Head]:
 
 
 def _dtype_of(path: str, written: object) -> str:
-    """The dtype that a configuration names; a model in another one would be a wrong answer, so it is refused."""
+    """Returns the dtype that a configuration names; one that can't be traced is refused, as another would be wrong."""
     if written is None:
         return "float32"
     found = known_dtype(written) if isinstance(written, str) else None
@@ -168,7 +168,7 @@ def _model(path: str, config: Any, head: Head, dtype: str, is_checkpointed: bool
 
 
 def _checkpointed(path: str, model: Any) -> Any:
-    """With the library's own recomputation, in the way that is the default of its release.
+    """Turns on the library's own recomputation, in the way that is the default of its release.
 
     Source: transformers 5.23, trainer.py, `_inner_training_loop`; before release 5 the method had its old name.
     """
@@ -183,7 +183,7 @@ def _checkpointed(path: str, model: Any) -> Any:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Whatever a configuration names on the Hub, nothing is fetched."""
+    """Keeps the library from fetching anything that a configuration names on the Hub."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -198,7 +198,7 @@ def _offline() -> Iterator[None]:
 
 
 def _sequence(path: str, config: Any, asked: int | None) -> int:
-    """Tokens per sample, within what the model's positions allow."""
+    """Returns the tokens of a sample, within what the model's positions allow."""
     most = _positions(config)
     if most is None:  # positions are relative, as in T5, which was trained with so many
         return asked or min(getattr(config, "n_positions", None) or DEFAULT_SEQUENCE, DEFAULT_SEQUENCE)

@@ -43,7 +43,7 @@ _INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended: 128 + 
 
 
 class ScriptEnded(BaseException):
-    """Raised inside a script to end it early, once enough steps were recorded.
+    """Ends a script early from inside, once enough steps were recorded.
 
     Not an `Exception`, so that a script which handles those does not go on.
     """
@@ -60,7 +60,7 @@ class _Watch:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around each hook: a script that catches memwall's error meets it again, and it still decides the status."""
+        """Goes around each hook: a script that catches memwall's error meets it again, and it decides the status."""
         if self.failure is not None:
             raise self.failure.without_frames()
         try:
@@ -70,7 +70,7 @@ class _Watch:
             raise
 
     def is_model(self, module: nn.Module) -> bool:
-        """Whether this call is the first one of what is being trained."""
+        """Says whether this call is the first one of what is being trained."""
         return (
             torch.is_grad_enabled()
             and current_node() is None
@@ -322,7 +322,7 @@ def _execute(
 
 @contextmanager
 def _as_main(name: str, args: Sequence[str], *, is_module: bool) -> Iterator[None]:
-    """The argument list and import path that a script finds when Python runs it."""
+    """Sets the argument list and import path that a script finds when Python runs it."""
     argv, path = list(sys.argv), list(sys.path)
 
     def undo() -> None:

@@ -1,4 +1,4 @@
-"""A workload as Accelerate runs it for `bf16=True` or `fp16=True`: the model's forward under autocast."""
+"""Runs a workload as Accelerate does for `bf16=True` or `fp16=True`: the model's forward under autocast."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ AUTOCAST_DTYPES: tuple[LowerDtype, ...] = ("bfloat16", "float16")
 
 
 def under_autocast(workload: Workload, dtype: str) -> Workload:
-    """The workload with its model under autocast, and what the model returns in float32 again.
+    """Returns the workload with its model under autocast, and what the model returns in float32 again.
 
     Source: accelerate 1.15, accelerator.py, `prepare_model`: `convert_outputs_to_fp32(autocast_context(forward))`.
     What scales gradients for float16 is left out.

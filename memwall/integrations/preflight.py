@@ -75,7 +75,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _check_wrapped(*, finds_unused: bool, is_reentrant: bool) -> None:
-    """Source: the notes on checkpointing in torch's documentation of DistributedDataParallel."""
+    """Refuses what torch's notes on checkpointing under DistributedDataParallel say fails, and warns of the rest."""
     if not is_reentrant:
         return  # what recomputes without reentrance, memwall too, leaves every parameter visible in the graph
     if finds_unused:
@@ -92,14 +92,14 @@ def _check_wrapped(*, finds_unused: bool, is_reentrant: bool) -> None:
 
 
 def _is_reentrant(module: nn.Module) -> bool:
-    """Whether a layer of transformers checkpoints itself so (`_set_gradient_checkpointing` gives it the function)."""
+    """Says if a layer of transformers checkpoints itself so (`_set_gradient_checkpointing` gives it the function)."""
     function = checkpointing_function_of(module)
     keywords = getattr(function, "keywords", {})
     return bool(getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant", False))
 
 
 def _checkpointing_names(suffix: str = "") -> tuple[str, str]:
-    """Older and newer releases of transformers."""
+    """Returns the names in older and newer releases of transformers."""
     return f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"
 
 

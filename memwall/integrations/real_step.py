@@ -1,4 +1,4 @@
-"""A real step on this CPU, where fake tensors lack the values that it needs: the last way from a SPEC to a trace."""
+"""Records a real step on this CPU where fake tensors lack values that it needs: the last way from SPEC to trace."""
 
 import logging
 
@@ -31,7 +31,7 @@ def real_trace(
     num_micro_batches: int = 1,
     host_bytes: int = 0,
 ) -> Trace:
-    """Two steps recorded on this CPU, translated to the device as far as records can be.
+    """Returns two steps recorded on this CPU, translated to the device as far as records can be.
 
     Args:
         failure: why fake tensors do not do; it is raised where the model is too large to be run here.

@@ -1,4 +1,4 @@
-"""From a SPEC to a trace without a device: a Workload's factory or a Hugging Face configuration."""
+"""Makes a trace of a SPEC without a device: of a Workload's factory or a Hugging Face configuration."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,7 +89,7 @@ def batch_of_spec(
     sequence: int | None = None,
     num_micro_batches: int = 1,
 ) -> BatchChoice:
-    """The batch of a configuration's model that a forecast is to be for.
+    """Returns the batch of a configuration's model that a forecast is to be for.
 
     Args:
         rule: "max-length" for samples as long as the model has positions, or `sequence`; see `chosen_batch` for the
@@ -202,7 +202,7 @@ def _shown(spec: str | Workload) -> str:
 
 @contextmanager
 def _failing_as_trace_error(spec: str | Workload) -> Iterator[None]:
-    """Whatever a model's own code raises, as one error that names the spec."""
+    """Turns whatever a model's own code raises into one error that names the spec."""
     try:
         yield
     except MemwallError:

@@ -1,4 +1,4 @@
-"""memwall in the Trainer of transformers: one callback.
+"""Puts memwall into the Trainer of transformers, by one callback.
 
 What the Trainer fixes before a callback can act (micro-batch, accumulation, precision) stays the Trainer's;
 `plan.training_arguments(args)` sets it. The rest of a plan is applied by a session on the model.
@@ -104,7 +104,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             self.session.close(completed=completed)
 
     def report(self) -> RunReport:
-        """Forecast and measurement.
+        """Returns forecast and measurement.
 
         Raises:
             IntegrationError: the callback belongs to no Trainer.
@@ -165,7 +165,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             self._steps.hand_over()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the first step the plan is made and applied, before anything is evaluated or saved.
+        """Makes and applies the plan after the first step, before anything is evaluated or saved.
 
         A longer sample than those of that step, anywhere in the data, is a warning now and not an error later.
 
@@ -213,7 +213,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _with_arguments(self, error: InfeasibleError) -> InfeasibleError:
-        """The same error; where smaller micro-batches would fit, with the arguments that say so."""
+        """Returns the same error; where smaller micro-batches would fit, with the arguments that say so."""
         trace = self.session.trace if self.session is not None else None
         settings = Settings(
             budget_bytes=error.budget_bytes, disk=self._disk, allow=self._allow, allow_accumulation=True

@@ -1,4 +1,4 @@
-"""A Trainer's training steps, handed over to a session so that one that runs out of memory can be done again.
+"""Hands a Trainer's training steps over to a session, so that one that runs out of memory can be done again.
 
 The Trainer shows a callback its model and its optimizer, but neither itself nor an exception. It is found among the
 callers of the callback's first event, and two of its methods are overridden, for this one object.
@@ -26,7 +26,7 @@ class _Owner(Protocol):
 
 
 def trainer_of(callback: object) -> Any | None:
-    """The Trainer that is calling this callback right now; None where that is somebody else."""
+    """Returns the Trainer that is calling this callback right now; None where that is somebody else."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -38,7 +38,7 @@ def trainer_of(callback: object) -> Any | None:
 
 
 class TrainerSteps:
-    """Around `train` of a Trainer, and around `training_step` while a session runs the steps.
+    """Goes around `train` of a Trainer, and around `training_step` while a session runs the steps.
 
     The Trainer's class becomes a subclass of itself, of the same name. A function put on the object would have to
     hold it: strongly, a cycle keeps the model until the garbage collector comes; weakly, it is gone already in
@@ -58,15 +58,15 @@ class TrainerSteps:
         self._patches.replace(trainer, "__class__", type(kind.__name__, (_Watched, kind), named), permanent=_LASTS)
 
     def hand_over(self) -> None:
-        """From now on the session runs the training steps."""
+        """Lets the session run the training steps from now on."""
         self._is_running_steps = True
 
     def take_back(self) -> None:
-        """The Trainer runs them itself."""
+        """Lets the Trainer run them itself."""
         self._is_running_steps = False
 
     def training_step(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step of the Trainer's, by the session."""
+        """Runs a step of the Trainer's by the session."""
         session = self._owner.session
         if not self._is_running_steps or session is None or session.state == "closed":
             return method(model, inputs, *args, **kwargs)
@@ -74,7 +74,7 @@ class TrainerSteps:
         return session.redoable(lambda: method(model, copy.copy(inputs), *args, **kwargs))
 
     def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Whatever ends training, the model is given back, and a lack of memory is explained."""
+        """Gives the model back whatever ends training, and explains a lack of memory."""
         try:
             return method(*args, **kwargs)
         except BaseException as error:

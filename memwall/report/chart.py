@@ -42,14 +42,14 @@ _NARROW_BAND = 0.025
 
 
 class Legend(Struct, frozen=True, kw_only=True):
-    """Name and colour of one layer."""
+    """Holds name and colour of one layer."""
 
     name: str
     colour: str
 
 
 class Scale(Struct, frozen=True, kw_only=True):
-    """What curves that are drawn beside each other share."""
+    """Holds what curves that are drawn beside each other share."""
 
     unit: str
     unit_bytes: int
@@ -59,7 +59,7 @@ class Scale(Struct, frozen=True, kw_only=True):
 
 
 def scale_of(curves: Iterable[Curve]) -> Scale:
-    """Common axes: same bytes and, where the unit is the same, same time."""
+    """Returns common axes: same bytes and, where the unit is the same, same time."""
     highest_bytes = 1
     last_positions: dict[str, float] = {}
     for curve in curves:
@@ -71,7 +71,7 @@ def scale_of(curves: Iterable[Curve]) -> Scale:
 
 
 def legend_of(curves: Iterable[Curve]) -> tuple[Legend, ...]:
-    """The layers of all curves, bottom of the stack first."""
+    """Returns the layers of all curves, bottom of the stack first."""
     present = {layer.category for curve in curves for layer in curve.layers}
     ordered = [name for name in _COLOURS if name in present] + sorted(present - set(_COLOURS))
     return tuple(Legend(name=name.replace("_", " "), colour=_COLOURS.get(name, _OTHER_COLOUR)) for name in ordered)
@@ -194,7 +194,7 @@ def _band_shape(band: PhaseBand) -> dict[str, Any]:
 
 
 def _band_notes(bands: Sequence[PhaseBand], last: float) -> list[dict[str, Any]]:
-    """Names of the phases above the plot; upright where a band is narrow, none where it cannot be seen."""
+    """Puts names of phases above the plot; upright where a band is narrow, none where it cannot be seen."""
     notes = []
     named: set[str] = set()
     for band in bands:

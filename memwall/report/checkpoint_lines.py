@@ -1,4 +1,4 @@
-"""What a run's commits cost, and what it took to continue from one: a line each."""
+"""Says what a run's commits cost, and what it took to continue from one, in a line each."""
 
 from memwall.checkpoint.writer import CommitTimes
 from memwall.units import format_bytes, format_seconds
@@ -7,7 +7,7 @@ __all__ = ["commits_line", "recovery_line"]
 
 
 def recovery_line(directory: str, *, step: int, num_bytes: int, seconds: float) -> str:
-    """Of a run that goes on."""
+    """Returns the line of a run that goes on."""
     return (
         f"{directory}: step {step} was read and verified, {format_bytes(num_bytes)} in {format_seconds(seconds)}; the "
         "run continues from there"
@@ -15,7 +15,7 @@ def recovery_line(directory: str, *, step: int, num_bytes: int, seconds: float) 
 
 
 def commits_line(directory: str, times: CommitTimes) -> str:
-    """Of a process that has committed something. Writing and recording go on beside the next step."""
+    """Returns the line of a process that has committed something; writing and recording go on beside the next step."""
     number = times.num_commits
     written, recorded = times.transfer_seconds / number, times.record_seconds / number
     return (

@@ -1,4 +1,4 @@
-"""What of a trace, a plan, a run or a snapshot is compared with another of its kind."""
+"""Picks what of a trace, a plan, a run or a snapshot is compared with another of its kind."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -26,7 +26,7 @@ _PLACES = {
 
 
 def trace_side(trace: Trace, source: str) -> Side:
-    """Live tensors of a trace: its peak, the phases of its last step, and who holds the peak."""
+    """Returns live tensors of a trace: its peak, the phases of its last step, and who holds the peak."""
     highest = highest_point(trace)
     quantities: list[Quantity] = []
     steps = shown_steps(trace)
@@ -61,7 +61,7 @@ def trace_side(trace: Trace, source: str) -> Side:
 
 
 def plan_side(plan: Plan, source: str) -> Side:
-    """What a plan foresees: its peak by place, and of the process by phase."""
+    """Returns what a plan foresees: its peak by place, and of the process by phase."""
     forecast = plan.forecast
     quantities = [
         _quantity("peak", "process", forecast.peak.process_bytes),
@@ -88,7 +88,7 @@ def plan_side(plan: Plan, source: str) -> Side:
 
 
 def run_side(run: RunReport, source: str) -> Side:
-    """What a run measured; what it foresaw stands in its plan."""
+    """Returns what a run measured; what it foresaw stands in its plan."""
     measured = run.measured
     quantities = [
         _quantity("peak", "process", run.judged_peak_bytes),
@@ -109,7 +109,7 @@ def run_side(run: RunReport, source: str) -> Side:
 
 
 def snapshot_side(snapshot: Snapshot, analyses: Sequence[DeviceAnalysis], source: str) -> Side:
-    """The caching allocator's memory of each device of a snapshot, and who holds what is in use at most."""
+    """Returns the caching allocator's memory of each device of a snapshot, and who holds what is in use at most."""
     quantities: list[Quantity] = []
     for analysis in sorted(analyses, key=lambda found: found.device):
         where = f"GPU {analysis.device}: " if len(analyses) > 1 else ""
@@ -146,7 +146,7 @@ def _conditions(forecast: Forecast, budget_bytes: int | None) -> dict[str, str]:
 
 
 def _places(peak: PeakBytes) -> Iterator[Quantity]:
-    """Where bytes are, beside the process as a whole."""
+    """Gives the places where bytes are, beside the process as a whole."""
     for field, name in _PLACES.items():
         num_bytes = getattr(peak, field)
         if num_bytes and field != "process_bytes":
@@ -154,7 +154,7 @@ def _places(peak: PeakBytes) -> Iterator[Quantity]:
 
 
 def _phases(trace: Trace, step: Step) -> Iterator[Quantity]:
-    """The highest point of each phase of a step."""
+    """Gives the highest point of each phase of a step."""
     curve = live_curve(step.storages, len(step.ops), device=trace.device)
     highest: dict[str, int] = {}
     for op, num_bytes in zip(step.ops, curve, strict=True):

@@ -1,4 +1,4 @@
-"""The byte curve of a step, thinned for drawing: layers by category, phases, and the peak with its holders."""
+"""Thins the byte curve of a step for drawing: layers by category, phases, and the peak with its holders."""
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
@@ -31,7 +31,7 @@ __all__ = [
 PositionUnit = Literal["seconds", "operations", "events"]
 
 MOST_POINTS = 2000
-"""Of one curve: more than a screen has columns, and few enough for a page of some megabytes."""
+"""Limits one curve: more than a screen has columns, and few enough for a page of some megabytes."""
 # From the longest lived to the shortest: what stays is at the bottom of the stack, what comes and goes on top.
 STACK: tuple[Category, ...] = (
     "parameter",
@@ -45,14 +45,14 @@ STACK: tuple[Category, ...] = (
 
 
 class Layer(Struct, frozen=True, kw_only=True):
-    """Bytes of one category at each point of a curve."""
+    """Holds the bytes of one category at each point of a curve."""
 
     category: str
     live_bytes: tuple[int, ...]
 
 
 class PhaseBand(Struct, frozen=True, kw_only=True):
-    """Where a phase begins and ends, in the unit of the curve's positions."""
+    """Says where a phase begins and ends, in the unit of the curve's positions."""
 
     phase: str
     begin: float
@@ -60,7 +60,7 @@ class PhaseBand(Struct, frozen=True, kw_only=True):
 
 
 class Curve(Struct, frozen=True, kw_only=True):
-    """Bytes over one step or one recording; each point holds until the next."""
+    """Holds bytes over one step or one recording; each point holds until the next."""
 
     name: str
     tag: Tag
@@ -68,7 +68,7 @@ class Curve(Struct, frozen=True, kw_only=True):
     position_unit: PositionUnit
     """Seconds since the beginning, of a step those of computing; operations or events where no times are known."""
     summary: str
-    """What there is to see in it, in a few words."""
+    """Says in a few words what there is to see in it."""
     positions: tuple[float, ...]
     layers: tuple[Layer, ...]
     total_bytes: tuple[int, ...]
@@ -78,7 +78,7 @@ class Curve(Struct, frozen=True, kw_only=True):
     """Who holds the peak, where modules are known."""
     budget_bytes: int | None = None
     process_peak_bytes: int | None = None
-    """What the meter showed for the process over this step."""
+    """The meter showed this for the process over this step."""
 
 
 def curve_of(
@@ -91,7 +91,7 @@ def curve_of(
     process_peak_bytes: int | None = None,
     has_times: bool = True,
 ) -> Curve:
-    """The curve of one recorded or treated step, on top of what the process held before it.
+    """Returns the curve of one recorded or treated step, on top of what the process held before it.
 
     Args:
         trace: names and modules the step's indices point into, and the bytes below the curve.
@@ -136,7 +136,7 @@ def curve_of(
 
 
 def kept_points(curve: NDArray[np.int64], most: int) -> NDArray[np.intp]:
-    """Indices to draw, at most `most`: of each stretch its first, lowest, highest and last point.
+    """Returns indices to draw, at most `most`: of each stretch its first, lowest, highest and last point.
 
     No stretch loses its maximum, so the peak is always among them (Jugel et al., "M4: a visualization-oriented time
     series data aggregation", VLDB 2014, section 4).

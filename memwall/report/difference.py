@@ -1,4 +1,4 @@
-"""Two files of one kind in figures, beside each other: what `memwall diff` shows, and what it decides by."""
+"""Puts two files of one kind beside each other in figures: `memwall diff` shows them, and decides by them."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -21,7 +21,7 @@ _MOST_ROWS = 10
 
 
 class Quantity(Struct, frozen=True, kw_only=True):
-    """Bytes of one file under a name that another file of its kind has, too."""
+    """Holds the bytes of one file under a name that another file of its kind has, too."""
 
     group: Group
     name: str
@@ -29,7 +29,7 @@ class Quantity(Struct, frozen=True, kw_only=True):
 
 
 class Side(Struct, frozen=True, kw_only=True):
-    """One of the two files."""
+    """Holds one of the two files."""
 
     source: str
     """The file's name as it was given."""
@@ -39,11 +39,11 @@ class Side(Struct, frozen=True, kw_only=True):
     quantities: tuple[Quantity, ...]
     step_seconds: float | None = None
     conditions: dict[str, str]
-    """What a fair comparison has in common: device, batch, release of torch, budget."""
+    """A fair comparison has these in common: device, batch, release of torch, budget."""
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One quantity in both files; 0 bytes where a file does not have it."""
+    """Holds one quantity in both files; 0 bytes where a file does not have it."""
 
     group: Group
     name: str
@@ -55,14 +55,14 @@ class Change(Struct, frozen=True, kw_only=True):
 
 
 class Seconds(Struct, frozen=True, kw_only=True):
-    """Time of a step in both files; None where one does not say."""
+    """Holds the time of a step in both files; None where one does not say."""
 
     before_seconds: float | None
     after_seconds: float | None
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """From A to B."""
+    """Says what changed from A to B."""
 
     schema: str = "memwall.diff/1"
     kind: Source
@@ -78,11 +78,11 @@ class Difference(Struct, frozen=True, kw_only=True):
     exceeds: bool
     """Whether a peak grew by more than that."""
     notes: tuple[str, ...]
-    """What the files do not have in common."""
+    """The files do not have these in common."""
 
 
 def difference_of(before: Side, after: Side, *, fail_over_percent: float | None = None) -> Difference:
-    """What changed from one file to another of the same kind.
+    """Returns what changed from one file to another of the same kind.
 
     Args:
         fail_over_percent: how much each peak may grow.
@@ -104,7 +104,7 @@ def difference_of(before: Side, after: Side, *, fail_over_percent: float | None 
 
 
 def exit_status(difference: Difference) -> int:
-    """0, or 3 (does not fit) where a peak grew by more than it may."""
+    """Returns 0, or 3 (does not fit) where a peak grew by more than it may."""
     return 3 if difference.exceeds else 0
 
 
@@ -113,7 +113,7 @@ def _grew_by_more(peak: Change, percent: float) -> bool:
 
 
 def _changes(group: Group, before: Side, after: Side) -> list[Change]:
-    """The quantities of one group in the order in which the files have them."""
+    """Returns the quantities of one group in the order in which the files have them."""
     sides = [
         {quantity.name: quantity.num_bytes for quantity in side.quantities if quantity.group == group}
         for side in (before, after)

@@ -1,4 +1,4 @@
-"""Two files beside each other, as tables with the verdict first."""
+"""Shows two files beside each other, as tables with the verdict first."""
 
 from memwall.report.difference import Change, Difference, Group
 from memwall.report.grid import DASH, Grid, seconds_or_dash
@@ -24,7 +24,7 @@ _COUNTED = {
 
 
 def difference_verdict(difference: Difference) -> tuple[Fit, str]:
-    """The peaks of both, and whether they grew by more than they may, in one sentence."""
+    """Returns the peaks of both, and whether they grew by more than they may, in one sentence."""
     peaks = [change for change in difference.changes if change.group == "peak"]
     shown = "; ".join(f"{peak.name} {_from_to(peak)}" for peak in peaks) or "neither holds a byte"
     limit = difference.fail_over_percent
@@ -36,7 +36,7 @@ def difference_verdict(difference: Difference) -> tuple[Fit, str]:
 
 
 def difference_grids(difference: Difference) -> tuple[Grid, ...]:
-    """One table per group that has a row, bytes and percent; times last."""
+    """Returns one table per group that has a row, bytes and percent; times last."""
     grids = []
     for group, title in _TITLES.items():
         rows = tuple(_row(change) for change in difference.changes if change.group == group)
@@ -49,7 +49,7 @@ def difference_grids(difference: Difference) -> tuple[Grid, ...]:
 
 
 def difference_scope(difference: Difference) -> str:
-    """What A and B are, what is counted, and what they do not have in common."""
+    """Says what A and B are, what is counted, and what they do not have in common."""
     lines = [
         f"A: {difference.before} ({difference.before_tag}). B: {difference.after} ({difference.after_tag}). "
         f"Counted: {_COUNTED[difference.kind]}."
@@ -60,7 +60,7 @@ def difference_scope(difference: Difference) -> str:
 
 
 def percent_text(change: Change) -> str:
-    """Signed growth; `new` for what was not there before."""
+    """Returns signed growth; `new` for what was not there before."""
     if change.change_percent is not None:
         return f"{change.change_percent:+.1f}%" if change.change_bytes else "0.0%"
     return "new" if change.after_bytes else DASH

@@ -1,4 +1,4 @@
-"""An estimate as figures: what is predicted for which device, and what that rests on."""
+"""Shows an estimate as figures: what is predicted for which device, and what that rests on."""
 
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ _ROUTES = {
 
 
 def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
-    """The estimate's figures as (name, value)."""
+    """Returns the estimate's figures as (name, value)."""
     peak, budget_bytes = estimate.peak, estimate.budget_bytes or 0
     low, high = (format_bytes(size) for size in estimate.context_bytes)
     context = f"{low}, measured here" if low == high else f"{low}, published up to {high}"
@@ -71,7 +71,7 @@ def workload_row(workload: "WorkloadFacts | None") -> tuple[tuple[str, str], ...
 
 
 def allocator_facts(advice: "AllocatorAdvice | None") -> tuple[tuple[str, str], ...]:
-    """What to set the CUDA allocator to, beside the default and what no settings can beat, as (name, value)."""
+    """Says what to set the CUDA allocator to, beside the default and what no settings can beat, as (name, value)."""
     if advice is None:
         return ()
     beside = (
@@ -97,7 +97,7 @@ def allocator_facts(advice: "AllocatorAdvice | None") -> tuple[tuple[str, str], 
 
 
 def batch_text(choice: "BatchChoice") -> str:
-    """Which batch a forecast is for, and how much of the data is longer."""
+    """Says which batch a forecast is for, and how much of the data is longer."""
     text = f"{choice.num_samples} x {choice.padded_length} tokens"
     if choice.rule == "max-length":
         return f"{text}: every sample as long as allowed"

@@ -1,4 +1,4 @@
-"""What a reporter computes before anything is drawn: rows of finished text, the same for a terminal and a page."""
+"""Holds what a reporter computes before anything is drawn: rows of text, the same for a terminal and a page."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ _MOST_ROWS = 10
 
 
 class Grid(Struct, frozen=True, kw_only=True):
-    """A table as text; columns not named in `text_columns` hold figures and are aligned to the right."""
+    """Holds a table as text; columns not named in `text_columns` hold figures and are aligned to the right."""
 
     title: str
     columns: tuple[str, ...]
@@ -68,17 +68,17 @@ def _categories(share: Share | LineShare) -> str:
 
 
 def bytes_or_dash(num_bytes: int | None) -> str:
-    """Bytes in binary units, or a dash where none are known."""
+    """Returns bytes in binary units, or a dash where none are known."""
     return DASH if num_bytes is None else format_bytes(num_bytes)
 
 
 def seconds_or_dash(seconds: float | None) -> str:
-    """Seconds, or a dash where none are known."""
+    """Returns seconds, or a dash where none are known."""
     return DASH if seconds is None else format_seconds(seconds)
 
 
 def share_percent(part: float, whole: float) -> str:
-    """A part of a whole, with a dash for a whole of nothing.
+    """Returns a part of a whole, with a dash for a whole of nothing.
 
     >>> share_percent(1, 8), share_percent(1, 0)
     ('12.5%', '-')
@@ -87,7 +87,7 @@ def share_percent(part: float, whole: float) -> str:
 
 
 def ratio_text(value: float | None, reference: float | None) -> str:
-    """How many times the reference a value is.
+    """Says how many times the reference a value is.
 
     >>> ratio_text(3.0, 2.0), ratio_text(3.0, None)
     ('1.50x', '-')
@@ -96,7 +96,7 @@ def ratio_text(value: float | None, reference: float | None) -> str:
 
 
 def error_percent(predicted: float | None, measured: float | None) -> str:
-    """Signed relative error, (predicted - measured) / measured: negative where too little was foreseen.
+    """Returns the signed relative error, (predicted - measured) / measured: negative where too little was foreseen.
 
     >>> error_percent(98, 100), error_percent(0, 0), error_percent(1, 0), error_percent(None, 3)
     ('-2.0%', '0.0%', '-', '-')

@@ -1,4 +1,4 @@
-"""One page that holds everything about a plan and its run, in one file that loads nothing from anywhere."""
+"""Makes one page with everything about a plan and its run, in one file that loads nothing from anywhere."""
 
 import base64
 import gzip
@@ -27,7 +27,7 @@ __all__ = ["Card", "Page", "page_html", "save_page"]
 
 
 class Card(Struct, frozen=True):
-    """A figure worth a large print."""
+    """Holds a figure worth a large print."""
 
     name: str
     value: str
@@ -35,7 +35,7 @@ class Card(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True, kw_only=True):
-    """What one page shows; parts that are not given are left out."""
+    """Says what one page shows; parts that are not given are left out."""
 
     title: str
     verdict: Verdict | None = None
@@ -58,7 +58,7 @@ class Page(Struct, frozen=True, kw_only=True):
 
 
 class _Panel(Struct, frozen=True, kw_only=True):
-    """One figure in plotly's form with its heading."""
+    """Holds one figure in plotly's form with its heading."""
 
     name: str
     tag: str
@@ -67,7 +67,7 @@ class _Panel(Struct, frozen=True, kw_only=True):
 
 
 class _Holders(Struct, frozen=True, kw_only=True):
-    """What is in the peak of one curve."""
+    """Says what is in the peak of one curve."""
 
     name: str
     where: str
@@ -86,7 +86,7 @@ def save_page(page: Page, path: str | Path) -> None:
 
 
 def page_html(page: Page) -> str:
-    """The page; equal input gives equal text.
+    """Returns the page; equal input gives equal text.
 
     Raises:
         UsageError: plotly or jinja2 is not installed.
@@ -210,7 +210,7 @@ def _holders(curve: Curve, peak: Peak) -> _Holders:
 
 
 def _scope(page: Page) -> list[str]:
-    """What the figures count, with which margin, and what they leave out."""
+    """Says what the figures count, with which margin, and what they leave out."""
     lines = []
     forecast = page.plan.forecast if page.plan is not None else page.run.forecast if page.run is not None else None
     if forecast is not None:

@@ -1,4 +1,4 @@
-"""Traces and snapshots in the format of `torch.cuda.memory._dump_snapshot`, for pytorch.org/memory_viz and its kin.
+"""Writes traces and snapshots as `torch.cuda.memory._dump_snapshot` does, for pytorch.org/memory_viz and its kin.
 
 A trace has operations instead of addresses, so each storage gets a place in one made-up expandable segment, the lowest
 that is free; its stack is the operation and the modules around it, its category gives the colour. Format: the docstring
@@ -42,7 +42,7 @@ def save_memory_viz(source: Trace | Snapshot, path: Path) -> None:
 
 
 def trace_as_viz(trace: Trace) -> _Json:
-    """The step of a trace that has the highest peak, as a snapshot of one device.
+    """Returns the step of a trace that has the highest peak, as a snapshot of one device.
 
     Raises:
         UsageError: no operation was recorded.
@@ -54,7 +54,7 @@ def trace_as_viz(trace: Trace) -> _Json:
 
 
 def snapshot_as_viz(snapshot: Snapshot) -> _Json:
-    """A snapshot as it was imported: control characters, unknown fields and unknown events are gone."""
+    """Returns a snapshot as it was imported: control characters, unknown fields and unknown events are gone."""
     stacks = [
         [{"filename": frame.filename, "line": frame.line, "name": frame.name} for frame in stack]
         for stack in snapshot.stacks
@@ -108,7 +108,7 @@ def _event(event: Event, stacks: Sequence[list[_Json]], *, has_categories: bool)
 
 
 class _Arena:
-    """One step of a trace as the history of an allocator that never splits, rounds or waits."""
+    """Turns one step of a trace into the history of an allocator that never splits, rounds or waits."""
 
     def __init__(self, trace: Trace, step: Step) -> None:
         self._trace = trace
@@ -191,7 +191,7 @@ class _Arena:
         }
 
     def _frames(self, storage: Storage) -> list[_Json]:
-        """The operation, then the modules around it from the inside out."""
+        """Returns the operation, then the modules around it from the inside out."""
         if storage.birth < 0:
             before = {"filename": "before the step", "line": 0, "name": storage.category}
             return [before, *self._modules(storage.module)]

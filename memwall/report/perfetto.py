@@ -1,4 +1,4 @@
-"""Traces and snapshots as Chrome JSON, for ui.perfetto.dev and chrome://tracing.
+"""Writes traces and snapshots as Chrome JSON, for ui.perfetto.dev and chrome://tracing.
 
 Counter tracks show bytes, slices show phases, modules, operations and marks. Format: "Trace Event Format"
 (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), times in microseconds. Where no times are
@@ -52,7 +52,7 @@ def save_perfetto(source: Trace | Snapshot, path: Path) -> None:
 
 
 def trace_events(trace: Trace) -> Iterator[_Json]:
-    """Every step of a trace, one after another, each as a process of its own."""
+    """Gives every step of a trace, one after another, each as a process of its own."""
     begin_us = 0.0
     for pid, step in enumerate((step for step in trace.steps if step.ops), start=1):
         clock_us = begin_us + step_clock_us(step)
@@ -65,7 +65,7 @@ def trace_events(trace: Trace) -> Iterator[_Json]:
 
 
 def snapshot_events(snapshot: Snapshot) -> Iterator[_Json]:
-    """The history of every device of a snapshot, each as a process of its own."""
+    """Gives the history of every device of a snapshot, each as a process of its own."""
     times = [event.time_us for events in snapshot.traces for event in events if event.time_us]
     begin_us = min(times, default=0)
     for device in sorted(devices_of(snapshot)):
@@ -204,7 +204,7 @@ def _nested_slices(
 
 
 def _free_lane(lanes: list[list[float]], begin: float, end: float) -> int:
-    """The first lane whose open slices enclose a new one; a new lane where none does."""
+    """Returns the first lane whose open slices enclose a new one; a new lane where none does."""
     for lane, ends in enumerate(lanes):
         while ends and ends[-1] <= begin:
             ends.pop()

@@ -1,4 +1,4 @@
-"""A plan as tables: its figures, its actions with equal blocks drawn together, its phases."""
+"""Shows a plan as tables: its figures, its actions with equal blocks drawn together, its phases."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _PHASES = ("build", "first_step", "steady_step", "accumulation", "eval", "save",
 
 
 def fit_of(forecast: Forecast) -> Fit:
-    """What the forecast says about its budget."""
+    """Says what the forecast means for its budget."""
     if forecast.budget_bytes is None or forecast.fits is None:
         return "no-budget"
     if forecast.fits:
@@ -31,7 +31,7 @@ def fit_of(forecast: Forecast) -> Fit:
 
 
 def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """The plan's figures as (name, value)."""
+    """Returns the plan's figures as (name, value)."""
     forecast = plan.forecast
     peak_bytes = forecast.peak.process_bytes
     peak_text = format_bytes(peak_bytes)
@@ -64,7 +64,7 @@ def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _link_facts(link: LinkTime | None, num_samples: int) -> list[tuple[str, str]]:
-    """What moving takes beside computing, and from which batch on it can be hidden."""
+    """Says what moving takes beside computing, and from which batch on it can be hidden."""
     if link is None:
         return []
     tier = "disk" if link.tier == "disk" else "host memory"
@@ -86,7 +86,7 @@ def _link_facts(link: LinkTime | None, num_samples: int) -> list[tuple[str, str]
 
 
 def action_grid(actions: Sequence[Action]) -> Grid:
-    """The actions in the order they are applied, equal treatments of blocks drawn together."""
+    """Shows the actions in the order they are applied, equal treatments of blocks drawn together."""
     groups: dict[tuple[object, ...], list[Action]] = {}
     for action in actions:
         groups.setdefault((type(action), *technique_of(action).row_key(action)), []).append(action)
@@ -100,7 +100,7 @@ def action_grid(actions: Sequence[Action]) -> Grid:
 
 
 def lever_grid(levers: Sequence[Lever]) -> Grid:
-    """What a GiB costs by each way that was weighed, used or not."""
+    """Shows what a GiB costs by each way that was weighed, used or not."""
     rows = [
         (
             lever.name,
@@ -120,7 +120,7 @@ def lever_grid(levers: Sequence[Lever]) -> Grid:
 
 
 def forecast_phase_grid(forecast: Forecast) -> Grid:
-    """Predicted peaks by phase in the order in which they come, for the places that the forecast knows.
+    """Shows predicted peaks by phase in the order in which they come, for the places that the forecast knows.
 
     Of several the first in which the process is largest is marked.
     """

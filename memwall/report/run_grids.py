@@ -1,4 +1,4 @@
-"""Prediction beside measurement, and one run beside another, as tables."""
+"""Shows prediction beside measurement, and one run beside another, as tables."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _LEAST_STEPS = 5
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """One run of a comparison."""
+    """Holds one run of a comparison."""
 
     name: str
     """E.g. "free run" or "under the plan"."""
@@ -36,11 +36,11 @@ class Outcome(Struct, frozen=True, kw_only=True):
     losses: tuple[float, ...] = ()
     """Loss of every step, in order."""
     actions: str = "none"
-    """What was done, in a few words."""
+    """Says in a few words what was done."""
 
 
 def time_findings(report: RunReport) -> tuple[str, ...]:
-    """Where the measured step lies outside what computing and moving were said to take, and what that means."""
+    """Says where the measured step lies outside what computing and moving were said to take, and what that means."""
     link, seconds = report.forecast.link, report.measured.step_seconds_median
     if link is None or seconds is None or report.measured.steps < _LEAST_STEPS:
         return ()
@@ -62,7 +62,7 @@ def time_findings(report: RunReport) -> tuple[str, ...]:
 
 
 def run_grid(report: RunReport) -> Grid:
-    """What was predicted and what was measured, quantity by quantity."""
+    """Shows what was predicted and what was measured, quantity by quantity."""
     forecast, measured = report.forecast, report.measured
     # What was measured already is no prediction.
     first = None if "first_step" in forecast.measured_phases else forecast.phases.get("first_step")
@@ -91,7 +91,7 @@ def run_grid(report: RunReport) -> Grid:
 
 
 def loss_difference(reference: Outcome, other: Outcome) -> str:
-    """Largest difference between two runs' losses, step by step, over the steps that both have."""
+    """Returns the largest difference between two runs' losses, step by step, over the steps that both have."""
     pairs = list(zip(reference.losses, other.losses, strict=False))
     if not pairs:
         return DASH
@@ -105,7 +105,7 @@ def loss_difference(reference: Outcome, other: Outcome) -> str:
 
 
 def comparison_grid(outcomes: Sequence[Outcome]) -> Grid:
-    """Runs side by side; the first is what the others are compared with."""
+    """Shows runs side by side; the first is what the others are compared with."""
     first = outcomes[0]
 
     columns = [
@@ -136,6 +136,6 @@ def comparison_grid(outcomes: Sequence[Outcome]) -> Grid:
 
 
 def _times(value: float | None, reference: float | None) -> str:
-    """The ratio in brackets, where there is one to tell."""
+    """Returns the ratio in brackets, where there is one to tell."""
     ratio = ratio_text(value, reference)
     return "" if ratio in (DASH, "1.00x") else f" ({ratio})"

@@ -1,4 +1,4 @@
-"""The history of a CUDA snapshot as a curve: what was in use by category, and on top of it what lay free."""
+"""Draws the history of a CUDA snapshot: what was in use by category, and on top of it what lay free."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ IDLE = "idle segments"
 
 
 class Begin(Struct, frozen=True):
-    """Where a phase begins, by the machine's clock."""
+    """Says where a phase begins, by the machine's clock."""
 
     phase: str
     time_us: int
@@ -29,7 +29,7 @@ class Begin(Struct, frozen=True):
 def snapshot_curve(
     timeline: Timeline, name: str, *, is_used_only: bool = False, phases: Sequence[Begin] = ()
 ) -> Curve | None:
-    """One device's history over the events of its allocator; None where none was recorded.
+    """Returns one device's history over the events of its allocator; None where none was recorded.
 
     Args:
         timeline: with the categories of its recording's blocks, where the snapshot says any.
@@ -72,7 +72,7 @@ def snapshot_curve(
 
 
 def _rank(category: str) -> tuple[int, str]:
-    """Known categories as in other curves, then those of other writers, then what nobody named."""
+    """Ranks known categories as in other curves, then those of other writers, then what nobody named."""
     if category in STACK:
         return STACK.index(category), ""
     return len(STACK) + (category == UNKNOWN), category

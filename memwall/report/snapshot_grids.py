@@ -1,4 +1,4 @@
-"""What is in a CUDA memory snapshot, as tables.
+"""Shows what is in a CUDA memory snapshot, as tables.
 
 The moments that matter, who held the peak, what pins free memory, and what other allocator settings would have saved.
 """
@@ -28,7 +28,7 @@ SNAPSHOT_SCOPE = (
     "Counted: memory of torch's caching allocator. Not in it: the CUDA context, libraries that allocate for "
     "themselves (NCCL), other processes."
 )
-"""What the figures of a snapshot count, and what they leave out."""
+"""Says what the figures of a snapshot count, and what they leave out."""
 
 _MOST_ROWS = 10
 _WAITING = "waiting for a stream"
@@ -38,7 +38,7 @@ _RARE = (_WAITING, _EXPANDABLE)
 
 
 def snapshot_verdict(analysis: DeviceAnalysis) -> str:
-    """The peak and what fragmentation took of it, in one sentence."""
+    """Returns the peak and what fragmentation took of it, in one sentence."""
     peak = analysis.peak.fragmentation
     lost = share_percent(peak.stranded_bytes, peak.reserved_bytes)
     when = f"after event {analysis.peak.position} of {analysis.num_events}" if analysis.num_events else "at the end"
@@ -50,7 +50,7 @@ def snapshot_verdict(analysis: DeviceAnalysis) -> str:
 
 
 def snapshot_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
-    """Every table of one device; those without a row are left out."""
+    """Returns every table of one device; those without a row are left out."""
     grids = [
         moment_grid(analysis),
         failure_grid(analysis),
@@ -63,7 +63,7 @@ def snapshot_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
 
 
 def moment_grid(analysis: DeviceAnalysis) -> Grid:
-    """How the device's memory was used when most was in use, when most was held, and at the end."""
+    """Shows how the device's memory was used when most was in use, when most was held, and at the end."""
     moments = {moment.position: moment for moment in (analysis.final, analysis.reserved_peak, analysis.peak)}
     parts = [_parts(moments[position]) for position in sorted(moments)]
     shown = [name for name in parts[0] if name not in _RARE or any(part[name] != "0 B" for part in parts)]
@@ -75,7 +75,7 @@ def moment_grid(analysis: DeviceAnalysis) -> Grid:
 
 
 def failure_grid(analysis: DeviceAnalysis) -> Grid | None:
-    """Allocations that failed, each with what was free where."""
+    """Shows allocations that failed, each with what was free where."""
     rows = tuple(
         (
             str(failure.position),
@@ -99,7 +99,7 @@ def failure_grid(analysis: DeviceAnalysis) -> Grid | None:
 
 
 def retry_grid(analysis: DeviceAnalysis) -> Grid:
-    """Requests for which cached segments were given back, the slowest first."""
+    """Shows requests for which cached segments were given back, the slowest first."""
     more = analysis.num_retries - len(analysis.retries)
     return Grid(
         title="The device ran out, and cached segments were given back" + (f"; {more} more not shown" if more else ""),
@@ -118,7 +118,7 @@ def retry_grid(analysis: DeviceAnalysis) -> Grid:
 
 
 def holder_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
-    """Bytes at the peak by the user's line, and by category where the snapshot says any."""
+    """Shows bytes at the peak by the user's line, and by category where the snapshot says any."""
     total_bytes = analysis.peak.fragmentation.active_bytes
     by_line = share_grid("In the peak, by line", "line", analysis.by_line, total_bytes)
     if [share.name for share in analysis.by_category] == ["unknown"]:
@@ -129,7 +129,7 @@ def holder_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
 
 
 def pin_grid(analysis: DeviceAnalysis) -> Grid:
-    """Segments that stayed held for a few blocks in them, when most was held."""
+    """Shows segments that stayed held for a few blocks in them, when most was held."""
     more = analysis.num_pinned - len(analysis.pins)
     return Grid(
         title="Segments partly in use when most was held" + (f", {more} more not shown" if more else ""),
@@ -142,7 +142,7 @@ def pin_grid(analysis: DeviceAnalysis) -> Grid:
 
 
 def settings_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
-    """What was held at most, beside what a simulation holds under the recorded settings, the default and the best."""
+    """Shows what was held at most, and what a simulation holds under recorded settings, the default and the best."""
     search = analysis.settings
     if search is None:
         return ()
@@ -170,7 +170,7 @@ def settings_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
 
 
 def fit_grids(fits: Sequence[FitOnDevice]) -> tuple[Grid, ...]:
-    """Whether a recorded run would fit on another device, under each of some settings."""
+    """Says whether a recorded run would fit on another device, under each of some settings."""
     if not fits:
         return ()
     least, most = (format_bytes(nbytes) for nbytes in fits[0].capacity_bytes)
@@ -184,7 +184,7 @@ def fit_grids(fits: Sequence[FitOnDevice]) -> tuple[Grid, ...]:
 
 
 def _parts(moment: Moment) -> dict[str, str]:
-    """The rows of one moment."""
+    """Returns the rows of one moment."""
     used = moment.fragmentation
     return {
         "after event": str(moment.position),

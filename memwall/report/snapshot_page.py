@@ -1,4 +1,4 @@
-"""The page of a CUDA memory snapshot: its devices' curves, who held the peak, and which settings would have saved."""
+"""Makes the page of a CUDA memory snapshot: its devices' curves, who held the peak, and what would have saved."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ __all__ = ["snapshot_page"]
 def snapshot_page(
     devices: Sequence[tuple[DeviceAnalysis, Timeline]], title: str, *, marks: Marks | None = None
 ) -> Page:
-    """Everything there is to say about a snapshot.
+    """Returns a page with everything there is to say about a snapshot.
 
     Args:
         devices: the one that holds most first.
@@ -46,7 +46,7 @@ def snapshot_page(
 
 
 def _cards(analysis: DeviceAnalysis) -> tuple[Card, ...]:
-    """Allocated, reserved and stranded of the device that holds most, and what settings could do about it."""
+    """Shows allocated, reserved and stranded of the device that holds most, and what settings could do about it."""
     used, held, search = analysis.peak.fragmentation, analysis.reserved_peak.fragmentation, analysis.settings
     cards = [
         Card("most in use", format_bytes(used.active_bytes), "allocated, or waiting for a stream"),

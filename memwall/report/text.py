@@ -1,4 +1,4 @@
-"""Reports for a terminal: rich renderables with the verdict first. The command line prints them."""
+"""Makes reports for a terminal: rich renderables with the verdict first, which the command line prints."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -71,7 +71,7 @@ _ASCII = str.maketrans({"✓": "v", "✗": "x", "█": "#", "◄": "<", "·": "-
 
 
 def trace_report(trace: Trace) -> Group:
-    """What one training step of a trace holds, and when: `memwall profile`, `memwall explain TRACE`."""
+    """Says what one training step of a trace holds, and when: `memwall profile`, `memwall explain TRACE`."""
     highest = highest_point(trace)
     if highest is None:
         return _report(Text("· no operation was recorded; a trace needs one whole training step"))
@@ -90,7 +90,7 @@ def trace_report(trace: Trace) -> Group:
 
 
 def trace_verdict(highest: HighestPoint) -> Verdict:
-    """The peak of a trace and where it is, in one sentence."""
+    """Returns the peak of a trace and where it is, in one sentence."""
     step, peak = highest.step, highest.peak
     return "no-budget", (
         f"peak {format_bytes(peak.live_bytes)} of live tensors, in {place_of(peak)} "
@@ -99,7 +99,7 @@ def trace_verdict(highest: HighestPoint) -> Verdict:
 
 
 def trace_scope(trace: Trace) -> str:
-    """What the figures of a trace count, and what they leave out."""
+    """Says what the figures of a trace count, and what they leave out."""
     times = "times are of the operations alone" if trace.source == "recorded" else "no times: nothing was computed"
     return (
         f"Counted: bytes of live tensors on {trace.device}; {times}. Not in them: {format_bytes(trace.base_bytes)} "
@@ -109,7 +109,7 @@ def trace_scope(trace: Trace) -> str:
 
 
 def snapshot_report(analyses: Sequence[DeviceAnalysis], fits: Sequence[FitOnDevice] = ()) -> Group:
-    """What held the peak of each device of a CUDA snapshot: `memwall explain snapshot.pickle`.
+    """Says what held the peak of each device of a CUDA snapshot: `memwall explain snapshot.pickle`.
 
     Args:
         fits: whether they would fit on another device, where that was asked.
@@ -127,7 +127,7 @@ def snapshot_report(analyses: Sequence[DeviceAnalysis], fits: Sequence[FitOnDevi
 
 
 def difference_report(difference: Difference) -> Group:
-    """What changed from one file to another of its kind: `memwall diff`."""
+    """Says what changed from one file to another of its kind: `memwall diff`."""
     return _report(
         _verdict(difference_verdict(difference)),
         *(_table(grid) for grid in difference_grids(difference)),
@@ -147,7 +147,7 @@ def estimate_report(estimate: "Estimate") -> Group:
 
 
 def plan_report(plan: Plan) -> Group:
-    """A plan, why it is so, and what it does: `memwall plan`, `memwall explain plan.json`, `memwall run`."""
+    """Shows a plan, why it is so, and what it does: `memwall plan`, `memwall explain plan.json`, `memwall run`."""
     forecast = plan.forecast
     return _report(
         _verdict(plan_verdict(plan)),
@@ -188,7 +188,7 @@ def _forecast_verdict(forecast: Forecast) -> Verdict:
 
 
 def _what_fits(forecast: Forecast, with_margin: str) -> str:
-    """What keeps to the budget: not what had passed it before there was a plan, and was measured."""
+    """Says what keeps to the budget: not what had passed it before there was a plan, and was measured."""
     phases, over = forecast.phases, forecast.passed_phases
     rest_bytes = max((phase.process_bytes for name, phase in phases.items() if name not in over), default=0)
     if not over or not rest_bytes:
@@ -200,7 +200,7 @@ def _what_fits(forecast: Forecast, with_margin: str) -> str:
 
 
 def run_report(report: RunReport) -> Group:
-    """What a run measured beside what was predicted: `memwall run`, `memwall verify`."""
+    """Shows what a run measured beside what was predicted: `memwall run`, `memwall verify`."""
     measured, forecast = report.measured, report.forecast
     not_recomputed = sorted(measured.not_recomputed.items())
     run_facts = [f"{measured.steps} steps", f"{measured.oom_recoveries} recoveries from out of memory"]
@@ -223,7 +223,7 @@ def run_report(report: RunReport) -> Group:
 
 
 def run_verdict(report: RunReport) -> Verdict:
-    """Whether the run kept to its budget and its forecast, in one sentence."""
+    """Returns whether the run kept to its budget and its forecast, in one sentence."""
     budget = format_bytes(report.budget_bytes)
     status = verify_status(report)
     if status == 5:
@@ -253,7 +253,7 @@ def run_verdict(report: RunReport) -> Verdict:
 
 
 def verify_status(report: RunReport) -> int:
-    """Exit status of `memwall verify`: 0 within budget and forecast, 4 only inside the margin, 5 over the budget."""
+    """Returns the status of `memwall verify`: 0 within budget and forecast, 4 only inside the margin, 5 over budget."""
     # The run's own record counts too: it may have seen a peak outside the steps that are kept here.
     if not report.within_budget or report.judged_peak_bytes > report.budget_bytes:
         return 5
@@ -261,7 +261,7 @@ def verify_status(report: RunReport) -> int:
 
 
 def comparison(rows: Sequence[Outcome]) -> Table:
-    """Runs side by side, the first being what the others are compared with: `memwall demo`."""
+    """Shows runs side by side, the first being what the others are compared with: `memwall demo`."""
     return _table(comparison_grid(rows))
 
 

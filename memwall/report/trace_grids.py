@@ -1,4 +1,4 @@
-"""What is in a trace, as tables: phases of a step, holders at the peak, operators by time."""
+"""Shows what is in a trace, as tables: phases of a step, holders at the peak, operators by time."""
 
 from msgspec import Struct
 
@@ -20,38 +20,38 @@ __all__ = [
 ]
 
 PHASES = ("forward", "loss", "backward", "optimizer", "eval", "other")
-"""In the order in which tables have them."""
+"""Tables have them in this order."""
 _BAR_WIDTH = 20
 _MOST_ROWS = 10
 
 
 class HighestPoint(Struct, frozen=True, kw_only=True):
-    """The highest peak of a trace, and the step it is in."""
+    """Holds the highest peak of a trace, and the step it is in."""
 
     step: Step
     peak: Peak
 
 
 def shown_steps(trace: Trace) -> tuple[Step, ...]:
-    """The first step and the last steady one: what differs between them is the optimizer's state."""
+    """Returns the first step and the last steady one: what differs between them is the optimizer's state."""
     chosen = [step for step in trace.steps if step.kind == "first" and step.ops][:1]
     chosen += [step for step in trace.steps if step.kind == "steady" and step.ops][-1:]
     return tuple(chosen)
 
 
 def highest_point(trace: Trace) -> HighestPoint | None:
-    """The highest of the shown steps' peaks; None if no operation was recorded."""
+    """Returns the highest of the shown steps' peaks; None if no operation was recorded."""
     points = [HighestPoint(step=step, peak=peak_of(trace, step)) for step in shown_steps(trace)]
     return max(points, key=lambda point: point.peak.live_bytes, default=None)
 
 
 def place_of(peak: Peak) -> str:
-    """The phase and the module a peak is in, for a sentence."""
+    """Returns the phase and the module a peak is in, for a sentence."""
     return peak.phase if peak.module == "(outside)" else f"{peak.phase} of {peak.module}"
 
 
 def process_note(trace: Trace, highest: HighestPoint) -> tuple[str, ...]:
-    """One sentence on what the process held beside the tensors; none where the two cannot be compared.
+    """Returns one sentence on what the process held beside the tensors; none where the two cannot be compared.
 
     They can where the step ran as it is on the CPU, with its saved tensors in place, and the process could be metered.
     """
@@ -72,7 +72,7 @@ def process_note(trace: Trace, highest: HighestPoint) -> tuple[str, ...]:
 
 
 def phase_grid(trace: Trace, step: Step) -> Grid:
-    """Peak, time and number of operations of each phase of a step, with a bar of the peak."""
+    """Shows peak, time and number of operations of each phase of a step, with a bar of the peak."""
     curve = live_curve(step.storages, len(step.ops), device=trace.device)
     highest_bytes = int(curve.max())
     rows = []
@@ -106,7 +106,7 @@ def holder_grids(peak: Peak) -> tuple[Grid, ...]:
 
 
 def op_grid(trace: Trace, step: Step) -> Grid | None:
-    """Operators by measured time; None where nothing was measured, as on fake tensors."""
+    """Shows operators by measured time; None where nothing was measured, as on fake tensors."""
     seconds: dict[str, float] = {}
     calls: dict[str, int] = {}
     for op in step.ops:
