@@ -5,6 +5,7 @@ else is the session's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -39,9 +40,7 @@ class MemwallPlugin:
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
-        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
-            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
-            steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
+        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
     """
 
     def __init__(
@@ -55,8 +54,10 @@ class MemwallPlugin:
     ) -> None:
         self.session: Session | None = None
         self._accelerator: Any = None
-        self._budget, self._plan, self._disk, self._allow = budget, plan, disk, tuple(allow)
-        self._disk_writes = disk_writes
+        self._plan = plan
+        self._session_on = partial(
+            open_session, budget=budget, plan=plan, disk=disk, disk_writes=disk_writes, allow=tuple(allow)
+        )
 
     def prepare(self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> Any:
         """Returns what `accelerator.prepare(model, optimizer, *rest)` does, with a session on the model.
@@ -77,14 +78,9 @@ class MemwallPlugin:
         # A wrapper (DDP) calls the module within it, whose paths are those of the plan and whose hooks it runs.
         check_model(prepared[0])
         trained = accelerator.unwrap_model(prepared[0])
-        self.session = open_session(
+        self.session = self._session_on(
             trained,
             [torch_optimizer(prepared[1]), *_optimizers_among(prepared[2:])],
-            budget=self._budget,
-            plan=self._plan,
-            disk=self._disk,
-            disk_writes=self._disk_writes,
-            allow=self._allow,
             set_by_loop=set_by_loop() if self._plan is not None else (),
         )
         return prepared

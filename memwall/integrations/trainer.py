@@ -6,6 +6,7 @@ What the Trainer fixes before a callback can act (micro-batch, accumulation, pre
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,7 +49,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         trainer.train()
 
     A training step that runs out of memory is done again under a plan that needs less, up to three times in a run;
-    what runs out elsewhere ends in `memwall.errors.OutOfMemoryError`. However training ends, the model is given back.
+    what runs out elsewhere ends in `memwall.OutOfMemoryError`. However training ends, the model is given back.
 
     Args:
         budget: what the process may use: a size, or a percentage of the model's device. Either this or `plan`. Ranks
@@ -56,9 +57,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
-        allow: relaxations: "kernels", "precision", "low-bit-offload" (saved tensors leave in int8, on a CPU),
-            "low-bit-optimizer" (Adam's moments in 8 bits, through torchao, on a CPU), "cpu-optimizer-step" (the CPU
-            steps a CUDA model's Adam or AdamW, where that is measured to be worth it).
+        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
         history: directory; the CUDA allocator is recorded from here on, and a snapshot is written there when memory
             runs out. Build the callback before the model, whose tensors have no stack otherwise (it says so).
         history_at_end: with `history`, write one when training ends as well.
@@ -86,8 +85,10 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             self._history.begin()
         self.session: Session | None = None
         """The session of the present or last `train()`; None before the Trainer is built."""
-        self._budget, self._plan, self._disk, self._allow = budget, plan, disk, tuple(allow)
-        self._disk_writes = disk_writes
+        self._plan, self._disk, self._allow = plan, disk, tuple(allow)
+        self._session_on = partial(
+            open_session, budget=budget, plan=plan, disk=disk, disk_writes=disk_writes, allow=self._allow
+        )
         self._model: nn.Module | None = None
         self._lengths: LengthWatch | None = None
         self._steps: TrainerSteps | None = None
@@ -201,16 +202,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             )
 
     def _open(self, model: nn.Module) -> None:
-        self.session = open_session(
-            model,
-            None,
-            budget=self._budget,
-            plan=self._plan,
-            disk=self._disk,
-            disk_writes=self._disk_writes,
-            allow=self._allow,
-            set_by_loop=set_by_loop() if self._plan is not None else (),
-        )
+        self.session = self._session_on(model, None, set_by_loop=set_by_loop() if self._plan is not None else ())
 
     def _with_arguments(self, error: InfeasibleError) -> InfeasibleError:
         """Returns the same error; where smaller micro-batches would fit, with the arguments that say so."""

@@ -47,7 +47,7 @@ def fit(
             that a launcher started on one host have equal parts of a CPU's memory limit.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
-        allow: what may be done that is not bit-exact: words of --allow, which `memwall run --help` explains.
+        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
 
     Raises:
         UsageError: neither or both of budget and plan; a budget that is no size; no optimizer of this model; a
