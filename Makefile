@@ -3,6 +3,7 @@
 #   make test     those, and the slow ones: processes, launchers, kills
 #   make test-all   those, and all combinations and repetitions, and the tests of benchmarks
 #   make test-benchmarks   the tests of the programs in benchmarks/
+#   make mutations   bring back faults that were mended, and see that tests find each
 #   make test-kernels   the tests that need triton, which a folder of its own gets (Linux; 285 MB once)
 #   make test-low-bit   the tests that need torchao, which a folder of its own gets (26 MB once)
 #   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
@@ -60,6 +61,10 @@ test-all: $(STAMP)
 
 test-benchmarks: $(STAMP)
 	$(PYTEST) -m "benchmark and not exhaustive" tests/benchmarks tests/kernels/test_gpu_benchmark.py
+
+# Faults that the project has had are brought back one after the other; each has to be found.
+mutations: $(STAMP)
+	$(BIN)/python tests/mutations
 
 # An environment on top of .venv, as DeepSpeed's. Of triton, which comes with torch's wheel, the unit tests stay without.
 $(RELEASE_FOLDER)/.installed: | $(STAMP)

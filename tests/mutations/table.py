@@ -1,0 +1,231 @@
+"""Faults that the project has had, each as a change of one place that brings it back, and the tests that find it."""
+
+from typing import NamedTuple
+
+__all__ = ["MUTATIONS", "Mutation"]
+
+
+class Mutation(NamedTuple):
+    """Names a fault, the text in a file that keeps it away, what stands there with the fault, and who notices.
+
+    The text occurs once in its file. Tests are what pytest takes: files, or names in them.
+    """
+
+    fault: str
+    path: str
+    text: str
+    faulty: str
+    tests: tuple[str, ...]
+
+
+JOURNAL = "memwall/store/journal.py"
+HIDDEN = "memwall/apply/blocks/hidden_state.py"
+ENGINE = "memwall/apply/offload/engine.py"
+CHUNKS = "triton_kernels/linear_cross_entropy/_chunks.py"
+PATCHES = "memwall/patches.py"
+
+MUTATIONS = (
+    Mutation(
+        "a size that is needed is shown rounded down, and typed as shown it is too little",
+        "memwall/units.py",
+        'last_digits = -(-parts // scale) if rounding == "up" else parts // scale',
+        "last_digits = parts // scale",
+        ("tests/test_units.py",),
+    ),
+    Mutation(
+        "each rank of a host takes a percentage of all its memory",
+        "memwall/machine/limits.py",
+        'return total_bytes // num_local_ranks() if device == "cpu" else total_bytes',
+        "return total_bytes",
+        ("tests/machine/test_limits.py",),
+    ),
+    Mutation(
+        "each rank plans with all of the disk",
+        "memwall/machine/disk_probe.py",
+        "usage.free // num_local_ranks()",
+        "usage.free",
+        ("tests/cli/test_host.py",),
+    ),
+    Mutation(
+        "a run on CUDA is judged by its recorded step, which has all optimizer state on the device",
+        "memwall/session/measurements.py",
+        'if self.meter.device == "cuda" and not self.has_plan:',
+        "if False:",
+        ("tests/machine/test_meter.py",),
+    ),
+    Mutation(
+        "a complete run over its budget fails the job of its launcher",
+        "memwall/cli/run.py",
+        "    if rank is None:\n        raise typer.Exit(5)",
+        "    raise typer.Exit(5)",
+        ("tests/cli/test_run_status.py",),
+    ),
+    Mutation(
+        "a trace whose modules are each other's parents is read, and never left",
+        "memwall/trace/file.py",
+        "if not -1 <= module.parent < index:",
+        "if not -1 <= module.parent:",
+        ("tests/trace/test_file.py",),
+    ),
+    Mutation(
+        "a small trace that claims to be huge gets the memory that it claims",
+        "memwall/trace/file.py",
+        "if size_bytes > max(_SMALL_BYTES, _LARGEST_RATIO * len(payload)):",
+        "if size_bytes < 0:",
+        ("tests/trace/test_file.py",),
+    ),
+    Mutation(
+        "a checkpoint is written through a hard link, into somebody else's file",
+        "memwall/store/own_file.py",
+        "if found.st_nlink > 1:",
+        "if found.st_nlink > 9:",
+        ("tests/store/test_journal.py",),
+    ),
+    Mutation(
+        "a commit's record may reach the disk before what it points to",
+        JOURNAL,
+        "        self._sync_data()\n        record = Record(",
+        "        record = Record(",
+        ("tests/store/test_journal_crashes.py", "tests/store/test_journal.py"),
+    ),
+    Mutation(
+        "a commit is over before its record is on disk",
+        JOURNAL,
+        "        self._sync_commit()\n        return Generation(",
+        "        return Generation(",
+        ("tests/store/test_journal_crashes.py", "tests/store/test_journal.py"),
+    ),
+    Mutation(
+        "a run continues from a damaged table of contents",
+        JOURNAL,
+        "if digest_of(data) != record.meta_digest:",
+        "if False:",
+        ("tests/store/test_journal.py",),
+    ),
+    Mutation(
+        "a run continues from a damaged bucket",
+        JOURNAL,
+        "if crc32(block) != checksum:",
+        "if False:",
+        ("tests/store/test_journal.py",),
+    ),
+    Mutation(
+        "bytes that came back different from disk are trained on",
+        "memwall/store/workers.py",
+        "if transfer.slot.checksums.get(slot_offset) != crc32(view):",
+        "if False:",
+        ("tests/store/test_transfer.py",),
+    ),
+    Mutation(
+        "undoing takes back what somebody else has changed since",
+        PATCHES,
+        "elif self.slot.has(self.value):",
+        "elif self.slot.is_there:",
+        ("tests/test_patches.py",),
+    ),
+    Mutation(
+        "changes are taken back in the order in which they were made",
+        PATCHES,
+        "for undo in reversed(undos):",
+        "for undo in undos:",
+        ("tests/test_patches.py",),
+    ),
+    Mutation(
+        "parameters that autograd saves are offloaded like activations",
+        "memwall/apply/offload/parking.py",
+        "return tensor.untyped_storage().data_ptr() in addresses",
+        "return False",
+        ("tests/apply/test_offload.py", "tests/apply/test_offload_faults.py"),
+    ),
+    Mutation(
+        "a storage that was written between two saves comes back as it was at the first",
+        ENGINE,
+        "place = (identity_of(storage), storage.data_ptr(), start, end, version_of(tensor))",
+        "place = (identity_of(storage), storage.data_ptr(), start, end, 0)",
+        ("tests/apply/test_offload.py", "tests/apply/test_offload_writes.py"),
+    ),
+    Mutation(
+        "a saved tensor that was written in place is used in backward",
+        ENGINE,
+        "if saved.was_modified():",
+        "if False:",
+        ("tests/apply/test_offload.py", "tests/apply/test_offload_faults.py"),
+    ),
+    Mutation(
+        "a recomputed block draws other numbers from numpy's generator than its forward did",
+        HIDDEN,
+        "        if self._numpy is not None:\n            set_numpy_state(self._numpy)",
+        "        pass",
+        ("tests/apply/recompute/test_hidden_state.py",),
+    ),
+    Mutation(
+        "what a block collects in a list is there twice after backward",
+        HIDDEN,
+        "            _refill(live, copied)",
+        "            pass",
+        ("tests/apply/recompute/test_hidden_state.py",),
+    ),
+    Mutation(
+        "a block is recomputed although a second run of it differs",
+        "memwall/apply/blocks/recomputed.py",
+        "found = difference(saved, second.taken) or difference(before, after)",
+        'found = ""',
+        ("tests/apply/recompute/test_unrepeatable.py",),
+    ),
+    Mutation(
+        "state is read into a buffer that is still being written to disk",
+        "memwall/apply/optimizer_state/ring.py",
+        "later.bucket.begin_read(buffer, after=share.bucket.write)",
+        "later.bucket.begin_read(buffer)",
+        ("tests/apply/optimizer_state/test_bucketed_state.py", "tests/apply/optimizer_state/test_pinned.py"),
+    ),
+    Mutation(
+        "a storage is not counted in the operation that frees it",
+        "memwall/predict/curve.py",
+        "begin, end = max(storage.birth, 0), min(storage.death, num_ops)",
+        "begin, end = max(storage.birth, 0), min(storage.death - 1, num_ops)",
+        ("tests/trace/test_fidelity.py",),
+    ),
+    Mutation(
+        "parts of a batch weigh the same, however many labels count in them",
+        "memwall/apply/microbatch.py",
+        "self._weight = counter(micro) / total",
+        "self._weight = 1 / len(begins)",
+        ("tests/session/test_fit.py::test_accumulation_gives_the_gradient_of_the_undivided_batch",),
+    ),
+    Mutation(
+        "what lies between the rows of the logits' slab is what was in memory before, and may be NaN",
+        CHUNKS,
+        "    slab[:, num_columns:].zero_()\n",
+        "",
+        ("tests/kernels/test_recurring_bugs.py",),
+    ),
+    Mutation(
+        "rows that no label counts in get what was in memory for a gradient",
+        CHUNKS,
+        "    if rows is not None:\n        gradients.x.zero_()\n",
+        "",
+        ("tests/kernels/test_linear_cross_entropy.py", "tests/kernels/test_recurring_bugs.py"),
+    ),
+    Mutation(
+        "a plan uses its margin up",
+        "memwall/planning/search_inputs.py",
+        "return budget_bytes - (self.process.margin_bytes(budget_bytes) if has_margin else 0)",
+        "return budget_bytes",
+        ("tests/planning/test_search.py::test_what_is_forecast_is_the_step_that_the_actions_make",),
+    ),
+    Mutation(
+        "DDP's first buckets are never trimmed, though new ones were made",
+        "memwall/apply/memory/ddp_buckets.py",
+        "if not waits_for_new_buckets(parallel):",
+        "if False:",
+        ("tests/apply/test_ddp_buckets.py",),
+    ),
+    Mutation(
+        "somebody's class that is called as one of torch's is taken for it",
+        "memwall/trace/optimizers.py",
+        "base.__name__ in _CLASSES and _is_at_home(base)",
+        "base.__name__ in _CLASSES",
+        ("tests/trace/test_optimizers.py",),
+    ),
+)
