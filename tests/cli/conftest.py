@@ -36,6 +36,33 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def recordings() -> dict[str, Any]:
+    """What `_recorded_once` has recorded so far."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _recorded_once(monkeypatch: pytest.MonkeyPatch, recordings: dict[str, Any]) -> None:
+    """Records a configuration's step once for all commands that ask for it alike; nobody changes a trace."""
+    from memwall.integrations import estimate, spec_trace
+    from memwall.integrations.hf_config import config_path
+
+    record = spec_trace.device_run_of_spec
+
+    def recorded(spec: Any, hardware: Any, **options: Any) -> Any:
+        path = config_path(spec) if isinstance(spec, str) else None
+        if path is None or not path.is_file() or options.get("changed") is not None:
+            return record(spec, hardware, **options)
+        asked = repr((path.read_text(), hardware, sorted(options.items())))
+        if asked not in recordings:
+            recordings[asked] = record(spec, hardware, **options)
+        return recordings[asked]
+
+    monkeypatch.setattr(spec_trace, "device_run_of_spec", recorded)
+    monkeypatch.setattr(estimate, "device_run_of_spec", recorded)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "config.json"

@@ -185,7 +185,7 @@ def test_explain(folder: Path, name: str, words: str, capsys: pytest.CaptureFixt
     assert words in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # in one process: tests/session/test_several_optimizers.py
 def test_a_script_that_steps_muon_and_adamw_fits_with_the_same_weights(folder: Path) -> None:
     """GIVEN two optimizers on one model WHEN the budget needs recomputation THEN weights are the plain run's."""
     script = (*SCRIPT, "--muon")

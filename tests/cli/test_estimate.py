@@ -43,9 +43,12 @@ def test_the_object_keeps_the_contract_and_says_what_it_rests_on(run: Run, confi
 
 
 @pytest.mark.requires("transformers")
-def test_the_same_question_twice_gives_the_same_bytes(capsys: pytest.CaptureFixture[str], config: str) -> None:
+def test_the_same_question_twice_gives_the_same_bytes(
+    capsys: pytest.CaptureFixture[str], config: str, recordings: dict[str, Any]
+) -> None:
     shown = []
     for _ in range(2):
+        recordings.clear()
         main(["estimate", config, "--device", "l4", "--seq", "64", "--json"])
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]

@@ -54,7 +54,10 @@ def kill_within(folder: Path, seconds: float, *options: str) -> int:
     return 1 + printed.count(b"step")
 
 
-def plain_sha256(folder: Path) -> str:
+@pytest.fixture(scope="module")
+def plain_sha256(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a run without memwall that nobody killed."""
+    folder = tmp_path_factory.mktemp("plain")
     subprocess.run(
         [sys.executable, str(RESUMABLE), "--steps", str(NUM_STEPS), "--out", str(folder / "plain.txt")],
         check=True,
@@ -70,24 +73,24 @@ def _same_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_a_command_killed_twice_ends_with_the_same_weights(tmp_path: Path) -> None:
-    expected = plain_sha256(tmp_path)
+def test_a_command_killed_twice_ends_with_the_same_weights(tmp_path: Path, plain_sha256: str) -> None:
     draw = random.Random(2)
     options = ("--checkpoint", str(tmp_path / "run"), "--resume")
     for _ in range(2):
         kill_within(tmp_path, draw.uniform(0, 0.3), *options)
     finish(tmp_path, *options)
-    assert (tmp_path / "sha256.txt").read_text() == expected
+    assert (tmp_path / "sha256.txt").read_text() == plain_sha256
 
 
-def test_a_command_killed_with_its_parameters_on_disk_ends_with_the_same_weights(tmp_path: Path) -> None:
-    expected = plain_sha256(tmp_path)
+def test_a_command_killed_with_its_parameters_on_disk_ends_with_the_same_weights(
+    tmp_path: Path, plain_sha256: str
+) -> None:
     (tmp_path / "plan.json").write_bytes(resumable_on_disk().encode())
     options = ("--plan", str(tmp_path / "plan.json"), "--checkpoint", str(tmp_path / "run"), "--resume")
     options += ("--disk", str(tmp_path))
     kill_within(tmp_path, 0.2, *options)
     finish(tmp_path, *options)
-    assert (tmp_path / "sha256.txt").read_text() == expected
+    assert (tmp_path / "sha256.txt").read_text() == plain_sha256
 
 
 _MANY = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
@@ -109,7 +112,7 @@ def test_kills_at_random_instants_change_nothing(tmp_path: Path, num_kills: int,
     assert found["resumed_steps"][-1] > 0
 
 
-def test_the_command_line_continues_reports_and_loads_a_finished_run(tmp_path: Path) -> None:
+def test_the_command_line_continues_reports_and_loads_a_finished_run(tmp_path: Path, plain_sha256: str) -> None:
     options = ("--checkpoint", str(tmp_path / "run"), "--report", str(tmp_path / "report.json"))
     assert finish(tmp_path, *options, num_steps=4).count("step ") == 4
     short = (tmp_path / "sha256.txt").read_text()
@@ -118,7 +121,7 @@ def test_the_command_line_continues_reports_and_loads_a_finished_run(tmp_path: P
     printed = finish(tmp_path, *options, "--resume")
     assert printed.startswith("step 4 loss")
     assert json.loads((tmp_path / "report.json").read_text())["within_budget"]
-    assert (tmp_path / "sha256.txt").read_text() == plain_sha256(tmp_path)
+    assert (tmp_path / "sha256.txt").read_text() == plain_sha256
 
 
 def test_a_script_that_does_not_ask_where_to_begin_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
