@@ -339,6 +339,11 @@ class DiskSpace:
         self._pool = pool
 
     @property
+    def place(self) -> str:
+        """Says where, with the directory; for messages."""
+        return f"on disk in {self._pool.scratch.path}"
+
+    @property
     def bytes_written(self) -> int:
         """Counts the bytes that have left so far."""
         return self._pool.bytes_written

@@ -151,8 +151,6 @@ class Journal:
             raise
         self.pool = TransferPool(self.data, num_workers=num_workers, block_bytes=self._block_bytes)
 
-    # -- writing ---------------------------------------------------------------------------------------------------
-
     @property
     def fingerprint(self) -> bytes | None:
         """Says what `begin` was given by the run that made the directory; None where nothing is committed yet."""
@@ -270,8 +268,6 @@ class Journal:
             errno=error.errno or 0,
         )
 
-    # -- recovery --------------------------------------------------------------------------------------------------
-
     def _recover(self) -> Generation | None:
         """Returns the newest generation of which every byte is as it was written."""
         length_bytes, has_data = self._backend.size_bytes(self._fd), self.data.length_bytes > 0
@@ -362,8 +358,6 @@ class Journal:
             got_bytes=num_bytes,
             errno=0,
         )
-
-    # -- end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends the threads, close the files, and let the next run in."""

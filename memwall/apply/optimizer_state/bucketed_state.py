@@ -62,7 +62,7 @@ class OptimizerState:
         around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
     ) -> None:
         self._inner_step = around_step(inner_step_of(optimizer, kept=space.kept, device=space.device))
-        self._optimizer, self._space = optimizer, space
+        self.optimizer, self._space = optimizer, space
         self._min_bytes = min_bytes
         self._recorded = RecordedState() if is_recorded else None
         self._ring_bytes = padded_bytes([bucket_bytes])
@@ -82,11 +82,6 @@ class OptimizerState:
         )
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Names the optimizer whose state it is."""
-        return self._optimizer
-
-    @property
     def failure(self) -> MemwallError | None:
         """Is the first transfer that failed in a step."""
         return self._taken.failure
@@ -95,9 +90,8 @@ class OptimizerState:
 
     @property
     def buckets(self) -> list[DiskBucket]:
-        """Says what is on disk between steps."""
-        buckets = [share.bucket for share in self._shares.every if share.bucket.num_bytes]
-        return [bucket for bucket in buckets if isinstance(bucket, DiskBucket)]
+        """Lists what is on disk between steps."""
+        return [s.bucket for s in self._shares.every if isinstance(s.bucket, DiskBucket) and s.bucket.num_bytes]
 
     @property
     def kept(self) -> str:
@@ -209,7 +203,7 @@ class OptimizerState:
 
     def _new_shares(self, resident_bytes: int, bucket_bytes: int) -> Shares:
         shares = Shares(
-            self._optimizer,
+            self.optimizer,
             self._space,
             resident_bytes=resident_bytes,
             bucket_bytes=bucket_bytes,
@@ -218,18 +212,16 @@ class OptimizerState:
         shares.adopt()
         return shares
 
-    # -- the step --------------------------------------------------------------------------------------------------
-
     def _step_all(self, arguments: Arguments) -> None:
         """Steps all parameters, bucket by bucket."""
         self._shares.adopt()
         parts = self._shares.parts()
-        step_some(self._optimizer, self._inner_step, parts.get(None), arguments)
+        step_some(self.optimizer, self._inner_step, parts.get(None), arguments)
         shares = in_order(self._shares.every, ring_bytes=self._ring_bytes)
         moving = [share for share in shares if share.has_gradient and share in parts]
 
         def step(share: Share) -> None:
-            step_some(self._optimizer, self._inner_step, parts[share], arguments)
+            step_some(self.optimizer, self._inner_step, parts[share], arguments)
 
         if self._recorded is None:
             step_through(moving, step, self._shares.entries, ring_bytes=self._ring_bytes)
@@ -260,8 +252,6 @@ class OptimizerState:
             tensors = iter([tensor for _, _, tensor in present])
             for bucket, entries in shares:
                 self._recorded.empty(bucket, [next(tensors) for _ in entries])
-
-    # -- saving and loading ----------------------------------------------------------------------------------------
 
     def _saver(self) -> Callable[[Tensor], Tensor]:
         """Copies for a state dict: in the host's memory, since the device's may have no room for all of them.

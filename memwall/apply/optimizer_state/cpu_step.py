@@ -152,8 +152,6 @@ class CpuStep:
                 self._device,
             )
 
-    # -- the step --------------------------------------------------------------------------------------------------
-
     def _step_all(self, arguments: Arguments) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise StoreError(
@@ -263,8 +261,6 @@ class CpuStep:
         self._arena.close()
         self._stages = [_Stage(self._arena.allocate(num_bytes).memory) for _ in range(NUM_STAGES)]
         self._stage_bytes = num_bytes
-
-    # -- the state -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _to_host(self) -> None:

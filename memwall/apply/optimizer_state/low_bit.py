@@ -129,11 +129,11 @@ class LowBitOptimizerState:
     buckets: Sequence[DiskBucket] = ()
 
     def __init__(self, moments: LowBitMoments) -> None:
-        self.moments, self._optimizer = moments, moments.optimizer
+        self.moments, self.optimizer = moments, moments.optimizer
         with torch.no_grad():
             moments.close_all()
         self._taken = TakenStep(
-            self._optimizer,
+            self.optimizer,
             done_to_state="put its state into 8 bits",
             step=self._step_all,
             copier=lambda: moments.copy,
@@ -142,11 +142,6 @@ class LowBitOptimizerState:
         self._space = kept_space()
         if self._space is not None:
             self._space.states.append(self)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Names the optimizer whose state it is."""
-        return self._optimizer
 
     @property
     def failure(self) -> MemwallError | None:
@@ -174,7 +169,7 @@ class LowBitOptimizerState:
 
     def _few_at_a_time(self) -> Iterator[list[Tensor]]:
         few: list[Tensor] = []
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if few and sum(one.nbytes for one in (*few, parameter)) > _FILLED_BYTES:
                     yield few
@@ -183,18 +178,18 @@ class LowBitOptimizerState:
         yield few
 
     def _step_all(self, arguments: Arguments) -> None:
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             whole = []
             for parameter in group["params"]:
                 if parameter.grad is not None and self.moments.can_close(parameter):
                     self._step_slices(number, parameter, arguments)
                 else:
                     whole.append(parameter)
-            step_some(self._optimizer, self.moments.inner_step, [(number, whole)], arguments)
+            step_some(self.optimizer, self.moments.inner_step, [(number, whole)], arguments)
 
     def _step_slices(self, number: int, parameter: Tensor, arguments: Arguments) -> None:
         """Gives the optimizer each slice as a parameter of its own, with its own state."""
-        moments, every, state = self.moments, self._optimizer.state, self._optimizer.state[parameter]
+        moments, every, state = self.moments, self.optimizer.state, self.optimizer.state[parameter]
         before = dict(state)
         gradient = parameter.grad
         assert gradient is not None
@@ -204,7 +199,7 @@ class LowBitOptimizerState:
             if before:
                 every[piece] = {key: moments.opened(value, begin, end) for key, value in before.items()}
             try:
-                step_some(self._optimizer, moments.inner_step, [(number, [piece])], arguments)
+                step_some(self.optimizer, moments.inner_step, [(number, [piece])], arguments)
             finally:
                 stepped = every.pop(piece, {})
             if before and torch.equal(stepped["step"], before["step"]):

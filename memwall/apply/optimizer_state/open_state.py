@@ -6,21 +6,22 @@ What opens something returns it with what brings the state back and closes the p
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.cpu_step_checks import check_optimizer
-from memwall.apply.optimizer_state.kept_space import kept_space, open_scratch_pool
+from memwall.apply.optimizer_state.kept_space import KeptSpace, kept_space, open_scratch_pool
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.optimizer_state.pinned import PinnedSpace
+from memwall.apply.optimizer_state.shares import StateSpace
 from memwall.errors import ApplyError, StoreError
 from memwall.store.buckets import DiskSpace
 from memwall.units import format_bytes
 
-__all__ = ["check_can_be_away", "check_can_step_on_cpu", "open_cpu_step", "open_optimizer_state", "open_pinned_state"]
+__all__ = ["check_can_be_away", "check_can_step_on_cpu", "open_cpu_step", "open_optimizer_state"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 def open_optimizer_state(
     optimizer: torch.optim.Optimizer,
     *,
+    tier: Literal["disk", "host"] = "disk",
     disk: str | None,
     capacity_bytes: int | None,
     resident_bytes: int,
@@ -36,19 +38,34 @@ def open_optimizer_state(
     is_recorded: bool = False,
     around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
 ) -> tuple[OptimizerState, Callable[[], None]]:
-    """Puts an optimizer's state on disk: of a run that is committed, where a commit need only name it.
+    """Puts an optimizer's state on the tier below its parameters.
+
+    Args:
+        tier: the disk for CPU parameters, pinned host memory for those on CUDA.
+        capacity_bytes: the most to take there; None for no limit of a disk.
 
     Raises:
-        ApplyError: the optimizer cannot be stepped in parts.
-        StoreError: the directory is missing, read-only, full, or a RAM disk.
+        ApplyError: the optimizer cannot be stepped in parts; or it is to be in host memory, and its parameters are on a
+            CPU, or the run is committed.
+        StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
     """
-    inner_step_of(optimizer)
-    kept = kept_space()
+    kept: KeptSpace | None = None
     with ExitStack() as closing:
-        pool = kept.pool if kept is not None else closing.enter_context(open_scratch_pool(disk, capacity_bytes))
+        if tier == "host":
+            device = _device_above_host(optimizer)
+            inner_step_of(optimizer, kept=PinnedSpace.kept, device=device)
+            pinned = PinnedSpace(device, limit_bytes=capacity_bytes or 0)
+            closing.callback(pinned.close)
+            space: StateSpace = pinned
+        else:
+            inner_step_of(optimizer)
+            # Of a run that is committed, state lies where a commit need only name it.
+            kept = kept_space()
+            pool = kept.pool if kept is not None else closing.enter_context(open_scratch_pool(disk, capacity_bytes))
+            space = DiskSpace(pool)
         state = OptimizerState(
             optimizer,
-            DiskSpace(pool),
+            space,
             resident_bytes=resident_bytes,
             bucket_bytes=bucket_bytes,
             min_bytes=min_bytes,
@@ -59,37 +76,7 @@ def open_optimizer_state(
             kept.states.append(state)
             closing.callback(kept.states.remove, state)
         closing.callback(_bring_back, state)
-        _log.info("%s of the optimizer's state are on disk in %s", format_bytes(state.away_bytes), pool.scratch.path)
-        return state, closing.pop_all().close
-
-
-def open_pinned_state(
-    optimizer: torch.optim.Optimizer,
-    *,
-    resident_bytes: int,
-    bucket_bytes: int,
-    min_bytes: int,
-    limit_bytes: int,
-) -> tuple[OptimizerState, Callable[[], None]]:
-    """Puts the state of an optimizer of CUDA parameters into pinned host memory, of which it takes the state's size.
-
-    Args:
-        limit_bytes: the most to pin.
-
-    Raises:
-        ApplyError: the optimizer cannot be stepped in parts, its parameters are on a CPU, or the run is committed.
-        StoreError: the host has no room, or the driver does not allow it.
-    """
-    device = _device_above_host(optimizer)
-    inner_step_of(optimizer, kept=PinnedSpace.kept, device=device)
-    with ExitStack() as closing:
-        space = PinnedSpace(device, limit_bytes=limit_bytes)
-        closing.callback(space.close)
-        state = OptimizerState(
-            optimizer, space, resident_bytes=resident_bytes, bucket_bytes=bucket_bytes, min_bytes=min_bytes
-        )
-        closing.callback(_bring_back, state)
-        _log.info("%s of the optimizer's state are in pinned host memory", format_bytes(state.away_bytes))
+        _log.info("%s of the optimizer's state are %s", format_bytes(state.away_bytes), space.place)
         return state, closing.pop_all().close
 
 

@@ -46,6 +46,7 @@ class PinnedSpace:
     """
 
     kept = "in host memory"
+    place = "in pinned host memory"
 
     def __init__(self, device: torch.device, *, limit_bytes: int) -> None:
         self.device = device

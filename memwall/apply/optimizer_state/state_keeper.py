@@ -20,7 +20,6 @@ from memwall.apply.optimizer_state.open_state import (
     check_can_step_on_cpu,
     open_cpu_step,
     open_optimizer_state,
-    open_pinned_state,
 )
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import expected_state_bytes
@@ -78,29 +77,28 @@ class StateKeeper:
         around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
     ) -> None:
         self._disk, self._capacity_bytes, self._around_step = disk, capacity_bytes, around_step
-        self._opened = OpenOnDisk[OptimizerState]()
-        self._on_cpu = OpenOnDisk[CpuStep]()
+        self._opened = OpenOnDisk[OptimizerState | CpuStep]()
         self._low_bit: LowBitOptimizerState | None = None
 
     @property
     def _state(self) -> OptimizerState | None:
-        return self._opened.held
+        return self._opened.held if isinstance(self._opened.held, OptimizerState) else None
 
     @property
     def failure(self) -> MemwallError | None:
         """Is the first transfer that failed in a step."""
-        every = (self._state, self._on_cpu.held, self._low_bit)
+        every = (self._opened.held, self._low_bit)
         return next((kept.failure for kept in every if kept and kept.failure), None)
 
     @property
     def is_away(self) -> bool:
         """Says whether state is on disk, or would be if there were any."""
-        return self._state is not None or self._on_cpu.held is not None
+        return self._opened.held is not None
 
     @property
     def away_bytes(self) -> int:
         """Counts the state that is on disk now."""
-        return sum(kept.away_bytes for kept in (self._state, self._on_cpu.held) if kept is not None)
+        return 0 if self._opened.held is None else self._opened.held.away_bytes
 
     @property
     def num_low_bit(self) -> int:
@@ -116,7 +114,8 @@ class StateKeeper:
         """
         if self._low_bit is not None:
             return
-        self._on_cpu.close()
+        if self._state is None:
+            self._opened.close()
         moments = LowBitMoments(optimizer)
         if self._state is not None:
             self._state.on_return = moments.close
@@ -134,29 +133,18 @@ class StateKeeper:
             StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
         """
         self._open_moments()
-        self._on_cpu.close()
-        if self._state is not None and self._state.kept != _KEPT[action.tier]:
+        if self._opened.held is not None and self._opened.held.kept != _KEPT[action.tier]:
             self._opened.close()
         if self._state is not None:
             self._state.end_recording()
             self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
             return
-        if action.tier == "host":
-            self._opened.hold(
-                open_pinned_state(
-                    optimizer,
-                    resident_bytes=action.resident_bytes,
-                    bucket_bytes=action.bucket_bytes,
-                    min_bytes=action.min_bytes,
-                    limit_bytes=host_limit_bytes,
-                )
-            )
-            return
         self._opened.hold(
             open_optimizer_state(
                 optimizer,
+                tier=action.tier,
                 disk=self._disk,
-                capacity_bytes=self._capacity_bytes,
+                capacity_bytes=self._capacity_bytes if action.tier == "disk" else host_limit_bytes,
                 resident_bytes=action.resident_bytes,
                 bucket_bytes=action.bucket_bytes,
                 min_bytes=action.min_bytes,
@@ -179,13 +167,13 @@ class StateKeeper:
             StoreError: the host has no room.
         """
         self._open_moments()
-        if self._on_cpu.held is not None:
+        if isinstance(self._opened.held, CpuStep):
             # All of it is there already, and the device may have no room for it to pass through.
-            self._on_cpu.held.step_with(deepspeed=with_deepspeed)
-            self._on_cpu.held.bucket_bytes = bucket_bytes
+            self._opened.held.step_with(deepspeed=with_deepspeed)
+            self._opened.held.bucket_bytes = bucket_bytes
             return
         self._opened.close()
-        self._on_cpu.hold(
+        self._opened.hold(
             open_cpu_step(
                 optimizer, bucket_bytes=bucket_bytes, limit_bytes=host_limit_bytes, with_deepspeed=with_deepspeed
             )
@@ -252,7 +240,6 @@ class StateKeeper:
             StoreError: state cannot be read back, and no step has failed for that reason before.
         """
         self._open_moments()
-        self._on_cpu.close()
         self._opened.close()
 
     def _open_moments(self) -> None:
@@ -262,8 +249,7 @@ class StateKeeper:
 
     def moved_bytes(self) -> tuple[int, int]:
         """Returns the bytes written to disk and read from it since this was asked last."""
-        kinds = (self._opened.moved_bytes(), self._on_cpu.moved_bytes())
-        return sum(written for written, _ in kinds), sum(read for _, read in kinds)
+        return self._opened.moved_bytes()
 
 
 def _lacks_room(optimizer: torch.optim.Optimizer, allocator: AllocatorHandler, budget_bytes: int) -> bool:

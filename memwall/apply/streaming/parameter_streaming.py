@@ -168,8 +168,6 @@ class ParameterStreaming:
         """Returns the parameters of this model that are on disk."""
         return [member for member in self._adopted if self.tier.get(member.parameter) is not None]
 
-    # -- forward ---------------------------------------------------------------------------------------------------
-
     def _wrap(self, unit: Unit) -> None:
         self._unwrap.append(wrap_forward(unit.module, partial(self._run, unit), unit.name))
 
@@ -230,8 +228,6 @@ class ParameterStreaming:
             for member in unit.members:
                 member.has_graph = True
         self.tier.release(unit.members, is_exposed=True, is_kept=unit is self._kept)
-
-    # -- backward --------------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, unit: Unit, out: Any, given: Any, begin: int | None) -> None:
         """Has the gradient of an output bring the unit back.
@@ -347,8 +343,6 @@ class ParameterStreaming:
         if member.parameter.requires_grad:
             register = member.parameter.register_post_accumulate_grad_hook
             member.gradient_hook = Patches("puts gradients on disk").hook(register, accumulated)
-
-    # -- step ------------------------------------------------------------------------------------------------------
 
     def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns an optimizer's step below its hooks that has a window of parameters and gradients in memory.

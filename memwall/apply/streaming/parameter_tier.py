@@ -20,7 +20,7 @@ from memwall.apply.streaming.guard import Guard, guarded, unguarded
 from memwall.errors import ApplyError
 from memwall.patches import Patch, Patches
 from memwall.store.buckets import can_move
-from memwall.store.page_map import is_of_file, is_page_map, return_file_pages
+from memwall.store.page_map import is_only_for_tensors, return_file_pages
 from memwall.store.paged import PagedTensor, WriteBehind
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.autograd import version_of
@@ -63,10 +63,7 @@ class StreamedParameter:
         parameter.data = self.values.tensor
         return_file_pages(address, parameter.nbytes)  # of a checkpoint that was mapped
         self._num_own_references, self._was_aliased = _num_references(parameter), False
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:
-            parameter.grad = gradient
-            self.spill_gradient()
+        self.spill_gradient()
         guarded(parameter, self)
 
     @property
@@ -94,8 +91,6 @@ class StreamedParameter:
             self.gradient.add(new, self._tier.stands_for)
             self.parameter.grad = None
             self._tier.num_spilled += 1
-
-    # -- the guard's side ------------------------------------------------------------------------------------------
 
     def use(self, others: Sequence[Guard], run: Callable[[], Any]) -> Any:
         return self._tier.use([self, *(other for other in others if isinstance(other, StreamedParameter))], run)
@@ -187,7 +182,7 @@ class ParameterTier:
             return None
         if parameter.untyped_storage().nbytes() != parameter.nbytes or parameter.is_shared():
             return None
-        if not (parameter.untyped_storage().resizable() or _is_nobody_elses(parameter.data_ptr())):
+        if not (parameter.untyped_storage().resizable() or is_only_for_tensors(parameter.data_ptr())):
             return None
         member = StreamedParameter(self, parameter, name)
         self._members[id(parameter)] = member
@@ -195,8 +190,6 @@ class ParameterTier:
             where = "torch.nn.Parameter.__class__ and .data, of parameters on disk"
             self._patch = Patches("keeps parameters on disk").add("class", where, lambda: None)
         return member
-
-    # -- in memory for a time --------------------------------------------------------------------------------------
 
     def begin_read(self, members: Iterable[StreamedParameter]) -> None:
         """Begins to bring parameters back."""
@@ -207,7 +200,6 @@ class ParameterTier:
         """Returns with parameters in memory, until `release`.
 
         Args:
-            members: the parameters.
             is_exposed: as plain ones, which code may use in a graph; `parameter.grad` is then what lies in memory.
 
         Raises:
@@ -290,8 +282,7 @@ class ParameterTier:
     def end_showing(self) -> int:
         """Lets go of parameters that are shown, unless somebody still holds tensors over their memory.
 
-        Returns:
-            Bytes that the system had in memory for that, and could take back at any time.
+        Returns the bytes that the system had in memory for that, and could take back at any time.
         """
         shown = [member for member in self if member.values.is_shown]
         num_bytes = sum(member.values.shown_bytes for member in shown)
@@ -341,8 +332,6 @@ class ParameterTier:
         self.writes.drain()
         for member in changed:
             member.values.finish_write()
-
-    # -- leaving the tier ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Brings back whatever is there, and closes files and threads.
@@ -399,11 +388,6 @@ def _num_references(parameter: nn.Parameter) -> int:
     """Returns how many tensors, and other objects, hold the parameter's storage."""
     with without_subclass_functions():
         return num_references(parameter.untyped_storage())
-
-
-def _is_nobody_elses(address: int) -> bool:
-    """Returns whether nothing but tensors can show memory that torch did not allocate, as an array of numpy would."""
-    return is_page_map(address) or is_of_file(address)
 
 
 # The member's own, and that of the call which counts.
