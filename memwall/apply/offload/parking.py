@@ -17,8 +17,8 @@ from memwall.machine.disk_location import check_directory, default_directory
 from memwall.machine.disk_probe import probe_disk
 from memwall.machine.limits import pinnable_bytes
 from memwall.machine.link_speed import probe_link
+from memwall.machine.memory_speed import copy_seconds_per_byte, fault_seconds_per_byte
 from memwall.machine.tiers import Machine
-from memwall.predict.malloc.malloc_policies import fault_seconds_per_byte
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.dispatch import without_subclass_functions
@@ -227,19 +227,8 @@ def measured_machine(disk: str) -> Machine:
     faults = fault_seconds_per_byte()
     return Machine(
         tiers=(probe_disk(disk, _PROBE_BYTES),) if disk else (),
-        copy_seconds_per_byte=_copy_seconds_per_byte() + faults,
+        copy_seconds_per_byte=copy_seconds_per_byte() + faults,
         fault_seconds_per_byte=faults,
         huge_fault_seconds_per_byte=fault_seconds_per_byte(in_huge_pages=True),
         pack_seconds_per_element=pack_seconds_per_element() + torch.float32.itemsize * faults,
     )
-
-
-def _copy_seconds_per_byte() -> float:
-    """Measures a copy between warm buffers, as from a tensor into staging."""
-    source, target = torch.ones(4 << 20, dtype=torch.uint8), torch.ones(4 << 20, dtype=torch.uint8)
-    best = float("inf")
-    for _ in range(5):
-        begin = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - begin)
-    return best / source.numel()

@@ -6,14 +6,11 @@ against this machine's own malloc (`malloc_process.py`), in a process of its own
 Setting a policy in this process is `memwall.apply.memory.allocator`; which calls a recorded step makes, `malloc_calls`.
 """
 
-import ctypes
 import json
-import mmap
 import os
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from msgspec import Struct
@@ -21,13 +18,11 @@ from msgspec import Struct
 from memwall.errors import UsageError
 from memwall.predict.malloc import malloc_process
 from memwall.predict.malloc.malloc_calls import StepEvents, repeated
-from memwall.store.page_map import PageMap
 
 __all__ = [
     "MallocForecast",
     "MallocPolicy",
     "RESTORED",
-    "fault_seconds_per_byte",
     "policy_named",
     "replay",
     "settings_of",
@@ -37,7 +32,6 @@ __all__ = [
 # malloc.h of glibc. M_MMAP_THRESHOLD is refused above 32 MiB (HEAP_MAX_SIZE / 2).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # Touched at a time to measure a fault.
-_PROBE_BYTES = 16 << 20
 
 
 class MallocPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,36 +138,6 @@ def replay(policy: MallocPolicy, step: StepEvents, *, num_steps: int = 3, timeou
     return MallocForecast(
         peak_resident_bytes=max(step["peak_resident_bytes"] for step in steps), fresh_bytes=steps[-1]["fresh_bytes"]
     )
-
-
-def fault_seconds_per_byte(*, in_huge_pages: bool = False) -> float:
-    """Measures what touching memory that is not resident costs beyond touching it at all; takes about 30 ms.
-
-    Args:
-        in_huge_pages: where memory begins at the boundary of one, and the system is asked for them; else as malloc
-            gets it.
-    """
-    best_seconds = float("inf")
-    for _ in range(3):
-        if in_huge_pages:
-            pages = PageMap(_PROBE_BYTES)
-            best_seconds = min(best_seconds, _first_touch_seconds(pages.address, _PROBE_BYTES))
-            pages.drop_pages()
-        else:
-            with mmap.mmap(-1, _PROBE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as region:
-                buffer = ctypes.c_char.from_buffer(region)
-                best_seconds = min(best_seconds, _first_touch_seconds(ctypes.addressof(buffer), _PROBE_BYTES))
-                del buffer
-    return best_seconds / _PROBE_BYTES
-
-
-def _first_touch_seconds(address: int, num_bytes: int) -> float:
-    seconds = []
-    for _ in range(2):
-        begin = time.perf_counter()
-        ctypes.memset(address, 1, num_bytes)
-        seconds.append(time.perf_counter() - begin)
-    return max(seconds[0] - seconds[1], 0.0)
 
 
 def _replay_environment() -> dict[str, str]:
