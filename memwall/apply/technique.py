@@ -23,6 +23,7 @@ from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.errors import ApplyError
+from memwall.machine.tiers import Machine
 from memwall.planning.settings import Settings
 from memwall.planning.technique import Technique, techniques
 from memwall.trace.modules import root_names
@@ -181,6 +182,11 @@ class Handler(Generic[A]):
             ApplyError: a library is missing.
         """
         return settings
+
+    @classmethod
+    def measured(cls, machine: Machine) -> Machine:
+        """Returns what is known of the machine, with what planning with the technique needs to know beside that."""
+        return machine
 
     @classmethod
     def why_not_here(cls, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:

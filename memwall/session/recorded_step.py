@@ -15,6 +15,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper, is_streamed
+from memwall.apply.technique import allowed
 from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of
 from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
@@ -69,9 +70,11 @@ class RecordedStep:
             window_bytes=WINDOW_BYTES,
             min_bytes=MIN_MOVED_BYTES,
             host_limit_bytes=host_limit_bytes,
-            steps_on_cpu="cpu-optimizer-step" in settings.allow,
         )
+        self._machine = self._parked.machine
         try:
+            for _, handler in allowed(settings.allow):
+                self._machine = handler.measured(self._machine)
             self._start(optimizers)
         except BaseException:
             self.stop()
@@ -116,14 +119,14 @@ class RecordedStep:
         """
         assert self._parked is not None
         assert self._builder is not None
-        builder, machine = self._builder, self._parked.machine
+        builder = self._builder
         with self._keeper.shown():
             step = builder.finish_step(optimizers)
         window_bytes, min_bytes = self._parked.engine.staging_bytes, self._parked.min_bytes
         self.stop()
         kept_bytes = self._allocator.kept_bytes()
         self._allocator.trim()
-        trace = builder.trace(optimizers, machine=machine, autocast=self._settings.autocast or "none")
+        trace = builder.trace(optimizers, machine=self._machine, autocast=self._settings.autocast or "none")
         with without_subclass_functions():
             present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
         modules, is_streamed = trace.modules, self._parameters.away_bytes > 0

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memwall.apply.offload import parking
 from memwall.apply.offload.parking import machine_above_host
 from memwall.apply.optimizer_state.cpu_speed import CpuStepSpeeds
+from memwall.apply.techniques import cpu_step
+from memwall.apply.techniques.cpu_step import CpuStepHandler
 from memwall.errors import StoreError
 from memwall.machine.link_speed import probe_link, rates
 from memwall.machine.tiers import Machine, Tier
@@ -123,15 +124,15 @@ def test_the_probe_keeps_to_the_limit(link: Link) -> None:
 def test_plans_know_the_link_what_they_may_pin_and_the_cpu_if_it_may_step(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parking, "cpu_step_speeds", lambda: CpuStepSpeeds(3e10, 4e10))
+    monkeypatch.setattr(cpu_step, "cpu_step_speeds", lambda: CpuStepSpeeds(3e10, 4e10))
     found = machine_above_host(CPU, limit_bytes=1 << 30)
     host = Tier(name="host", write_bytes_per_second=2.4e10, read_bytes_per_second=1.3e10, free_bytes=1 << 30)
     assert found.tiers == (host,)
     assert found.cpu_step_bytes_per_second == 0.0
     # The device copies: the host's cores do nothing for it.
     assert found.copy_seconds_per_byte == 0.0
-    link.streams.clear()
-    measured = machine_above_host(CPU, limit_bytes=1 << 30, steps_on_cpu=True)
+    measured = CpuStepHandler.measured(found)
+    assert measured.tiers == (host,)
     assert (measured.cpu_step_bytes_per_second, measured.deepspeed_step_bytes_per_second) == (3e10, 4e10)
 
 
@@ -140,7 +141,8 @@ def test_where_nothing_can_be_pinned_plans_leave_host_memory_out(
 ) -> None:
     refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
-    assert machine_above_host(CPU, limit_bytes=1 << 30, steps_on_cpu=True) == Machine()
+    found = machine_above_host(CPU, limit_bytes=1 << 30)
+    assert found == CpuStepHandler.measured(found) == Machine()
     assert "plans leave out host memory: the CUDA driver refuses to pin" in caplog.text
 
 

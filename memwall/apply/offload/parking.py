@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.packed import pack_seconds_per_element
-from memwall.apply.optimizer_state.cpu_speed import CpuStepSpeeds, cpu_step_speeds
 from memwall.errors import StoreError
 from memwall.machine.disk_location import check_directory, default_directory
 from memwall.machine.disk_probe import probe_disk
@@ -139,7 +138,6 @@ class Parked:
 
     Args:
         host_limit_bytes: of modules on CUDA, the most host memory to use, here and in plans.
-        steps_on_cpu: whether to measure how fast the CPU steps a device's optimizer.
 
     Attributes:
         min_bytes: from which size on saved tensors leave: none do where host memory cannot be had for a probe of the
@@ -158,12 +156,11 @@ class Parked:
         window_bytes: int,
         min_bytes: int,
         host_limit_bytes: int | None = None,
-        steps_on_cpu: bool = False,
     ) -> None:
         self.window_bytes = window_bytes
         device, self.machine = _cuda_device(roots), Machine()
         if device is not None:
-            self.machine = machine_above_host(device, limit_bytes=host_limit_bytes, steps_on_cpu=steps_on_cpu)
+            self.machine = machine_above_host(device, limit_bytes=host_limit_bytes)
             min_bytes = min_bytes if self.machine.tiers else sys.maxsize
         self.min_bytes = min_bytes
         # All are copied: how long a tensor stays until it is written would show in the peak, which a replay is compared
@@ -191,8 +188,8 @@ class Parked:
         return moved_bytes
 
 
-def machine_above_host(device: torch.device, *, limit_bytes: int | None = None, steps_on_cpu: bool = False) -> Machine:
-    """Measures a CUDA device's link to host memory, and if asked for how fast the CPU steps.
+def machine_above_host(device: torch.device, *, limit_bytes: int | None = None) -> Machine:
+    """Measures a CUDA device's link to host memory.
 
     What passes the link is copied by the device, and costs the host's cores nothing.
 
@@ -205,16 +202,10 @@ def machine_above_host(device: torch.device, *, limit_bytes: int | None = None, 
     """
     limit_bytes = pinnable_bytes() if limit_bytes is None else limit_bytes
     try:
-        host = probe_link(device, limit_bytes=limit_bytes)
+        return Machine(tiers=(probe_link(device, limit_bytes=limit_bytes),))
     except (StoreError, torch.OutOfMemoryError) as error:
         _log.warning("plans leave out host memory: %s", error)
         return Machine()
-    stepping = cpu_step_speeds() if steps_on_cpu else CpuStepSpeeds(0.0, 0.0)
-    return Machine(
-        tiers=(host,),
-        cpu_step_bytes_per_second=stepping.torch_bytes_per_second,
-        deepspeed_step_bytes_per_second=stepping.deepspeed_bytes_per_second,
-    )
 
 
 def _cuda_device(roots: Sequence[nn.Module]) -> torch.device | None:

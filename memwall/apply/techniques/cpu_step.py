@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
+from memwall.apply.optimizer_state.cpu_speed import cpu_step_speeds
 from memwall.apply.optimizer_state.state_keeper import why_not_on_cpu
 from memwall.apply.state_technique import PlacementEffect, StateHandler
 from memwall.apply.technique import Target, Tier, register
+from memwall.machine.tiers import Machine
 from memwall.planning.techniques.cpu_step import StepOnCpu
 
 __all__ = ["CpuStepHandler"]
@@ -17,6 +20,17 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
     """Has the CPU step a device's parameters."""
 
     is_away = True
+
+    @classmethod
+    def measured(cls, machine: Machine) -> Machine:
+        if not machine.tiers:  # there is nowhere to have the state
+            return machine
+        speeds = cpu_step_speeds()
+        return msgspec.structs.replace(
+            machine,
+            cpu_step_bytes_per_second=speeds.torch_bytes_per_second,
+            deepspeed_step_bytes_per_second=speeds.deepspeed_bytes_per_second,
+        )
 
     @classmethod
     def why_not_here(cls, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
