@@ -20,6 +20,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_free_memory_is_returned_once_when_buckets_were_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a plan made before the second forward WHEN that makes new buckets THEN the old ones' memory is returned."""

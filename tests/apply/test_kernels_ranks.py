@@ -88,6 +88,7 @@ def test_two_processes_train_as_with_the_models_own_forwards(tmp_path: Path, wra
     assert own[0]["losses"] != own[1]["losses"]
 
 
+@pytest.mark.slow
 def test_a_head_that_fsdp_shards_is_refused_in_every_process(tmp_path: Path) -> None:
     """Liger #332; TRL #4544, #3368, #6372: its weight would be read where it is not gathered."""
     for found in trained(tmp_path / "fused", "fsdp", 128):

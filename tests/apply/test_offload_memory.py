@@ -41,6 +41,7 @@ def in_a_process(code: str, tmp_path: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_the_memory_freed_is_what_was_predicted(tmp_path: Path) -> None:
     code = """
 x = torch.randn(1 << 20, requires_grad=True)
@@ -62,6 +63,7 @@ with offload.hooks():
     assert float(in_a_process(code, tmp_path)) >= 0.95
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_300_steps(tmp_path: Path) -> None:
     code = """
 layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU()) for _ in range(4)))

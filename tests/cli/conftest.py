@@ -1,3 +1,4 @@
+import inspect
 import json
 import pickle
 import sys
@@ -54,7 +55,9 @@ def _recorded_once(monkeypatch: pytest.MonkeyPatch, recordings: dict[str, Any]) 
         path = config_path(spec) if isinstance(spec, str) else None
         if path is None or not path.is_file() or options.get("changed") is not None:
             return record(spec, hardware, **options)
-        asked = repr((path.read_text(), hardware, sorted(options.items())))
+        whole = inspect.signature(record).bind(spec, hardware, **options)
+        whole.apply_defaults()
+        asked = repr((path.read_text(), *list(whole.arguments.items())[1:]))
         if asked not in recordings:
             recordings[asked] = record(spec, hardware, **options)
         return recordings[asked]

@@ -28,10 +28,12 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_ends_with_5(over_budget: list[str]) -> None:
     assert main(over_budget) == 5
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_launcher_ends_with_0_and_says_why(
     over_budget: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,6 +47,7 @@ def test_a_rank_of_a_launcher_ends_with_0_and_says_why(
     assert json.loads(Path("run.json").read_text())["within_budget"] is False
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_fit_is_a_failure_under_a_launcher_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

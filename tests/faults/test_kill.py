@@ -82,6 +82,7 @@ def test_a_command_killed_twice_ends_with_the_same_weights(tmp_path: Path, plain
     assert (tmp_path / "sha256.txt").read_text() == plain_sha256
 
 
+@pytest.mark.exhaustive
 def test_a_command_killed_with_its_parameters_on_disk_ends_with_the_same_weights(
     tmp_path: Path, plain_sha256: str
 ) -> None:

@@ -6,6 +6,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 SCRIPT = textwrap.dedent("""
     import sys
     from datetime import timedelta
@@ -34,6 +36,7 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_no_process_is_left_waiting(tmp_path: Path) -> None:
     """GIVEN two processes with a timeout of ten minutes WHEN one fails THEN both have ended within one."""
     runs = [

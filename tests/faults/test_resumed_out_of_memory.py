@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from memwall.units import format_bytes
@@ -21,6 +22,7 @@ def run(folder: Path, *arguments: str, resume: bool = True) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_it_goes_on_within_less(tmp_path: Path) -> None:
     """GIVEN a run that fails in its third step WHEN it is resumed THEN it ends with the same weights."""
     subprocess.run([sys.executable, SCRIPT, "passes", str(tmp_path / "expected")], check=True)
@@ -41,6 +43,7 @@ def test_it_goes_on_within_less(tmp_path: Path) -> None:
     assert all((expected[name] == found[name]).all() for name in expected)
 
 
+@pytest.mark.slow
 def test_attempts_are_bounded(tmp_path: Path) -> None:
     """GIVEN a run that failed once more than it may WHEN it is resumed THEN it is refused."""
     folder = tmp_path / "steps"

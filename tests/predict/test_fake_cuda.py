@@ -18,6 +18,7 @@ with FakeTensorMode(allow_non_fake_inputs=True):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_fake_tensors_on_cuda_run_no_step_where_there_is_no_device() -> None:
     """In a process of its own, which torch may abort. One that gets to the end has found another way to record."""

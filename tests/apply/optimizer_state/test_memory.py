@@ -105,6 +105,7 @@ def in_a_process(mode: str, tmp_path: Path, number: int | Path = 0, width: int =
     return printed_by(_SCRIPT, mode, number, tmp_path, width)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_infeasible_without_it_is_kept_with_the_same_weights(tmp_path: Path) -> None:
     probe = in_a_process("probe", tmp_path)
     state_bytes = 2 * 16 * 1024 * 1024 * 4

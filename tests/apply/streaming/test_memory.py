@@ -82,6 +82,7 @@ def output_of(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_script_keeps_to_a_budget_that_has_no_room_for_gradients_beside_parameters(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
@@ -108,6 +109,7 @@ def test_a_script_keeps_to_a_budget_that_has_no_room_for_gradients_beside_parame
     assert abs(moved_bytes) <= 0.01 * WEIGHT_BYTES
 
 
+@pytest.mark.slow
 def test_a_script_whose_model_does_not_fit_is_built_trained_and_saved_within_the_budget(tmp_path: Path) -> None:
     """GIVEN weights that have no room beside the process WHEN a script builds, trains, saves them THEN as plainly."""
     script = tmp_path / "train.py"

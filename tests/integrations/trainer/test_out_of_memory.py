@@ -64,6 +64,7 @@ class TestOutOfMemory:
         finally:
             gc.enable()
 
+    @pytest.mark.exhaustive
     def test_accumulation_is_done_again_as_a_whole(self, train: Any, digest: Any, failing: Any):
         from memwall.integrations.trainer import MemwallCallback
 
