@@ -56,13 +56,14 @@ def _named(values: Values) -> tuple[list[str], list[Any]]:
 
 
 def _covering(cases: list[Case], strength: int) -> set[Case]:
-    """Returns cases that have all that occurs, greedily: the most that is new, then what has been used least."""
+    """Returns cases that have all that occurs, greedily: the most that is new, of single values the least used."""
     missing = {part for case in cases for part in _parts(case, strength)}
     used: Counter[Hashable] = Counter()
     chosen: set[Case] = set()
 
     def gain(case: Case) -> tuple[int, int]:
-        return len(missing & _parts(case, strength)), -sum(used[value] for value in _parts(case, 1))
+        num_uses = sum(used[value] for value in _parts(case, 1)) if strength == 1 else 0
+        return len(missing & _parts(case, strength)), -num_uses
 
     while missing:
         best = max(cases, key=gain)

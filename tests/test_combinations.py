@@ -32,5 +32,9 @@ def test_every_pair_is_there_and_few_cases_are() -> None:
         assert {(case[one], case[other]) for case in few} == set(itertools.product(ones, others))
 
 
+def test_three_flags_have_all_pairs_in_four_cases() -> None:
+    assert len(default(every_pair(FLAGS, FLAGS, FLAGS))) == 4
+
+
 def test_names_are_those_of_the_values() -> None:
     assert [case.id for case in every_pair(FLAGS, [int, 3])] == ["yes-int", "yes-3", "no-int", "no-3"]

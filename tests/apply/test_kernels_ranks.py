@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from combinations import exhaustive
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -77,7 +78,7 @@ def trained(folder: Path, wrapper: str, chunk_rows: int) -> list[dict[str, Any]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrapper", "chunk_rows"), [("ddp", 128), ("fsdp", 0)])
+@pytest.mark.parametrize(("wrapper", "chunk_rows"), [exhaustive("ddp", 128), ("fsdp", 0)])
 def test_two_processes_train_as_with_the_models_own_forwards(tmp_path: Path, wrapper: str, chunk_rows: int) -> None:
     """Under DDP the loss without logits as well; under FSDP norms and MLPs, whose own calls gather their weights."""
     own, fused = trained(tmp_path / "own", wrapper, -1), trained(tmp_path / "fused", wrapper, chunk_rows)

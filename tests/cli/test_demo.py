@@ -10,7 +10,7 @@ from memwall.cli.demo_run import run_demo
 SMALL = ("--width", "64", "--layers", "2", "--tokens", "64", "--batch", "2", "--steps", "3")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # make demo
 def test_the_demo_trains_twice_to_the_same_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """GIVEN a budget with room WHEN the demo runs THEN both runs end in the same weights, and a page shows them."""
     assert run_demo(budget="4GiB", out=tmp_path, as_json=True, script_arguments=SMALL) == 0

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from combinations import exhaustive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -54,7 +55,7 @@ def run_under(budget: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", _SCRIPTS)
+@pytest.mark.parametrize("name", ["mlp", exhaustive("tables")])
 def test_the_budget_that_a_refusal_names_is_kept(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"import torch\nfrom torch import nn\n{_SCRIPTS[name]}{_LOOP}")
     refused = run_under("64MiB", tmp_path)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from combinations import exhaustive
 from plans import plan_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -176,7 +177,7 @@ def test_the_launcher_follows_a_plan_file_with_a_placement(
     assert {name: t.tolist() for name, t in load_file(out).items()} == {n: t.tolist() for n, t in plain_weights.items()}
 
 
-@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("is_last", [exhaustive(False), True])
 def test_what_is_on_disk_when_the_process_ends_is_not_brought_back(
     is_last: bool, plain_weights: dict[str, Tensor], tmp_path: Path
 ) -> None:

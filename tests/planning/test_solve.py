@@ -216,7 +216,7 @@ for share in (0.5, 0.15):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of whole plans: tests/planning/test_planfile.py
 def test_two_processes_choose_the_same_and_print_nothing() -> None:
     # P27: HiGHS inside scipy 1.17 wrote debug lines to file descriptor 1; the JSON of `memwall plan` goes there.
     root = Path(solve_module.__file__).parents[3]

@@ -82,7 +82,7 @@ def output_of(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_keeps_to_a_budget_that_has_no_room_for_gradients_beside_parameters(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
