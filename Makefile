@@ -19,8 +19,9 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 BIN := .venv/bin
-# Two processes of one thread each: the suite is made for two cores.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two processes of one thread each, which take whole files in the order of tests/conftest.py: it is made for two cores.
+ON_TWO_CORES = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ON_TWO_CORES)
 STAMP := .venv/.installed
 # Beside the other packages, not among them: torch imports triton wherever it finds one, and `make test` stays without.
 TRITON := 3.9.0
@@ -76,7 +77,7 @@ $(RELEASE_FOLDER)/.installed: | $(STAMP)
 	touch $@
 
 test-torch: $(RELEASE_FOLDER)/.installed
-	OMP_NUM_THREADS=1 $(RELEASE_FOLDER)/bin/python -m pytest --numprocesses 2 --dist loadfile $(UNIT_TESTS)
+	OMP_NUM_THREADS=1 $(RELEASE_FOLDER)/bin/python -m pytest $(ON_TWO_CORES) $(UNIT_TESTS)
 
 # Compiles three operators once, which takes g++, the headers of Python and libaio, and about five minutes.
 $(DEEPSPEED)/.installed: $(STAMP)

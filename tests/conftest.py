@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,9 @@ def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run here, each with its reason."""
+    """Skips what cannot run here, each with its reason; files with most slow tests begin, so that none is left last."""
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow") is not None)
+    items.sort(key=lambda item: -num_slow[item.path])
     for item in items:
         missing = [
             name

@@ -248,4 +248,11 @@ MUTATIONS = (
         "                    continue",
         ("tests/trace/test_snapshot_pickle.py",),
     ),
+    Mutation(
+        "what a solver's library prints stands in the output of a command",
+        "memwall/planning/solver/quiet_streams.py",
+        "                os.dup2(nowhere, _STANDARD_OUTPUT)",
+        "                pass",
+        ("tests/planning/test_solve.py::test_a_solver_that_prints_as_it_is_made_is_not_heard",),
+    ),
 )
