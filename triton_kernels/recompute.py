@@ -123,7 +123,7 @@ class RecomputeHandles:
         self.num_replaced = 0
         """Saved references that became a recipe."""
         self.dropped_bytes = 0
-        """Of the results behind them, each counted once; freed unless somebody else holds them."""
+        """The results behind them have so many bytes, each counted once; freed unless somebody else holds them."""
         self.num_rebuilt = 0
         """Results that backward has asked for: one for each, whatever the number of layers that saved it."""
 

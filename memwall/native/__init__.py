@@ -19,7 +19,7 @@ def load_library(
     *,
     folder: Path = Path(__file__).parent,
 ) -> ctypes.CDLL | None:
-    """A built library with the types of its functions declared; None if the installation has none.
+    """Returns a built library with the types of its functions declared; None if the installation has none.
 
     Args:
         folder: where it was built; memwall.native by default.

@@ -35,30 +35,30 @@ _IMPORT_ROWS = 1 << 14
 
 
 class TableOptions(TypedDict, total=False):
-    """How a table keeps its rows."""
+    """Says how a table keeps its rows."""
 
     dtype: torch.dtype | None
-    """Of weights and optimizer state; torch's default if None."""
+    """Weights and optimizer state have this dtype; torch's default if None."""
     cache: str | int
-    """The most memory for rows, with their state; 256 MiB if not given."""
+    """Rows, with their state, take no more memory; 256 MiB if not given."""
     disk: str | os.PathLike[str] | None
-    """A directory on a disk; the system's temporary one if None."""
+    """Cold rows go to this directory; the system's temporary one if None."""
     disk_limit: str | int | None
-    """The most to take there; all that is free if None."""
+    """They take no more there; all that is free if None."""
     seed: int
-    """Of the initial rows, which are a function of it and of their id; 0 if not given."""
+    """Initial rows are a function of this and of their id; 0 if not given."""
     initial: Literal["normal", "uniform"]
-    """Their distribution: normal with standard deviation `scale`, or uniform in [-scale, scale)."""
+    """They are normal with standard deviation `scale`, or uniform in [-scale, scale)."""
     scale: float
-    """See `initial`; 1 if not given."""
+    """It is what `initial` says; 1 if not given."""
     process_group: dist.ProcessGroup | None
-    """Ranks that share the rows, over gloo; all ranks if None."""
+    """These ranks share the rows, over gloo; all ranks if None."""
     gradients: Literal["mean", "sum"]
-    """Over ranks, their mean (as DistributedDataParallel has it, and if not given) or their sum."""
+    """Ranks take the mean (as DistributedDataParallel does, and if not given) or the sum."""
 
 
 class _RowModule(nn.Module):
-    """What both modules are: a table with ids of any shape in front."""
+    """Is what both modules are: a table with ids of any shape in front."""
 
     weight: TableWeight
 
@@ -116,17 +116,17 @@ class _RowModule(nn.Module):
 
     @property
     def num_rows(self) -> int:
-        """Rows that exist on this rank: those that were updated, loaded or imported."""
+        """Returns how many rows exist on this rank: those that were updated, loaded or imported."""
         return self._table.store.num_rows
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that this rank's rows and their index take now."""
+        """Returns the memory that this rank's rows and their index take now."""
         return self._table.store.memory_bytes
 
     @property
     def store(self) -> RowStore:
-        """This rank's rows."""
+        """Returns this rank's rows."""
         return self._table.store
 
     def prefetch(self, ids: Tensor) -> None:
@@ -134,7 +134,7 @@ class _RowModule(nn.Module):
         self._table.prefetch(self._distinct(ids)[0])
 
     def rows(self, ids: Tensor) -> Tensor:
-        """The weights of rows, [*ids.shape, embedding_dim], without a gradient."""
+        """Returns the weights of rows, [*ids.shape, embedding_dim], without a gradient."""
         distinct, places = self._distinct(ids)
         return self._table.lookup(distinct, has_graph=False)[places]
 
@@ -163,14 +163,14 @@ class _RowModule(nn.Module):
         self._table.store.close()
 
     def extra_repr(self) -> str:
-        """See `torch.nn.Module`."""
+        """Returns what `torch.nn.Module` shows in brackets."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, rows={self.num_rows}"
 
     # -- what a module does ------------------------------------------------------------------------------------------
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """The rows of distinct ids, where each id is among them, and where the padding is."""
+        """Returns the rows of distinct ids, where each id is among them, and where the padding is."""
         distinct, places = self._distinct(ids)
         rows = self._table.lookup(distinct, has_graph=torch.is_grad_enabled())
         if self.padding_idx is None:
@@ -190,7 +190,7 @@ class _RowModule(nn.Module):
         return distinct, places
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Rows stay in host memory and on disk when a model moves; what they give follows the ids."""
+        """Leaves rows in host memory and on disk when a model moves; what they give follows the ids."""
         dtype = fn(torch.empty(0, dtype=self._table.dtype, device="cpu")).dtype
         if dtype != self._table.dtype:
             raise ApplyError(
@@ -200,7 +200,7 @@ class _RowModule(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """A state dict has no rows; it says which they are, so that others are not taken for them."""
+        """Says which the rows are, so that others are not taken for them; a state dict has none."""
         table = self._table
         destination[prefix + "rows"] = torch.tensor(
             [table.num_rows, table.dim, table.lineage, table.num_updates], dtype=torch.int64, device="cpu"
@@ -247,7 +247,7 @@ class _RowModule(nn.Module):
         table.replace_store(store)
 
     def _agree(self) -> None:
-        """Ranks have one table, so they must have made the same one; it gets one name."""
+        """Gives the table one name; ranks have one, so they must have made the same."""
         table = self._table
         if table.exchange is None:
             return
@@ -263,7 +263,7 @@ class _RowModule(nn.Module):
 
 
 class RowEmbedding(_RowModule):
-    """A `torch.nn.Embedding(sparse=True)` whose rows are lazily made, cached in memory, and otherwise on disk.
+    """Is a `torch.nn.Embedding(sparse=True)` whose rows are lazily made, cached in memory, and otherwise on disk.
 
     Args:
         num_embeddings: rows in the table; ids are 0 to num_embeddings - 1.
@@ -301,13 +301,13 @@ class RowEmbedding(_RowModule):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of ids, [*ids.shape, embedding_dim]."""
+        """Returns the rows of ids, [*ids.shape, embedding_dim]."""
         rows, places, padding = self._look_up(ids)
         return F.embedding(places, rows, padding_idx=padding, sparse=True)
 
 
 class RowEmbeddingBag(_RowModule):
-    """A `torch.nn.EmbeddingBag(sparse=True)` whose rows are lazily made, cached in memory, and otherwise on disk.
+    """Is a `torch.nn.EmbeddingBag(sparse=True)` whose rows are lazily made, cached in memory, and otherwise on disk.
 
     Args:
         mode: "sum", "mean" or "max".
@@ -338,7 +338,7 @@ class RowEmbeddingBag(_RowModule):
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """The bags of ids, [bags, embedding_dim]; see `torch.nn.EmbeddingBag`."""
+        """Returns the bags of ids, [bags, embedding_dim], as `torch.nn.EmbeddingBag` does."""
         rows, places, padding = self._look_up(ids)
         return F.embedding_bag(
             places,
@@ -353,7 +353,7 @@ class RowEmbeddingBag(_RowModule):
 
 
 def _refused(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> dict[str, bool]:
-    """Arguments of torch's modules that no table of rows has, and whether they were given."""
+    """Returns the arguments of torch's modules that no table of rows has, and whether they were given."""
     return {
         "max_norm": max_norm is not None,
         "scale_grad_by_freq": scale_grad_by_freq,

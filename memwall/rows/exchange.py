@@ -17,14 +17,14 @@ from memwall.errors import ApplyError
 __all__ = ["Passes", "RowExchange"]
 
 Passes = list[tuple[Tensor, Tensor]]
-"""Gradients of one lookup after another: ids [n], and values [n, dim]."""
+"""One lookup's gradients after another's: ids [n], and values [n, dim]."""
 
 
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class RowExchange:
-    """The ranks of one table.
+    """Moves rows and gradients between the ranks of one table.
 
     Args:
         group: over CPU tensors (gloo).
@@ -44,7 +44,7 @@ class RowExchange:
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def rows(self, ids: Tensor, read: Callable[[Tensor], Tensor], num_columns: int, dtype: torch.dtype) -> Tensor:
-        """The rows of ids, [n, num_columns], from their owners.
+        """Returns the rows of ids, [n, num_columns], from their owners.
 
         Args:
             ids: int64 [n], each once.
@@ -63,14 +63,14 @@ class RowExchange:
         return rows
 
     def owned(self, ids: Tensor) -> Tensor:
-        """Of all ranks' ids, those that this rank owns, each once."""
+        """Returns those of all ranks' ids that this rank owns, each once."""
         sent = self._counts(ids)
         asked = self._swap(ids[self._by_owner(ids)], sent, self._swapped_counts(sent))
         distinct: Tensor = torch.unique(asked)
         return distinct
 
     def gradients(self, passes: Passes, num_columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
-        """All ranks' gradients of the rows that this rank owns.
+        """Collects all ranks' gradients of the rows that this rank owns.
 
         Returns:
             Ids [n] and values [n, num_columns] in the order (pass, rank, place in the batch), and the order [n] in
@@ -103,19 +103,19 @@ class RowExchange:
         return whole[is_owned], values / self.num_ranks if self._has_mean else values, place[adding[is_owned[adding]]]
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over ranks."""
+        """Returns the sum over ranks."""
         total = value.clone()
         dist.all_reduce(total, group=self._group)
         return total
 
     def gather(self, value: object) -> list[object]:
-        """Every rank's value, in their order."""
+        """Returns every rank's value, in their order."""
         found: list[object] = [None] * self.num_ranks
         dist.all_gather_object(found, value, group=self._group)
         return found
 
     def _gathered(self, ids: Tensor) -> list[Tensor]:
-        """Every rank's ids, in the order of ranks."""
+        """Returns every rank's ids, in the order of ranks."""
         counts = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.num_ranks)]
         dist.all_gather(counts, torch.tensor([ids.numel()], device="cpu"), group=self._group)
         size = max(int(count) for count in counts)

@@ -139,7 +139,7 @@ def _publish(partial: Path, place: Path) -> None:
 
 
 def _together(table: RowTable, act: Callable[[], _T]) -> list[_T]:
-    """What each rank's `act` returns; it fails on all ranks if it fails on one, so that none waits for another."""
+    """Returns what each rank's `act` does; fails on all ranks if it fails on one, so that none waits for another."""
     failure: MemwallError | OSError | None = None
     value: _T | None = None
     try:

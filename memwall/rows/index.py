@@ -19,7 +19,7 @@ _MAX_ROWS = (1 << 31) - 1
 
 
 class RowIndex:
-    """A hash table with linear probing, whose cells hold positions; the ids themselves lie in order of arrival."""
+    """Is a hash table with linear probing: cells hold positions; the ids themselves lie in order of arrival."""
 
     def __init__(self) -> None:
         self._num_rows = 0
@@ -31,15 +31,15 @@ class RowIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Returns the memory held."""
         return self._ids.nbytes + self._cells.nbytes
 
     def ids(self, first: int, end: int) -> Tensor:
-        """The ids at positions [first, end)."""
+        """Returns the ids at positions [first, end)."""
         return self._ids[first : min(end, self._num_rows)]
 
     def find(self, ids: Tensor) -> Tensor:
-        """The position of each id, -1 where there is none.
+        """Returns the position of each id, -1 where there is none.
 
         Args:
             ids: int64 [n], in any order, also repeated.
@@ -47,7 +47,7 @@ class RowIndex:
         return find_rows(self._cells, self._ids[: self._num_rows], ids)
 
     def add(self, ids: Tensor) -> Tensor:
-        """Takes ids in, in their order; the positions they get.
+        """Takes ids in, in their order; returns the positions they get.
 
         Args:
             ids: int64 [n], each once, none of which is here.

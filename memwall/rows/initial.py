@@ -19,17 +19,17 @@ _GRID = 1 << 20
 
 
 class InitialRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How rows begin."""
+    """Says how rows begin."""
 
     kind: Literal["normal", "uniform"]
     """Normal with standard deviation `scale`, cut at 4.3 of them; or uniform between -scale and scale."""
     scale: float
     seed: int
     zero_id: int | None = None
-    """A row that begins with zeros (`padding_idx`)."""
+    """This row begins with zeros (`padding_idx`)."""
 
     def rows(self, ids: Tensor, num_columns: int, dtype: torch.dtype) -> Tensor:
-        """The rows of these ids before training, [n, num_columns].
+        """Returns the rows of these ids before training, [n, num_columns].
 
         Args:
             ids: int64 [n].
@@ -45,7 +45,7 @@ class InitialRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @lru_cache(maxsize=2)
 def _levels(kind: Literal["normal", "uniform"]) -> Tensor:
-    """65 536 equally likely values; those of a normal distribution on a grid, so that no machine's `erf` shows."""
+    """Returns 65 536 equally likely values; normal ones lie on a grid, so that no machine's `erf` shows."""
     if kind == "uniform":
         return (torch.arange(NUM_LEVELS, device="cpu") - (NUM_LEVELS - 1) / 2) / (NUM_LEVELS / 2)
     middles = (torch.arange(NUM_LEVELS, dtype=torch.float64, device="cpu") + 0.5) / NUM_LEVELS

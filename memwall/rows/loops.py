@@ -48,7 +48,7 @@ def mixed(values: Tensor) -> Tensor:
 
 
 def find_rows(cells: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
-    """Of each wanted id its position among `ids`, -1 where there is none.
+    """Returns of each wanted id its position among `ids`, -1 where there is none.
 
     Args:
         cells: int32, a power of two of them, some empty: positions where linear probing has put them, -1 for none.
@@ -94,7 +94,7 @@ def place_rows(cells: Tensor, ids: Tensor, first: int, end: int) -> None:
 
 
 def draw_rows(ids: Tensor, seed: int, num_columns: int, levels: Tensor) -> Tensor:
-    """Rows [n, num_columns] (float32) that depend on seed and id alone: of each element one of 65,536 levels.
+    """Draws rows [n, num_columns] (float32) by seed and id alone: of each element one of 65,536 levels.
 
     Args:
         ids: [n].
@@ -123,7 +123,7 @@ class _CArena(ctypes.Structure):
 
 
 class Arena:
-    """Frames of memory with rows in them.
+    """Copies rows out of frames of memory, and into them.
 
     Args:
         rows: [frames, rows in a page, elements], strided over memory that outlives this; rows are without gaps.
@@ -137,7 +137,7 @@ class Arena:
         self._in_c = _CArena(rows.data_ptr(), *sizes)
 
     def read(self, frames: Tensor, positions: Tensor, num_columns: int) -> Tensor:
-        """The first elements of rows, [n, num_columns], whose pages are in these frames."""
+        """Returns the first elements of rows, [n, num_columns], whose pages are in these frames."""
         library = rows_library()
         if library is None:
             return self._rows[:, :, :num_columns][frames, positions % self._rows_per_page]
@@ -168,7 +168,7 @@ class Arena:
 def locate_rows(
     positions: Tensor, rows_per_page: int, frame_of: Tensor, use: Tensor, is_moving: Tensor
 ) -> tuple[Tensor, bool, bool]:
-    """Of each row the frame of its page, negative without one; whether one is so, and whether one's page is moving.
+    """Returns each row's frame, negative without one; whether one is so; and whether one's page is moving.
 
     Args:
         positions: [n].
@@ -193,7 +193,7 @@ def locate_rows(
 
 
 def take_cold_frames(use: Tensor, is_moving: Tensor, hand: int, count: int) -> tuple[Tensor, int]:
-    """The clock: up to `count` frames that are cold and not moving, which are held then; and where the hand is.
+    """Turns the clock: returns up to `count` frames, cold and not moving, which are held then; and the hand.
 
     Those recently used that the hand passes become cold. Ends after two rounds.
 
@@ -228,7 +228,7 @@ def take_cold_frames(use: Tensor, is_moving: Tensor, hand: int, count: int) -> t
 
 @functools.cache
 def rows_library() -> ctypes.CDLL | None:
-    """The loops in C, if this installation has them."""
+    """Returns the loops in C, if this installation has them."""
     number, pointer, flag = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int
     signatures = {
         "find_rows": (None, (pointer, number, pointer, number, pointer, number, pointer)),

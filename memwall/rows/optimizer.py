@@ -27,7 +27,7 @@ __all__ = ["RowwiseAdagrad", "clip_grad_norm_", "install_hooks"]
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one number of state per row: the running sum of its gradient's mean square.
+    """Is Adagrad with one number of state per row: the running sum of its gradient's mean square.
 
     For embeddings with sparse gradients, in memory or in a table of rows. The state is 1/dim of Adagrad's.
 
@@ -97,7 +97,7 @@ _KINDS: tuple[tuple[type[torch.optim.Optimizer], Callable[[dict[str, Any], int],
     (torch.optim.Adagrad, _adagrad, ("weight_decay",)),
     (RowwiseAdagrad, _rowwise_adagrad, ()),
 )
-"""Class, how it updates a row, and settings that must be 0."""
+"""Each is a class, how it updates a row, and the settings that must be 0."""
 _is_installed = False
 
 
@@ -178,7 +178,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _update_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], dim: int) -> RowUpdate:
-    """How an optimizer updates a row of a table.
+    """Says how an optimizer updates a row of a table.
 
     Raises:
         ApplyError: it would have to move rows without a gradient, or is not known not to.

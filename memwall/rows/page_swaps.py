@@ -31,30 +31,30 @@ _STALL_SECONDS = 60.0
 _HAS_LEFT, _HAS_COME = 1, 2  # as in pages.c
 
 Place = Callable[[int], tuple[Slot, int]]
-"""Of a page, the slot that it has a place in, and where there."""
+"""Returns the slot that a page has a place in, and where there."""
 
 
 class PageSwaps(NamedTuple):
-    """Pages that leave frames, and pages that come into them afterwards; all tensors are int64 [n], -1 for none."""
+    """Names pages that leave frames, and pages that come into them then; all tensors are int64 [n], -1 for none."""
 
     frames: Tensor
     leaving: Tensor
     leaving_offsets: Tensor
-    """Bytes in the file."""
+    """They are bytes in the file."""
     coming: Tensor
     coming_offsets: Tensor
     checksums: Tensor
-    """Filled in for pages that leave."""
+    """They are filled in for pages that leave."""
     expected: Tensor
-    """Of pages that come."""
+    """Pages that come must have these checksums."""
 
 
 class Moves(Protocol):
-    """Swaps under way."""
+    """Stands for swaps under way."""
 
     @property
     def is_done(self) -> bool:
-        """Whether `finish` would not wait."""
+        """Tells whether `finish` would not wait."""
         ...
 
     def finish(self) -> None:
@@ -169,7 +169,7 @@ class PageMover:
 
 
 class _Task(ctypes.Structure):
-    """As in pages.c."""
+    """Is laid out as in pages.c."""
 
     _fields_ = (
         ("fd", ctypes.c_int64),
@@ -221,14 +221,14 @@ class _MovesByThreads:
 
 
 def _library() -> ctypes.CDLL | None:
-    """The same where it is fast."""
+    """Returns the library where it is fast."""
     library = pages_library()
     return library if library is not None and library.crc32_is_fast() else None
 
 
 @functools.cache
 def pages_library() -> ctypes.CDLL | None:
-    """What there is in C for pages, if this installation has it."""
+    """Returns what there is in C for pages, if this installation has it."""
     number, pointer = ctypes.c_uint64, ctypes.c_void_p
     signatures = {
         "crc32_is_fast": (ctypes.c_int, ()),
@@ -236,7 +236,5 @@ def pages_library() -> ctypes.CDLL | None:
         "close_pool": (None, (pointer,)),
         "begin_tasks": (ctypes.c_int64, (pointer, pointer, number, pointer, number)),
         "await_tasks": (number, (pointer, pointer, number)),
-        "plan_swaps": (ctypes.c_int64, (pointer, pointer, pointer, number, pointer)),
-        "book_swaps": (ctypes.c_int, (pointer, pointer, pointer, pointer, number)),
     }
     return load_library("pages", signatures, folder=Path(__file__).parent / "native")

@@ -31,14 +31,14 @@ _WRITES_AHEAD = 4
 
 
 class _Batch(NamedTuple):
-    """Swaps under way."""
+    """Holds swaps under way."""
 
     moves: Moves
     swaps: PageSwaps
 
 
 class PageCache:
-    """Rows by position, read and written in batches. Positions are used from 0 on, without gaps.
+    """Holds rows by position, read and written in batches. Positions are used from 0 on, without gaps.
 
     Args:
         scratch: where pages go that memory has no room for; the caller closes it, after `close`.
@@ -97,22 +97,22 @@ class PageCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held by pages and by the directory; frames that were never used cost none."""
+        """Returns the memory held by pages and by the directory; frames that were never used cost none."""
         per_frame = self.page_bytes + self._directory.bytes_per_frame + self._use.itemsize
         return self._num_used_frames * per_frame + self._directory.page_entries_bytes
 
     @property
     def num_pages_read(self) -> int:
-        """Pages fetched from disk so far."""
+        """Returns how many pages were fetched from disk so far."""
         return self._directory.num_read
 
     @property
     def num_pages_written(self) -> int:
-        """Pages given to the disk so far."""
+        """Returns how many pages were given to the disk so far."""
         return self._directory.num_written
 
     def read(self, positions: Tensor, num_columns: int) -> Tensor:
-        """The first `num_columns` elements of these rows, [n, num_columns].
+        """Returns the first `num_columns` elements of these rows, [n, num_columns].
 
         Raises:
             StoreError: a page cannot be had, or came back different.
@@ -180,7 +180,7 @@ class PageCache:
     # -- which page is where -----------------------------------------------------------------------------------------
 
     def _locate(self, positions: Tensor) -> Tensor:
-        """The frame of each row, after its page has got there."""
+        """Returns the frame of each row, after its page has got there."""
         self._finish_batches(lambda _: False)
         frames, is_missing, is_moving = self._look_up(positions)
         if is_missing:
@@ -195,7 +195,7 @@ class PageCache:
         return frames
 
     def _look_up(self, positions: Tensor) -> tuple[Tensor, bool, bool]:
-        """See `locate_rows`."""
+        """Returns what `locate_rows` does."""
         if positions.numel():
             self._directory.cover(int(positions.max()) // self.rows_per_page + 1)
         where = self.rows_per_page, self._directory.frame_of, self._use, self._directory.is_moving
@@ -224,7 +224,7 @@ class PageCache:
             self._spare = torch.cat([self._spare, taken])
 
     def _take_frames(self, count: int, *, has_spares: bool = True) -> Tensor:
-        """Frames for `count` pages, marked as held: unused or emptied ones, then those the clock's hand finds cold."""
+        """Returns frames for `count` pages, now held: unused or emptied ones, then those that the hand finds cold."""
         taken = torch.empty(0, dtype=torch.int64, device="cpu")
         num_unused = min(count, self.num_frames - self._num_used_frames)
         if num_unused:

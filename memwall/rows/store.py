@@ -32,7 +32,7 @@ _NUM_RECENT = 3
 
 
 class RowColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Optimizer state of a row: `width` elements, which begin as `initial`."""
+    """Describes optimizer state of a row: `width` elements, which begin as `initial`."""
 
     name: str
     width: int
@@ -40,7 +40,7 @@ class RowColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a record is made of; all of one dtype."""
+    """Says what a record is made of; all is of one dtype."""
 
     num_weights: int
     dtype: str
@@ -49,7 +49,7 @@ class RowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of all elements.
+        """Returns the dtype of all elements.
 
         Raises:
             UsageError: torch has no such dtype.
@@ -61,16 +61,16 @@ class RowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def num_elements(self) -> int:
-        """Elements of a record."""
+        """Returns the elements of a record."""
         return self.num_weights + sum(columns.width for columns in self.state)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a record."""
+        """Returns the bytes of a record."""
         return self.num_elements * self.torch_dtype.itemsize
 
     def initial_state(self, num_rows: int) -> Tensor:
-        """State of rows that were never trained, [num_rows, num_elements - num_weights]."""
+        """Returns the state of rows that were never trained, [num_rows, num_elements - num_weights]."""
         parts = [
             torch.full((num_rows, columns.width), columns.initial, dtype=self.torch_dtype, device="cpu")
             for columns in self.state
@@ -79,7 +79,7 @@ class RowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RowStore:
-    """Records by id, of which a bounded number is in memory.
+    """Holds records by id, of which a bounded number is in memory.
 
     Args:
         layout: what a record is made of.
@@ -129,32 +129,32 @@ class RowStore:
 
     @property
     def num_rows(self) -> int:
-        """Rows that exist."""
+        """Returns how many rows exist."""
         return len(self._index)
 
     @property
     def memory_bytes(self) -> int:
-        """Memory held: records, where they are, and how new ones begin."""
+        """Returns the memory held: records, where they are, and how new ones begin."""
         begun_bytes = sum(part.nbytes for part in self._begun or ())
         return self._pages.num_bytes + self._index.num_bytes + begun_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """What is taken from the disk."""
+        """Returns what is taken from the disk."""
         return self._scratch.reserved_bytes
 
     @property
     def bytes_read(self) -> int:
-        """Bytes fetched from the disk so far."""
+        """Returns the bytes fetched from the disk so far."""
         return self._pages.num_pages_read * self._pages.page_bytes
 
     @property
     def bytes_written(self) -> int:
-        """Bytes given to the disk so far."""
+        """Returns the bytes given to the disk so far."""
         return self._pages.num_pages_written * self._pages.page_bytes
 
     def weights(self, ids: Tensor) -> Tensor:
-        """The weights of these rows, [n, num_weights], in memory of their own.
+        """Returns the weights of these rows, [n, num_weights], in memory of their own.
 
         Args:
             ids: int64 [n], in any order, also repeated.
@@ -165,7 +165,7 @@ class RowStore:
         return self._read(ids, self.layout.num_weights)
 
     def records(self, ids: Tensor) -> Tensor:
-        """Weights and state of these rows, [n, num_elements], in memory of their own.
+        """Returns weights and state of these rows, [n, num_elements], in memory of their own.
 
         Raises:
             StoreError: they cannot be read.
@@ -196,7 +196,7 @@ class RowStore:
         self._pages.prefetch(positions[positions >= 0])
 
     def every_record(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """All rows that exist, as ids [n] and records [n, num_elements], a few thousand at a time."""
+        """Yields all rows that exist, as ids [n] and records [n, num_elements], a few thousand at a time."""
         for first in range(0, len(self._index), _CHUNK_ROWS):
             ids = self._index.ids(first, first + _CHUNK_ROWS)
             positions = torch.arange(first, first + ids.numel(), device="cpu")
@@ -215,7 +215,7 @@ class RowStore:
         self.close()
 
     def _find(self, ids: Tensor) -> Tensor:
-        """Positions of ids. The same ones come a few times: read ahead, looked up, stepped, written."""
+        """Returns the positions of ids. The same ones come a few times: read ahead, looked up, stepped, written."""
         for number, (known, positions, num_rows) in enumerate(self._recent):
             if torch.equal(known, ids):
                 del self._recent[number]

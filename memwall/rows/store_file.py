@@ -32,10 +32,10 @@ _NAME = re.compile(r"shard-(\d{5})-of-(\d{5})\.rows")
 
 
 class ShardHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a shard says of itself."""
+    """Holds what a shard says of itself."""
 
     save_id: str
-    """The same in all shards that were saved together."""
+    """It is the same in all shards that were saved together."""
     shard: int
     num_shards: int
     """Row `id` is in shard `id % num_shards`."""
@@ -44,19 +44,19 @@ class ShardHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layout: RowLayout
     initial: InitialRows
     lineage: int
-    """The same for all saves of one table."""
+    """It is the same for all saves of one table."""
     num_updates: int
     step_count: float | None
-    """The optimizer's own count of steps; None where it keeps none."""
+    """It is the optimizer's own count of steps; None where it keeps none."""
 
 
 def shard_path(folder: str | os.PathLike[str], shard: int, num_shards: int) -> Path:
-    """Where a shard lies in a folder."""
+    """Returns where a shard lies in a folder."""
     return Path(folder) / f"shard-{shard:05d}-of-{num_shards:05d}.rows"
 
 
 def shard_paths(folder: str | os.PathLike[str]) -> list[Path]:
-    """All shards in a folder, in their order.
+    """Returns all shards in a folder, in their order.
 
     Raises:
         StoreError: there are none, or some are missing, or there are those of two saves.
@@ -76,7 +76,7 @@ def shard_paths(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def write_shard(path: Path, header: ShardHeader, chunks: Iterable[tuple[Tensor, Tensor]]) -> int:
-    """Writes a new file; the number of rows in it.
+    """Writes a new file; returns the number of rows in it.
 
     Args:
         path: must not exist.
@@ -119,7 +119,7 @@ def write_shard(path: Path, header: ShardHeader, chunks: Iterable[tuple[Tensor, 
 
 
 def read_header(path: Path) -> ShardHeader:
-    """What a shard says of itself.
+    """Returns what a shard says of itself.
 
     Raises:
         StoreError: the file cannot be read, is no shard, or was altered.
@@ -129,7 +129,7 @@ def read_header(path: Path) -> ShardHeader:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of a shard, as ids int64 [n] and records [n, elements], each chunk checked before it is given out.
+    """Yields the rows of a shard, as ids int64 [n] and records [n, elements], each chunk checked first.
 
     Raises:
         StoreError: the file cannot be read, is no shard, was cut short, or was altered.
@@ -177,7 +177,7 @@ def _header(path: Path, file: BinaryIO) -> ShardHeader:
 
 
 def _read(path: Path, file: BinaryIO, num_bytes: int) -> bytearray:
-    """Exactly so many bytes; of a damaged length no more is allocated than there is in the file."""
+    """Returns exactly so many bytes; of a damaged length no more is allocated than there is in the file."""
     left = os.fstat(file.fileno()).st_size - file.tell()
     if left < num_bytes:
         raise StoreError(

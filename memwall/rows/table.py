@@ -35,7 +35,7 @@ class TableWeight(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient so far, or None."""
+        """Returns the gradient so far, or None."""
         return self.table.gradient() if hasattr(self, "table") else None
 
     @grad.setter
@@ -73,29 +73,29 @@ class _Lookup(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class RowUpdate:
-    """How an optimizer updates a row."""
+    """Says how an optimizer updates a row."""
 
     columns: tuple[RowColumns, ...]
-    """The state that it keeps for a row."""
+    """It keeps this state for a row."""
     first_count: Any
-    """Its count of steps before the first, None if it has none."""
+    """Its count of steps is this before the first, None if it has none."""
     is_linear: bool
-    """Whether it applies one gradient of a row after another, without adding them up first."""
+    """True if it applies one gradient of a row after another, without adding them up first."""
 
 
 @dataclass(slots=True)
 class _Stepping:
-    """A step under way."""
+    """Holds a step under way."""
 
     optimizer: torch.optim.Optimizer
     rows: Tensor
     gradient: Tensor
     count_before: Any
-    """The optimizer's count of steps that holds if it fails."""
+    """The optimizer's count of steps becomes this if it fails."""
 
 
 class RowTable:
-    """Rows of one embedding, this rank's share of them in a store.
+    """Holds the rows of one embedding, this rank's share of them in a store.
 
     Args:
         num_rows: ids are 0 to num_rows - 1.
@@ -124,7 +124,7 @@ class RowTable:
         """Tells this table's rows from all others'; kept by saving and loading."""
         self.num_updates = 0
         self.step_count: float | None = None
-        """The optimizer's own count of steps, where it keeps one."""
+        """It is the optimizer's own count of steps, where it keeps one."""
         self.weight = TableWeight(torch.empty(0, dim, dtype=dtype, device="cpu"))
         self.weight.table = self
         self.weight.register_post_accumulate_grad_hook(self._end_backward)  # type: ignore[no-untyped-call]
@@ -138,7 +138,7 @@ class RowTable:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def lookup(self, ids: Tensor, *, has_graph: bool = True) -> Tensor:
-        """The rows of these ids, [n, dim], on their device, with a gradient that comes back here.
+        """Returns the rows of these ids, [n, dim], on their device, with a gradient that comes back here.
 
         Args:
             ids: int64 [n], sorted, each once.
@@ -191,7 +191,7 @@ class RowTable:
         self._sum, self._shown = new if before is None else before + new, None
 
     def _sum_so_far(self) -> Tensor | None:
-        """The gradient, sparse; what was shown and then changed, by clipping or unscaling, replaces what came."""
+        """Returns the gradient, sparse; what was shown and then changed, by clipping or so, replaces what came."""
         if self._shown is None:
             return self._sum
         ids, values, before = self._shown
@@ -206,7 +206,7 @@ class RowTable:
         return torch.sparse_coo_tensor(ids[None], values, size, check_invariants=False, device="cpu")
 
     def gradient(self) -> Tensor | None:
-        """What the weight shows as its gradient: [rows, dim], in the order of their ids.
+        """Returns what the weight shows as its gradient: [rows, dim], in the order of their ids.
 
         Between ranks it is shown from `gather_gradient` to the next backward.
         """
@@ -217,7 +217,7 @@ class RowTable:
         return self._coalesced()[1]
 
     def _coalesced(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The ids that have a gradient, it, and a copy of it from before anybody saw it; None for one that was set."""
+        """Returns ids with a gradient, it, and a copy from before anybody saw it; None for one that was set."""
         if self._shown is None:
             assert self._sum is not None
             whole = self._sum.coalesce()
@@ -225,7 +225,7 @@ class RowTable:
         return self._shown
 
     def replace_gradient(self, value: Tensor | None) -> None:
-        """What setting the weight's gradient means.
+        """Does what setting the weight's gradient means.
 
         Raises:
             UsageError: it is neither None nor as large as the gradient at hand.

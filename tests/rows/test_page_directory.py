@@ -1,27 +1,15 @@
-"""Which page is in which frame: planned in C and by tensors, the same as said entry by entry."""
-
-from collections.abc import Iterator
+"""Which page is in which frame: the same as said entry by entry."""
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memwall.rows import page_directory
 from memwall.rows.page_directory import AWAY, LEAVING, PageDirectory, SlotNeeded
 from memwall.rows.page_swaps import PageSwaps
 
 NUM_FRAMES, PAGES_PER_SLOT, PAGE_BYTES = 6, 3, 4096
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(params=["in C", "by tensors"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if request.param == "by tensors":
-        monkeypatch.setattr(page_directory, "pages_library", lambda: None)
-    elif page_directory.pages_library() is None:
-        pytest.skip("this installation has no library for that")
-    return
 
 
 def place(page: int) -> int:
@@ -39,7 +27,7 @@ def planned(directory: PageDirectory, frames: list[int], pages: list[int]) -> Pa
 
 @pytest.mark.slow
 @given(st.data())
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=60)
 def test_pages_take_the_place_of_others_and_what_changed_is_written(data: st.DataObject) -> None:
     directory = PageDirectory(NUM_FRAMES, PAGE_BYTES, PAGES_PER_SLOT)
     in_frame: dict[int, int] = {}

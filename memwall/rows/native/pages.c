@@ -1,6 +1,5 @@
-/* Which pages of a table's rows are to be swapped between frames of memory and a file, and the threads that do it, which
- * never meet the caller's interpreter: each page with its crc32. What does not go as it should is left to the caller, who
- * has the words for it.
+/* Threads that swap pages of a table's rows between frames of memory and a file, and never meet the caller's interpreter:
+ * each page with its crc32. What does not go as it should is left to the caller, who has the words for it.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -55,8 +54,8 @@ static uint8_t *frame_of(const struct task *task, uint64_t i) {
 }
 
 /* Writes or reads pages of a task from one on, many at once: a disk's interrupts, and what the system does for a page, are
- * several times less then: 512 pages of 16 KiB took 32 ms out and back, and 724 ms one after another (four threads, one
- * core, ext4 on a virtual disk). Those that went as they should have a 1 in `went`. Returns the number looked at. */
+ * several times less then (benchmarks/row_pages.py). Those that went as they should have a 1 in `went`. Returns the number
+ * looked at. */
 static uint64_t move_some(const struct task *task, struct uring *ring, uint64_t first, int is_write, uint8_t *went) {
     const int64_t *places = is_write ? task->out : task->in;
     uint64_t under_way = 0, i = first;
@@ -224,76 +223,4 @@ uint64_t await_tasks(struct pool *pool, struct task *tasks, uint64_t count) {
     }
     pthread_mutex_unlock(&pool->lock);
     return num_done;
-}
-
-/* What is known of pages and frames; see page_directory.py. */
-typedef struct {
-    int32_t *frame_of;
-    int64_t *checksums, *slot_offsets, *page_in;
-    uint8_t *is_changed, *is_moving;
-    uint64_t num_frames, num_covered, num_offsets, num_pages, pages_per_slot, page_bytes;
-    uint64_t num_written, num_read; /* by the swaps that were planned */
-} directory;
-
-enum { AWAY = -1, LEAVING = -2 };
-
-/* Where a page is in the file; -1 for none, and where it has no place. */
-static int64_t offset_of(const directory *of, int64_t page) {
-    uint64_t slot = (uint64_t)page / of->pages_per_slot;
-    if (page < 0 || slot >= of->num_offsets || of->slot_offsets[slot] < 0) return -1;
-    return of->slot_offsets[slot] + (int64_t)((uint64_t)page % of->pages_per_slot * of->page_bytes);
-}
-
-static int must_write(const directory *of, int64_t frame) { return of->page_in[frame] >= 0 && of->is_changed[frame]; }
-
-/* Books that `pages`, -1 for none, take the places of those in `frames`. What must move for that goes to `swaps`: seven
- * arrays of `count` each, as PageSwaps has them. Returns how many moves there are; or -1 - slot, with nothing done, where
- * a page must be written whose slot has no place, or INT64_MIN, for what lies outside the arrays, or was never written. */
-int64_t plan_swaps(directory *of, const int64_t *frames, const int64_t *pages, uint64_t count, int64_t *swaps) {
-    int64_t *moving = swaps, *leaving = moving + count, *out = leaving + count, *coming = out + count;
-    int64_t *in = coming + count, *checksums = in + count, *expected = checksums + count;
-    int64_t num_moves = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        int is_inside = (uint64_t)frames[i] < of->num_frames && pages[i] < (int64_t)of->num_covered;
-        if (!is_inside || of->page_in[frames[i]] >= (int64_t)of->num_covered) return INT64_MIN;
-        if (pages[i] >= 0 && pages[i] < (int64_t)of->num_pages && offset_of(of, pages[i]) < 0) return INT64_MIN;
-        if (must_write(of, frames[i]) && offset_of(of, of->page_in[frames[i]]) < 0)
-            return -1 - of->page_in[frames[i]] / (int64_t)of->pages_per_slot;
-    }
-    for (uint64_t i = 0; i < count; i++) {
-        int64_t frame = frames[i], page = pages[i], old = of->page_in[frame];
-        int writes = must_write(of, frame), reads = page >= 0 && page < (int64_t)of->num_pages;
-        if (old >= 0) of->frame_of[old] = writes ? LEAVING : AWAY;
-        if (page >= 0) of->frame_of[page] = (int32_t)frame;
-        of->page_in[frame] = page;
-        of->is_changed[frame] = !reads;
-        of->num_written += (uint64_t)writes;
-        of->num_read += (uint64_t)reads;
-        if (!writes && !reads) continue;
-        of->is_moving[frame] = 1;
-        moving[num_moves] = frame;
-        leaving[num_moves] = writes ? old : -1;
-        out[num_moves] = writes ? offset_of(of, old) : -1;
-        coming[num_moves] = reads ? page : -1;
-        in[num_moves] = reads ? offset_of(of, page) : -1;
-        checksums[num_moves] = 0;
-        expected[num_moves] = reads ? of->checksums[page] : 0;
-        num_moves++;
-    }
-    return num_moves;
-}
-
-/* Books that swaps are done: their frames stand still, and what has left has a checksum. Returns whether all lie within
- * the arrays; nothing is done where one does not. */
-int book_swaps(const directory *of, const int64_t *frames, const int64_t *leaving, const int64_t *checksums,
-               uint64_t count) {
-    for (uint64_t i = 0; i < count; i++)
-        if ((uint64_t)frames[i] >= of->num_frames || leaving[i] >= (int64_t)of->num_covered) return 0;
-    for (uint64_t i = 0; i < count; i++) {
-        of->is_moving[frames[i]] = 0;
-        if (leaving[i] < 0) continue;
-        of->checksums[leaving[i]] = checksums[i];
-        of->frame_of[leaving[i]] = AWAY;
-    }
-    return 1;
 }
