@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from memwall.rows.embedding import RowEmbedding
-from memwall.rows.optimizer import RowwiseAdagrad
 
 __all__ = ["DIM", "NUM_ROWS", "OPTIMIZERS", "Twins", "assert_same_rows", "ids_of", "loss_of", "opened", "twins_of"]
 
@@ -18,7 +17,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=0.05),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.25),
-    "RowwiseAdagrad": lambda p: RowwiseAdagrad(p, lr=0.1),
 }
 Twins = tuple[Any, Any]
 

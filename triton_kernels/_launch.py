@@ -1,13 +1,16 @@
 """Where a kernel runs: on the GPU, in Triton's interpreter, or not at all (then the torch reference does)."""
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
-__all__ = ["is_interpreting", "num_multiprocessors", "on_device", "runs_triton", "warp_size"]
+__all__ = ["half_for", "is_interpreting", "num_multiprocessors", "on_device", "runs_triton", "warp_size"]
 
 
 @cache
@@ -27,6 +30,18 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     if tensor.dtype == torch.float64 or not _is_triton_installed():
         return False
     return tensor.device.type == "cuda" or (is_interpreting() and tensor.device.type == "cpu")
+
+
+def half_for(tensor: torch.Tensor, package: str | None, name: str, *, kernels: str = "_kernel") -> Callable[..., None]:
+    """Returns what does `name` to this tensor: the Triton half, whose module is loaded now, or the plain torch half.
+
+    Args:
+        package: of the operation.
+        kernels: its module with the Triton half.
+    """
+    module, prefix = (kernels, "launch") if runs_triton(tensor) else ("_reference", "reference")
+    found: Callable[..., Any] = getattr(importlib.import_module(f".{module}", package), f"{prefix}_{name}")
+    return found
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:

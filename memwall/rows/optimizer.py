@@ -21,56 +21,8 @@ from memwall.errors import ApplyError
 from memwall.patches import note_permanent
 from memwall.rows.store import RowColumns
 from memwall.rows.table import RowUpdate, TableWeight
-from memwall.torch_internals.storages import sparse_indices, sparse_values
 
-__all__ = ["RowwiseAdagrad", "clip_grad_norm_", "install_hooks"]
-
-
-class RowwiseAdagrad(torch.optim.Optimizer):
-    """Is Adagrad with one number of state per row: the running sum of its gradient's mean square.
-
-    For embeddings with sparse gradients, in memory or in a table of rows. The state is 1/dim of Adagrad's.
-
-    Args:
-        params: parameters with sparse gradients.
-        lr: learning rate.
-        eps: added to the root.
-    """
-
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2, eps: float = 1e-10) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Makes one step.
-
-        Raises:
-            ApplyError: a gradient is not sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_rows(parameter, parameter.grad, group)
-        return loss
-
-    def _step_rows(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        if not gradient.is_sparse:
-            raise ApplyError(
-                "RowwiseAdagrad steps rows with a sparse gradient, and a parameter of shape "
-                f"{tuple(parameter.shape)} has a dense one; give it another optimizer, or use sparse=True"
-            )
-        state = self.state[parameter]
-        if not state:
-            state["sum"] = parameter.new_zeros(parameter.shape[0], 1)
-        gradient = gradient.coalesce()
-        rows, values = sparse_indices(gradient)[0], sparse_values(gradient)
-        sums = state["sum"][rows] + values.pow(2).mean(dim=1, keepdim=True)
-        state["sum"][rows] = sums
-        parameter.index_add_(0, rows, values / (sums.sqrt() + group["eps"]), alpha=-group["lr"])
+__all__ = ["clip_grad_norm_", "install_hooks"]
 
 
 def _sparse_adam(group: dict[str, Any], dim: int) -> RowUpdate:
@@ -87,15 +39,10 @@ def _adagrad(group: dict[str, Any], dim: int) -> RowUpdate:
     return RowUpdate(columns=(sums,), first_count=torch.tensor(0.0, device="cpu"), is_linear=False)
 
 
-def _rowwise_adagrad(group: dict[str, Any], dim: int) -> RowUpdate:
-    return RowUpdate(columns=(RowColumns(name="sum", width=1),), first_count=None, is_linear=False)
-
-
 _KINDS: tuple[tuple[type[torch.optim.Optimizer], Callable[[dict[str, Any], int], RowUpdate], tuple[str, ...]], ...] = (
     (torch.optim.SparseAdam, _sparse_adam, ()),
     (torch.optim.SGD, _sgd, ("momentum", "weight_decay")),
     (torch.optim.Adagrad, _adagrad, ("weight_decay",)),
-    (RowwiseAdagrad, _rowwise_adagrad, ()),
 )
 """Each is a class, how it updates a row, and the settings that must be 0."""
 _is_installed = False

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from memwall.errors import UsageError
 
-from .._launch import runs_triton
+from .._launch import half_for
 from .._rows import DTYPES
 from ._terms import BLOCK_ELEMENTS, Moments, Scalars
 
@@ -79,16 +79,8 @@ def _step_op(
 ) -> None:
     """Is an operator, so that fake tensors can run it and version counters count."""
     moments = Moments(first, root, first_units, root_units)
-    if param.numel() == 0:
-        return
-    if runs_triton(param):
-        from ._kernel import launch_adamw_8bit
-
-        launch_adamw_8bit(param, grad, moments, Scalars(*scalars))
-    else:
-        from ._reference import reference_adamw_8bit
-
-        reference_adamw_8bit(param, grad, moments, Scalars(*scalars))
+    if param.numel() > 0:
+        half_for(param, __package__, "adamw_8bit")(param, grad, moments, Scalars(*scalars))
 
 
 @_step_op.register_fake

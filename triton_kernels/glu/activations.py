@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memwall.errors import UsageError
 
-from .._launch import runs_triton
+from .._launch import half_for
 from .._rows import DTYPES, as_rows
 from ..recompute import publish
 
@@ -81,7 +81,7 @@ def glu_op(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """Returns activation(gate) * up, contiguous, in the promoted dtype; `kind` is silu, gelu or gelu_tanh."""
     product = _empty_product(gate, up)
     if product.numel() > 0:
-        _forward(product)(as_rows(gate), as_rows(up), as_rows(product), kind)
+        half_for(product, __package__, "glu")(as_rows(gate), as_rows(up), as_rows(product), kind)
     return product
 
 
@@ -97,7 +97,7 @@ def packed_glu_op(packed: Tensor, kind: str) -> Tensor:
     product = _empty_product(gate, up)
     if product.numel() > 0:
         rows = as_rows(packed)
-        _forward(product)(*rows.chunk(2, -1), as_rows(product), kind)
+        half_for(product, __package__, "glu")(*rows.chunk(2, -1), as_rows(product), kind)
     return product
 
 
@@ -112,7 +112,7 @@ def glu_backward_op(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[
     grad_gate, grad_up = _contiguous_like(gate), _contiguous_like(up)
     if gate.numel() > 0:
         inputs = (as_rows(tensor) for tensor in (grad, gate, up))
-        _backward(grad)(*inputs, as_rows(grad_gate), as_rows(grad_up), kind)
+        half_for(grad, __package__, "glu_backward")(*inputs, as_rows(grad_gate), as_rows(grad_up), kind)
     return grad_gate, grad_up
 
 
@@ -126,7 +126,9 @@ def packed_glu_backward_op(grad: Tensor, packed: Tensor, kind: str) -> Tensor:
     """Returns the gradient of `packed_glu_op`, contiguous."""
     result = _contiguous_like(packed)
     if packed.numel() > 0:
-        _backward(grad)(as_rows(grad), *as_rows(packed).chunk(2, -1), *as_rows(result).chunk(2, -1), kind)
+        half_for(grad, __package__, "glu_backward")(
+            as_rows(grad), *as_rows(packed).chunk(2, -1), *as_rows(result).chunk(2, -1), kind
+        )
     return result
 
 
@@ -158,23 +160,3 @@ def _empty_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def _contiguous_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _forward(product: Tensor) -> Any:
-    if runs_triton(product):
-        from ._kernel import launch_glu
-
-        return launch_glu
-    from ._reference import reference_glu
-
-    return reference_glu
-
-
-def _backward(grad: Tensor) -> Any:
-    if runs_triton(grad):
-        from ._kernel import launch_glu_backward
-
-        return launch_glu_backward
-    from ._reference import reference_glu_backward
-
-    return reference_glu_backward

@@ -3,15 +3,14 @@
 One slab holds the logits of one chunk, then their gradient; the next chunk overwrites it. It is freed on return.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._launch import on_device, runs_triton
+from .._launch import half_for, on_device
 from .._rows import compute_dtype
-from ._reference import Rows, reference_row_loss
+from ._reference import Rows
 from ._terms import LossTerms
 
 __all__ = ["ROW_ALIGNMENT", "Gradients", "LossCall", "chunked_loss", "empty_gradients", "weight_gradient_dtype"]
@@ -105,7 +104,7 @@ def chunked_loss(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradi
         gradients.bias.zero_()
         return found
     w = _matrix(w)
-    row_loss = _row_loss(x)
+    row_loss = half_for(x, __package__, "row_loss")
     stride = -(-num_columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
     slab = x.new_empty(min(chunk_rows, num_used), stride)
     # oneDNN's products in bfloat16 read what lies between the rows, and a NaN there is one in the gradient.
@@ -131,14 +130,6 @@ def chunked_loss(call: LossCall, coefficient: Tensor, rows: Tensor | None, gradi
                     gradients.x.index_copy_(0, rows[begin:end], logits @ w)
             _add_to_head(gradients, logits, x_part, is_first=begin == 0)
     return found
-
-
-def _row_loss(x: Tensor) -> Callable[..., None]:
-    if not runs_triton(x):
-        return reference_row_loss
-    from ._kernel import launch_row_loss
-
-    return launch_row_loss
 
 
 def _matrix(w: Tensor) -> Tensor:

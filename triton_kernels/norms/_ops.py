@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import runs_triton
+from .._launch import half_for
 from .._rows import as_rows, compute_dtype
 from ._terms import NormTerms
 
@@ -35,7 +35,8 @@ def norm_op(
     terms = NormTerms(eps, casting, is_centered)
     result, mean, rstd = _empty_results(x, dtype, terms)
     if x.numel() > 0:
-        _forward(rstd)(as_rows(x), *_vectors(weight, bias), as_rows(result), mean, rstd, terms)
+        run = half_for(rstd, __package__, "norm")
+        run(as_rows(x), *_vectors(weight, bias), as_rows(result), mean, rstd, terms)
     return result, mean, rstd
 
 
@@ -65,7 +66,8 @@ def norm_apply_op(
     result = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel() > 0:
         terms = NormTerms(eps, casting, is_centered)
-        _apply(rstd)(as_rows(x), *_vectors(weight, bias), as_rows(result), mean, rstd, terms)
+        run = half_for(rstd, __package__, "norm_apply")
+        run(as_rows(x), *_vectors(weight, bias), as_rows(result), mean, rstd, terms)
     return result
 
 
@@ -98,7 +100,8 @@ def _norm_backward_op(
         return results[0], results[1].zero_(), results[2].zero_()
     terms = NormTerms(eps, casting, is_centered)
     known = None if weight is None else weight.contiguous()
-    _backward(rstd)(as_rows(grad), as_rows(x), known, mean, rstd, as_rows(results[0]), *results[1:], terms)
+    run = half_for(rstd, __package__, "norm_backward", kernels="_backward_kernel")
+    run(as_rows(grad), as_rows(x), known, mean, rstd, as_rows(results[0]), *results[1:], terms)
     return results
 
 
@@ -149,33 +152,3 @@ def _empty_gradients(
 
 def _vectors(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous()
-
-
-def _forward(rstd: Tensor) -> Any:
-    if runs_triton(rstd):
-        from ._kernel import launch_norm
-
-        return launch_norm
-    from ._reference import reference_norm
-
-    return reference_norm
-
-
-def _apply(rstd: Tensor) -> Any:
-    if runs_triton(rstd):
-        from ._kernel import launch_norm_apply
-
-        return launch_norm_apply
-    from ._reference import reference_norm_apply
-
-    return reference_norm_apply
-
-
-def _backward(rstd: Tensor) -> Any:
-    if runs_triton(rstd):
-        from ._backward_kernel import launch_norm_backward
-
-        return launch_norm_backward
-    from ._reference import reference_norm_backward
-
-    return reference_norm_backward

@@ -5,14 +5,14 @@ an outlier costs its neighbours their digits and nobody else. Label of the actio
 eager code: no operator of torch's says what they write.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memwall.errors import UsageError
 
-from .._launch import runs_triton
+from .._launch import half_for
 from ._terms import BLOCK_ELEMENTS, CODE_DTYPES
 
 __all__ = ["BLOCK_ELEMENTS", "Packed", "pack", "pack_into", "unpack_into"]
@@ -62,14 +62,14 @@ def pack_into(tensor: Tensor, packed: Packed) -> None:
     """
     _check(tensor, packed)
     if tensor.numel() > 0:
-        _packer(tensor)(tensor.detach().view(-1), *packed)
+        half_for(tensor, __package__, "pack")(tensor.detach().view(-1), *packed)
 
 
 def unpack_into(packed: Packed, result: Tensor) -> None:
     """Unpacks into `result`, which is contiguous and overwritten; errors are those of `pack_into`."""
     _check(result, packed)
     if result.numel() > 0:
-        _unpacker(result)(*packed, result.view(-1))
+        half_for(result, __package__, "unpack")(*packed, result.view(-1))
 
 
 def _check(tensor: Tensor, packed: Packed) -> None:
@@ -87,23 +87,3 @@ def _check(tensor: Tensor, packed: Packed) -> None:
             f"of int8 or float8_e4m3fn and {num_blocks} float32 units, found {tensor.dtype} with strides "
             f"{list(tensor.stride())}, {codes.dtype} {list(codes.shape)} and {units.dtype} {list(units.shape)}"
         )
-
-
-def _packer(tensor: Tensor) -> Any:
-    if runs_triton(tensor):
-        from ._kernel import launch_pack
-
-        return launch_pack
-    from ._reference import reference_pack
-
-    return reference_pack
-
-
-def _unpacker(result: Tensor) -> Any:
-    if runs_triton(result):
-        from ._kernel import launch_unpack
-
-        return launch_unpack
-    from ._reference import reference_unpack
-
-    return reference_unpack
