@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zoo import MODELS, Case
 
 from memwall.errors import InfeasibleError
-from memwall.planning import search, search_at_location, search_inputs
+from memwall.planning import recording_search, search_at_location, search_inputs
 from memwall.planning.explain import disk_wear
 from memwall.planning.forecast import Forecast
 from memwall.planning.movable_state import can_move_optimizer_state
@@ -260,7 +260,7 @@ def test_where_memory_suffices_state_is_moved_only_for_a_clearly_shorter_step(
     budget_bytes = smallest_without(fast) + 16 * MIB
 
     def with_state_moved_from(times_shorter: float) -> Forecast:
-        monkeypatch.setattr(search, "_CLEARLY_SHORTER", times_shorter)
+        monkeypatch.setattr(recording_search, "_CLEARLY_SHORTER", times_shorter)
         return plan(fast, budget=budget_bytes).forecast
 
     in_memory, on_disk = with_state_moved_from(1e9), with_state_moved_from(1.0)

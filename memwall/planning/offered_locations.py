@@ -1,0 +1,61 @@
+"""What techniques offer for state and parameters, by when a search takes it: where they are between their uses."""
+
+from typing import Any
+
+from memwall.planning.location import IN_MEMORY, Location
+from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.technique import Technique, techniques
+
+__all__ = ["OfferedLocations"]
+
+
+class OfferedLocations:
+    """Holds the locations that are legal for a trace and within the limit on a day's writes.
+
+    Attributes:
+        ordinary: ways to have state on the next tier that lose nothing, the one that frees most first.
+        lossy: ways that lose digits, each with the technique that offers it.
+        leanest: the ordinary way to which last resorts are added.
+        last_resorts: parts that are added to it where nothing else fits, ever more of them.
+        stays: why there is no last resort; "" where there is one, or none was looked for.
+        barred: locations that would write too much in a day, the leanest one last.
+    """
+
+    def __init__(self, inputs: SearchInputs) -> None:
+        self._inputs = inputs
+        self.barred: list[Location] = []
+        ordinary = self._without_loss()
+        self.ordinary = self._within_writes(() if isinstance(ordinary, str) else ordinary)
+        self.lossy: list[tuple[Technique[Any], Location]] = []
+        self.leanest = IN_MEMORY
+        self.last_resorts: tuple[Location, ...] = ()
+        self.stays = ""
+        for technique in techniques():
+            offered = technique.locations(inputs, ordinary) if technique.choice != "clearly-shorter" else ()
+            if technique.choice == "worth-digits":
+                self.lossy += [] if isinstance(offered, str) else [(technique, location) for location in offered]
+            elif isinstance(offered, str):
+                self.stays = self.stays or offered
+            elif isinstance(ordinary, tuple) and ordinary and offered:
+                added = tuple(location.plus(ordinary[0]) for location in offered)
+                kept = self._within_writes(added)
+                self.last_resorts += tuple(o for o, both in zip(offered, added, strict=True) if both in kept)
+                self.leanest = ordinary[0]
+
+    def _without_loss(self) -> tuple[Location, ...] | str:
+        """Returns the locations that lose nothing, the one that frees most first; or why there are none."""
+        found: tuple[Location, ...] = ()
+        reason = ""
+        for technique in techniques():
+            offered = technique.locations(self._inputs, ()) if technique.choice == "clearly-shorter" else ()
+            if isinstance(offered, str):
+                reason = reason or offered
+            else:
+                found += offered
+        return found or reason
+
+    def _within_writes(self, locations: tuple[Location, ...]) -> tuple[Location, ...]:
+        """Returns those that the limit on a day's writes allows."""
+        allowed = tuple(one for one in locations if self._inputs.writable_bytes(one) >= 0)
+        self.barred.extend(one for one in locations if one not in allowed)
+        return allowed

@@ -1,0 +1,219 @@
+"""The search for one recording of a step: where state and parameters are, and which digits may be lost.
+
+For each location `planning.search_at_location` finds the cheapest candidate whose forecast fits.
+"""
+
+import math
+from functools import cached_property
+
+import msgspec
+
+from memwall.errors import InfeasibleError
+from memwall.planning.candidate import Candidate, plan_of
+from memwall.planning.device_phases import with_device_phases
+from memwall.planning.explain import infeasible_message, relaxations
+from memwall.planning.location import IN_MEMORY, Location
+from memwall.planning.offered_locations import OfferedLocations
+from memwall.planning.planfile import Plan
+from memwall.planning.relaxations import plan_relaxations
+from memwall.planning.search_at_location import SearchAtLocation
+from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.settings import Settings
+from memwall.planning.technique import techniques
+from memwall.predict.curve import step_seconds
+from memwall.predict.device import DeviceModel
+from memwall.trace.records import Trace
+from memwall.units import format_bytes
+
+__all__ = ["RecordingSearch"]
+
+# Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk a fifth
+# off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
+_CLEARLY_SHORTER = 1.3
+# A lossy technique is chosen only if the step gets 5 % shorter, or nothing else fits.
+_WORTH_DIGITS = 1.05
+# Shares of the room that a candidate's tensors leave, which are tried for state.
+_ROOM_SHARES = (1.0, 0.7, 0.4)
+
+
+class RecordingSearch:
+    """Looks for the cheapest candidate for one recording of a step.
+
+    Args:
+        plain: the search for the recording that this one is compared with, if there is one.
+    """
+
+    def __init__(self, trace: Trace, settings: Settings, plain: "RecordingSearch | None" = None) -> None:
+        self.trace, self.settings, self._plain = trace, settings, plain
+        self._inputs = inputs = SearchInputs(trace, settings)
+        self.steady, self._process = inputs.steady, inputs.process
+        self.has_margin = True
+        """Whether a plan must leave room for the forecast's error."""
+        self._smallest_bytes: int | None = None
+        self._offers = OfferedLocations(inputs)
+        self._can_pack = any(
+            technique.block_levers
+            and technique.allow in settings.allow
+            and not technique.why_not(trace, settings.allow)
+            for technique in techniques()
+        )
+
+    @cached_property
+    def others(self) -> "tuple[RecordingSearch, ...]":
+        """Returns searches for other recordings of the same step that the user allowed, as with fused kernels."""
+        if self._plain is not None:
+            return ()
+        found = (technique.recording_where_it_costs(self.trace, self.settings) for technique in techniques())
+        return tuple(RecordingSearch(one.trace, one.settings, plain=self) for one in found if one is not None)
+
+    def best(self) -> Candidate | None:
+        """Returns the cheapest candidate that fits; one that loses digits only where that is worth it."""
+        exact = self._best(packs=False)
+        if exact is not None and not exact.actions:
+            return exact
+        packed = self._best(packs=True) if self._can_pack else None
+        located = (self._best_at(location, packs=self._can_pack) for _, location in self._offers.lossy)
+        lossy = min((one for one in (packed, *located) if one is not None), key=self.seconds_of, default=None)
+        if exact is None or lossy is None:
+            return exact or lossy
+        is_worth_it = self.seconds_of(exact) >= _WORTH_DIGITS * self.seconds_of(lossy)
+        return lossy if is_worth_it else exact
+
+    def _best(self, *, packs: bool) -> Candidate | None:
+        best = in_memory = self._best_at(IN_MEMORY, packs=packs)
+        for location in self._offers.ordinary:
+            at_most = math.inf if best is None else best.extra_seconds
+            if in_memory is not None:
+                plain_seconds = step_seconds(self.steady)
+                at_most = min(at_most, (plain_seconds + in_memory.extra_seconds) / _CLEARLY_SHORTER - plain_seconds)
+            if location.seconds < at_most:
+                found = self._best_at(location, packs=packs)
+                if found is not None and found.extra_seconds < at_most:
+                    best = found
+        if best is not None:
+            return self._filled(best, packs=packs)
+        chosen: Location | None = None
+        for part in self._offers.last_resorts:
+            location = part.plus(self._offers.leanest)
+            if best is None or location.seconds < best.extra_seconds:
+                found = self._best_at(location, packs=packs)
+                if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
+                    best, chosen = found, part
+        if best is None or chosen is None:
+            return best
+        for location in self._offers.ordinary[1:]:
+            best = self._shorter(best, chosen.plus(location), packs=packs)
+        return self._filled(best, packs=packs)
+
+    def _filled(self, found: Candidate, *, packs: bool) -> Candidate:
+        """Returns the candidate with more state in memory, as far as its tensors leave room, where that is shorter."""
+        if not self.has_margin or not found.location.actions:  # the margin is no room
+            return found
+        # Free pages that the heap keeps are room, too; what tensors need beside each other's gaps is not known.
+        tensors_bytes = min(
+            found.process_bytes, self._process.base_bytes + self._process.workspace_bytes + found.live_bytes
+        )
+        room_bytes = self._limit_bytes - tensors_bytes
+        for share in _ROOM_SHARES:
+            for technique in techniques():
+                fuller = technique.fuller(self._inputs, found.location, int(share * room_bytes))
+                filled = found if fuller is None else self._shorter(found, fuller, packs=packs)
+                if filled is not found:
+                    return filled
+        return found
+
+    def _shorter(self, found: Candidate, location: Location, *, packs: bool) -> Candidate:
+        """Returns the candidate, or that of another location if its step is shorter."""
+        # Of page faults a plan can save no more than there are.
+        at_least = location.seconds - self._inputs.plain_fault_seconds
+        other = self._best_at(location, packs=packs) if at_least < found.extra_seconds else None
+        return other if other is not None and other.extra_seconds < found.extra_seconds else found
+
+    def _best_at(self, location: Location, *, packs: bool) -> Candidate | None:
+        if self._inputs.writable_bytes(location) < 0:
+            return None
+        return SearchAtLocation(self._inputs, location, packs=packs).best(self._limit_bytes)
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self._inputs.limit_bytes(has_margin=self.has_margin)
+
+    def seconds_of(self, found: Candidate) -> float:
+        """Returns the seconds of a step under a candidate."""
+        return step_seconds(self.steady) + found.extra_seconds
+
+    def as_plan(self, found: Candidate) -> Plan:
+        """Returns the plan file's record of a candidate, and what would leave room for the margin if it has none."""
+        made = plan_of(
+            found,
+            self.trace,
+            self.steady,
+            self.steady if self._plain is None else self._plain.steady,
+            self._process,
+            budget_bytes=self.settings.budget_bytes,
+            fits=self.has_margin,
+            smallest_budget_bytes=self.smallest_bytes(),
+        )
+        if isinstance(self._process, DeviceModel):
+            made = with_device_phases(made, self.trace, self._process)
+        for technique, location in self._offers.lossy:
+            reasons = tuple(technique.against(self.trace, made.actions, location))
+            forecast = msgspec.structs.replace(made.forecast, binding=(*made.forecast.binding, *reasons))
+            made = msgspec.structs.replace(made, forecast=forecast)
+        if self.has_margin or self.settings.hardware is None:
+            return made
+        forecast = msgspec.structs.replace(made.forecast, relaxations=self._relaxations())
+        return msgspec.structs.replace(made, forecast=forecast)
+
+    def smallest_bytes(self) -> int:
+        """Returns the smallest budget for which a plan exists, margin included, with every tier that is there.
+
+        Of a run that has begun, one that its first step keeps to as well.
+        """
+        if self._smallest_bytes is None:
+            last = [part.plus(self._offers.leanest) for part in self._offers.last_resorts[-1:]]
+            lossy = [location for _, location in self._offers.lossy]
+            leanest = (next(iter(self._offers.ordinary), IN_MEMORY), *lossy, *last)
+            smallest_bytes = min(
+                SearchAtLocation(self._inputs, location, packs=self._can_pack).smallest_bytes() for location in leanest
+            )
+            first = self.settings.first_step
+            if first is not None:
+                smallest_bytes = first.least_budget_bytes(
+                    smallest_bytes, asked_bytes=self.settings.budget_bytes, budget_for=self._process.budget_for
+                )
+            self._smallest_bytes = smallest_bytes
+        return self._smallest_bytes
+
+    def infeasible(self) -> InfeasibleError:
+        """Says by how much, and what would help."""
+        helps, smallest = self._relaxations(), self.smallest_bytes()
+        return InfeasibleError(
+            infeasible_message(
+                self.trace,
+                self.settings.budget_bytes,
+                smallest,
+                helps,
+                parameters_stay=self._offers.stays,
+                is_running=self.settings.first_step is not None,
+            ),
+            budget_bytes=self.settings.budget_bytes,
+            smallest_feasible_bytes=smallest,
+            relaxations=helps,
+            not_modelled=self._process.not_modelled(),
+        )
+
+    def _relaxations(self) -> tuple[str, ...]:
+        if self.settings.hardware is None:
+            helps = relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
+            if self._offers.barred:
+                per_day = max(self._inputs.written_bytes_per_day(one) for one in self._offers.barred)
+                enough = format_bytes(per_day, rounding="up")
+                helps = (f"let {enough} be written to the disk in a day: --disk-writes SIZE", *helps)
+            return helps
+        return plan_relaxations(
+            self.trace,
+            self.settings,
+            smallest_bytes=self.smallest_bytes(),
+            smallest_bytes_of=lambda trace, settings: RecordingSearch(trace, settings).smallest_bytes(),
+        )
