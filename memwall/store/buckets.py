@@ -250,10 +250,6 @@ class Bucket(ABC, Generic[M]):
             if piece.holder.get(piece.key) is piece.away
         ]
 
-    def entries_away(self) -> list[tuple[Entry, Tensor]]:
-        """Lists where each tensor belongs, and what stands in its place while it is away."""
-        return [((piece.holder, piece.key), piece.away) for piece in self._pieces]
-
     def release(self) -> None:
         """Gives up what is away, and its place."""
         self.forget()

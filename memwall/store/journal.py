@@ -330,10 +330,9 @@ class Journal:
         return Generation(meta.generation, meta.step, buckets, meta.content, meta_slot)
 
     def _stored(self, extent: Extent) -> Stored:
-        slot = Slot(extent.offset, extent.slot_bytes)
         offsets = range(0, extent.num_bytes, self._block_bytes)
-        slot.checksums = dict(zip(offsets, extent.checksums, strict=True))
-        return Stored(slot, extent.num_bytes)
+        checksums = dict(zip(offsets, extent.checksums, strict=True))
+        return Stored(Slot(extent.offset, extent.slot_bytes, checksums), extent.num_bytes)
 
     def _check_inside(self, offset: int, num_bytes: int, label: str) -> None:
         length_bytes = self.data.length_bytes

@@ -35,7 +35,7 @@ def open_own(path: str, *, is_read_only: bool = False) -> int:
             owner_ids = {os.geteuid(), os.stat(os.path.dirname(path) or ".").st_uid}
             if found.st_uid not in owner_ids:
                 raise _refusal(path, f"belongs to another user (id {found.st_uid})")
-        # io_uring would not wait for a disk.
+        # What reads and writes it waits for the disk.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     except BaseException:
         os.close(fd)

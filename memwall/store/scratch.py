@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -17,22 +18,18 @@ __all__ = ["ScratchFile", "Slot"]
 _OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
-    """Names a piece of a scratch file: `num_bytes` (a multiple of 4096) at `offset`.
+    """Names a piece of a scratch file: `num_bytes` (a multiple of 4096) at `offset`."""
 
-    Attributes:
-        checksums: what was written, offset within the slot -> crc32 of that block; filled by the writer.
-        may_change: whether others may write into the memory while it is written; a checksum that differs is theirs.
-        is_torn: whether they did, so that nobody knows what is here.
-    """
-
-    __slots__ = ("checksums", "is_torn", "may_change", "num_bytes", "offset")
-
-    def __init__(self, offset: int, num_bytes: int) -> None:
-        self.offset = offset
-        self.num_bytes = num_bytes
-        self.checksums: dict[int, int] = {}
-        self.may_change = self.is_torn = False
+    offset: int
+    num_bytes: int
+    checksums: dict[int, int] = field(default_factory=dict)
+    """Has the crc32 of each block that was written, by its offset within the slot; the writer fills it."""
+    may_change: bool = False
+    """Says whether others may write into the memory while it is written; a checksum that differs is theirs."""
+    is_torn: bool = False
+    """Says whether they did, so that nobody knows what is here."""
 
 
 class ScratchFile:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from memwall.errors import OffloadIOError, StoreError
 from memwall.store.checksum import crc32
@@ -73,32 +74,20 @@ class Transfer:
         return seconds
 
 
+@dataclass(slots=True, eq=False)
 class Piece:
-    """Holds memory to be read or written, which workers take block by block.
+    """Holds memory to be read or written, which workers take block by block."""
 
-    Args:
-        keep: must outlive it: the memory's owner.
-        after: is called when all of it is settled.
-    """
-
-    __slots__ = ("after", "is_read", "keep", "num_settled_bytes", "num_taken_bytes", "slot_offset", "transfer", "view")
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        slot_offset: int,
-        view: memoryview,
-        is_read: bool,
-        keep: object,
-        after: Callable[[], None] | None,
-    ) -> None:
-        self.transfer = transfer
-        self.slot_offset = slot_offset
-        self.view = view
-        self.is_read = is_read
-        self.keep = keep
-        self.after = after
-        self.num_taken_bytes = self.num_settled_bytes = 0
+    transfer: Transfer
+    slot_offset: int
+    view: memoryview
+    is_read: bool
+    keep: object
+    """Must outlive it: the memory's owner."""
+    after: Callable[[], None] | None
+    """Is called when all of it is settled."""
+    num_taken_bytes: int = 0
+    num_settled_bytes: int = 0
 
 
 class WorkState:

@@ -59,7 +59,7 @@ class RecordedState:
         """Takes the memory of tensors that a bucket has written, given in its order."""
         self._emptied[bucket] = [
             _Emptied(entry, tensor, away, tensor.untyped_storage().nbytes())
-            for (entry, away), tensor in zip(bucket.entries_away(), tensors, strict=True)
+            for (entry, away, _), tensor in zip(bucket.pieces_away(), tensors, strict=True)
         ]
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
