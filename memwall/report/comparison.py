@@ -5,24 +5,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from memwall.observe.run_report import RunReport
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
-from memwall.predict.curve import LineShare, Share, live_curve, peak_of, step_seconds
+from memwall.predict.curve import LineShare, Share, peak_of, step_seconds
 from memwall.predict.snapshot.analysis import DeviceAnalysis
 from memwall.report.difference import Group, Quantity, Side
-from memwall.report.trace_grids import PHASES, highest_point, shown_steps
-from memwall.trace.records import Step, Trace
+from memwall.report.plan_grids import PLACES
+from memwall.report.trace_grids import highest_point, phase_peaks, shown_steps
+from memwall.trace.records import Trace
 from memwall.trace.snapshot.records import Snapshot
 from memwall.trace.tags import trace_tag
 from memwall.units import format_bytes
 
 __all__ = ["plan_side", "run_side", "snapshot_side", "trace_side"]
-
-_PLACES = {
-    "allocated_bytes": "allocated",
-    "reserved_bytes": "reserved",
-    "process_bytes": "process",
-    "host_bytes": "host",
-    "disk_bytes": "disk",
-}
 
 
 def trace_side(trace: Trace, source: str) -> Side:
@@ -33,11 +26,11 @@ def trace_side(trace: Trace, source: str) -> Side:
     if highest is not None:
         peaks = [(f"live tensors, {step.kind} step", peak_of(trace, step).live_bytes) for step in steps]
         quantities = [
-            _quantity("peak", "live tensors", highest.peak.live_bytes),
-            *(_quantity("quantity", *peak) for peak in peaks),
-            _quantity("quantity", "held before the step", trace.base_bytes),
-            _quantity("quantity", "library workspaces", trace.workspace_bytes),
-            *_phases(trace, steps[-1]),
+            Quantity("peak", "live tensors", highest.peak.live_bytes),
+            *(Quantity("quantity", *peak) for peak in peaks),
+            Quantity("quantity", "held before the step", trace.base_bytes),
+            Quantity("quantity", "library workspaces", trace.workspace_bytes),
+            *(Quantity("phase", phase, num_bytes) for phase, (num_bytes, _) in phase_peaks(trace, steps[-1]).items()),
             *_shares("category", highest.peak.by_category),
             *_shares("module", highest.peak.by_module),
             *_shares("line", highest.peak.by_line),
@@ -64,14 +57,14 @@ def plan_side(plan: Plan, source: str) -> Side:
     """Returns what a plan foresees: its peak by place, and of the process by phase."""
     forecast = plan.forecast
     quantities = [
-        _quantity("peak", "process", forecast.peak.process_bytes),
+        Quantity("peak", "process", forecast.peak.process_bytes),
         *_places(forecast.peak),
-        _quantity("quantity", "margin", forecast.margin_bytes),
-        _quantity("quantity", "moved per step", forecast.moved_bytes_per_step),
-        *(_quantity("phase", name.replace("_", " "), peak.process_bytes) for name, peak in forecast.phases.items()),
+        Quantity("quantity", "margin", forecast.margin_bytes),
+        Quantity("quantity", "moved per step", forecast.moved_bytes_per_step),
+        *(Quantity("phase", name.replace("_", " "), peak.process_bytes) for name, peak in forecast.phases.items()),
     ]
     if forecast.smallest_feasible_budget_bytes is not None:
-        quantities.append(_quantity("quantity", "smallest budget", forecast.smallest_feasible_budget_bytes))
+        quantities.append(Quantity("quantity", "smallest budget", forecast.smallest_feasible_budget_bytes))
     return Side(
         source=source,
         kind="plan",
@@ -91,11 +84,11 @@ def run_side(run: RunReport, source: str) -> Side:
     """Returns what a run measured; what it foresaw stands in its plan."""
     measured = run.measured
     quantities = [
-        _quantity("peak", "process", run.judged_peak_bytes),
+        Quantity("peak", "process", run.judged_peak_bytes),
         *_places(measured.peak),
-        _quantity("quantity", "moved per step", measured.bytes_moved_per_step or 0),
-        _quantity("phase", "first step", measured.first_step_peak_bytes),
-        _quantity("phase", "steps under the plan", run.steady_peak_bytes),
+        Quantity("quantity", "moved per step", measured.bytes_moved_per_step or 0),
+        Quantity("phase", "first step", measured.first_step_peak_bytes),
+        Quantity("phase", "steps under the plan", run.steady_peak_bytes),
     ]
     return Side(
         source=source,
@@ -115,11 +108,11 @@ def snapshot_side(snapshot: Snapshot, analyses: Sequence[DeviceAnalysis], source
         where = f"GPU {analysis.device}: " if len(analyses) > 1 else ""
         used, held = analysis.peak.fragmentation, analysis.reserved_peak.fragmentation
         quantities += [
-            _quantity("peak", f"{where}most in use", used.active_bytes),
-            _quantity("peak", f"{where}most held", held.reserved_bytes),
-            _quantity("quantity", f"{where}stranded when most was held", held.stranded_bytes),
-            _quantity("quantity", f"{where}idle segments then", held.idle_bytes),
-            _quantity("quantity", f"{where}in use at the end", analysis.final.fragmentation.active_bytes),
+            Quantity("peak", f"{where}most in use", used.active_bytes),
+            Quantity("peak", f"{where}most held", held.reserved_bytes),
+            Quantity("quantity", f"{where}stranded when most was held", held.stranded_bytes),
+            Quantity("quantity", f"{where}idle segments then", held.idle_bytes),
+            Quantity("quantity", f"{where}in use at the end", analysis.final.fragmentation.active_bytes),
             *_shares("category", analysis.by_category, where),
             *_shares("line", analysis.by_line, where),
         ]
@@ -136,10 +129,6 @@ def snapshot_side(snapshot: Snapshot, analyses: Sequence[DeviceAnalysis], source
     )
 
 
-def _quantity(group: Group, name: str, num_bytes: int) -> Quantity:
-    return Quantity(group=group, name=name, num_bytes=num_bytes)
-
-
 def _conditions(forecast: Forecast, budget_bytes: int | None) -> dict[str, str]:
     budget = "none" if budget_bytes is None else format_bytes(budget_bytes)
     return {"device": forecast.device, "budget": budget}
@@ -147,24 +136,14 @@ def _conditions(forecast: Forecast, budget_bytes: int | None) -> dict[str, str]:
 
 def _places(peak: PeakBytes) -> Iterator[Quantity]:
     """Gives the places where bytes are, beside the process as a whole."""
-    for field, name in _PLACES.items():
+    for field, name in PLACES.items():
         num_bytes = getattr(peak, field)
         if num_bytes and field != "process_bytes":
-            yield _quantity("quantity", name, num_bytes)
-
-
-def _phases(trace: Trace, step: Step) -> Iterator[Quantity]:
-    """Gives the highest point of each phase of a step."""
-    curve = live_curve(step.storages, len(step.ops), device=trace.device)
-    highest: dict[str, int] = {}
-    for op, num_bytes in zip(step.ops, curve, strict=True):
-        highest[op.phase] = max(highest.get(op.phase, 0), int(num_bytes))
-    for phase in sorted(highest, key=PHASES.index):
-        yield _quantity("phase", phase, highest[phase])
+            yield Quantity("quantity", "allocated" if field == "allocated_bytes" else name, num_bytes)
 
 
 def _shares(group: Group, shares: Iterable[Share | LineShare], where: str = "") -> Iterator[Quantity]:
     for share in shares:
         # A path or a line as it is; a category, which a module's holder may be, too, in words.
         is_category = group == "category" or share.name.startswith("(")
-        yield _quantity(group, where + (share.name.replace("_", " ") if is_category else share.name), share.num_bytes)
+        yield Quantity(group, where + (share.name.replace("_", " ") if is_category else share.name), share.num_bytes)

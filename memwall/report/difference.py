@@ -20,7 +20,7 @@ _LONG_GROUPS: tuple[Group, ...] = ("module", "line")
 _MOST_ROWS = 10
 
 
-class Quantity(Struct, frozen=True, kw_only=True):
+class Quantity(Struct, frozen=True):
     """Holds the bytes of one file under a name that another file of its kind has, too."""
 
     group: Group

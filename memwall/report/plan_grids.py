@@ -13,8 +13,16 @@ from memwall.report.estimate_grids import allocator_facts, workload_row
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["Fit", "action_grid", "fit_of", "forecast_phase_grid", "lever_grid", "plan_facts"]
+__all__ = ["PLACES", "Fit", "action_grid", "fit_of", "forecast_phase_grid", "lever_grid", "plan_facts"]
 
+PLACES = {
+    "allocated_bytes": "tensors",
+    "reserved_bytes": "reserved",
+    "process_bytes": "process",
+    "host_bytes": "host",
+    "disk_bytes": "disk",
+}
+"""Names the fields of `PeakBytes` in tables, in their order."""
 Fit = Literal["fits", "inside-margin", "does-not-fit", "no-budget"]
 
 # In the order in which they happen; a run is resumed after it was saved.
@@ -124,26 +132,19 @@ def forecast_phase_grid(forecast: Forecast) -> Grid:
 
     Of several the first in which the process is largest is marked.
     """
-    places = {
-        "tensors": "allocated_bytes",
-        "reserved": "reserved_bytes",
-        "process": "process_bytes",
-        "host": "host_bytes",
-        "disk": "disk_bytes",
-    }
     phases: dict[str, PeakBytes] = forecast.phases or {"step": forecast.peak}
-    known = [place for place, field in places.items() if any(getattr(p, field) is not None for p in phases.values())]
+    known = [field for field in PLACES if any(getattr(peak, field) is not None for peak in phases.values())]
     order = sorted(phases, key=lambda name: (_PHASES.index(name) if name in _PHASES else len(_PHASES), name))
     highest = max(order, key=lambda name: phases[name].process_bytes)
     rows = [
         (
             name.replace("_", " ") + (", measured" if name in forecast.measured_phases else ""),
-            *(bytes_or_dash(getattr(phases[name], places[place])) for place in known),
+            *(bytes_or_dash(getattr(phases[name], field)) for field in known),
             *(("◄ peak" if name == highest else "",) if len(phases) > 1 else ()),
         )
         for name in order
     ]
-    columns = ("phase", *known, *(("",) if len(phases) > 1 else ()))
+    columns = ("phase", *(PLACES[field] for field in known), *(("",) if len(phases) > 1 else ()))
     return Grid(title="Predicted peaks", columns=columns, rows=tuple(rows), text_columns=(0, len(known) + 1))
 
 

@@ -8,12 +8,12 @@ from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes, format_seconds
 
 __all__ = [
-    "PHASES",
     "HighestPoint",
     "highest_point",
     "holder_grids",
     "op_grid",
     "phase_grid",
+    "phase_peaks",
     "place_of",
     "process_note",
     "shown_steps",
@@ -71,19 +71,24 @@ def process_note(trace: Trace, highest: HighestPoint) -> tuple[str, ...]:
     )
 
 
+def phase_peaks(trace: Trace, step: Step) -> dict[str, tuple[int, int]]:
+    """Returns the most bytes that live in each phase of a step, and the operation where they do."""
+    curve = live_curve(step.storages, len(step.ops), device=trace.device)
+    ops = {phase: [k for k, op in enumerate(step.ops) if op.phase == phase] for phase in PHASES}
+    highest = {phase: of[int(curve[of].argmax())] for phase, of in ops.items() if of}
+    return {phase: (int(curve[k]), k) for phase, k in highest.items()}
+
+
 def phase_grid(trace: Trace, step: Step) -> Grid:
     """Shows peak, time and number of operations of each phase of a step, with a bar of the peak."""
-    curve = live_curve(step.storages, len(step.ops), device=trace.device)
-    highest_bytes = int(curve.max())
+    peaks = phase_peaks(trace, step)
+    highest_bytes, first = max(peaks.values(), key=lambda peak: (peak[0], -peak[1]))
     rows = []
-    for phase in PHASES:
-        ops = [k for k, op in enumerate(step.ops) if op.phase == phase]
-        if not ops:
-            continue
-        peak_bytes = int(curve[ops].max())
+    for phase, (peak_bytes, k) in peaks.items():
         bar = "█" * round(_BAR_WIDTH * peak_bytes / highest_bytes) if highest_bytes else ""
-        marked = f"{bar} ◄ peak" if int(curve.argmax()) in ops else bar
-        seconds = sum(step.ops[k].seconds for k in ops)
+        marked = f"{bar} ◄ peak" if k == first else bar
+        ops = [op for op in step.ops if op.phase == phase]
+        seconds = sum(op.seconds for op in ops)
         rows.append((phase, format_bytes(peak_bytes), marked, seconds_or_dash(seconds or None), str(len(ops))))
     total = ("step", format_bytes(highest_bytes), "", seconds_or_dash(step_seconds(step) or None), str(len(step.ops)))
     return Grid(
