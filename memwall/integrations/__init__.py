@@ -1,4 +1,4 @@
-"""Gives a callback to transformers' Trainer, a plugin to Accelerate, and two functions to users of DeepSpeed.
+"""Gives a callback to transformers' Trainer, a plugin to Accelerate, and three functions to users of DeepSpeed.
 
 As in `memwall` itself the names are loaded on first use: importing this loads no framework.
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memwall.integrations.accelerate import MemwallPlugin as MemwallPlugin
     from memwall.integrations.deepspeed import apply_rest as apply_rest
+    from memwall.integrations.deepspeed import check_resume as check_resume
     from memwall.integrations.deepspeed import load_checkpoint as load_checkpoint
     from memwall.integrations.trainer import MemwallCallback as MemwallCallback
 
@@ -16,6 +17,7 @@ _HOMES = {
     "MemwallCallback": "memwall.integrations.trainer",
     "MemwallPlugin": "memwall.integrations.accelerate",
     "apply_rest": "memwall.integrations.deepspeed",
+    "check_resume": "memwall.integrations.deepspeed",
     "load_checkpoint": "memwall.integrations.deepspeed",
 }
 __all__ = sorted(_HOMES)

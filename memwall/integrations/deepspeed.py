@@ -40,7 +40,7 @@ __all__ = [
 
 
 def require_deepspeed() -> None:
-    """Returns where DeepSpeed is installed.
+    """Checks that DeepSpeed is installed.
 
     Raises:
         IntegrationError: it is not; the message says what to install.
@@ -115,7 +115,7 @@ def apply_rest(engine: Any, plan: Plan, *, disk: str | None = None) -> Rest:
 
 
 def check_resume(config: Mapping[str, Any]) -> None:
-    """Returns where DeepSpeed's own `load_checkpoint`, which the Trainer calls, restores all that training had.
+    """Checks that DeepSpeed's own `load_checkpoint`, which the Trainer calls, restores all that training had.
 
     Args:
         config: the configuration that the run is resumed with.
