@@ -97,9 +97,6 @@ def run(
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
     from memwall.planning.planfile import Plan
-    from memwall.planning.techniques.offload import Offload
-    from memwall.planning.techniques.optimizer_state import OptimizerPlacement
-    from memwall.planning.techniques.parameters import ParameterPlacement
     from memwall.report.checkpoint_lines import commits_line, recovery_line
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
@@ -129,8 +126,8 @@ def run(
             given = checkpoint.plan_for(budget_bytes)
         for action in given.actions if given is not None else ():
             handler_of(action).before_cuda()
-        uses_disk = (Offload, OptimizerPlacement, ParameterPlacement)
-        needs_disk = given is None or any(isinstance(action, uses_disk) for action in given.actions)
+        # What has a tier moves bytes there.
+        needs_disk = given is None or any("tier" in action.__struct_fields__ for action in given.actions)
         if needs_disk and disk_tier is None and not torch.cuda.is_available():
             # Found out before the script builds its model; on CUDA bytes leave for host memory instead.
             require_disk()

@@ -68,6 +68,13 @@ def test_a_trace_s_peak_survives_the_way_out_and_back(trace: Trace, step: Step, 
     assert int(timeline.active_bytes[-1]) == 100 * MIB
 
 
+def test_a_stack_names_the_modules_around_an_operation_and_no_others(trace: Trace) -> None:
+    (events,) = trace_as_viz(trace)["device_traces"]
+    stacks = {event["size"] // MIB: [at["name"] for at in event["frames"]] for event in events if event["frames"]}
+    assert stacks[160] == ["aten.mm.default", "Block", "GPT"]
+    assert stacks[8] == ["aten.add.Tensor"]  # outside of all modules, after some of them
+
+
 def test_events_are_in_the_order_of_operations(trace: Trace) -> None:
     (events,) = trace_as_viz(trace)["device_traces"]
     assert [event["time_us"] for event in events] == sorted(event["time_us"] for event in events)
