@@ -20,9 +20,9 @@ from memwall.checkpoint.resumption import Stateful
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.checkpoint.training_state import TensorRecord, low_bit_of, state_records
 from memwall.errors import StoreError, UsageError
-from memwall.own_files import whole_file
 from memwall.store.journal import Journal, is_begun
 from memwall.trace.tags import Tag
+from memwall.versioned_files import whole_file
 
 __all__ = ["CheckpointSummary", "export_safetensors", "export_torch", "import_checkpoint", "read_summary"]
 

@@ -48,9 +48,9 @@ def export(
 
     from memwall.cli.output import show
     from memwall.integrations.export import exported
-    from memwall.own_files import whole_file
     from memwall.planning.planfile import Plan
     from memwall.report.plan_grids import action_grid
+    from memwall.versioned_files import whole_file
 
     found = exported(Plan.load(plan_path), target, output, world_size=world_size, disk=disk)
     for path, content in found.files.items():

@@ -195,7 +195,7 @@ def _snapshot_page(snapshot: "Snapshot", source: Path) -> "Page":
 
 
 def _save_json(record: Struct, path: Path) -> None:
-    from memwall.own_files import json_bytes, whole_file
+    from memwall.versioned_files import json_bytes, whole_file
 
     with whole_file(path) as file:
         file.write(json_bytes(record))

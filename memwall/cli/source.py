@@ -75,7 +75,7 @@ def source_kind(path: Path, *, expected: str) -> Source:
         raise UsageError(f"{path} is nothing that memwall can report on; expected {expected}")
     import msgspec
 
-    from memwall.own_files import NO_JSON
+    from memwall.versioned_files import NO_JSON
 
     try:
         found = msgspec.json.decode(path.read_bytes())

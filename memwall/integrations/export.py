@@ -6,11 +6,11 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.own_files import json_bytes
 from memwall.planning.action import Action
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.planning.planfile import Plan
 from memwall.planning.technique import technique_of
+from memwall.versioned_files import json_bytes
 
 __all__ = ["TARGETS", "Exported", "Target", "exported"]
 

@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.errors import NotAvailableError, OutOfMemoryError, StoreError, UsageError
 from memwall.observe.history_marks import Marks, TimedCall, TimedPhase, marks_path
-from memwall.own_files import whole_file
 from memwall.patches import Patches, note_permanent
 from memwall.predict.cuda_allocator.advice import VARIABLES
 from memwall.torch_internals.allocator import (
@@ -37,6 +36,7 @@ from memwall.trace.attached import attach_hook
 from memwall.trace.file import save_trace
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
+from memwall.versioned_files import whole_file
 
 __all__ = ["DEFAULT_MAX_ENTRIES", "MemoryHistory"]
 

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.own_files import NO_JSON
 from memwall.trace.tags import Tag
+from memwall.versioned_files import NO_JSON
 
 __all__ = ["Marks", "TimedCall", "TimedPhase", "load_marks_beside", "marks_path"]
 

@@ -7,10 +7,10 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import PlanError, UsageError
-from memwall.own_files import FileKind, json_bytes, whole_file
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan, decoded
 from memwall.trace.tags import Tag
+from memwall.versioned_files import FileKind, json_bytes, whole_file
 
 __all__ = ["Measured", "RunReport", "load_pair"]
 

@@ -11,10 +11,10 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import PlanError
-from memwall.own_files import FileKind, json_bytes, whole_file
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast
 from memwall.planning.technique import technique_of, techniques
+from memwall.versioned_files import FileKind, json_bytes, whole_file
 
 __all__ = ["Plan", "decoded"]
 

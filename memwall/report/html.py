@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.observe.run_report import RunReport
-from memwall.own_files import whole_file
 from memwall.planning.planfile import Plan
 from memwall.predict.curve import Peak
 from memwall.report.chart import chart_of, legend_of, overlay_chart, scale_of
@@ -22,6 +21,7 @@ from memwall.report.run_grids import Outcome, comparison_grid, run_grid
 from memwall.report.text import Verdict, plan_verdict, run_verdict
 from memwall.report.trace_grids import holder_grids, place_of
 from memwall.units import format_bytes, format_seconds
+from memwall.versioned_files import whole_file
 
 __all__ = ["Card", "Page", "page_html", "save_page"]
 

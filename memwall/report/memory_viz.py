@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from memwall.errors import UsageError
-from memwall.own_files import whole_file
 from memwall.predict.curve import module_name
 from memwall.report.curves import clock_us
 from memwall.report.trace_grids import highest_point
 from memwall.trace.records import Step, Storage, Trace
 from memwall.trace.snapshot.records import Event, Segment, Snapshot
+from memwall.versioned_files import whole_file
 
 __all__ = ["save_memory_viz", "snapshot_as_viz", "trace_as_viz"]
 

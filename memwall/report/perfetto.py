@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from memwall.own_files import whole_file
 from memwall.predict.curve import module_name
 from memwall.predict.snapshot.analysis import devices_of
 from memwall.predict.snapshot.device_history import recording_of
@@ -23,6 +22,7 @@ from memwall.report.curves import clock_us as step_clock_us
 from memwall.trace.records import Step, Trace
 from memwall.trace.snapshot.records import Annotation, Event, Snapshot
 from memwall.units import format_bytes
+from memwall.versioned_files import whole_file
 
 __all__ = ["save_perfetto", "snapshot_events", "trace_events"]
 

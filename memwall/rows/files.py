@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from memwall.errors import MemwallError, StoreError
-from memwall.own_files import sync_directory
 from memwall.rows.store import RowLayout, RowStore
 from memwall.rows.store_file import ShardHeader, read_header, read_rows, shard_path, shard_paths, write_shard
 from memwall.rows.table import RowTable
+from memwall.versioned_files import sync_directory
 
 __all__ = ["load_table", "save_table"]
 

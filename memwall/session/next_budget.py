@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import OutOfMemoryError, StoreError, UsageError
-from memwall.own_files import whole_file
 from memwall.units import format_bytes
+from memwall.versioned_files import whole_file
 
 __all__ = ["MAX_ATTEMPTS", "NextBudget", "note_failure", "read_next_budget"]
 

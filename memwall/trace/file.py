@@ -6,9 +6,9 @@ import msgspec
 import zstandard
 
 from memwall.errors import TraceError
-from memwall.own_files import FileKind, whole_file
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
+from memwall.versioned_files import FileKind, whole_file
 
 __all__ = ["MAGIC", "load_trace", "save_trace"]
 

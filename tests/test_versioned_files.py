@@ -13,9 +13,9 @@ import pytest
 from faulty_disk import fill_disk
 from msgspec import Struct
 
-from memwall import own_files
+from memwall import versioned_files
 from memwall.errors import PlanError, StoreError, UsageError
-from memwall.own_files import FileKind, json_bytes, whole_file
+from memwall.versioned_files import FileKind, json_bytes, whole_file
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +94,7 @@ def test_a_file_that_is_not_there(path: Path) -> None:
 
 
 def test_a_file_too_large_to_be_ours_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_files, "_LARGEST_BYTES", 1000)
+    monkeypatch.setattr(versioned_files, "_LARGEST_BYTES", 1000)
     monkeypatch.setattr(FileKind, "read_bytes", lambda *_: pytest.fail("it was read"))
     assert refusal(path, json.dumps({"schema": "kitchen.recipe/3", "grams": {"x" * 1100: 1}})) == (
         "FILE is no recipe: it holds 1.1 KiB, more than any that memwall writes; cook again"

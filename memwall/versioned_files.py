@@ -1,4 +1,4 @@
-"""The files that memwall writes for itself: each is written whole, says its version, and is read strictly.
+"""Writes and reads the files that memwall has for itself: each is written whole and read strictly, by its version.
 
 Plans, run reports and traces are `FileKind`s, so that a foreign, damaged, older or newer file is refused in the same
 words everywhere, with the reason and the way out.
