@@ -208,8 +208,8 @@ def test_the_recording_is_a_plain_sequence_with_its_start(tmp_path: Path) -> Non
     history.alloc(0, 8 * MIB, 8 * MIB)
     recording = recording_of(imported(history.snapshot(), tmp_path), 0)
     assert [event.action for event in recording.events] == ["alloc"]
-    assert [held.num_bytes for held in recording.ranges] == [20 * MIB, 2 * MIB, 30 * MIB]
-    assert [(block.address - BASE, block.requested_bytes) for block in recording.blocks] == [
+    assert [held.num_bytes for held in recording.start.ranges] == [20 * MIB, 2 * MIB, 30 * MIB]
+    assert [(block.address - BASE, block.requested_bytes) for block in recording.start.blocks] == [
         (8 * MIB, 8 * MIB),
         (100 * MIB, 100),
     ]
