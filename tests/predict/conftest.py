@@ -65,22 +65,22 @@ def _workload_of(
     )
 
 
-def _recorded(workload: Workload, device: str, *without: str) -> Trace:
-    """A workload as a device would run it, with some rules left out."""
+def _recorded(workload: Workload, device: str) -> Trace:
+    """A workload as a device would run it."""
     hardware = hardware_named(device)
-    recording = recording_for(hardware, without=without)
+    recording = recording_for(hardware)
     trace = record_fake(
         workload,
-        target="cpu" if "foreach-optimizer" in without else "cuda",
+        target="cuda",
         workspaces=recording.workspaces,
         choices=recording.choices(),
     )
-    return translated(trace, hardware, autocast=recording.autocast, without=without)
+    return translated(trace, hardware, autocast=recording.autocast)
 
 
-def _attending(dtype: torch.dtype, device: str, *without: str, **options: Any) -> Trace:
+def _attending(dtype: torch.dtype, device: str, **options: Any) -> Trace:
     workload = _workload_of(lambda: _Attention(**options), lambda: torch.ones(BATCH, TOKENS, WIDTH), dtype)
-    return _recorded(workload, device, *without)
+    return _recorded(workload, device)
 
 
 def _numbers_of(trace: Trace, step: Step, name: str) -> list[int]:
@@ -114,13 +114,13 @@ def workload_of() -> Callable[..., Workload]:
 
 @pytest.fixture(scope="session")
 def recorded() -> Callable[..., Trace]:
-    """(workload, device, *rules left out) -> the workload as the device would run it."""
+    """(workload, device) -> the workload as the device would run it."""
     return _recorded
 
 
 @pytest.fixture(scope="session")
 def attending() -> Callable[..., Trace]:
-    """(dtype, device, *rules left out, **options of the attention call) -> one layer of self-attention, recorded."""
+    """(dtype, device, **options of the attention call) -> one layer of self-attention, recorded."""
     return _attending
 
 

@@ -5,7 +5,7 @@ changes which operators run and what they save. So for the time of a recording t
 choices in place of the CPU's, and autocast to CUDA is not silently off.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -27,28 +27,26 @@ class CudaRecording:
 
     Args:
         capability: the device's compute capability.
-        rules: names of the rules of `memwall.predict.cuda.translate` that are on.
+        is_rocm: whether torch runs its ROCm kernels there: AOTriton stands in place of CUDA's attention kernels.
     """
 
-    def __init__(self, capability: tuple[int, int], rules: Collection[str]) -> None:
-        self.workspaces = CudaWorkspaces(capability, rules)
+    def __init__(self, capability: tuple[int, int], *, is_rocm: bool = False) -> None:
+        self.workspaces = CudaWorkspaces(capability, is_rocm=is_rocm)
         self.autocast: Literal["none", "bfloat16", "float16"] = "none"
         """The precision of the last autocast that was entered."""
         self._capability = capability
-        self._rules = frozenset(rules)
+        self._is_rocm = is_rocm
 
     @contextmanager
     def choices(self) -> Iterator[None]:
-        """Within, torch's functions choose as on the device."""
+        """Has torch's functions choose as on the device, within."""
         with Patches("records a step for a device that is not here") as patches:
             patches.wrap(torch.autocast, "__init__", self._begin_autocast)
-            if "attention-kernel" in self._rules:
+            if not self._is_rocm:
                 patches.wrap(F, "scaled_dot_product_attention", self._attention)
-            if "dropout-mask" in self._rules:
-                patches.wrap(F, "dropout", _fused_dropout)
-            for rule, registered in (("autocast-lists", cuda_autocast_lists), ("rms-norm", fused_rms_norm)):
-                if rule in self._rules:
-                    patches.enter("operators", f"torch.ops.aten, {rule}", registered())
+            patches.wrap(F, "dropout", _fused_dropout)
+            patches.enter("operators", "torch.ops.aten, autocast-lists", cuda_autocast_lists())
+            patches.enter("operators", "torch.ops.aten, rms-norm", fused_rms_norm())
             yield
 
     def _attention(self, _: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

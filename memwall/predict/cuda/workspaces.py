@@ -1,10 +1,10 @@
-"""What CUDA operators allocate for themselves while they run, as formulas over their arguments.
+"""The bytes that CUDA operators allocate for themselves while they run, as formulas over their arguments.
 
 Only what torch's own source allocates through the caching allocator, read there; each formula names the place. What a
 closed library asks for (cuDNN's convolutions, its attention beyond the front end's own buffers) is not here.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from memwall.torch_internals.operators import operator_named
 from memwall.trace.op_work import own_work_of
 from memwall.trace.workspaces import Workspace, Workspaces
 
-__all__ = ["FORMULAS", "CudaWorkspaces"]
+__all__ = ["CudaWorkspaces"]
 
 Capability = tuple[int, int]
 Formula = Callable[[Capability, tuple[Any, ...]], int]
@@ -32,22 +32,17 @@ _aten = torch.ops.aten
 
 
 class CudaWorkspaces(Workspaces):
-    """Workspaces of a device that is not here.
+    """Knows the workspaces of a device that is not here.
 
     Args:
         capability: the device's compute capability.
-        rules: names of the rules that are on, of those in `FORMULAS`.
+        is_rocm: whether torch runs its ROCm kernels there, whose attention is another.
     """
 
-    def __init__(self, capability: Capability, rules: Collection[str]) -> None:
+    def __init__(self, capability: Capability, *, is_rocm: bool) -> None:
         super().__init__(is_available=False)
         self._capability = capability
-        self._formulas = {
-            operator: formula
-            for name, (operators, formula) in FORMULAS.items()
-            if name in rules
-            for operator in operators
-        }
+        self._formulas = FORMULAS if is_rocm else FORMULAS | ATTENTION_FORMULAS
 
     @contextmanager
     def measuring(
@@ -60,7 +55,10 @@ class CudaWorkspaces(Workspaces):
 
 
 def _flash_backward(capability: Capability, args: tuple[Any, ...]) -> int:
-    """fp32 sums of the query's gradient and of the softmax; with grouped queries a gradient per query head."""
+    """Sums the query's gradient and the softmax in float32; with grouped queries has a gradient per query head.
+
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
+    """
     grad_out, query, key, _, out = args[:5]
     batch, heads, tokens, size = query.shape
     tokens_up, size_up = _up(tokens, 128), _up(size, 32)
@@ -71,7 +69,11 @@ def _flash_backward(capability: Capability, args: tuple[Any, ...]) -> int:
 
 
 def _efficient_backward(capability: Capability, args: tuple[Any, ...]) -> int:
-    """fp32 sums of the query's gradient in tiles, one number per row; float32 first multiplies gradient and output."""
+    """Sums the query's gradient in float32 tiles, a number per row; float32 first multiplies gradient and output.
+
+    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu, `_efficient_attention_backward`;
+    mem_eff_attention/kernel_backward.h, `workspace_size`.
+    """
     grad_out, query, _, value = args[:4]
     batch, heads, tokens, size = query.shape
     rows = batch * heads * tokens
@@ -86,7 +88,7 @@ def _efficient_backward(capability: Capability, args: tuple[Any, ...]) -> int:
 
 
 def _tile(capability: Capability, size: int, *, is_half: bool) -> tuple[int, int]:
-    """Rows and columns of a tile: the first kernel of kernels/cutlassB.h that takes heads of this size.
+    """Returns rows and columns of a tile: the first kernel of kernels/cutlassB.h that takes heads of this size.
 
     Large tiles of half precision need more shared memory than sm86, sm89 and sm12x have.
     """
@@ -97,14 +99,20 @@ def _tile(capability: Capability, size: int, *, is_half: bool) -> tuple[int, int
 
 
 def _cudnn_backward(capability: Capability, args: tuple[Any, ...]) -> int:
-    """The front end's fp32 sums of the query's gradient and of the softmax."""
+    """Sums the query's gradient and the softmax in float32, in the front end.
+
+    Source: NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h, `SDPABackwardNode`: dQ_accum, softmax_sum.
+    """
     batch, heads, tokens, size = args[1].shape
     num_bytes: int = _FLOAT_BYTES * batch * heads * tokens * (size + 1)
     return num_bytes
 
 
 def _embedding_backward(capability: Capability, args: tuple[Any, ...]) -> int:
-    """Indices sorted, their segments, and an fp32 row per partial segment."""
+    """Sorts indices, and holds their segments and a float32 row per partial segment.
+
+    Source: aten/src/ATen/native/cuda/Embedding.cu, `embedding_dense_backward_cuda`; EmbeddingBackwardKernel.cu.
+    """
     grad, indices, num_weights, _, scales_by_frequency = args[:5]
     num_indices, width = indices.numel(), grad.shape[-1]
     copy_bytes = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
@@ -120,7 +128,10 @@ def _embedding_backward(capability: Capability, args: tuple[Any, ...]) -> int:
 
 
 def _index_put(capability: Capability, args: tuple[Any, ...]) -> int:
-    """Positions, sorted to add up what falls on the same place: four numbers for each."""
+    """Sorts positions to add up what falls on the same place: four numbers for each.
+
+    Source: aten/src/ATen/native/cuda/Indexing.cu, `index_put_with_sort_kernel`.
+    """
     indices, values = args[1], args[2]
     if not (len(args) > 3 and args[3]):  # only accumulation sorts
         return 0
@@ -131,7 +142,7 @@ def _index_put(capability: Capability, args: tuple[Any, ...]) -> int:
 
 
 def _copy_bytes(tensor: Tensor) -> int:
-    """Of a copy made where [batch, tokens, heads, size] is not how the tensor lies in memory."""
+    """Returns the bytes of a copy, made where [batch, tokens, heads, size] is not how the tensor lies in memory."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.numel() * tensor.element_size()
 
 
@@ -143,14 +154,15 @@ def _attention_backward(kernel: str) -> Any:
     return operator_named(f"_scaled_dot_product_{kernel}_attention_backward.default")
 
 
-FORMULAS: dict[str, tuple[tuple[Any, ...], Formula]] = {
-    "flash-backward": ((_attention_backward("flash"),), _flash_backward),
-    "efficient-backward": ((_attention_backward("efficient"),), _efficient_backward),
-    "cudnn-backward": ((_attention_backward("cudnn"),), _cudnn_backward),
-    "embedding-backward": ((_aten.embedding_dense_backward.default,), _embedding_backward),
-    "index-backward": (
-        (_aten.index_put.default, _aten.index_put_.default, operator_named("_index_put_impl_.default")),
-        _index_put,
-    ),
+ATTENTION_FORMULAS: dict[Any, Formula] = {
+    _attention_backward("flash"): _flash_backward,
+    _attention_backward("efficient"): _efficient_backward,
+    _attention_backward("cudnn"): _cudnn_backward,
 }
-"""Operators and their formula by the name of the rule in `memwall.predict.cuda.translate`."""
+"""By operator; read in code that is compiled for CUDA alone."""
+FORMULAS: dict[Any, Formula] = {
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten.index_put.default: _index_put,
+    _aten.index_put_.default: _index_put,
+    operator_named("_index_put_impl_.default"): _index_put,
+}
