@@ -1,4 +1,4 @@
-"""What a treatment makes of one call of a block: what runs again in backward, what is rebuilt, what moves."""
+"""One call of a block under a treatment: what runs again in backward, what is rebuilt, what moves."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ REBUILDABLE_OPS = frozenset(f"memwall.{name}.default" for name in ("glu", "packe
 
 
 class Treatment(Struct, frozen=True, kw_only=True):
-    """How every call of one block treats what autograd saves in it."""
+    """Decides how every call of one block treats what autograd saves in it."""
 
     recompute: bool = False
     kept_ops: tuple[int, ...] = ()
@@ -39,7 +39,7 @@ class Treatment(Struct, frozen=True, kw_only=True):
 
 
 class BlockCalls(Struct, frozen=True, kw_only=True):
-    """A block, its calls in forward order, and per call the numbers of the tensors saved inside it."""
+    """Describes a block, its calls in forward order, and per call the numbers of the tensors saved inside it."""
 
     path: str
     module: int
@@ -48,7 +48,7 @@ class BlockCalls(Struct, frozen=True, kw_only=True):
 
 
 class Rebuilt(NamedTuple):
-    """A result that is rebuilt when backward first asks for it, and held until it asked for the last time."""
+    """Describes a result that is rebuilt when backward first asks for it, and held until it asked for the last time."""
 
     op: int
     """The operation that runs again."""
@@ -64,21 +64,21 @@ class Rebuilt(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What of a storage leaves the device and comes back."""
+    """Says what of a storage leaves the device and comes back."""
 
     nbytes: int
-    """Of the device's memory."""
+    """Bytes of the device's memory."""
     num_packed: int = 0
     """Elements that leave packed; 0 where bytes leave as they are."""
 
     @property
     def link_bytes(self) -> int:
-        """Bytes on their way, and on the tier."""
+        """Returns the bytes on their way, and on the tier."""
         return num_packed_bytes(self.num_packed) if self.num_packed else self.nbytes
 
 
 class CallRules:
-    """A step, indexed for asking about single calls of its blocks."""
+    """Answers about single calls of a step's blocks."""
 
     def __init__(self, step: Step, names: Sequence[str]) -> None:
         self.step = step
@@ -90,27 +90,27 @@ class CallRules:
                 self._writers.setdefault(written, []).append(number)
 
     def is_written(self, storage: int, start: int, end: int) -> bool:
-        """Whether one of the operations [start, end) modifies a storage in place."""
+        """Tells whether one of the operations [start, end) modifies a storage in place."""
         return any(start <= op < end for op in self._writers.get(storage, ()))
 
     def recomputed_at(self, call: ModuleCall, saved: Sequence[int]) -> int:
-        """The operation of backward before which a call is recomputed: its first that asks for a tensor saved in it."""
+        """Returns the operation of backward before which a call is recomputed: its first that asks for its tensors."""
         asked = min((self.step.saved[s].unpacked for s in saved), default=call.backward_start)
         return min(max(asked, call.backward_start), call.backward_end - 1)
 
     def counted_ops(self, call: ModuleCall) -> list[int]:
-        """Operations of a call in the numbering that selective checkpointing uses."""
+        """Returns the operations of a call in the numbering that selective checkpointing uses."""
         return [op for op in range(call.start, call.end) if self._is_counted[self.step.ops[op].name]]
 
     def recomputed_ops(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> list[int]:
-        """Operations of a call that run again: up to the last one backward needs, without the kept ones."""
+        """Returns the operations of a call that run again: up to the last one backward needs, without the kept ones."""
         needed = min(max((self.step.saved[s].packed for s in saved), default=call.start), call.end)
         counted = self.counted_ops(call)
         kept = {counted[i] for i in treatment.kept_ops if i < len(counted)}
         return [op for op in range(call.start, needed) if op not in kept]
 
     def rebuilt_results(self, call: ModuleCall, saved: Sequence[int]) -> list[Rebuilt]:
-        """What a call saves of results that can be rebuilt, in the order in which backward asks for them."""
+        """Returns what a call saves of results that can be rebuilt, in the order in which backward asks for them."""
         step = self.step
         saves_of: dict[int, list[int]] = {}
         for number in saved:
@@ -138,7 +138,7 @@ class CallRules:
         return sorted(found, key=lambda result: (result.at, result.op))
 
     def repeated_ops(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> list[tuple[int, list[int]]]:
-        """What runs again in backward for one call: operations, and the operation of backward before which they do."""
+        """Returns the operations that run again in backward for one call, with the operation before which they do."""
         if treatment.recompute:
             return [(self.recomputed_at(call, saved), self.recomputed_ops(call, saved, treatment))]
         found: dict[int, list[int]] = {}
@@ -148,7 +148,7 @@ class CallRules:
         return sorted(found.items())
 
     def movable(self, number: int, treatment: Treatment) -> bool:
-        """Whether a saved tensor may leave the device: an activation or input, and large enough."""
+        """Tells whether a saved tensor may leave the device: an activation or input, and large enough."""
         save = self.step.saved[number]
         return save.nbytes >= treatment.min_bytes and self.step.storages[save.storage].category in (
             "activation",
@@ -156,7 +156,7 @@ class CallRules:
         )
 
     def moved(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> dict[int, Moved]:
-        """Per storage what leaves the device in a call under a treatment with offload."""
+        """Returns by storage what leaves the device in a call under a treatment with offload."""
         if not treatment.recompute:
             return self._moved_of(self._not_rebuilt(call, saved, treatment), treatment)
         storages = {index: self.step.storages[index] for index in call.inputs}
@@ -175,7 +175,7 @@ class CallRules:
         return [number for number in saved if number not in rebuilt_saves]
 
     def _moved_of(self, saved: Sequence[int], treatment: Treatment) -> dict[int, Moved]:
-        """Per storage what moves: all of it when its saved views cover a good part, as the executor does.
+        """Returns by storage what moves: all of it when its saved views cover a good part, as the executor does.
 
         The first of them decides whether it is packed.
         """
@@ -199,7 +199,7 @@ class CallRules:
         return Moved(nbytes, nbytes // itemsize if itemsize else 0)
 
     def is_leaf_like(self, block: BlockCalls) -> bool:
-        """Whether recomputing a block frees nothing: all it saves is what it was called with."""
+        """Tells whether recomputing a block frees nothing: all it saves is what it was called with."""
         for call, saved in zip(block.calls, block.saved, strict=True):
             if any(call.start <= self.step.storages[self.step.saved[n].storage].birth < call.end for n in saved):
                 return False

@@ -1,4 +1,4 @@
-"""What an optimizer's step on the CPU moves from a device and back, and the pinned memory that passes through."""
+"""An optimizer's step on the CPU: what it moves from a device and back, and the pinned memory that passes through."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -12,19 +12,19 @@ NUM_STAGES = 2
 
 
 def gradient_bytes(step: Step) -> int:
-    """Gradients of a step, which are as large as the parameters they are for."""
+    """Returns the bytes of a step's gradients, which are as large as the parameters they are for."""
     return sum(storage.nbytes for storage in step.storages if storage.category == "gradient")
 
 
 def staging_bytes(step: Step, bucket_bytes: int) -> int:
-    """Parameters and gradients of a step that are in pinned memory at once."""
+    """Returns the bytes of a step's parameters and gradients that are in pinned memory at once."""
     return staged_bytes([s.nbytes for s in step.storages if s.category == "gradient"], bucket_bytes)
 
 
 def pipelined_seconds(
     sizes: Sequence[int], bucket_bytes: int, *, down_seconds: float, up_seconds: float, cpu_seconds: float
 ) -> float:
-    """How long parameters of these sizes are stepped, in buckets, through a link that copies either down or up.
+    """Returns how long parameters of these sizes are stepped, in buckets, through a link that copies either down or up.
 
     While a bucket is stepped, the next one comes down, as soon as the one before the first has gone up from its place.
 
@@ -49,7 +49,7 @@ def pipelined_seconds(
 
 
 def staged_bytes(sizes: Sequence[int], bucket_bytes: int) -> int:
-    """What of parameters of these sizes, and their gradients, is in pinned memory at once; at most.
+    """Returns the most that is in pinned memory at once of parameters of these sizes, and their gradients.
 
     A parameter larger than a bucket is one by itself.
     """

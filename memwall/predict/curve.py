@@ -12,20 +12,20 @@ __all__ = ["LineShare", "Peak", "Share", "live_curve", "live_peak_bytes", "peak_
 
 
 class Share(Struct, frozen=True, kw_only=True):
-    """One holder of bytes at an instant."""
+    """Names one holder of bytes at an instant."""
 
     name: str
     num_bytes: int
 
 
 class LineShare(Struct, frozen=True, kw_only=True):
-    """What one line of the user's code holds at an instant."""
+    """Says what one line of the user's code holds at an instant."""
 
     name: str
     """`path:line function`; in brackets what was there before the step, or came from a line that is not known."""
     num_bytes: int
     categories: tuple[str, ...]
-    """What the bytes are for, the largest part first."""
+    """The uses of the bytes, the largest part first."""
 
 
 class Peak(Struct, frozen=True, kw_only=True):

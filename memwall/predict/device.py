@@ -1,4 +1,4 @@
-"""What a device's meter would show for a training process: its context, and what the caching allocator reserves.
+"""The forecast of a device's meter for a training process: its context, and what the caching allocator reserves.
 
 The allocator is simulated with the profile of a torch release, over a first step and steady ones after it, since what
 the first step leaves behind in pieces decides where the next ones find room. Live bytes alone are a lower bound.
@@ -53,7 +53,7 @@ _NOTABLE_SHARE = 0.05
 
 
 class StepPeak(Struct, frozen=True, kw_only=True):
-    """Peaks of one step of a run. All simulated."""
+    """Holds the peaks of one step of a run. All simulated."""
 
     allocated_bytes: int
     """Blocks handed out at once: tensors, rounded up, and remainders too small to be split off."""
@@ -62,7 +62,7 @@ class StepPeak(Struct, frozen=True, kw_only=True):
 
 
 def margin_bytes(hardware: Hardware, reserved_bytes: int, largest_convolution_bytes: int) -> int:
-    """What a process may need beyond its forecast; see `MARGIN_SHARE`.
+    """Returns the bytes that a process may need beyond its forecast; see `MARGIN_SHARE`.
 
     Args:
         largest_convolution_bytes: see `convolution_bytes`.
@@ -72,7 +72,7 @@ def margin_bytes(hardware: Hardware, reserved_bytes: int, largest_convolution_by
 
 
 def convolution_bytes(trace: Trace) -> int:
-    """Tensors that the largest convolution of a step reads and writes: what its library's workspace grows with."""
+    """Returns the bytes that a step's largest convolution reads and writes: its library's workspace grows with them."""
     return max(
         (
             sum(step.storages[number].nbytes for number in {*op.inputs, *op.outputs})
@@ -91,7 +91,7 @@ def step_peaks(
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
 ) -> tuple[StepPeak, ...] | None:
-    """Peaks of each step of a run, the last one repeated.
+    """Returns the peaks of each step of a run, the last one repeated.
 
     Args:
         settings: of the allocator; None for torch's defaults.
@@ -119,13 +119,13 @@ def step_peaks(
 
 
 def _spans(trace: EventTrace) -> list[tuple[int, int]]:
-    """Events of each step; what is allocated ahead of the first belongs to it."""
+    """Returns the events of each step; what is allocated ahead of the first belongs to it."""
     begins = [0, *trace.steps[1:]]
     return list(zip(begins, [*begins[1:], len(trace.events)], strict=True))
 
 
 def as_first(step: Step) -> Step:
-    """The step that comes before a steady one: the optimizer's state appears when the optimizer first runs."""
+    """Returns the step that comes before a steady one: the optimizer's state appears when the optimizer first runs."""
     start = next((number for number, op in enumerate(step.ops) if op.phase == "optimizer"), len(step.ops))
     storages = tuple(
         msgspec.structs.replace(storage, birth=start)
@@ -137,7 +137,7 @@ def as_first(step: Step) -> Step:
 
 
 class DeviceModel(Process):
-    """The process of a translated trace on its device."""
+    """Forecasts steps in the process of a translated trace on its device."""
 
     def __init__(self, trace: Trace, hardware: Hardware, torch_version: str | None = None) -> None:
         self.base_bytes = hardware.context_bytes[0]
@@ -148,16 +148,15 @@ class DeviceModel(Process):
         self._convolution_bytes = convolution_bytes(trace)
 
     def free(self, step: Step) -> Resident:
-        """The step in a process that memwall never touched."""
         return self.untreated(step)
 
     def untreated(self, step: Step) -> Resident:
-        """The step with the allocator's caching, from the first step on."""
+        """Forecasts the step with the allocator's caching, from the first step on."""
         peaks = step_peaks((as_first(step), step), self.profile)
         return self.bare(step) if peaks is None else self._resident(max(peak.reserved_bytes for peak in peaks))
 
     def treated(self, step: Step, limit_bytes: int) -> Resident:
-        """The same, or under `allocator_advice` if only that keeps to the limit, or it frees a notable share."""
+        """Forecasts the same; under `allocator_advice` if only that keeps to the limit, or it frees a notable share."""
         plain = self.untreated(step)
         settings = parse_settings(self.allocator_advice.settings, self.profile)
         peaks = None
@@ -180,43 +179,37 @@ class DeviceModel(Process):
 
     @cached_property
     def allocator_advice(self) -> AllocatorAdvice:
-        """What to set the allocator to for the run without any action, and why."""
         steady = steady_step(self._trace)
         events = events_of_steps((as_first(steady), steady), num_repeats=_NUM_STEADY)
         return advise(events, self.profile.version, total_bytes=self._hardware.usable_bytes)
 
     def bare(self, step: Step) -> Resident:
-        """Tensors alone."""
         return self._resident(live_peak_bytes(step, "cuda"))
 
     def fits_untouched(self, process_bytes: int, *, budget_bytes: int, limit_bytes: int) -> bool:
-        """Whether a forecast keeps to the limit: the allocator was simulated, so nothing is left to chance."""
+        """Tells whether a forecast keeps to the limit: the allocator was simulated, so nothing is left to chance."""
         return process_bytes <= limit_bytes
 
     def margin_bytes(self, process_bytes: int) -> int:
-        """What may be added to a forecast of this process."""
         return margin_bytes(self._hardware, process_bytes - self.base_bytes, self._convolution_bytes)
 
     def budget_for(self, process_bytes: int) -> int:
-        """The smallest budget that leaves room for the margin, which grows with the budget."""
         constant_bytes = margin_bytes(self._hardware, 0, self._convolution_bytes)
         return self.base_bytes + math.ceil((process_bytes - self.base_bytes + constant_bytes) / (1 - MARGIN_SHARE)) + 1
 
     def room_bytes(self, budget_bytes: int) -> int:
-        """What the allocator may reserve so that the margin for it is left of a budget."""
+        """Returns what the allocator may reserve so that the margin for it is left of a budget."""
         constant_bytes = margin_bytes(self._hardware, 0, self._convolution_bytes)
         return max(0, int((budget_bytes - self.base_bytes - constant_bytes) / (1 + MARGIN_SHARE)))
 
     def reserved_bytes(self, process_bytes: int) -> int:
-        """All but the context."""
         return process_bytes - self.base_bytes
 
     def not_modelled(self) -> tuple[str, ...]:
-        """What the forecast leaves out, for a person."""
         return (*self.not_modelled_in_steps(), self.not_modelled_around())
 
     def not_modelled_around(self, *, is_evaluated: bool = False) -> str:
-        """Of that, what lies outside the training steps, of a plan; with its evaluation or without."""
+        """Says of that what lies outside the training steps of a plan, with its evaluation or without."""
         around = (
             "batches larger than this one; data loader workers, and the data set in host memory; other processes on "
             "the device"
@@ -224,7 +217,7 @@ class DeviceModel(Process):
         return around if is_evaluated else f"evaluation; {around}"
 
     def not_modelled_in_steps(self) -> tuple[str, ...]:
-        """Of that, what belongs to the training steps."""
+        """Says of that what belongs to the training steps."""
         found = not_modelled(self._trace, self._hardware)
         return (*found, self._note) if self._note else found
 

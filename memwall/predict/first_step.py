@@ -1,4 +1,4 @@
-"""What a run's first step needs, which runs before there is a plan: no budget is met that has no room for it."""
+"""The needs of a run's first step, which runs before there is a plan: no budget is met that has no room for it."""
 
 import math
 from collections.abc import Callable
@@ -12,9 +12,9 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     """The recorded step, as it ran and as it would run under another budget. All in bytes of the process."""
 
     needed_bytes: int
-    """What it held at most, as it ran, without free pages; what planning held, where that was more."""
+    """The most that it held as it ran, without free pages, or that planning held."""
     in_memory_bytes: int
-    """What it would hold at most with parameters and gradients in memory; 0 where they were."""
+    """The most that it would hold with parameters and gradients in memory; 0 where they were."""
     stays_from_bytes: int
     """From this budget on a first step keeps parameters and gradients in memory."""
 

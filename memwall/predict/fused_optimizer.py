@@ -1,4 +1,4 @@
-"""What a step would hold if its optimizer ran as one fused kernel in place of foreach ones with their temporaries."""
+"""A step whose optimizer runs as one fused kernel in place of foreach ones with their temporaries."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What the process of a device's run holds in host memory: read in the sources of torch, transformers and accelerate.
+"""The host memory of a device's run: read in the sources of torch, transformers and accelerate.
 
 Nothing of it was measured beside a device. What the process itself takes is a published range, like the context.
 """
@@ -74,7 +74,7 @@ class HostBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def host_bytes_of(step: Step) -> HostBytes:
-    """What the run of a translated steady step holds in host memory."""
+    """Returns what the run of a translated steady step holds in host memory."""
     weights = _bytes_of(_on_device(step, "parameter", "buffer"))
     state = [storage.nbytes for storage in _on_device(step, "optimizer_state")]
     inputs = batch_storages(step)
@@ -100,7 +100,7 @@ def batch_storages(step: Step) -> list[Storage]:
 
 
 def _on_device(step: Step, *categories: str) -> list[Storage]:
-    """What is there before the step begins."""
+    """Tells what is there before the step begins."""
     return [
         storage
         for storage in step.storages

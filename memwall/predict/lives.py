@@ -20,7 +20,7 @@ Time = tuple[int, int]
 
 
 class Life(NamedTuple):
-    """One stay in memory of a storage, or of a copy of it."""
+    """Describes one stay in memory of a storage, or of a copy of it."""
 
     origin: int
     nbytes: int

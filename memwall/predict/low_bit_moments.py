@@ -21,7 +21,7 @@ __all__ = [
 BLOCK_ELEMENTS = 256
 """Elements that share a scale."""
 SLICE_ELEMENTS = 128 << 10
-"""Of a parameter, what is opened, stepped and closed at a time: whole blocks, and enough of them to keep cores busy."""
+"""Elements of a parameter that are opened, stepped and closed at a time: whole blocks, enough to keep cores busy."""
 _MIN_ELEMENTS = 4096
 _ITEMSIZE = 4
 _TABLE_BYTES = 256 * _ITEMSIZE
@@ -31,22 +31,22 @@ _OPEN_BYTES_PER_ELEMENT = 37
 
 
 def can_be_low_bit(num_elements: int) -> bool:
-    """Whether a moment with so many elements is kept in 8 bits, and not as it is."""
+    """Tells whether a moment with so many elements is kept in 8 bits, and not as it is."""
     return num_elements >= _MIN_ELEMENTS and num_elements % BLOCK_ELEMENTS == 0
 
 
 def low_bit_bytes(num_elements: int) -> int:
-    """Codes, scales and the table of a moment."""
+    """Returns the bytes of a moment's codes, scales and table."""
     return num_elements + num_elements // BLOCK_ELEMENTS * _ITEMSIZE + _TABLE_BYTES
 
 
 def low_bit_elements(step: Step) -> tuple[int, ...]:
-    """Elements of each moment of the optimizer that can be in 8 bits."""
+    """Returns the elements of each moment of the optimizer that can be in 8 bits."""
     return tuple(storage.nbytes // _ITEMSIZE for storage in step.storages if _is_moment(storage))
 
 
 def with_low_bit_state(step: Step) -> Step:
-    """The step with its moments in 8 bits, and while the optimizer runs one slice of them open."""
+    """Returns the step with its moments in 8 bits, and while the optimizer runs one slice of them open."""
     ops = [number for number, op in enumerate(step.ops) if op.phase == "optimizer"]
     moments = [storage for storage in step.storages if _is_moment(storage)]
     if not ops or not moments:

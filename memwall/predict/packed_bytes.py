@@ -1,4 +1,4 @@
-"""What a saved tensor takes on its way out where a plan has it packed: a byte an element, and what these are worth."""
+"""The bytes of a saved tensor that a plan has packed on its way out: a byte an element, and what these are worth."""
 
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 
@@ -12,16 +12,16 @@ _MOST_SCRATCH_BYTES = 512 << 10
 
 
 def units_offset_bytes(num_elements: int) -> int:
-    """Where units begin, behind the codes: at a boundary that suits any device."""
+    """Returns where units begin, behind the codes: at a boundary that suits any device."""
     return round_up(num_elements, 512)
 
 
 def num_packed_bytes(num_elements: int) -> int:
-    """Of codes and units together, in whole blocks of the disk so that they can be written from where they lie."""
+    """Returns the bytes of codes and units, in whole blocks of the disk so that they can be written where they lie."""
     num_blocks = -(-num_elements // _BLOCK_ELEMENTS)
     return round_up(units_offset_bytes(num_elements) + num_blocks * _UNIT_BYTES, ALIGNMENT_BYTES)
 
 
 def scratch_bytes(num_elements: int) -> int:
-    """What packing or unpacking on a CPU takes besides, for as long as it lasts."""
+    """Returns the bytes that packing or unpacking on a CPU takes besides, for as long as it lasts."""
     return min(num_elements // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS * 4, _MOST_SCRATCH_BYTES)

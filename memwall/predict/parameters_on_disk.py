@@ -20,17 +20,17 @@ __all__ = ["Away", "away_from", "paged_bytes", "streamed_blocks", "with_paramete
 
 
 class Away(NamedTuple):
-    """What of a step is on disk between its uses, as indices of storages."""
+    """Lists what of a step is on disk between its uses, as indices of storages."""
 
     users: dict[int, frozenset[int]]
-    """Of each parameter, the units that use it."""
+    """The units that use each parameter."""
     staying: frozenset[int]
     """Parameters of these that stay in memory; their gradients leave."""
     gradients: tuple[int, ...]
     is_summed: bool
     """Whether a backward adds to gradients that are on disk: of an earlier micro-batch, or zeros."""
     parameter_bytes: int
-    """Of parameters that leave."""
+    """Bytes of parameters that leave."""
     gradient_bytes: int
 
 
@@ -57,7 +57,7 @@ def streamed_blocks(modules: Sequence[Module]) -> tuple[str, ...]:
 def away_from(
     step: Step, modules: Sequence[Module], blocks: Iterable[str], min_bytes: int, *, staying: Iterable[str] = ()
 ) -> Away:
-    """What can be on disk: parameters that nothing but their units uses, and the gradients of those.
+    """Finds what can be on disk: parameters that nothing but their units uses, and the gradients of those.
 
     The root's own stay: its forward runs already when they would have to be brought in.
 
@@ -99,7 +99,7 @@ def away_from(
 
 
 def with_parameters_on_disk(step: Step, modules: Sequence[Module], away: Away, *, window_bytes: int) -> Step:
-    """The step with so much of it on disk between its uses.
+    """Returns the step with so much of it on disk between its uses.
 
     Args:
         away: as found in this step, or in one with the same operations.
@@ -125,7 +125,7 @@ def with_parameters_on_disk(step: Step, modules: Sequence[Module], away: Away, *
 
 
 def paged_bytes(step: Step, modules: Sequence[Module], away: Away, *, window_bytes: int) -> int:
-    """The most that is in memory at once of what comes from disk and goes back, in maps of its own.
+    """Returns the most that is in memory at once of what comes from disk and goes back, in maps of its own.
 
     What stays in such maps all the time is not among it.
     """
@@ -145,7 +145,7 @@ def _is_large(storage: Storage, min_bytes: int) -> bool:
 
 
 def _units(modules: Sequence[Module], blocks: frozenset[str]) -> list[int]:
-    """Of each module, the unit that its operations belong to; -1 for none."""
+    """Returns the unit that each module's operations belong to; -1 for none."""
     units: list[int] = []
     for index, module in enumerate(modules):
         above = units[module.parent] if module.parent >= 0 else -1
@@ -188,14 +188,14 @@ def _stay(like: Storage, num_bytes: int, begin: int, end: int, step: Step) -> St
 
 
 def _spilling_bytes(sizes: Sequence[int], window_bytes: int) -> int:
-    """Copies of gradients in memory during backward: one being made while others wait to be written."""
+    """Returns the bytes of gradients' copies during backward: one is being made while others wait to be written."""
     if not sizes:
         return 0
     return min(sizes[0] + max(window_bytes, sizes[0]), sum(sizes))
 
 
 def _stepping_bytes(sizes: Sequence[int], window_bytes: int, *, leaves: bool) -> int:
-    """Parameters and gradients in memory in the optimizer's step: a window, the next one, and one being written.
+    """Returns bytes of parameters and gradients in the optimizer's step: a window, the next, and one being written.
 
     Where all parameters stay, only gradients pass; the last ones of backward may still wait to be written.
     """
@@ -207,7 +207,7 @@ def _stepping_bytes(sizes: Sequence[int], window_bytes: int, *, leaves: bool) ->
 
 
 def _backward_start(step: Step, end: int) -> int:
-    """Where the backward begins that the operation before `end` belongs to."""
+    """Returns where the backward begins that the operation before `end` belongs to."""
     begin = end - 1
     while begin > 0 and step.ops[begin - 1].phase == "backward":
         begin -= 1
@@ -215,7 +215,7 @@ def _backward_start(step: Step, end: int) -> int:
 
 
 def _spans(step: Step, units: set[int]) -> dict[int, list[tuple[int, int]]]:
-    """When the parameters of each unit are in memory in forward and backward, as [begin, end) of operations."""
+    """Returns when the parameters of each unit are in memory in forward and backward, as [begin, end) of operations."""
     spans: dict[int, list[tuple[int, int]]] = {}
     calls = [call for call in step.calls if call.module in units]
     forward = sorted(calls, key=lambda call: (call.start, -call.end))
@@ -236,7 +236,7 @@ def _spans(step: Step, units: set[int]) -> dict[int, list[tuple[int, int]]]:
 
 
 def _is_one_backward(one: ModuleCall, next_one: ModuleCall) -> bool:
-    """Whether no forward lies between the backwards of two calls."""
+    """Tells whether no forward lies between the backwards of two calls."""
     return next_one.end <= one.backward_start
 
 
@@ -251,7 +251,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _last_uses(step: Step, gradients: Sequence[int]) -> dict[int, int]:
-    """The last operation that each gradient takes part in of the backward that makes it."""
+    """Returns the last operation that each gradient takes part in of the backward that makes it."""
     found = {index: max(step.storages[index].birth, 0) for index in gradients}
     present: set[int] = set()
     for number, op in enumerate(step.ops):

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class PhasePeak(Struct, frozen=True, kw_only=True):
-    """Peaks of one phase. All simulated."""
+    """Holds the peaks of one phase. All simulated."""
 
     allocated_bytes: int
     """Blocks that the allocator has handed out at once."""
@@ -37,11 +37,11 @@ class PhasePeak(Struct, frozen=True, kw_only=True):
     host_bytes: int
     """Host memory of the process."""
     disk_bytes: int | None = None
-    """What the phase writes to files."""
+    """Bytes that the phase writes to files."""
 
 
 def with_waiting_batches(step: Step, num_batches: int) -> Step:
-    """The step of a Trainer that accumulates: the batches of all its micro-batches are on the device throughout.
+    """Returns the step of a Trainer that accumulates: batches of all its micro-batches are on the device throughout.
 
     Source: transformers/trainer.py, `_run_epoch` and `get_batch_samples`: before a step, `gradient_accumulation_steps`
     batches are fetched into a list that is kept until the next step's are there; accelerate/data_loader.py,
@@ -55,19 +55,19 @@ def with_waiting_batches(step: Step, num_batches: int) -> Step:
 
 
 def waiting_bytes(step: Step, num_batches: int) -> int:
-    """What `with_waiting_batches` adds to a step."""
+    """Returns the bytes that `with_waiting_batches` adds to a step."""
     return (num_batches - 1) * sum(storage.nbytes for storage in batch_storages(step))
 
 
 def returned_bytes(evaluation: Step) -> int:
-    """Bytes of what the model returns when it evaluates a batch: the logits, mostly."""
+    """Returns the bytes of what the model returns when it evaluates a batch: the logits, mostly."""
     root = next((call for call in evaluation.calls if call.module == 0), None)
     outputs = () if root is None else root.outputs
     return sum(evaluation.storages[index].nbytes for index in outputs)
 
 
 def run_of(steps: tuple[Step, Step], evaluation: Step | None, *, num_batches: int = 1) -> tuple[Step, ...]:
-    """The steps of a run in their order: a first and a steady one; if it evaluates, that and the steady one after it.
+    """Returns the steps of a run in order: a first and a steady one; if it evaluates, that and the steady one after it.
 
     Args:
         steps: a first and a steady one, translated.
@@ -88,7 +88,7 @@ def phase_peaks(
     capacity_bytes: int | None = None,
     resumed: Step | None = None,
 ) -> dict[str, PhasePeak] | None:
-    """Peaks of each phase of a run, in the order in which they come.
+    """Returns the peaks of each phase of a run, in the order in which they come.
 
     - build: the model alone.
     - first_step, steady_step: training, without anything in between.
@@ -150,7 +150,7 @@ def phase_peaks(
 
 
 def evaluation_bytes(evaluation: Step, steady: Step, profile: VersionProfile) -> int:
-    """What the allocator reserves for an evaluation beside what stands between steps, where nothing is cached before.
+    """Returns what the allocator reserves for an evaluation beside what stands between steps, with nothing cached.
 
     Args:
         evaluation, steady: translated.
@@ -169,7 +169,7 @@ def _peak(peaks: Sequence[StepPeak], host_bytes: int) -> PhasePeak:
 
 
 def _standing_alone(steady: Step, *categories: str) -> Step:
-    """A step in which nothing happens, with what stands of these categories."""
+    """Returns a step in which nothing happens, with what stands of these categories."""
     storages = tuple(
         msgspec.structs.replace(storage, birth=-1, dropped=1, death=1)
         for storage in _outliving(steady)
@@ -179,7 +179,7 @@ def _standing_alone(steady: Step, *categories: str) -> Step:
 
 
 def _between_steps(evaluation: Step, steady: Step) -> Step:
-    """The evaluation with what training leaves standing beside the model: workspaces, and the last step's batches."""
+    """Adds to the evaluation what training leaves standing beside the model: workspaces, and the last batches."""
     num_ops = len(evaluation.ops)
     own = tuple(storage for storage in evaluation.storages if not (storage.death >= num_ops and _is_workspace(storage)))
     left = tuple(
@@ -191,12 +191,12 @@ def _between_steps(evaluation: Step, steady: Step) -> Step:
 
 
 def _is_workspace(storage: Storage) -> bool:
-    """Whether it is a library's own, as those of cuBLAS, when it outlives a step: no operation made it."""
+    """Tells whether it is a library's own, as those of cuBLAS, when it outlives a step: no operation made it."""
     return storage.category == "temporary" and storage.module < 0 and storage.phase == "other"
 
 
 def _outliving(step: Step) -> list[Storage]:
-    """What stands on the device after a steady step: what stood before it, or has taken the place of such.
+    """Returns what stands on the device after a steady step: what stood before it, or has taken the place of such.
 
     What dies after the last operation, as gradients do, dies at the same number as what lives on.
     """

@@ -36,7 +36,7 @@ _UNWATCHED_SHARE = 0.5
 
 
 class Resident(Struct, frozen=True, kw_only=True):
-    """What a step makes resident under one way of reusing freed memory."""
+    """Says what a step makes resident under one way of reusing freed memory."""
 
     policy: str
     is_default: bool
@@ -45,57 +45,57 @@ class Resident(Struct, frozen=True, kw_only=True):
     fault_seconds: float
     """Time that pages becoming resident anew cost in a step."""
     outside_bytes: int = 0
-    """What a step needs outside the tensor heap and gives back: workspace, and the small tensors that malloc holds."""
+    """Bytes that a step needs outside the tensor heap and gives back: workspace, small tensors that malloc holds."""
     cuda_setting: str = ""
     """Settings of the CUDA allocator that this takes; "" for those of the process."""
     saved_bytes: int = 0
-    """What they hold less than the default ones."""
+    """Bytes that they hold less than the default ones."""
 
 
 class Process(Protocol):
-    """What the search for a plan asks of the process that the plan would run in."""
+    """Answers the search for a plan about the process that the plan would run in."""
 
     base_bytes: int
-    """What it holds before the step."""
+    """Bytes that it holds before the step."""
     workspace_bytes: int
-    """What operators need for themselves, where the step's records leave it out."""
+    """Bytes that operators need for themselves, where the step's records leave it out."""
     next_tier: Literal["host", "disk"]
     """Where bytes go that leave memory."""
 
     @property
     def allocator_advice(self) -> AllocatorAdvice | None:
-        """What to set the CUDA allocator to for the run without any action; None where it is not simulated."""
+        """Says what to set the CUDA allocator to for the run without any action; None where it is not simulated."""
 
     def free(self, step: Step) -> Resident:
-        """The step in a process that memwall never touched."""
+        """Forecasts the step in a process that memwall never touched."""
 
     def untreated(self, step: Step) -> Resident:
-        """The step with nothing applied, in the process that recorded the trace."""
+        """Forecasts the step with nothing applied, in the process that recorded the trace."""
 
     def treated(self, step: Step, limit_bytes: int) -> Resident:
-        """The step with a plan applied that may use `limit_bytes` of process memory."""
+        """Forecasts the step with a plan applied that may use `limit_bytes` of process memory."""
 
     def bare(self, step: Step) -> Resident:
-        """The step where nothing is known about what the allocator keeps: tensors alone."""
+        """Forecasts the step where nothing is known about what the allocator keeps: tensors alone."""
 
     def fits_untouched(self, process_bytes: int, *, budget_bytes: int, limit_bytes: int) -> bool:
-        """Whether a forecast keeps to the budget though nothing is applied; the limit is the budget less its margin."""
+        """Tells whether a forecast keeps to the budget with nothing applied; the limit is the budget less a margin."""
 
     def margin_bytes(self, process_bytes: int) -> int:
-        """What may be added to a forecast."""
+        """Returns the bytes that may be added to a forecast."""
 
     def budget_for(self, process_bytes: int) -> int:
-        """The smallest budget that leaves room for the margin, which grows with the budget."""
+        """Returns the smallest budget that leaves room for the margin, which grows with the budget."""
 
     def reserved_bytes(self, process_bytes: int) -> int | None:
-        """Of a forecast, what a caching allocator holds; None where the trace's process has none that is modelled."""
+        """Returns what a caching allocator holds of a forecast; None where the process has none that is modelled."""
 
     def not_modelled(self) -> tuple[str, ...]:
-        """What the forecast leaves out, for a person."""
+        """Says what the forecast leaves out, for a person."""
 
 
 class ProcessModel(Process):
-    """Base, workspace and allocator of the process that a trace was recorded in."""
+    """Forecasts steps in the process that a trace was recorded in."""
 
     def __init__(self, trace: Trace) -> None:
         self.base_bytes = trace.base_bytes
@@ -110,23 +110,21 @@ class ProcessModel(Process):
         """Nothing: this process runs already."""
 
     def free(self, step: Step) -> Resident:
-        """The step in a process that memwall never touched."""
         return self._unsteered(step, policy_named("default"))
 
     def untreated(self, step: Step) -> Resident:
-        """The step with nothing applied, in the process that recorded the trace."""
         # Without a tensor heap, recording parked sets malloc's own thresholds, and glibc cannot go all the way back.
         is_changed = self._trace.is_parked and not self._has_heap
         return self._unsteered(step, RESTORED if is_changed else policy_named("default"))
 
     def treated(self, step: Step, limit_bytes: int) -> Resident:
-        """The cheapest way to reuse freed memory that keeps to the tensors' own bytes; they alone if none is known."""
+        """Forecasts the cheapest way of reuse that keeps to the tensors' own bytes; they alone if none is known."""
         if self._has_heap:
             return self._in_heap(step, limit_bytes)
-        return self._mapped(step) if self._has_malloc else self.bare(step)
+        # Each large block in a mapping of its own is gone when freed: least memory, most page faults.
+        return self._by_malloc(step, policy_named("mmap"), is_default=False) if self._has_malloc else self.bare(step)
 
     def bare(self, step: Step) -> Resident:
-        """Tensors alone, and the workspace."""
         return Resident(
             policy="default",
             is_default=True,
@@ -135,16 +133,14 @@ class ProcessModel(Process):
         )
 
     def fits_untouched(self, process_bytes: int, *, budget_bytes: int, limit_bytes: int) -> bool:
-        """Whether a forecast keeps to the budget though nothing holds the heap to it."""
+        """Tells whether a forecast keeps to the budget though nothing holds the heap to it."""
         unwatched = process_bytes + int((process_bytes - self.base_bytes) * _UNWATCHED_SHARE)
         return unwatched + _LEAST_MARGIN_BYTES <= budget_bytes
 
     def margin_bytes(self, process_bytes: int) -> int:
-        """What may be added to a forecast: a share of what it adds to the base."""
         return max(int((process_bytes - self.base_bytes) * _MARGIN_SHARE), _LEAST_MARGIN_BYTES)
 
     def budget_for(self, process_bytes: int) -> int:
-        """The smallest budget that leaves room for the margin, which grows with the budget."""
         return max(
             process_bytes + _LEAST_MARGIN_BYTES,
             self.base_bytes + math.ceil((process_bytes - self.base_bytes) / (1 - _MARGIN_SHARE)) + 1,
@@ -154,7 +150,6 @@ class ProcessModel(Process):
         """Nothing is told apart."""
 
     def not_modelled(self) -> tuple[str, ...]:
-        """What the forecast leaves out, for a person."""
         return (
             "evaluation, saving and resuming",
             "batches larger than the recorded one",
@@ -166,7 +161,7 @@ class ProcessModel(Process):
         return self.base_bytes + self.workspace_bytes
 
     def _in_heap(self, step: Step, limit_bytes: int) -> Resident:
-        """The step with its tensors in a heap of their own, held under `limit_bytes` of process memory."""
+        """Forecasts the step with its tensors in a heap of their own, held under `limit_bytes` of process memory."""
         events = events_of(step, has_small_blocks=False)
         figures = replay_in_heap(events, max(limit_bytes - self._beyond_tensors, 1))
         return Resident(
@@ -177,17 +172,13 @@ class ProcessModel(Process):
             outside_bytes=self.workspace_bytes + figures.small_bytes,
         )
 
-    def _mapped(self, step: Step) -> Resident:
-        """The step with each large block in a mapping of its own, gone when freed: least memory, most page faults."""
-        return self._by_malloc(step, policy_named("mmap"), policy="mmap", is_default=False)
-
     def _unsteered(self, step: Step, malloc: MallocPolicy) -> Resident:
-        return self._by_malloc(step, malloc, policy="default", is_default=True) if self._has_malloc else self.bare(step)
+        return self._by_malloc(step, malloc, is_default=True) if self._has_malloc else self.bare(step)
 
-    def _by_malloc(self, step: Step, malloc: MallocPolicy, *, policy: str, is_default: bool) -> Resident:
+    def _by_malloc(self, step: Step, malloc: MallocPolicy, *, is_default: bool) -> Resident:
         figures = replay(malloc, events_of(step))
         return Resident(
-            policy=policy,
+            policy="default" if is_default else malloc.name,
             is_default=is_default,
             process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
             fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
@@ -205,7 +196,7 @@ def calibrated(
     kept_bytes: int | None = None,
     as_run: Callable[[Step], Step] = lambda step: step,
 ) -> Trace:
-    """The trace with base and workspace as measured after its first step, which was recorded parked.
+    """Returns the trace with base and workspace as measured after its first step, which was recorded parked.
 
     Args:
         base_bytes: process bytes now, between steps, free heap pages returned, without the tensors that the trace
@@ -230,7 +221,7 @@ def calibrated(
 def parked_bytes(
     trace: Trace, step: Step, *, min_bytes: int, away_min_bytes: int | None, kept_bytes: int | None = None
 ) -> int:
-    """What the tensors of a step that is recorded parked hold at most; where state is on disk, up to its optimizer.
+    """Returns the most that tensors of a step recorded parked hold; where state is on disk, up to its optimizer.
 
     Args:
         step: of the trace, or as it ran. min_bytes, away_min_bytes, kept_bytes: see `calibrated`.

@@ -33,7 +33,7 @@ class Roofline:
         self._other_rate = hardware.flops["float32"]
 
     def __call__(self, work: OpWork) -> float:
-        """Seconds of one operation; none for one that only makes a view."""
+        """Returns the seconds of one operation; none for one that only makes a view."""
         rate = self._rates.get(work.dtype, self._other_rate)
         bandwidth = self._hardware.memory_bytes_per_second
         parts = work.parts or (Part(work.read_bytes + work.written_bytes, work.flops),)
@@ -41,7 +41,7 @@ class Roofline:
 
 
 def with_least_seconds(step: Step, trace: Trace, roofline: Roofline) -> Step:
-    """A recorded step with the least seconds of its operations on a device, in place of those that were measured.
+    """Gives a recorded step the least seconds of its operations on a device, in place of those that were measured.
 
     Records know bytes and FLOPs, but no dtypes: products count as those of autocast's precision, or else of float32.
     """

@@ -33,12 +33,12 @@ _USUAL_TENSORS = 2
 
 
 def movable_state_bytes(step: Step, min_bytes: int) -> int:
-    """Bytes of the optimizer's state that can be elsewhere between steps."""
+    """Returns the bytes of the optimizer's state that can be elsewhere between steps."""
     return sum(storage.nbytes for storage in step.storages if _is_movable(storage, min_bytes))
 
 
 def state_sizes(step: Step, min_bytes: int) -> tuple[int, ...]:
-    """Bytes of movable state of each parameter that has some, smallest first.
+    """Returns the bytes of movable state of each parameter that has some, smallest first.
 
     A trace does not know whose state a tensor is. State has the size of its parameter's gradient, or twice that where
     it is in float32 and the gradient in 16 bits; so of each size there are so many tensors for each gradient. Where a
@@ -58,7 +58,7 @@ def state_sizes(step: Step, min_bytes: int) -> tuple[int, ...]:
 
 
 def buffer_sizes(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
-    """The buffers that are in memory at once when state of these sizes passes through, at most."""
+    """Returns the buffers that are in memory at once when state of these sizes passes through, at most."""
     own = [round_up(size) for size in sizes if size > bucket_bytes]
     shared = [size for size in sizes if size <= bucket_bytes]
     num_shared = min(NUM_BUFFERS, _num_buckets(shared, bucket_bytes))
@@ -69,7 +69,7 @@ def buffer_sizes(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
 def with_state_on_disk(
     step: Step, *, resident_bytes: int, bucket_bytes: int, min_bytes: int, comes_back: bool = True
 ) -> Step:
-    """The step with `resident_bytes` of its movable state in memory, and while the optimizer runs its buffers.
+    """Returns the step with `resident_bytes` of its movable state in memory, and while the optimizer runs its buffers.
 
     Args:
         comes_back: whether state is in memory while it is stepped, and needs buffers there.
@@ -106,7 +106,7 @@ def with_state_on_disk(
 
 
 def before_optimizer(step: Step, min_bytes: int) -> Step:
-    """The step until its optimizer begins, its movable state on disk."""
+    """Returns the step until its optimizer begins, its movable state on disk."""
     end = next((number for number, op in enumerate(step.ops) if op.phase == "optimizer"), len(step.ops))
     storages = tuple(
         msgspec.structs.replace(s, nbytes=0) if s.birth >= end or _is_movable(s, min_bytes) else s
@@ -116,7 +116,7 @@ def before_optimizer(step: Step, min_bytes: int) -> Step:
 
 
 def _num_buckets(sizes: Sequence[int], bucket_bytes: int) -> int:
-    """Buckets that whole parameters fill, one after the other."""
+    """Counts the buckets that whole parameters fill, one after the other."""
     count, filled_bytes = 0, bucket_bytes
     for size in sizes:
         filled_bytes += size

@@ -12,7 +12,7 @@ __all__ = ["first_touch_seconds", "smoothed"]
 
 
 def smoothed(step: Step, blocks: Sequence[BlockCalls]) -> Step:
-    """The step with each operation's seconds replaced by the median over equal blocks at the same place.
+    """Returns the step with each operation's seconds replaced by the median over equal blocks at the same place.
 
     Calls are equal when they run the same operations in forward, and in backward, in the same order. A first step
     meets cold caches and lazily initialised libraries: one slow outlier must not decide what is recomputed.
@@ -41,7 +41,7 @@ def smoothed(step: Step, blocks: Sequence[BlockCalls]) -> Step:
 
 
 def first_touch_seconds(step: Step, fault_seconds_per_byte: float) -> float:
-    """What pages that become resident can have cost in a recorded step, at most.
+    """Returns the most that pages becoming resident can have cost in a recorded step.
 
     An operation touches what it allocates, so a page fault's time is part of the recorded time of such an operation.
     """

@@ -1,4 +1,4 @@
-"""What a step becomes when some module calls recompute or move their saved tensors: a step in, a step out.
+"""A step made anew when some module calls recompute or move their saved tensors: a step in, a step out.
 
 A storage lives as long as somebody holds it: the code itself until `dropped`, autograd until each saving is released,
 a checkpoint its inputs until its backward ends. A treatment takes holders away and adds second lives: rematerialised
@@ -22,7 +22,7 @@ RNG_STATE_BYTES = 5056
 
 
 class _Reload(NamedTuple):
-    """One call's need of bytes that were moved away."""
+    """Describes one call's need of bytes that were moved away."""
 
     call_start: int
     moved: Moved
@@ -34,7 +34,7 @@ class _Reload(NamedTuple):
 
 
 class StepModel(CallRules):
-    """A step, indexed for asking what treatments would make of it."""
+    """Answers what treatments would make of a step."""
 
     def __init__(self, step: Step, names: Sequence[str], blocks: Sequence[BlockCalls]) -> None:
         super().__init__(step, names)
@@ -64,11 +64,11 @@ class StepModel(CallRules):
     # -- lives -----------------------------------------------------------------------------------------------------
 
     def lives(self, treatments: Mapping[str, Treatment]) -> list[Life]:
-        """Every stay of every storage under the treatments (block path -> treatment), in no particular order."""
+        """Returns every stay of every storage under the treatments (block path -> treatment), in no given order."""
         return self._lives(treatments, range(len(self.step.storages)))
 
     def changed_lives(self, block: int, treatment: Treatment) -> tuple[list[Life], list[Life]]:
-        """What treating one block alone changes: (lives of a plain step that go, lives that come instead)."""
+        """Returns what treating one block alone changes: (lives of a plain step that go, lives that come instead)."""
         touched: set[int] = set()
         for c, call in enumerate(self.blocks[block].calls):
             touched.update(self._born_in[block][c])

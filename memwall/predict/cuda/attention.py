@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 
 
 class AttentionCall(Struct, frozen=True, kw_only=True):
-    """What the choice of a kernel depends on. Shapes are [batch, heads, tokens, head size]."""
+    """Holds what the choice of a kernel depends on. Shapes are [batch, heads, tokens, head size]."""
 
     dtype: str
     query: tuple[int, ...]
@@ -54,7 +54,7 @@ class AttentionCall(Struct, frozen=True, kw_only=True):
 def attention_kernel(
     call: AttentionCall, capability: Capability, enabled: frozenset[AttentionKernel] = _ALL
 ) -> AttentionKernel:
-    """The kernel that torch takes for a call on a device of this compute capability.
+    """Returns the kernel that torch takes for a call on a device of this compute capability.
 
     Args:
         enabled: kernels that have not been switched off by `torch.nn.attention.sdpa_kernel` or a backend flag.
@@ -69,7 +69,7 @@ def attention_kernel(
 
 
 def _can_use_cudnn(call: AttentionCall, capability: Capability) -> bool:
-    """cuDNN comes first on sm90 and sm10x, given more than cuDNN 9.15; torch 2.11 to 2.13 bring 9.19 and 9.20."""
+    """Lets cuDNN come first on sm90 and sm10x, given more than cuDNN 9.15; torch 2.11 to 2.13 bring 9.19 and 9.20."""
     if not (_is_dense_4d(call) and _is_half(call, capability) and _OLDEST_FLASH <= capability <= _NEWEST):
         return False
     if not (_has_plain_mask(call) and _has_heads(call, supports_gqa=True, must_share=False)):
@@ -128,7 +128,7 @@ def _is_half(call: AttentionCall, capability: Capability) -> bool:
 
 
 def _has_plain_mask(call: AttentionCall) -> bool:
-    """No mask, or one of two or four dimensions that can be broadcast and needs no gradient."""
+    """Accepts no mask, or one of two or four dimensions that can be broadcast and needs no gradient."""
     if call.mask is None:
         return True
     wanted = (call.query[0], call.query[1], call.query[2], call.key[2])
@@ -162,7 +162,7 @@ def run_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` as a device of this compute capability runs it."""
+    """Runs `F.scaled_dot_product_attention` as a device of this compute capability runs it."""
     if torch.is_autocast_enabled("cpu"):  # torch casts what this function is called with, not the operators below it
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -204,7 +204,7 @@ def _run(
     enable_gqa: bool,
     needs_gradient: bool,
 ) -> Tensor:
-    """The call made with the operators of a kernel."""
+    """Makes the call with the operators of a kernel."""
     out: Tensor
     if kernel == "cudnn":
         out = operator_named("_scaled_dot_product_cudnn_attention.default")(
@@ -235,7 +235,7 @@ def _run(
 
 
 def _enabled() -> frozenset[AttentionKernel]:
-    """What the flags of torch.backends.cuda leave: they hold for every device."""
+    """Returns the kernels that the flags of torch.backends.cuda leave: they hold for every device."""
     flags: dict[AttentionKernel, bool] = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
         "flash": torch.backends.cuda.flash_sdp_enabled(),
@@ -246,14 +246,14 @@ def _enabled() -> frozenset[AttentionKernel]:
 
 
 def _as_addend(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask of truths as one of numbers, a tensor of its own: attention.cpp, `convert_boolean_attn_mask`."""
+    """Makes of a mask of truths one of numbers, a tensor of its own: attention.cpp, `convert_boolean_attn_mask`."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype))
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """A mask whose rows begin at multiples of 8 elements, as a view of a padded copy where they don't."""
+    """Returns a mask whose rows begin at multiples of 8 elements, as a view of a padded copy where they don't."""
     if mask.stride(-1) == 1 and all(stride % _MASK_ALIGNMENT == 0 for stride in mask.stride()[:-1]):
         return mask
     return _padded(mask, _MASK_ALIGNMENT)[..., : mask.shape[-1]]

@@ -22,7 +22,7 @@ _KERNELS = {
 
 
 class AttentionCalls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Calls of scaled_dot_product_attention that one module makes with one kernel."""
+    """Counts calls of scaled_dot_product_attention that one module makes with one kernel."""
 
     module: str
     """Path below the root."""
@@ -40,7 +40,7 @@ def mark_math_attention() -> None:
 
 
 def attention_calls(trace: Trace, step: Step, *, num_micro_batches: int) -> tuple[AttentionCalls, ...]:
-    """The attention calls of a step in the order in which modules first make them.
+    """Returns the attention calls of a step in the order in which modules first make them.
 
     Args:
         num_micro_batches: forwards and backwards of the whole step; of many, two are recorded.

@@ -36,7 +36,7 @@ _CPU_ONLY = ("cross_entropy_loss",)
 
 @contextmanager
 def cuda_autocast_lists() -> Iterator[None]:
-    """Within, autocast on a CPU treats the operators on CUDA's lists as CUDA does."""
+    """Has autocast on a CPU treat the operators on CUDA's lists as CUDA does, within."""
     with library_for_now("aten", "IMPL") as library:
         for name in _FLOAT32:
             _register(library, name, _in_float32)
@@ -63,7 +63,7 @@ def _operator(name: str) -> Any:
 
 
 def without_autocast() -> Any:
-    """A context within which autocast, if it is on, casts nothing: where a kernel of its own has cast already."""
+    """Makes a context within which autocast, if it is on, casts nothing: where a kernel of its own has cast already."""
     return without_cpu_autocast()
 
 

@@ -1,4 +1,4 @@
-"""What a process holds on a device beside torch's allocator, measured where the device is at hand.
+"""The bytes that a process holds on a device beside torch's allocator, measured where the device is at hand.
 
 Published figures differ tenfold, since driver, loaded kernels and libraries decide it: two processes on the machine
 say what a third would need.
@@ -40,7 +40,7 @@ sys.stdin.read()
 
 @cache
 def measured_context_bytes(index: int) -> int:
-    """Bytes of a CUDA device that a process takes for its context, kernels and libraries; takes some seconds.
+    """Measures the bytes of a CUDA device that a process takes for context, kernels and libraries; takes some seconds.
 
     Two processes run at once: by how much the second finds more in use than the first, so much one process takes. What
     others hold cancels out, as long as they hold still.
@@ -63,7 +63,7 @@ def measured_context_bytes(index: int) -> int:
 
 
 def with_measured_context(hardware: Hardware) -> Hardware:
-    """The device as this machine has it, with its context measured, and a communicator of several; else as it is."""
+    """Measures the context of a device that this machine has, and a communicator of several; else it stays as it is."""
     indices = tuple(_indices_of(hardware))
     if not indices:
         return hardware
@@ -75,7 +75,7 @@ def with_measured_context(hardware: Hardware) -> Hardware:
 
 
 def _indices_of(hardware: Hardware) -> Iterator[int]:
-    """Devices of this machine that are of its kind."""
+    """Yields the devices of this machine that are of its kind."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         try:
             if hardware_of_device(torch.cuda.get_device_name(index)).name == hardware.name:
@@ -105,7 +105,7 @@ def _started(index: int) -> "subprocess.Popen[str]":
 
 
 def _figures(process: "subprocess.Popen[str]") -> tuple[int, int]:
-    """Bytes in use beyond its own allocator, and those of its allocator."""
+    """Returns the bytes in use beyond its own allocator, and those of its allocator."""
     assert process.stdout is not None
     assert process.stderr is not None
     line = process.stdout.readline()

@@ -20,7 +20,7 @@ __all__ = ["fused_rms_norm"]
 
 @contextmanager
 def fused_rms_norm() -> Iterator[None]:
-    """Within, RMS norms of fake tensors on a CPU are not taken to pieces."""
+    """Keeps RMS norms of fake tensors on a CPU from being taken to pieces, within."""
     with library_for_now("aten", "IMPL") as library:
         library.impl("_fused_rms_norm", _only_fake, "CPU")
         yield

@@ -1,4 +1,4 @@
-"""Where the device would put each new segment: a guess that matters only where addresses decide ties."""
+"""Addresses that the device may give to new segments: a guess that matters only where addresses decide ties."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ _NUM_PLACES_BITS = 26
 
 
 def placed_addresses(order: AddressOrder, seed: int = 0) -> Iterator[int]:
-    """Segment addresses without end, far enough apart for any segment; none is used twice."""
+    """Yields segment addresses without end, far enough apart for any segment; none is used twice."""
     num_places = 1 << _NUM_PLACES_BITS
     if order == "random":
         draw = random.Random(seed)
@@ -31,7 +31,7 @@ def placed_addresses(order: AddressOrder, seed: int = 0) -> Iterator[int]:
 
 
 def recorded_addresses(addresses: Iterable[int]) -> Iterator[int]:
-    """The addresses of a recording, in the order in which its segments appeared.
+    """Yields the addresses of a recording, in the order in which its segments appeared.
 
     Raises:
         UsageError: more segments are asked for than the recording has.

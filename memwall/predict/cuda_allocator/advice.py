@@ -1,4 +1,4 @@
-"""What to set the CUDA allocator to for a run: the settings that reserve least, beside the default and the lower bound.
+"""Advice on the CUDA allocator's settings for a run: those that reserve least, beside the default and the lower bound.
 
 All of it is L2 of three levels of claim, a what-if: the simulated allocator under settings that nobody recorded.
 """

@@ -1,4 +1,4 @@
-"""What a training run asks of the allocator, as a flat sequence of events; and recorded steps as such a sequence."""
+"""The requests of a training run to the allocator, as a flat sequence of events; and recorded steps as such."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class EventTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     boundaries: tuple[tuple[str, int], ...] = ()
     """Places between phases, named, where the cache could be emptied; the same name may occur often."""
     held: Held | None = None
-    """What is there before the first event; None for nothing."""
+    """Memory that is there before the first event; None for nothing."""
 
     @property
     def steady_from(self) -> int:

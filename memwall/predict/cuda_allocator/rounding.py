@@ -31,17 +31,17 @@ MAX_REQUEST_BYTES = 1 << 60
 
 
 def round_up(nbytes: int, step_bytes: int) -> int:
-    """The next multiple of `step_bytes`."""
+    """Returns the next multiple of `step_bytes`."""
     return -(-nbytes // step_bytes) * step_bytes
 
 
 def division_index(request_bytes: int) -> int:
-    """Which interval of `roundup_power2_divisions` a request falls into: 0 below 2 MiB, 15 from 32 GiB."""
+    """Returns which interval of `roundup_power2_divisions` a request falls into: 0 below 2 MiB, 15 from 32 GiB."""
     return min(max(request_bytes.bit_length() - 1 - 20, 0), NUM_DIVISIONS - 1)
 
 
 def rounded_bytes(request_bytes: int, settings: AllocatorSettings) -> int:
-    """Bytes of the block that a request asks for.
+    """Returns the bytes of the block that a request asks for.
 
     >>> rounded_bytes(513, AllocatorSettings())
     1024
@@ -56,7 +56,7 @@ def rounded_bytes(request_bytes: int, settings: AllocatorSettings) -> int:
 
 
 def allocation_bytes(block_bytes: int, settings: AllocatorSettings) -> int:
-    """Bytes of the segment that a rounded request causes if no cached block serves it."""
+    """Returns the bytes of the segment that a rounded request causes if no cached block serves it."""
     if block_bytes <= SMALL_LIMIT_BYTES:
         return SMALL_BUFFER_BYTES
     if block_bytes < MIN_LARGE_ALLOC_BYTES:

@@ -45,7 +45,7 @@ class AllocatorChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Least and most that may be reserved at the peak, over guesses where the device puts segments."""
     num_tried: int
     notes: tuple[str, ...]
-    """What was assumed, refused or left out."""
+    """Sentences on what was assumed, refused or left out."""
 
 
 class _Candidate(Struct, frozen=True):

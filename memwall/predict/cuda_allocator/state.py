@@ -1,4 +1,4 @@
-"""What the simulated allocator holds: pools, counters, bounds, and the steps that get memory or give it back."""
+"""The state of the simulated allocator: pools, counters, bounds, and the steps that get memory or give it back."""
 
 from collections.abc import Iterator
 
@@ -41,7 +41,7 @@ class AllocatorState:
         self.capacity_bytes = capacity_bytes
         self.total_bytes = total_bytes or capacity_bytes or _UNLIMITED_TOTAL_BYTES
         self.limit_bytes: int | None = None
-        """What the process may reserve; None: no limit."""
+        """Bytes that the process may reserve; None: no limit."""
         self.addresses = addresses or placed_addresses("ascending")
         self.abort_above_bytes: int | None = None
         self.is_by_number = profile.tie == "block"

@@ -1,4 +1,4 @@
-"""What differs between releases of PyTorch's CUDA caching allocator, one profile per generation.
+"""Releases of PyTorch's CUDA caching allocator: where they differ, one profile per generation.
 
 For 2.11.0, 2.12.0, 2.13.0, 2.14.0 and 2.15.0 the tie rules and the rest were settled by driving `libc10_cuda.so` of the
 wheels over a stub of the CUDA runtime (benchmarks/allocator_oracle).
@@ -15,8 +15,8 @@ from memwall.errors import UsageError
 __all__ = ["TieRule", "VersionProfile", "covered_releases", "profile_for"]
 
 TieRule = Literal["address", "block", "segment"]
-"""What decides between free blocks of one size: the lower address, the block created earlier, or the segment created
-earlier and then the address."""
+"""The rule that decides between free blocks of one size: the lower address, the block created earlier, or the segment
+created earlier and then the address."""
 
 
 class VersionProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class VersionProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """First release with this behaviour, as "2.11"."""
     tie: TieRule
     keys: frozenset[str]
-    """What the configuration string may contain."""
+    """Names that the configuration string may contain."""
 
 
 _V211 = VersionProfile(

@@ -56,7 +56,7 @@ _POLICIES = {
     "mmap": MallocPolicy(name="mmap", mmap_threshold_bytes=1 << 20, trim_threshold_bytes=1 << 20),
 }
 RESTORED = MallocPolicy(name="restored", mmap_threshold_bytes=32 << 20, trim_threshold_bytes=64 << 20)
-"""What is in force after a policy was taken back: the values that glibc's own rule ends at. Its mapping threshold
+"""The values in force after a policy was taken back: those that glibc's own rule ends at. Its mapping threshold
 follows the largest freed mapping up to 32 MiB, the trim threshold is twice that (malloc/malloc.c, __libc_free). Once
 anything was set, glibc no longer adapts them."""
 

@@ -75,7 +75,7 @@ class HeapForecast(Struct, frozen=True, kw_only=True):
     peak_resident_bytes: int
     """Highest over all steps; tensors below `MIN_TENSOR_BYTES`, which malloc holds, included."""
     fresh_bytes: int
-    """Of the last step: what every further step costs in page faults."""
+    """Bytes made resident in the last step: what every further one costs in page faults."""
     small_bytes: int
     """The most that tensors below `MIN_TENSOR_BYTES` hold at once."""
 

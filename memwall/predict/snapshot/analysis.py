@@ -1,4 +1,4 @@
-"""What a snapshot says about the peak: who held it, by line and by category, and what fragmentation took.
+"""A snapshot's words on the peak: who held it, by line and by category, and what fragmentation took.
 
 Blocks are put together by the user's line: the innermost frame of a stack that belongs neither to torch nor to Python
 itself. Nothing is guessed: without a stack or a category a block says so.
@@ -37,7 +37,7 @@ _MOST_PINS = _MOST_RETRIES = 10
 
 
 class Moment(Struct, frozen=True, kw_only=True):
-    """How the memory was used after so many events."""
+    """Says how the memory was used after so many events."""
 
     name: str
     position: int
@@ -47,7 +47,7 @@ class Moment(Struct, frozen=True, kw_only=True):
 
 
 class OutOfMemory(Struct, frozen=True, kw_only=True):
-    """One failed allocation."""
+    """Describes one failed allocation."""
 
     position: int
     requested_bytes: int
@@ -56,7 +56,7 @@ class OutOfMemory(Struct, frozen=True, kw_only=True):
 
 
 class Pin(Struct, frozen=True, kw_only=True):
-    """A segment at the peak that could not be returned because of a few blocks in it."""
+    """Describes a segment at the peak that could not be returned because of a few blocks in it."""
 
     address: int
     num_bytes: int
@@ -67,15 +67,15 @@ class Pin(Struct, frozen=True, kw_only=True):
 
     @property
     def free_bytes(self) -> int:
-        """What lies unused in it."""
+        """Returns the bytes that lie unused in it."""
         return self.num_bytes - self.used_bytes
 
 
 class SettingsSearch(Struct, frozen=True, kw_only=True):
-    """Most bytes held from the device, as recorded and as simulated under other allocator settings."""
+    """Holds the most bytes held from the device, as recorded and as simulated under other allocator settings."""
 
     tag: Tag = "simulated"
-    """Of every figure but `recorded_bytes`."""
+    """Stands for every figure but `recorded_bytes`."""
     torch_version: str
     """Whose allocator was simulated."""
     tie_rules: tuple[TieRule, ...]
@@ -100,12 +100,12 @@ class SettingsSearch(Struct, frozen=True, kw_only=True):
 
     @property
     def saved_bytes(self) -> int:
-        """What the best settings hold less; both sides are simulated."""
+        """Returns the bytes that the best settings hold less; both sides are simulated."""
         return self.replayed_bytes - self.best_bytes
 
 
 class DeviceAnalysis(Struct, frozen=True, kw_only=True):
-    """One device of a snapshot."""
+    """Holds the figures of one device of a snapshot."""
 
     device: int
     num_events: int
@@ -126,15 +126,15 @@ class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     retries: tuple[Retry, ...] = ()
     """The slowest first, where torch noted times; at most ten."""
     earlier_bytes: int
-    """Of the peak: blocks that were there before the recording began."""
+    """Bytes in the peak of blocks that were there before the recording began."""
     settings: SettingsSearch | None = None
     """None where none were compared; then a note says why."""
     notes: tuple[str, ...]
-    """What the reader of the figures must know."""
+    """Sentences that the reader of the figures must know."""
 
 
 def devices_of(snapshot: Snapshot) -> tuple[int, ...]:
-    """Devices with memory or a history, the one that holds most first."""
+    """Returns the devices with memory or a history, the one that holds most first."""
     held: dict[int, int] = {device: 0 for device, events in enumerate(snapshot.traces) if events}
     for segment in snapshot.segments:
         held[segment.device] = held.get(segment.device, 0) + segment.num_bytes
@@ -261,7 +261,7 @@ def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline, retries
 
 
 def _pool_notes(recording: Recording) -> list[str]:
-    """What private pools change, and what is easily wrong with them."""
+    """Says what private pools change, and what is easily wrong with them."""
     pooled = [event for event in recording.events if event.pool != (0, 0)]
     if not pooled:
         return []
@@ -281,7 +281,7 @@ def _pool_notes(recording: Recording) -> list[str]:
 
 
 def _frees(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-    """Each request to free among the events, and the event after it."""
+    """Yields each request to free among the events, and the event after it."""
     return ((event, later) for event, later in pairwise(events) if event.action == "free_requested")
 
 

@@ -41,7 +41,7 @@ class Recording(Struct, frozen=True, kw_only=True):
 
     device: int
     start: Held
-    """What was held and in use before the first event."""
+    """The memory held and in use before the first event."""
     events: tuple[Event, ...]
     exact_bytes: dict[int, int]
     """Block sizes of those allocations that the snapshot still holds, by index of the event."""

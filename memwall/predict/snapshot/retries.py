@@ -11,7 +11,7 @@ __all__ = ["Retry", "retries_of", "retry_note"]
 
 
 class Retry(Struct, frozen=True, kw_only=True):
-    """Cached segments given back for a request that the device had no room for."""
+    """Describes how cached segments were given back for a request that the device had no room for."""
 
     position: int
     """Events before it."""
@@ -28,12 +28,12 @@ class Retry(Struct, frozen=True, kw_only=True):
 
     @property
     def is_fragmentation(self) -> bool:
-        """Whether what lay free between blocks would have been enough in one piece."""
+        """Tells whether what lay free between blocks would have been enough in one piece."""
         return self.stranded_bytes >= self.requested_bytes
 
 
 def retries_of(snapshot: Snapshot, recording: Recording, timeline: Timeline) -> tuple[Retry, ...]:
-    """Every retry of a recording, in order."""
+    """Returns every retry of a recording, in order."""
     events = recording.events
     found = []
     for release in releases_of(recording):
@@ -56,7 +56,7 @@ def retries_of(snapshot: Snapshot, recording: Recording, timeline: Timeline) -> 
 
 
 def retry_note(retries: tuple[Retry, ...]) -> str:
-    """What the retries cost and whether pieces were the reason, as a sentence; "" for none."""
+    """Says what the retries cost and whether pieces were the reason; "" for none."""
     if not retries:
         return ""
     seconds = [retry.seconds for retry in retries if retry.seconds is not None]

@@ -51,7 +51,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
 
     device: int
     recording: Recording
-    """What was replayed."""
+    """The history that was replayed."""
     time_us: NDArray[np.int64]
     """The machine's clock, never running back; all 0 where torch noted no times."""
     allocated_bytes: NDArray[np.int64]

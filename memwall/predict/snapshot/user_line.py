@@ -23,7 +23,7 @@ _FOREIGN_SUFFIXES = (".cpp", ".h", ".cc", ".cu", ".cuh", ".c", ".so")
 
 
 def line_of(stack: Sequence[Frame]) -> str:
-    """The user's line of a stack, e.g. `models/gpt.py:42 forward`; the innermost frame where all are foreign."""
+    """Returns the user's line of a stack, as `models/gpt.py:42 forward`; the innermost frame where all are foreign."""
     if not stack:
         return NO_STACK
     frame = next((frame for frame in stack if _is_the_users(frame)), stack[0])
