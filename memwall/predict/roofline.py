@@ -17,18 +17,11 @@ _RATES: dict[str, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "float
 
 
 class Roofline:
-    """Turns the work of an operation into seconds on a device.
+    """Turns the work of an operation into seconds on a device; float32 products run without matrix units."""
 
-    Args:
-        allows_tf32: whether float32 products run on matrix units, as after
-            `torch.set_float32_matmul_precision("high")`; torch's default is not to.
-    """
-
-    def __init__(self, hardware: Hardware, *, allows_tf32: bool = False) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         self._rates = {dtype: hardware.flops[rate] for dtype, rate in _RATES.items() if rate in hardware.flops}
-        if allows_tf32 and "tf32" in hardware.flops:
-            self._rates["float32"] = hardware.flops["tf32"]
         # What has no rate of its own (float64, integers, a dtype without units) is not faster than float32.
         self._other_rate = hardware.flops["float32"]
 

@@ -33,6 +33,22 @@ class _Reload(NamedTuple):
     end: Time
 
 
+class _Changes:
+    """Collects what treatments change of a step's lives."""
+
+    def __init__(self) -> None:
+        self.taken: set[int] = set()
+        """Savings that no longer hold their storage."""
+        self.held_until: dict[int, Time] = {}
+        """By checkpoints, kept results and rebuilding, per storage."""
+        self.come: list[Life] = []
+        self.reloads: dict[int, list[_Reload]] = {}
+
+    def hold(self, index: int, until: Time) -> None:
+        """Notes that a storage is held until then, at least."""
+        self.held_until[index] = max(self.held_until.get(index, (0, 0)), until)
+
+
 class StepModel(CallRules):
     """Answers what treatments would make of a step."""
 
@@ -78,10 +94,7 @@ class StepModel(CallRules):
         return self._lives({}, order), self._lives({self.blocks[block].path: treatment}, order)
 
     def _lives(self, treatments: Mapping[str, Treatment], which: Sequence[int]) -> list[Life]:
-        taken: set[int] = set()  # savings that no longer hold their storage
-        held_until: dict[int, Time] = {}  # by checkpoints and kept results
-        come: list[Life] = []
-        reloads: dict[int, list[_Reload]] = {}
+        changes = _Changes()
         for b, block in enumerate(self.blocks):
             treatment = treatments.get(block.path)
             if treatment is None:
@@ -90,38 +103,28 @@ class StepModel(CallRules):
                 if call.backward_start < 0:
                     continue
                 if treatment.recompute:
-                    self._recompute(b, c, treatment, taken, held_until, come, reloads)
+                    self._recompute(b, c, treatment, changes)
                     continue
                 if treatment.rebuild:
-                    self._rebuild(b, c, taken, held_until, come)
+                    self._rebuild(b, c, changes)
                 if treatment.offload:
-                    self._offload(b, c, treatment, taken, come, reloads)
-        for index, needs in reloads.items():
+                    self._offload(b, c, treatment, changes)
+        come = changes.come
+        for index, needs in changes.reloads.items():
             come.extend(_reloaded(self.step.storages[index], index, needs))
         lives = []
         for index in which:
             storage = self.step.storages[index]
             end: Time = (storage.death, 0)
             saves = self._saves_of.get(index, ())
-            if any(s in taken for s in saves):
-                end = (storage.dropped, 0)
-                for s in saves:
-                    if s not in taken:
-                        end = max(end, (self.step.saved[s].released, 0))
-            end = max(end, held_until.get(index, end))
+            if any(s in changes.taken for s in saves):
+                left = [self.step.saved[s].released for s in saves if s not in changes.taken]
+                end = (max([storage.dropped, *left]), 0)
+            end = max(end, changes.held_until.get(index, end))
             lives.append(Life(index, storage.nbytes, (storage.birth, LAST), end))
         return lives + come
 
-    def _recompute(
-        self,
-        b: int,
-        c: int,
-        treatment: Treatment,
-        taken: set[int],
-        held_until: dict[int, Time],
-        come: list[Life],
-        reloads: dict[int, list[_Reload]],
-    ) -> None:
+    def _recompute(self, b: int, c: int, treatment: Treatment, changes: _Changes) -> None:
         block, call, step = self.blocks[b], self.blocks[b].calls[c], self.step
         saved = block.saved[c]
         again = self.recomputed_ops(call, saved, treatment)
@@ -131,7 +134,7 @@ class StepModel(CallRules):
             save = step.saved[number]
             released[save.storage] = max(released.get(save.storage, 0), save.released)
         born = set(self._born_in[b][c])
-        taken.update(number for number in saved if step.saved[number].storage in born)
+        changes.taken.update(number for number in saved if step.saved[number].storage in born)
         counted = self.counted_ops(call)
         kept = {counted[i] for i in treatment.kept_ops if i < len(counted)}
         for index in self._born_in[b][c]:
@@ -141,53 +144,45 @@ class StepModel(CallRules):
             end = max(dropped, (released[index], 0)) if index in released else dropped
             if storage.birth in kept:
                 if index in step.ops[storage.birth].outputs:  # what it allocated for itself is not kept
-                    held_until[index] = max(end, (begin, rank))
+                    changes.held_until[index] = max(end, (begin, rank))
             elif rank < len(again) and again[rank] == storage.birth:
-                come.append(Life(index, storage.nbytes, (begin, rank), end))
+                changes.come.append(Life(index, storage.nbytes, (begin, rank), end))
         if self._born_in[b][c] and step.storages[self._born_in[b][c][0]].device == "cpu":
             first = self._born_in[b][c][0]
-            come.append(Life(first, RNG_STATE_BYTES, (call.start, LAST), (call.backward_end, 0)))
-            come.append(Life(first, RNG_STATE_BYTES, (begin, 0), (begin, len(again))))
+            changes.come.append(Life(first, RNG_STATE_BYTES, (call.start, LAST), (call.backward_end, 0)))
+            changes.come.append(Life(first, RNG_STATE_BYTES, (begin, 0), (begin, len(again))))
         for index in call.inputs:
             storage = step.storages[index]
             if storage.category not in ("activation", "temporary", "input"):
                 continue
             if treatment.offload and storage.nbytes >= treatment.min_bytes:
-                taken.update(number for number in saved if step.saved[number].storage == index)
+                changes.taken.update(number for number in saved if step.saved[number].storage == index)
                 if storage.birth >= 0:
                     at = self._prefetch_at[call.start]
                     need = _Reload(call.start, Moved(storage.nbytes), at, (begin, 0), (call.backward_end, 0))
-                    reloads.setdefault(index, []).append(need)
+                    changes.reloads.setdefault(index, []).append(need)
             else:
-                held_until[index] = max(held_until.get(index, (0, 0)), (call.backward_end, 0))
+                changes.hold(index, (call.backward_end, 0))
 
-    def _rebuild(self, b: int, c: int, taken: set[int], held_until: dict[int, Time], come: list[Life]) -> None:
+    def _rebuild(self, b: int, c: int, changes: _Changes) -> None:
         call, saved = self.blocks[b].calls[c], self.blocks[b].saved[c]
         rank: dict[int, int] = {}
         for result in self.rebuilt_results(call, saved):
-            taken.update(result.saves)
+            changes.taken.update(result.saves)
             for index in result.recipe:  # until the block ends, also where they move
-                held_until[index] = max(held_until.get(index, (0, 0)), (call.end, 0))
+                changes.hold(index, (call.end, 0))
             if result.at == len(self.step.ops):
                 continue
             place = rank[result.at] = rank.get(result.at, -1) + 1
-            come.append(
+            changes.come.append(
                 Life(result.storage, self.step.storages[result.storage].nbytes, (result.at, place), (result.end, 0))
             )
             for index in self._born_in[b][c]:
                 storage = self.step.storages[index]
                 if storage.birth == result.op and index not in self.step.ops[result.op].outputs:
-                    come.append(Life(index, storage.nbytes, (result.at, place), (result.at, place + 1)))
+                    changes.come.append(Life(index, storage.nbytes, (result.at, place), (result.at, place + 1)))
 
-    def _offload(
-        self,
-        b: int,
-        c: int,
-        treatment: Treatment,
-        taken: set[int],
-        come: list[Life],
-        reloads: dict[int, list[_Reload]],
-    ) -> None:
+    def _offload(self, b: int, c: int, treatment: Treatment, changes: _Changes) -> None:
         call = self.blocks[b].calls[c]
         saved = self._not_rebuilt(call, self.blocks[b].saved[c], treatment)
         spans: dict[int, tuple[int, int]] = {}
@@ -195,7 +190,7 @@ class StepModel(CallRules):
         for number in saved:
             if self.movable(number, treatment):
                 save = self.step.saved[number]
-                taken.add(number)
+                changes.taken.add(number)
                 packed_at.setdefault(save.storage, save.packed)
                 asked, until = spans.get(save.storage, (save.unpacked, save.released))
                 spans[save.storage] = (min(asked, save.unpacked), max(until, save.released))
@@ -206,12 +201,12 @@ class StepModel(CallRules):
         at = self._prefetch_at[call.start]
         for index, moved in self._moved_of(saved, treatment).items():
             asked, until = spans[index]
-            reloads.setdefault(index, []).append(_Reload(call.start, moved, at, (asked, 0), (until, 0)))
-            come.extend(self._packing(index, moved, packed_at[index]))
-            come.extend(self._packing(index, moved, asked))
+            changes.reloads.setdefault(index, []).append(_Reload(call.start, moved, at, (asked, 0), (until, 0)))
+            changes.come.extend(self._packing(index, moved, packed_at[index]))
+            changes.come.extend(self._packing(index, moved, asked))
 
     def _packing(self, index: int, moved: Moved, op: int) -> list[Life]:
-        """Packed bytes beside what they are made of, or become, just before operation `op`.
+        """Returns the packed bytes beside what they are made of, or become, just before operation `op`.
 
         What that allocates is not there yet, and counts in their place. Once packed they are part of the window.
         """
@@ -222,7 +217,7 @@ class StepModel(CallRules):
     # -- whole steps -----------------------------------------------------------------------------------------------
 
     def treated(self, treatments: Mapping[str, Treatment]) -> Step:
-        """The step as it runs under the treatments, with what runs again and second lives in place."""
+        """Returns the step as it runs under the treatments, with what runs again and second lives in place."""
         insertions: list[tuple[int, list[int]]] = []
         for block in self.blocks:
             treatment = treatments.get(block.path)
@@ -233,7 +228,7 @@ class StepModel(CallRules):
         return rebuilt(self.step, sorted(insertions), self.lives(treatments))
 
     def parked(self, min_bytes: int) -> Step:
-        """The step as it runs while being recorded with every large saved tensor moved away."""
+        """Returns the step as it runs while being recorded with every large saved tensor moved away."""
         taken: set[int] = set()
         come: list[Life] = []
         anywhere = Treatment(offload=True, min_bytes=min_bytes)
@@ -257,7 +252,7 @@ class StepModel(CallRules):
 
 
 def _reloaded(storage: Storage, index: int, needs: list[_Reload]) -> list[Life]:
-    """The stays of bytes that come back: once for all calls that saved them while they were away."""
+    """Returns the stays of bytes that come back: once for all calls that saved them while they were away."""
     lives: list[Life] = []
     packed: list[Life] = []
     for need in sorted(needs):
@@ -276,5 +271,5 @@ def _reloaded(storage: Storage, index: int, needs: list[_Reload]) -> list[Life]:
 
 
 def _reloaded_bytes(storage: Storage, nbytes: int) -> int:
-    """Memory that takes bytes back: a disk reads whole blocks, into memory that begins at one (store.tier)."""
+    """Returns the memory that takes bytes back: a disk reads whole blocks, into memory that begins at one."""
     return round_up(nbytes) + ALIGNMENT_BYTES if storage.device == "cpu" else nbytes

@@ -40,11 +40,6 @@ class Fragmentation(Struct, frozen=True, kw_only=True):
         """Returns what is free, and held by blocks in use around it."""
         return self.split_free_bytes + self.expandable_free_bytes
 
-    @property
-    def share(self) -> float:
-        """1 - active / reserved, from 0 to 1."""
-        return 1 - self.active_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
-
 
 class Timeline(Struct, frozen=True, kw_only=True):
     """Holds bytes after each event, [num_events + 1]; number 0 is before the first."""
