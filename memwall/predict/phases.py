@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
-from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES
+from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES, round_up
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 from memwall.predict.device import StepPeak, step_peaks
 from memwall.predict.host import batch_storages, host_bytes_of
@@ -140,7 +140,7 @@ def phase_peaks(
             host_bytes=max(host.step_peak_bytes, host_bytes_of(evaluation).step_peak_bytes),
         )
     found["save"] = PhasePeak(
-        allocated_bytes=sum(_block_bytes(storage.nbytes) for storage in _outliving(steady)),
+        allocated_bytes=sum(round_up(storage.nbytes, MIN_BLOCK_BYTES) for storage in _outliving(steady)),
         reserved_bytes=trained[-1].reserved_bytes,
         host_bytes=host.save_peak_bytes,
         disk_bytes=host.weights_bytes + host.state_bytes,
@@ -208,10 +208,6 @@ def _outliving(step: Step) -> list[Storage]:
         and (storage.birth < 0 or storage.category == "optimizer_state")
         and _is_on_device(storage)
     ]
-
-
-def _block_bytes(num_bytes: int) -> int:
-    return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def _is_on_device(storage: Storage) -> bool:

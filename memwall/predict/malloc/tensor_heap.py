@@ -39,23 +39,8 @@ _SPREAD = 4
 _PROBED_BYTES = 1 << 30
 
 
-class _Figures(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "live_bytes",
-            "resident_bytes",
-            "peak_live_bytes",
-            "peak_resident_bytes",
-            "fresh_bytes",
-            "returned_bytes",
-            "num_blocks",
-        )
-    )
-
-
 class HeapFigures(Struct, frozen=True, kw_only=True):
-    """Says what a heap holds."""
+    """Says what a heap holds, in the order of the library's record."""
 
     live_bytes: int
     """In blocks, rounded to pages."""
@@ -67,6 +52,10 @@ class HeapFigures(Struct, frozen=True, kw_only=True):
     """Bytes that blocks made resident, since the heap was made: each page is a fault."""
     returned_bytes: int
     num_blocks: int
+
+
+class _Figures(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in HeapFigures.__struct_fields__)
 
 
 class HeapForecast(Struct, frozen=True, kw_only=True):
