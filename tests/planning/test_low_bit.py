@@ -103,9 +103,9 @@ def test_what_it_frees_and_costs(diskless: Trace) -> None:
     step = steady_step(diskless)
     action, elements = low_bits(diskless, step), low_bit_elements(step)
     assert action.saved_bytes == sum(4 * number - low_bit_bytes(number) for number in elements)
-    assert action.cost_seconds == pytest.approx(sum(elements) * 40e-9)
-    two = low_bits(msgspec.structs.replace(diskless, num_threads=2), step)
-    assert two.cost_seconds == pytest.approx(sum(elements) * 20e-9)
+    for num_threads in (1, 2):  # the trace has those of the moment, which another test may have set
+        action = low_bits(msgspec.structs.replace(diskless, num_threads=num_threads), step)
+        assert action.cost_seconds == pytest.approx(sum(elements) * 40e-9 / num_threads)
 
 
 @pytest.mark.parametrize(
