@@ -28,6 +28,8 @@ __all__ = ["Moves", "PageMover", "PageSwaps", "pages_library"]
 _SWAPS_PER_TASK = 16
 """Waking a thread takes the training thread's time, as much as some pages do."""
 _STALL_SECONDS = 60.0
+# Small random reads need several threads to keep a disk busy.
+_NUM_THREADS = 4
 _HAS_LEFT, _HAS_COME = 1, 2  # as in pages.c
 
 Place = Callable[[int], tuple[Slot, int]]
@@ -75,14 +77,10 @@ class PageMover:
         memory: the frames, one after another.
         page_bytes: of a frame.
         place: where a page is in the file.
-        num_threads: that move them; small random reads need several to keep a disk busy.
     """
 
-    def __init__(
-        self, scratch: ScratchFile, memory: memoryview, page_bytes: int, place: Place, num_threads: int = 4
-    ) -> None:
+    def __init__(self, scratch: ScratchFile, memory: memoryview, page_bytes: int, place: Place) -> None:
         self._scratch, self._memory, self._page_bytes, self._place = scratch, memory, page_bytes, place
-        self._num_threads = num_threads
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._pool: int | None = None
         self._in_c: list[_MovesInC] = []
@@ -91,11 +89,11 @@ class PageMover:
     def begin(self, swaps: PageSwaps) -> Moves:
         """Begins them; frames and tensors are the threads' until they are done."""
         count = swaps.frames.numel()
-        size = max(_SWAPS_PER_TASK, -(-count // self._num_threads))
+        size = max(_SWAPS_PER_TASK, -(-count // _NUM_THREADS))
         parts = [range(first, min(count, first + size)) for first in range(0, count, size)]
         library, fd = _library(), self._scratch.system_fd
         if library is not None and fd is not None:
-            self._pool = self._pool or library.open_pool(self._num_threads)
+            self._pool = self._pool or library.open_pool(_NUM_THREADS)
         if library is not None and fd is not None and self._pool:
             if not all(tensor.is_contiguous() and tensor.numel() == count for tensor in swaps):
                 raise IndexError(f"the parts of {count} swaps of pages are not of one length, or have gaps")
@@ -120,7 +118,7 @@ class PageMover:
             return moves
         if self._executor is None:
             self._executor = ThreadPoolExecutor(
-                self._num_threads, thread_name_prefix="memwall-rows", initializer=schedule_as_batch
+                _NUM_THREADS, thread_name_prefix="memwall-rows", initializer=schedule_as_batch
             )
         return _MovesByThreads([self._executor.submit(self._move, swaps, part) for part in parts])
 

@@ -46,7 +46,6 @@ class PageCache:
         dtype: of the elements.
         cache_bytes: the most memory for pages.
         page_bytes: about how much is read and written at a time.
-        num_workers: threads; small random reads need several to keep a disk busy.
 
     Raises:
         UsageError: the cache would hold fewer than 16 pages.
@@ -60,7 +59,6 @@ class PageCache:
         dtype: torch.dtype,
         cache_bytes: int,
         page_bytes: int,
-        num_workers: int = 4,
     ) -> None:
         row_bytes = row_elements * dtype.itemsize
         self.page_bytes = round_up(max(page_bytes, row_bytes))
@@ -83,7 +81,7 @@ class PageCache:
                 (self.page_bytes // dtype.itemsize, row_elements, 1),
             )
         )
-        self._mover = PageMover(scratch, self._memory, self.page_bytes, self._place, num_workers)
+        self._mover = PageMover(scratch, self._memory, self.page_bytes, self._place)
         self._directory = PageDirectory(self.num_frames, self.page_bytes, max(1, _SEGMENT_BYTES // self.page_bytes))
         self._use = torch.zeros(self.num_frames, dtype=torch.uint8, device="cpu")
         self._num_used_frames = 0
