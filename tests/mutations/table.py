@@ -78,7 +78,7 @@ MUTATIONS = (
         "memwall/store/own_file.py",
         "if found.st_nlink > 1:",
         "if found.st_nlink > 9:",
-        ("tests/store/test_journal.py",),
+        ("tests/store/test_journal_files.py",),
     ),
     Mutation(
         "a commit's record may reach the disk before what it points to",

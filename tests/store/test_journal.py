@@ -1,54 +1,20 @@
 """A checkpoint directory on a real file system: what is found again, and what damage to it is called."""
 
 import errno
-import mmap
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from journals import PAGE, commit_steps, found_step, put, refusal
 
 from memwall.errors import OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend
 from memwall.store.commit_format import FORMAT_VERSION, Superblock, digest_of, encode_superblock
 from memwall.store.data_file import DataFile
-from memwall.store.journal import Journal, Stored
+from memwall.store.journal import Journal
 from memwall.store.scratch import Slot
-
-PAGE = 4096
-
-
-def put(journal: Journal, fill: int, num_bytes: int = 3 * PAGE) -> Stored:
-    slot = journal.data.allocate(num_bytes)
-    memory = mmap.mmap(-1, slot.num_bytes)
-    memory.write(bytes([fill]) * num_bytes)
-    journal.pool.write(slot, memoryview(memory), label=f"bucket of {fill}").wait()
-    return Stored(slot, num_bytes)
-
-
-def get(journal: Journal, stored: Stored) -> set[int]:
-    memory = mmap.mmap(-1, stored.num_bytes)
-    journal.pool.read(stored.slot, memoryview(memory), label="a bucket").wait()
-    return set(memory[:])
-
-
-def commit_steps(directory: Path, *steps: int, backend: SystemBackend | None = None) -> None:
-    """Two buckets per step: one that holds the step's number, one that stays."""
-    with Journal(directory, backend=backend, block_bytes=PAGE) as journal:
-        if journal.last is None:
-            journal.begin(b"0123456789abcdef")
-        kept = put(journal, 200) if journal.last is None else journal.last.buckets[1]
-        for step in steps:
-            journal.commit(step, [put(journal, step), kept], f"step {step}".encode())
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    """A directory with steps 1 to 3; the record of step 3 is at byte 8192, that of step 2 at byte 4096."""
-    commit_steps(tmp_path / "run", 1, 2, 3)
-    return tmp_path / "run"
 
 
 def flip(path: Path, offset: int) -> None:
@@ -57,22 +23,6 @@ def flip(path: Path, offset: int) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 0x10]))
-
-
-def found_step(directory: Path) -> int:
-    """The step that is recovered, with its data looked at."""
-    with Journal(directory) as journal:
-        assert journal.last is not None
-        step = journal.last.step
-        assert journal.last.content == f"step {step}".encode()
-        assert [get(journal, stored) for stored in journal.last.buckets] == [{step}, {200}]
-        return step
-
-
-def refusal(directory: Path) -> str:
-    with pytest.raises(StoreError) as caught:
-        Journal(directory)
-    return str(caught.value)
 
 
 def test_the_last_committed_step_is_found(store: Path) -> None:
@@ -269,109 +219,6 @@ def test_after_a_failed_sync_nothing_more_is_committed(tmp_path: Path) -> None:
         backend.num_calls = 100
         with pytest.raises(StoreError, match=r"syncing the checkpoint's file .*memwall.data failed"):
             journal.commit(2, [put(journal, 2)], b"")
-
-
-def test_a_second_run_in_the_same_directory_is_refused(store: Path) -> None:
-    code = f"from memwall.store.journal import Journal\nJournal({os.fspath(store)!r})"
-    with Journal(store):
-        assert refusal(store) == (
-            f"--checkpoint {store} is in use by this process; wait until that run has ended, or give this one a "
-            "directory of its own"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert f"--checkpoint {store} is in use by process {os.getpid()} on " in done.stderr
-    assert found_step(store) == 3
-
-
-def test_a_child_that_lives_on_does_not_keep_a_killed_run_from_being_resumed(store: Path) -> None:
-    code = (
-        "import os, time\nfrom memwall.store.journal import Journal\n"
-        f"journal = Journal({os.fspath(store)!r})\n"
-        "if os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n"
-        "print('ready', flush=True)\ntime.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.kill()
-        process.wait()
-        assert found_step(store) == 3
-    finally:
-        os.killpg(process.pid, 9)
-        process.stdout.close()
-
-
-def link(path: Path, target: Path) -> None:
-    path.symlink_to(target)
-
-
-def second_name(path: Path, target: Path) -> None:
-    path.hardlink_to(target)
-
-
-def pipe(path: Path, _: Path) -> None:
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize(
-    ("plant", "reason"),
-    [(link, "is a symbolic link"), (second_name, "is one of 2 names of a file"), (pipe, "is not a regular file")],
-)
-@pytest.mark.parametrize("name", ["memwall.lock", "memwall.commit", "memwall.data"])
-def test_what_somebody_planted_under_a_file_s_name_is_not_written_through(
-    name: str, plant: Callable[[Path, Path], None], reason: str, tmp_path: Path
-) -> None:
-    target = tmp_path / "precious"
-    target.write_text("not memwall's")
-    (tmp_path / "run").mkdir()
-    plant(tmp_path / "run" / name, target)
-    assert refusal(tmp_path / "run").startswith(f"{tmp_path}/run/{name} {reason}")
-    assert target.read_text() == "not memwall's"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
-@pytest.mark.parametrize("name", ["memwall.lock", "memwall.commit", "memwall.data"])
-def test_a_file_of_another_user_is_not_written_to_unless_the_directory_is_theirs(name: str, store: Path) -> None:
-    os.chown(store / name, 12345, -1)
-    assert refusal(store).startswith(f"{store / name} belongs to another user (id 12345)")
-    os.chown(store, 12345, -1)
-    assert found_step(store) == 3
-
-
-def state_of(directory: Path) -> dict[str, tuple[int, int, int]]:
-    """Of a directory and of what is in it: its length, and when its contents and anything about it last changed."""
-    found = {path.name: path.lstat() for path in (directory, *directory.iterdir())}
-    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found.items()}
-
-
-@pytest.mark.parametrize("has_lock", [True, False])
-def test_reading_changes_nothing(store: Path, has_lock: bool) -> None:
-    if not has_lock:
-        (store / "memwall.lock").unlink()
-    before = state_of(store)
-    with Journal(store, is_read_only=True) as journal:
-        assert journal.last is not None
-        assert [get(journal, stored) for stored in journal.last.buckets] == [{3}, {200}]
-    assert state_of(store) == before
-    assert found_step(store) == 3
-
-
-def test_a_run_and_a_reader_keep_each_other_out(store: Path) -> None:
-    code = (
-        "import sys\nfrom memwall.store.journal import Journal\n"
-        f"Journal({os.fspath(store)!r}, is_read_only=len(sys.argv) > 1)"
-    )
-
-    def problem(*arguments: str) -> str:
-        command = [sys.executable, "-c", code, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
-
-    with Journal(store):
-        assert "is in use by process" in problem("reads")
-    with Journal(store, is_read_only=True):
-        assert "is in use by" in problem()
-        assert problem("reads") == ""
 
 
 @pytest.fixture
