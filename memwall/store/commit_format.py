@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold, byte by byte; see `memwall.store.journal` for when each is written.
+"""The files of a checkpoint, byte by byte; see `memwall.store.journal` for when each is written.
 
 `memwall.commit`, three blocks of 4096 bytes, each with its checksum (blake2b) right behind its fields, so that a block
 fits one sector of 512 bytes and is on disk as a whole or not at all:

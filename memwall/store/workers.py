@@ -83,7 +83,7 @@ class Piece:
     view: memoryview
     is_read: bool
     keep: object
-    """Must outlive it: the memory's owner."""
+    """Owns the memory, and is kept as long as the piece."""
     after: Callable[[], None] | None
     """Is called when all of it is settled."""
     num_taken_bytes: int = 0

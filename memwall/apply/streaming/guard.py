@@ -1,4 +1,4 @@
-"""What a parameter on disk is for everybody but its own block: the same object, which is fetched when it is used.
+"""A parameter on disk, for everybody but its own block, is the same object, which is fetched when it is used.
 
 While it is away, and also while it happens to be in memory, its class is `GuardedParameter`: code that touches it
 passes through here. Within its block's forward it is the plain parameter that it was.
