@@ -6,45 +6,51 @@ whichever way the block was called.
 """
 
 from collections import Counter
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.blocks.executor import BlockLayer
+from memwall.apply.effect import Effect
 from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.technique import Handler, Target
 
-__all__ = ["BlockHandler", "Watched"]
+__all__ = ["BlockEffect", "BlockHandler"]
 
 
 B = TypeVar("B", bound=Any)
 
 
-class Watched:
-    """Holds a block that has just been wrapped, and how often its backward was seen."""
+class BlockEffect(Effect):
+    """Watches what the wrapper of a block counts, and how often the block's backward was seen.
 
-    def __init__(self, module: nn.Module, counts: BlockCounts, weight: nn.Parameter | None) -> None:
-        self.module, self.counts, self._wrapper = module, counts, module.forward
-        self.num_gradients = 0
+    Args:
+        action: names the block.
+        target: where the block has just been wrapped.
+    """
+
+    def __init__(self, action: Any, target: Target) -> None:
+        self._module, self._counts = target.blocks.wrapped(action.block)
+        self._wrapper = self._module.forward
+        self._num_gradients = 0
+        weight = _own_weight(target.model, self._module)
         self._handle = (
             None if weight is None else weight.register_post_accumulate_grad_hook(OwnHook(self._note_gradient))
         )
 
     def _note_gradient(self, _: object) -> None:
-        self.num_gradients += 1
+        self._num_gradients += 1
 
     def bypassed(self) -> str:
         """Returns why the wrapper saw nothing of a trained block; "" if it was called or the block did not run."""
-        if self.counts.num_calls or not self.num_gradients:
+        if self._counts.num_calls or not self._num_gradients:
             return ""
-        name = type(self.module).__name__
-        if self.module.__dict__.get("forward") is not self._wrapper:
+        name = type(self._module).__name__
+        if self._module.__dict__.get("forward") is not self._wrapper:
             return f"its gradients arrived, but something replaced its forward after memwall wrapped {name}.forward"
         return f"its gradients arrived, but its forward was not called: the model calls {name}.forward or a part of it"
 
     def close(self) -> None:
-        """Takes the hook away."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -52,6 +58,9 @@ class Watched:
 
 class BlockHandler(Handler[B]):
     """Treats the block that its action names in a field `block`."""
+
+    watches: ClassVar[type[BlockEffect]]
+    """Makes what watches the block."""
 
     def layer(self, target: Target) -> BlockLayer:
         """Returns what goes around the block; what it opens for that it tells `target.on_undo`.
@@ -75,12 +84,10 @@ class BlockHandler(Handler[B]):
         target.on_undo(target.blocks.undo)
         target.blocks.apply()
 
-    def watched(self, target: Target) -> Watched | None:
+    def effect(self, target: Target) -> BlockEffect | None:
         """Watches the block. The model as one block is wrapped while it is being called: that call says nothing."""
-        module, counts = target.blocks.wrapped(self.action.block)
-        if module is target.model:
-            return None
-        return Watched(module, counts, _own_weight(target.model, module))
+        module, _ = target.blocks.wrapped(self.action.block)
+        return None if module is target.model else self.watches(self.action, target)
 
 
 def _own_weight(model: nn.Module, block: nn.Module) -> nn.Parameter | None:

@@ -5,9 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from memwall.apply.block_technique import BlockHandler, Watched
+from memwall.apply.block_technique import BlockEffect, BlockHandler
 from memwall.apply.blocks.executor import BlockCall, BlockLayer, OffloadEngine
-from memwall.apply.effect import Effect
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.packed import check_can_pack
 from memwall.apply.offload.parking import open_engine
@@ -36,19 +35,43 @@ class OffloadLayer(BlockLayer):
             yield
 
 
+class OffloadEffect(BlockEffect):
+    """Sees that bytes of what the block saves were moved."""
+
+    def __init__(self, action: Offload, target: Target) -> None:
+        super().__init__(action, target)
+        self.name = f"offload of '{action.block}'"
+        self.expected = f"what it saves, from {action.min_bytes} bytes a tensor, moves to the {action.tier}"
+
+    def is_seen(self) -> bool:
+        return self._counts.num_moved > 0
+
+    def contrary(self) -> str:
+        """Returns what was found; tensors that are smaller than in the plan, of a short batch, say nothing."""
+        counts = self._counts
+        if counts.num_moved or not self._num_gradients:
+            return ""
+        if counts.num_immovable:
+            return f"{counts.num_immovable} saved tensors are of a kind that cannot be moved, such as a subclass"
+        if counts.num_calls and not counts.num_offered:
+            return (
+                f"it was called {counts.num_calls} times, and none of the tensors that it saves was offered: a "
+                "checkpoint or saved-tensor hooks of its own take them"
+            )
+        return self.bypassed()
+
+
 @register("offload")
 class OffloadHandler(BlockHandler[Offload]):
     """Moves what one block saves; all of them share an engine."""
+
+    watches = OffloadEffect
 
     def layer(self, target: Target) -> OffloadLayer:
         if self.action.form != "exact":
             device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
             check_can_pack(device, self.action.block)
         return OffloadLayer(self._engine_of(target), self.action.form)
-
-    def effect(self, target: Target) -> "OffloadEffect | None":
-        watched = self.watched(target)
-        return None if watched is None else OffloadEffect(self.action, watched)
 
     def why_not_under_deepspeed(self, zero: Zero) -> str | None:
         if zero.stage != 3:
@@ -73,32 +96,3 @@ class OffloadHandler(BlockHandler[Offload]):
             )
             target.on_undo(close)
         return target.engine
-
-
-class OffloadEffect(Effect):
-    """Sees that bytes of what the block saves were moved."""
-
-    def __init__(self, action: Offload, watched: Watched) -> None:
-        self.name = f"offload of '{action.block}'"
-        self.expected = f"what it saves, from {action.min_bytes} bytes a tensor, moves to the {action.tier}"
-        self._watched = watched
-
-    def is_seen(self) -> bool:
-        return self._watched.counts.num_moved > 0
-
-    def contrary(self) -> str:
-        """Returns what was found; tensors that are smaller than in the plan, of a short batch, say nothing."""
-        counts = self._watched.counts
-        if counts.num_moved or not self._watched.num_gradients:
-            return ""
-        if counts.num_immovable:
-            return f"{counts.num_immovable} saved tensors are of a kind that cannot be moved, such as a subclass"
-        if counts.num_calls and not counts.num_offered:
-            return (
-                f"it was called {counts.num_calls} times, and none of the tensors that it saves was offered: a "
-                "checkpoint or saved-tensor hooks of its own take them"
-            )
-        return self._watched.bypassed()
-
-    def close(self) -> None:
-        self._watched.close()

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from memwall.apply.block_technique import BlockHandler, Watched
+from memwall.apply.block_technique import BlockEffect, BlockHandler
 from memwall.apply.blocks.executor import BlockCall, BlockLayer
-from memwall.apply.effect import Effect
 from memwall.apply.technique import Target, register
 from memwall.planning.techniques.rebuild import Rebuild
 from memwall.triton_kernels import recompute_handles
@@ -31,32 +30,20 @@ def _rebuilding(call: BlockCall) -> Iterator[None]:
             call.counts.note_rebuilt(handles.num_replaced)
 
 
-@register("rebuild")
-class RebuildHandler(BlockHandler[Rebuild]):
-    """Rebuilds in one block."""
-
-    def layer(self, target: Target) -> RebuildLayer:
-        return RebuildLayer()
-
-    def effect(self, target: Target) -> "RebuildEffect | None":
-        watched = self.watched(target)
-        return None if watched is None else RebuildEffect(self.action, watched)
-
-
-class RebuildEffect(Effect):
+class RebuildEffect(BlockEffect):
     """Sees that results of fused kernels that the block's layers saved became recipes."""
 
-    def __init__(self, action: Rebuild, watched: Watched) -> None:
+    def __init__(self, action: Rebuild, target: Target) -> None:
+        super().__init__(action, target)
         self.name = f"rebuilding in '{action.block}'"
         self.expected = "what its fused kernels return is not kept for backward"
-        self._watched = watched
 
     def is_seen(self) -> bool:
-        return self._watched.counts.num_rebuilt > 0
+        return self._counts.num_rebuilt > 0
 
     def contrary(self) -> str:
-        counts = self._watched.counts
-        if counts.num_rebuilt or not self._watched.num_gradients:
+        counts = self._counts
+        if counts.num_rebuilt or not self._num_gradients:
             return ""
         if counts.num_calls:
             return (
@@ -64,7 +51,14 @@ class RebuildEffect(Effect):
                 "saved came from a fused kernel: no kernel runs in it, or a checkpoint or saved-tensor hooks of its "
                 "own take them"
             )
-        return self._watched.bypassed()
+        return self.bypassed()
 
-    def close(self) -> None:
-        self._watched.close()
+
+@register("rebuild")
+class RebuildHandler(BlockHandler[Rebuild]):
+    """Rebuilds in one block."""
+
+    watches = RebuildEffect
+
+    def layer(self, target: Target) -> RebuildLayer:
+        return RebuildLayer()

@@ -2,11 +2,10 @@
 
 from torch import nn
 
-from memwall.apply.block_technique import BlockHandler, Watched
+from memwall.apply.block_technique import BlockEffect, BlockHandler
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.blocks.executor import BlockLayer, Forward
 from memwall.apply.blocks.recomputed import recomputed
-from memwall.apply.effect import Effect
 from memwall.apply.technique import Target, Zero, register
 from memwall.planning.techniques.recompute import Recompute
 
@@ -25,18 +24,43 @@ class RecomputeLayer(BlockLayer):
         return recomputed(module, forward, self._action, counts)
 
 
+class RecomputeEffect(BlockEffect):
+    """Sees that the block's operations ran again in backward, once, and for this action."""
+
+    def __init__(self, action: Recompute, target: Target) -> None:
+        super().__init__(action, target)
+        self.name = f"recompute of '{action.block}'"
+        self.expected = "its forward runs again in backward in place of keeping what it saves"
+        others = (h.action.block for h in target.handlers if isinstance(h, RecomputeHandler))
+        self._is_nested = any(action.block.startswith(f"{block}.") for block in others)
+
+    def is_seen(self) -> bool:
+        counts = self._counts
+        return counts.num_reruns > 0 or bool(counts.dropped)  # the log has said that it is dropped
+
+    def contrary(self) -> str:
+        counts = self._counts
+        if counts.num_in_backward and not self._is_nested:
+            return (
+                "another checkpoint calls the block again in backward, so that its tensors were not kept anyway; turn "
+                "gradient checkpointing off in the model, or make the plan with it on"
+            )
+        if counts.num_calls and not counts.num_reruns and not counts.dropped and self._num_gradients:
+            return (
+                f"it was called {counts.num_calls} times and its gradients arrived, but nothing ran again: hooks of "
+                "its own keep the tensors that it saves"
+            )
+        return self.bypassed()
+
+
 @register("recompute")
 class RecomputeHandler(BlockHandler[Recompute]):
     """Recomputes one block."""
 
+    watches = RecomputeEffect
+
     def layer(self, target: Target) -> RecomputeLayer:
         return RecomputeLayer(self.action)
-
-    def effect(self, target: Target) -> "RecomputeEffect | None":
-        watched = self.watched(target)
-        others = (h.action.block for h in target.handlers if isinstance(h, RecomputeHandler))
-        is_nested = any(self.action.block.startswith(f"{block}.") for block in others)
-        return None if watched is None else RecomputeEffect(self.action, watched, is_nested=is_nested)
 
     def why_not_under_deepspeed(self, zero: Zero) -> str | None:
         if not zero.lends_weights:
@@ -47,33 +71,3 @@ class RecomputeHandler(BlockHandler[Recompute]):
             "wrong without a word. Keep parameters in memory, train on two ranks or more, or make a plan that "
             "recomputes nothing"
         )
-
-
-class RecomputeEffect(Effect):
-    """Sees that the block's operations ran again in backward, once, and for this action."""
-
-    def __init__(self, action: Recompute, watched: Watched, *, is_nested: bool) -> None:
-        self.name = f"recompute of '{action.block}'"
-        self.expected = "its forward runs again in backward in place of keeping what it saves"
-        self._watched, self._is_nested = watched, is_nested
-
-    def is_seen(self) -> bool:
-        counts = self._watched.counts
-        return counts.num_reruns > 0 or bool(counts.dropped)  # the log has said that it is dropped
-
-    def contrary(self) -> str:
-        counts = self._watched.counts
-        if counts.num_in_backward and not self._is_nested:
-            return (
-                "another checkpoint calls the block again in backward, so that its tensors were not kept anyway; turn "
-                "gradient checkpointing off in the model, or make the plan with it on"
-            )
-        if counts.num_calls and not counts.num_reruns and not counts.dropped and self._watched.num_gradients:
-            return (
-                f"it was called {counts.num_calls} times and its gradients arrived, but nothing ran again: hooks of "
-                "its own keep the tensors that it saves"
-            )
-        return self._watched.bypassed()
-
-    def close(self) -> None:
-        self._watched.close()
