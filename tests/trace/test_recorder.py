@@ -232,6 +232,16 @@ def test_bytes_that_grow_with_the_batch_are_marked(
     assert not any(s.batched for s in step.storages if s.category in ("parameter", "gradient", "optimizer_state"))
 
 
+def test_a_sparse_gradient_gives_its_category_to_no_other_storage(
+    record_one: Callable[..., tuple[Trace, Step]],
+) -> None:
+    """It has no storage of its own; what backward made for it are temporaries."""
+    model = nn.Embedding(50, 8, sparse=True)
+    numbers = torch.arange(20).reshape(4, 5)
+    _, step = record_one(model, lambda: model(numbers).pow(2).sum())
+    assert [s for s in step.storages if s.category == "gradient"] == []
+
+
 def test_an_operators_own_workspace_lives_while_it_runs(record_one: Callable[..., tuple[Trace, Step]]) -> None:
     """A convolution's column buffer is seen by no dispatch mode."""
     torch.manual_seed(0)

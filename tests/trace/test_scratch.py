@@ -25,7 +25,7 @@ def test_workspaces_of_a_batch_too_large_to_try_are_extrapolated(
         loss=lambda model, batch: model(batch).sum(),
         optimizer=sgd,
     )
-    monkeypatch.setattr("memwall.trace.fake_workspaces._MOST_BYTES", 16 * 8 * 16 * 16 * 4)
+    monkeypatch.setattr("scratch_workspaces._MOST_BYTES", 16 * 8 * 16 * 16 * 4)
     live, fake = record(workload), record_fake(workload, has_cpu_workspaces=True)
     without = record_fake(workload)
     peaks = [live_peak_bytes(trace.steps[1], "cpu") for trace in (live, fake, without)]
