@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memwall.machine.hardware import Hardware
     from memwall.planning.action import Action
     from memwall.planning.planfile import Plan
-    from memwall.trace.evaluation import RecordedRun
+    from memwall.trace.fake import RecordedRun
     from memwall.trace.records import Trace
     from memwall.trace.workload import Workload
 

@@ -13,7 +13,7 @@ from memwall.integrations.real_step import real_trace
 from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
-from memwall.trace.evaluation import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
+from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
 from memwall.trace.sample_lengths import DATA_FORMATS, BatchChoice, BatchRule, chosen_batch, read_lengths
 from memwall.trace.spec import describe_error, load_workload
 from memwall.trace.workload import Workload

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
-from memwall.errors import UsageError
+from memwall.errors import MemwallError, UsageError
 from memwall.patches import Patches
 from memwall.torch_internals.fake import (
     FakeCopyMode,
@@ -27,13 +28,76 @@ from memwall.torch_internals.trees import tree_map
 from memwall.trace.fake_values import KnownValues
 from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch
-from memwall.trace.trace_builder import TraceBuilder
+from memwall.trace.records import Trace
+from memwall.trace.spec import describe_error
+from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
 from memwall.trace.workload import Workload
 from memwall.trace.workspaces import Workspaces
 
-__all__ = ["FakeRun", "fake_run"]
+__all__ = ["MOST_MICRO_BATCHES", "FakeRun", "RecordedRun", "fake_run", "record_fake_run"]
 
 _WHY = "records a step on fake tensors"
+# The second micro-batch finds the first one's gradients; all further ones are like it.
+MOST_MICRO_BATCHES = 2
+_NUM_STEPS = 2
+
+
+class RecordedRun(Struct, frozen=True, kw_only=True):
+    """Holds training steps, and the evaluation after them."""
+
+    training: Trace
+    evaluation: Trace | None
+    """A trace of one step, the evaluation of one batch; None where that failed."""
+    failure: str = ""
+    """Why there is no evaluation."""
+
+
+def record_fake_run(
+    workload: Workload,
+    eval_batch: Callable[[], Any],
+    *,
+    num_micro_batches: int = 1,
+    seconds_of: Callable[[OpWork], float] | None = None,
+    mask_share: float | None = None,
+    workspaces: Workspaces | None = None,
+    choices: AbstractContextManager[object] | None = None,
+) -> RecordedRun:
+    """Records two training steps and an evaluation on fake tensors, for a CUDA device.
+
+    Args:
+        eval_batch: makes the batch that is evaluated.
+        num_micro_batches: forwards and backwards in a step; at most two are recorded, since further ones are alike.
+        seconds_of, mask_share, workspaces, choices: as in `fake_run`.
+
+    Raises:
+        TraceError: the workload does not run a whole training step, or needs values that fake tensors don't have.
+        UsageError: `mask_share` is no share.
+    """
+    with fake_run(
+        workload,
+        [workload.make_batch, eval_batch],
+        seconds_of=seconds_of,
+        target="cuda",
+        mask_share=mask_share,
+        workspaces=workspaces,
+        choices=choices,
+    ) as run:
+        batch, evaluated = run.batches
+        training = run_recorded(
+            run.builder,
+            workload,
+            run.model,
+            run.optimizer,
+            batch,
+            num_steps=_NUM_STEPS,
+            num_micro_batches=min(num_micro_batches, MOST_MICRO_BATCHES),
+        )
+        try:
+            evaluation = run_evaluated(run.builder, workload, run.model, run.optimizer, evaluated)
+        except Exception as error:  # whatever a model's own code raises; the training steps stand all the same
+            failure = str(error) if isinstance(error, MemwallError) else describe_error(error)
+            return RecordedRun(training=training, evaluation=None, failure=failure)
+    return RecordedRun(training=training, evaluation=evaluation)
 
 
 class FakeRun(NamedTuple):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from memwall.trace.steps import build_step
 from memwall.trace.workload import Workload
 from memwall.trace.workspaces import Workspaces
 
-__all__ = ["TraceBuilder", "record", "run_recorded"]
+__all__ = ["TraceBuilder", "record", "run_evaluated", "run_recorded"]
 
 _TRAINING = (
     ("forward", "the model was not called with gradients on"),
@@ -253,3 +254,28 @@ def run_recorded(
         finally:
             builder.cancel_step()
     return builder.trace(optimizer)
+
+
+def run_evaluated(
+    builder: TraceBuilder, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+) -> Trace:
+    """Returns the trace of one evaluation: the loss of a batch, without gradients, beside the optimizer's state.
+
+    What the model returns is let go once its loss is there, as the Trainer of transformers does where it computes no
+    metrics (trainer.py, `prediction_step` with `prediction_loss_only`). The model stays in evaluation mode.
+
+    Args:
+        builder: has recorded the training steps before.
+
+    Raises:
+        TraceError: the workload's loss does not call the model.
+    """
+    model.eval()
+    builder.start_step(optimizer)
+    try:
+        with torch.no_grad():
+            workload.loss(model, batch)
+        step = builder.finish_step(optimizer, is_evaluation=True)
+    finally:
+        builder.cancel_step()
+    return msgspec.structs.replace(builder.trace(optimizer), steps=(step,))

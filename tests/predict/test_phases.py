@@ -18,7 +18,7 @@ from memwall.predict.phases import (
     waiting_bytes,
     with_waiting_batches,
 )
-from memwall.trace.evaluation import record_fake_run
+from memwall.trace.fake import record_fake_run
 from memwall.trace.records import Step
 from memwall.trace.workload import Workload
 

@@ -12,9 +12,9 @@ from zoo import MODELS, optimizers
 
 from memwall.errors import TraceError
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.evaluation import record_fake_run, run_evaluated
+from memwall.trace.fake import record_fake_run
 from memwall.trace.records import Step, Trace
-from memwall.trace.trace_builder import TraceBuilder, run_recorded
+from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
 from memwall.trace.workload import Workload
 
 # Two of four experts take each token: a quarter of the choices goes to each.
