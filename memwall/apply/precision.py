@@ -75,7 +75,7 @@ class LowerPrecision:
         context = torch.autocast(self._device, dtype=self._dtype)
 
         def leave(module: nn.Module, args: Any, out: Any) -> Any:
-            handle.remove()
+            handle.undo()
             context.__exit__(None, None, None)
             return _in_float32(out)
 

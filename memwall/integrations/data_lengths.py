@@ -98,4 +98,4 @@ class LengthWatch:
 
     def close(self) -> None:
         """Looks no further."""
-        self._handle.remove()
+        self._handle.undo()

@@ -77,7 +77,7 @@ class Rest:
             if engine.micro_steps % engine.gradient_accumulation_steps() == 0 and torch.is_grad_enabled():
                 applied.begin_step()
 
-        applied.on_undo(attach_hook(engine.module.register_forward_pre_hook, before_forward).remove)
+        applied.on_undo(attach_hook(engine.module.register_forward_pre_hook, before_forward).undo)
 
     def undo(self) -> None:
         """Takes everything back, last first.

@@ -15,20 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from memwall.errors import ApplyError
 from memwall.patches import Patch, Patches
 
-__all__ = ["AttachedHook", "attach_hook", "wrap_forward"]
+__all__ = ["attach_hook", "wrap_forward"]
 
 _ASKED = "__getstate__"
 
 
-class AttachedHook(Patch):
-    """Stands for a registered hook; `remove` takes it away."""
-
-    def remove(self) -> None:
-        """Takes the hook away. Safe to call twice."""
-        self.undo()
-
-
-def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any) -> AttachedHook:
+def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any) -> Patch:
     """Registers a hook that copies of the module do not get.
 
     Args:
@@ -44,7 +36,7 @@ def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., An
         _show(module)
 
     where = f"{type(module).__name__}.{register.__name__}"
-    return AttachedHook("hook", where, why=_purpose_of(hook), undo=undo, owner=module)
+    return Patch("hook", where, why=_purpose_of(hook), undo=undo, owner=module)
 
 
 def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Callable[[], None]:

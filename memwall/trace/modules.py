@@ -53,7 +53,7 @@ class ModuleTable:
                 parent=parent,
                 container=container,
                 is_leaf=not children,
-                has_batch_norm=any(is_batch_norm(child) for child in module.modules()),
+                has_batch_norm=any(is_running_norm(child) for child in module.modules()),
                 is_wrappable=not isinstance(module, (torch.jit.ScriptModule, nn.ModuleList, nn.ModuleDict))
                 and not is_compiled(module),
                 parameter_bytes=sum(p.nbytes for p in module.parameters(recurse=False)),
@@ -83,11 +83,6 @@ def root_names(roots: Sequence[nn.Module]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Returns whether a module updates running statistics from the batches it sees (BatchNorm and its kin)."""
-    return is_running_norm(module)
 
 
 def fingerprint(roots: Sequence[nn.Module]) -> str:

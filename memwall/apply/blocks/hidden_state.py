@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from memwall.apply.blocks.numpy_random import numpy_state, set_numpy_state
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import without_dispatch
-from memwall.torch_internals.modules import own_buffers
-from memwall.trace.modules import is_batch_norm
+from memwall.torch_internals.modules import is_running_norm, own_buffers
 from memwall.units import format_bytes
 
 __all__ = ["MAX_CLONED_BYTES", "HiddenState"]
@@ -57,7 +56,7 @@ class HiddenState:
                 own = vars(module)
                 self._own(own, {name: own[name] for name in own.keys() - _NOT_PLAIN}, path)
                 buffers = own_buffers(module)
-                if buffers and not is_batch_norm(module):
+                if buffers and not is_running_norm(module):
                     self._own(buffers, dict(buffers), path)
 
     def settle(self) -> None:

@@ -29,8 +29,7 @@ from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.recompute import Recompute
 from memwall.torch_internals.dispatch import TorchDispatchMode, without_dispatch
-from memwall.torch_internals.modules import own_buffers
-from memwall.trace.modules import is_batch_norm
+from memwall.torch_internals.modules import is_running_norm, own_buffers
 from memwall.units import format_bytes
 
 __all__ = ["recomputed"]
@@ -58,7 +57,7 @@ def recomputed(module: nn.Module, forward: Forward, action: Recompute, counts: B
 class _Block:
     def __init__(self, module: nn.Module, forward: Forward, action: Recompute, counts: BlockCounts) -> None:
         self.modules = tuple(module.named_modules())
-        self.norms = [child for _, child in self.modules if is_batch_norm(child)]
+        self.norms = [child for _, child in self.modules if is_running_norm(child)]
         self.path = action.block
         names = action.kept_names or ("",) * len(action.kept_ops)
         self.kept = dict(zip(action.kept_ops, names, strict=True))

@@ -81,4 +81,4 @@ class AccumulationEffect(Effect):
         return ""
 
     def close(self) -> None:
-        self._handle.remove()
+        self._handle.undo()

@@ -84,7 +84,7 @@ class AutocastEffect(Effect):
         )
 
     def close(self) -> None:
-        self._handle.remove()
+        self._handle.undo()
 
 
 def _nodes(out: Any) -> Iterator[Any]:
