@@ -110,8 +110,8 @@ class Branching(nn.Module):
         (
             lambda y: bool((y > 0).any()),
             r"^forward of 1 \(Branching\): a bool computed from weights or data becomes a Python value \(\.item\(\), "
-            r"int\(\), bool\(\), if, while\) at .*test_values\.py, line \d+; make the branch or size independent of "
-            r"tensor values, or record this workload live$",
+            r"int\(\), bool\(\), if, while\) at .*test_fake_values\.py, line \d+; make the branch or size independent "
+            r"of tensor values, or record this workload live$",
         ),
         (
             lambda y: y.argmax().item(),
@@ -120,7 +120,7 @@ class Branching(nn.Module):
         (
             lambda y: y[y > 0],
             r"^forward of 1 \(Branching\): aten\.index\.Tensor selects by a mask of 32 elements whose values hang on "
-            r"weights or data at .*test_values\.py, line \d+; say which share of it is true \(mask_share, e\.g\. "
+            r"weights or data at .*test_fake_values\.py, line \d+; say which share of it is true \(mask_share, e\.g\. "
             r"0\.25\), or record this workload live$",
         ),
         (lambda y: torch.where(y > 0), r"^forward of 1 \(Branching\): aten\.nonzero\.default selects by a mask"),
@@ -131,7 +131,7 @@ class Branching(nn.Module):
         ),
         (
             lambda y: torch.empty(2, device="cuda"),
-            r"^forward of 1 \(Branching\): a tensor is asked for on device 'cuda' at .*test_values\.py, line \d+; "
+            r"^forward of 1 \(Branching\): a tensor is asked for on device 'cuda' at .*test_fake_values\.py, line \d+; "
             r"leave model and batch on the CPU: what differs on the target device is put in afterwards$",
         ),
     ],
@@ -186,7 +186,7 @@ def test_an_operator_without_a_fake_version_is_named(workload_of: Callable[..., 
     try:
         with pytest.raises(
             TraceError,
-            match=r"^loss: memwall_tests\.doubled\.default has no fake version at .*test_values\.py, line \d+; "
+            match=r"^loss: memwall_tests\.doubled\.default has no fake version at .*test_fake_values\.py, line \d+; "
             r"register one \(torch\.library\.register_fake\), or record this workload live$",
         ):
             record_fake(
