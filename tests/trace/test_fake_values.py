@@ -115,7 +115,7 @@ class Branching(nn.Module):
         ),
         (
             lambda y: y.argmax().item(),
-            r"^forward of 1 \(Branching\): an integer computed from weights or data becomes a Python value .*test_val",
+            r"^forward of 1 \(Branching\): an integer computed from weights or data becomes a Python value .*fake_val",
         ),
         (
             lambda y: y[y > 0],
