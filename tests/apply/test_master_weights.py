@@ -112,6 +112,7 @@ def masters(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
     return {name: found[name].detach() for name, _ in net.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), every_value(list(KINDS), {"bfloat16": torch.bfloat16, "float16": torch.float16})
 )

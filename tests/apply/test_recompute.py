@@ -39,6 +39,7 @@ def action(menu: Menu, option: str) -> Recompute:
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

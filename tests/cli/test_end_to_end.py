@@ -13,6 +13,8 @@ from figures import untagged, without_unit
 
 from memwall.cli.app import main
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 SCRIPT = (str(TESTS / "scripts" / "train_plain.py"), "--batch", "32", "--sequence", "128", "--steps", "3")
 
@@ -57,7 +59,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_plan_prints_the_contract_s_forecast(folder: Path) -> None:
     roomy = valid(json.loads((folder / "roomy.json").read_text()), "forecast.schema.json")
     assert (roomy["fits"], roomy["actions"]) == (True, [])
@@ -68,7 +69,6 @@ def test_plan_prints_the_contract_s_forecast(folder: Path) -> None:
     assert tight["peak"]["process_bytes"] < roomy["peak"]["process_bytes"]
 
 
-@pytest.mark.slow
 def test_plan_prints_the_forecast_of_a_budget_that_nothing_fits(folder: Path) -> None:
     done = memwall(folder, "plan", "t.trace", "--budget", "20MiB", "--json")
     assert done.returncode == 3
@@ -130,14 +130,12 @@ def test_the_plan_keeps_the_weights_bit_for_bit(folder: Path) -> None:
     assert (folder / "planned.bin").read_bytes() == (folder / "plain.bin").read_bytes()
 
 
-@pytest.mark.slow
 def test_a_second_plan_of_the_same_trace_is_the_same_file(folder: Path) -> None:
     budget = json.loads((folder / "plan.json").read_text())["forecast"]["budget_bytes"]
     assert memwall(folder, "plan", "t.trace", "--budget", str(budget), "-o", "again.json").returncode == 0
     assert (folder / "again.json").read_bytes() == (folder / "plan.json").read_bytes()
 
 
-@pytest.mark.slow
 def test_a_budget_that_only_the_margin_misses_has_status_4(folder: Path) -> None:
     least = json.loads((folder / "plan.json").read_text())["forecast"]["smallest_feasible_budget_bytes"]
     budget = least - (4 << 20)
@@ -204,7 +202,6 @@ def test_a_script_that_steps_muon_and_adamw_fits_with_the_same_weights(folder: P
     assert measured["steady_peak_bytes"] <= forecast["peak"]["process_bytes"] + forecast["margin_bytes"]
 
 
-@pytest.mark.slow
 def test_run_with_json_prints_nothing_but_the_object(folder: Path) -> None:
     done = memwall(folder, "run", "--budget", "8GiB", "--json", *SCRIPT)
     assert done.returncode == 0
@@ -214,7 +211,6 @@ def test_run_with_json_prints_nothing_but_the_object(folder: Path) -> None:
     assert "step 2 loss" in done.stderr
 
 
-@pytest.mark.slow
 def test_profile_with_json_prints_nothing_but_the_object(folder: Path) -> None:
     done = memwall(folder, "profile", "-o", "second.trace", "--steps", "1", "--json", *SCRIPT)
     assert done.returncode == 0

@@ -102,6 +102,7 @@ class TestTraining:
                     optimizer.zero_grad()
         assert plugin.session.trace.optimizer == "Muon + AdamW"
 
+    @pytest.mark.slow
     def test_an_evaluation_between_steps_is_no_part_of_the_step(self, recorded: Any):
         step = recorded[1].trace.steps[0]
         assert step.marks[-1] == ("eval", len(step.ops)), "recording ends where the evaluation begins"

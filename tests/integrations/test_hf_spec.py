@@ -20,13 +20,12 @@ from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes, peak_of
 from memwall.trace.trace_builder import record
 
-pytestmark = pytest.mark.requires("transformers")
+pytestmark = [pytest.mark.requires("transformers"), pytest.mark.slow]
 # See tests/trace/test_fake.py for what is left.
 TOLERANCE = 0.001
 A100 = hardware_named("a100-80gb")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_configuration_without_weights_has_the_peak_of_the_real_model(family: str, written: Any) -> None:
     config, dtype = FAMILIES[family]
@@ -135,7 +134,6 @@ STATES: dict[str, tuple[str, float]] = {
 FOREACH = ("adamw", "adamw-foreach", "adam", "sgd", "sgd-momentum", "rmsprop", "adagrad")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_optimizer_is_the_one_asked_for(optimizer: str, written: Any) -> None:
     trace = device_run_of_spec(written(LLAMA), A100, batch=1, sequence=8, optimizer=optimizer).training
@@ -171,7 +169,6 @@ def test_a_classifier_is_given_the_answers_that_its_loss_takes(kind: str, writte
     assert len(record_fake(workload).steps) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ONLY_BY_DEFAULT)
 def test_what_a_configuration_leaves_to_tokenizer_or_generation_is_made_up(family: str, written: Any) -> None:
     config = {name: value for name, value in ONLY_BY_DEFAULT[family].items() if value is not None}
@@ -226,7 +223,6 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)  # as its process: a slow core that others use too
 @pytest.mark.parametrize(
     ("config", "num_parameters"),
@@ -262,7 +258,6 @@ def test_a_large_llama_takes_seconds_and_little_memory(
     assert figures["peak_bytes"] == pytest.approx(5 * 2 * num_parameters, rel=0.001)
 
 
-@pytest.mark.slow
 def test_nothing_is_fetched_whatever_a_configuration_names(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
     from transformers import AutoModelForCausalLM
@@ -306,7 +301,6 @@ def test_an_option_that_cannot_be_is_refused(options: dict[str, Any], message: s
         hugging_face_workload(written(LLAMA), **options)
 
 
-@pytest.mark.slow
 def test_checkpointing_is_that_of_the_library(written: Any) -> None:
     """GIVEN the Trainer's gradient_checkpointing THEN layers run again in backward, as in a model that enables it."""
     options = {"batch": 2, "sequence": 32, "optimizer": "adamw-foreach"}

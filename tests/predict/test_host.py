@@ -119,6 +119,7 @@ def test_saving_copies_all_weights_of_a_file_and_one_tensor_of_the_state(
     assert host.save_peak_bytes - host.step_peak_bytes == pytest.approx(grown, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_resuming_reads_the_weights_and_then_the_whole_state(host: HostBytes, measured: dict[str, int]) -> None:
     assert measured["load_weights"] == pytest.approx(host.weights_bytes, rel=TOLERANCE)
     assert measured["load_state"] == pytest.approx(host.state_bytes, rel=TOLERANCE)

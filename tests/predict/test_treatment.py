@@ -335,6 +335,7 @@ def test_the_parked_step_holds_less_than_the_plain_one_and_all_of_the_parameters
 
 # Not unet: its images are saved by its first convolution and by its loss. The model lets them stay in between, the
 # executor does where its window has room, and this one has none.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALL_MODELS if name != "unet"])
 def test_the_parked_step_is_predicted_as_it_ran(name: str, tmp_path: Path) -> None:
     """Step 1 of a run, and what its measured peak is calibrated against."""

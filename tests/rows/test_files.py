@@ -208,6 +208,7 @@ def double(path: Path) -> None:
     rename(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -61,6 +61,7 @@ def test_a_fake_step_is_the_live_one(
             assert [s.nbytes for s in recorded.saved] == [s.nbytes for s in expected.saved]
 
 
+@pytest.mark.slow
 def test_weights_of_a_tebibyte_take_no_memory() -> None:
     width = 1 << 19
     workload = Workload(

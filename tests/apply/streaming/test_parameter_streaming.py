@@ -70,6 +70,7 @@ def test_a_module_around_others_may_use_a_parameter_of_its_own_at_any_time(
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window_bytes", [1, 64 * KIB, 1 << 20], ids=["one parameter", "a few", "all"])
 def test_training_is_bitwise_equal(
     window_bytes: int, state_pool: TransferPool, plain_run: tuple[list[float], dict[str, Tensor]]
@@ -117,6 +118,7 @@ def recomputed_in_pairs(model: nn.Module) -> None:
         second.forward = nn.Identity().forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -271,6 +273,7 @@ def test_models_of_transformers_train_to_the_same_bits(
 # What is in memory.
 
 
+@pytest.mark.slow
 def test_a_window_of_parameters_and_gradients_is_in_memory(state_pool: TransferPool) -> None:
     model = GPT(num_layers=12)
     optimizer = torch.optim.AdamW(model.parameters())

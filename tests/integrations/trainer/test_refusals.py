@@ -15,11 +15,10 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.autocast import Autocast
 from memwall.planning.techniques.recompute import Recompute
 
-pytestmark = pytest.mark.requires("transformers", "accelerate")
+pytestmark = [pytest.mark.requires("transformers", "accelerate"), pytest.mark.slow]
 
 
 class TestInfeasible:
-    @pytest.mark.slow
     def test_names_the_arguments_that_would_fit(self, train: Any, budget_relative_to: Any):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -38,7 +37,6 @@ class TestInfeasible:
         assert callback.session.state == "closed"
         assert caught.value.relaxations[0] in str(caught.value)
 
-    @pytest.mark.slow
     def test_is_left_as_it_is_where_no_argument_helps(self, train: Any, budget_relative_to: Any):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -72,7 +70,6 @@ class TestRefusals:
             "them; set TrainingArguments(torch_compile=False)"
         )
 
-    @pytest.mark.slow
     def test_a_model_that_is_built_anew(self, build: Any, make_model: Any):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -86,7 +83,6 @@ class TestRefusals:
         )
         assert callback.session.state == "closed"
 
-    @pytest.mark.slow
     def test_a_callback_added_later(self, build: Any):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -99,7 +95,6 @@ class TestRefusals:
             "Pass it when building: Trainer(..., callbacks=[MemwallCallback(...)])"
         )
 
-    @pytest.mark.slow
     def test_micro_batches_that_are_not_the_plans(self, build: Any, plan: Plan):
         from memwall.integrations.trainer import MemwallCallback
 
@@ -156,7 +151,6 @@ class TestTrainingArguments:
         assert changed.to_dict() == {**args.to_dict(), **changes}
         assert args.gradient_accumulation_steps == 1, "the given arguments stay as they are"
 
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("actions", "settings"),
         [
