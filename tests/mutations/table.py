@@ -239,7 +239,7 @@ MUTATIONS = (
         "memwall/predict/cuda_allocator/allocator_settings.py",
         "_WELL_FORMED.fullmatch(text)",
         "_WELL_FORMED.match(text)",
-        ("tests/cli/test_export.py", "tests/predict/cuda_allocator/test_settings.py"),
+        ("tests/cli/test_export.py", "tests/predict/cuda_allocator/test_allocator_settings.py"),
     ),
     Mutation(
         "an instruction of a snapshot's pickle that would run code is passed over",
