@@ -97,6 +97,8 @@ class Session:
         self._step_begin = 0.0
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
+        self._is_applied_inside = False
+        """Whether the present plan was applied from a closure of the optimizer step that runs."""
         self._has_room = True
         """Whether free memory was returned since the last step ended."""
         settle_first_calls()
@@ -292,6 +294,7 @@ class Session:
     def step_begins(self) -> None:
         """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""
         close_unneeded()
+        applied = self._live.applied
         try:
             self._live.end_showing()
             self.end_step()
@@ -307,6 +310,8 @@ class Session:
             raise
         if self.state == "running":
             self._recovery.begin_step()
+        if self._live.applied is not applied:  # too late for an optimizer that steps already
+            self._is_applied_inside = self._borders.in_optimizer
         if self._live.applied is not None:
             self._live.applied.begin_step()
         self._step_begin = time.perf_counter()
@@ -326,8 +331,9 @@ class Session:
         peak_bytes = self.measured.end_step(seconds, is_first=is_first)
         if is_planned:
             self._recovery.end_step(peak_bytes)
-        if is_first:
+        if is_first and not self._is_applied_inside:
             self._live.check_effects()
+        self._is_applied_inside = False
 
     @property
     def _has_newcomer(self) -> bool:

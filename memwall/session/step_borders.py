@@ -4,6 +4,7 @@ A step begins at the first forward after another step, and is over when an optim
 model, what steps after the first of them, before the next forward, belongs to the same step.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -13,10 +14,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import Phase
 from memwall.patches import Patches
-from memwall.torch_internals.autograd import current_node
+from memwall.torch_internals.autograd import current_node, execution_is_transformed
 from memwall.trace.attached import attach_hook
 
 __all__ = ["StepBorders", "StepListener"]
+
+_log = logging.getLogger(__name__)
 
 
 class StepListener(Protocol):
@@ -59,8 +62,11 @@ class StepBorders:
         self.goes_on = False
         """Tells whether a further optimizer's step would belong to the step that one has ended."""
         self._is_watching = False
+        self._is_transformed = False
         self.in_first_forward = False
         """Tells whether the model's forward is about to be called, from within the hook before it."""
+        self.in_optimizer = False
+        """Tells whether an optimizer steps, from a closure in which a step of training may begin."""
 
     @property
     def attached_model(self) -> nn.Module:
@@ -100,7 +106,7 @@ class StepBorders:
 
     def drop_step(self) -> None:
         """Forgets the step that has begun: the next forward begins it again."""
-        self.in_step = False
+        self.in_step = self.in_optimizer = False
 
     def end_step(self) -> None:
         """Says that every optimizer has stepped: no further one belongs to the step that one has ended."""
@@ -109,6 +115,14 @@ class StepBorders:
     def enter_forward(self) -> None:
         """Does what the hook before each forward does; to be called where that hook came too late for one."""
         self._listener.before_forward()
+        if execution_is_transformed():
+            if not self._is_transformed:
+                self._is_transformed = True
+                _log.warning(
+                    "gradients are computed by torch.func, which allows no hooks on saved tensors: such steps run as "
+                    "without memwall, and may pass the budget; use loss.backward() to have them planned"
+                )
+            return
         self.goes_on = False
         if not torch.is_grad_enabled():
             if not self.in_step:
@@ -135,6 +149,7 @@ class StepBorders:
             self._listener.saving_begins()
 
     def _enter_optimizer(self, *_: Any) -> None:
+        self.in_optimizer = True
         if self.in_step or self.goes_on:
             self.phase = "optimizer step"
 
@@ -143,6 +158,7 @@ class StepBorders:
             self._listener.optimizer_begins(optimizer)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.in_optimizer = False
         if optimizer not in self.stepped:
             self.stepped.append(optimizer)
         if self.in_step or self.goes_on:

@@ -1,0 +1,80 @@
+"""Variables outside of a block that its forward may change: globals of its code, and what hooks inside it use.
+
+A forward that runs twice would append to a global list twice, as would a hook that collects activations for the loss.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+__all__ = ["Variable", "hook_owners", "variables_of_code", "variables_of_hooks"]
+
+_OTHERS = ("torch", "memwall")
+"""Packages whose code is not the user's."""
+
+
+class Variable(NamedTuple):
+    """Gives access to a variable by what reads and what binds it."""
+
+    read: Callable[[], Any]
+    bind: Callable[[Any], None]
+
+
+def variables_of_code(modules: Sequence[nn.Module]) -> list[Variable]:
+    """Returns the global variables that methods of the modules' classes name, as far as they exist."""
+    classes = {base for module in modules for base in type(module).__mro__ if not _is_foreign(base)}
+    functions = [function for kind in classes for function in vars(kind).values() if _is_code(function)]
+    return [variable for function in functions for variable in _globals_of(function)]
+
+
+def variables_of_hooks(modules: Sequence[nn.Module]) -> Iterator[Variable]:
+    """Yields the variables that hooks around the modules' forwards were defined beside, and the globals they name."""
+    for function in _hooks(modules):
+        if _is_code(function):
+            for cell in function.__closure__ or ():
+                yield Variable(functools.partial(_content, cell), functools.partial(setattr, cell, "cell_contents"))
+            yield from _globals_of(function)
+
+
+def hook_owners(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yields the objects whose methods are hooks around the modules' forwards."""
+    for function in _hooks(modules):
+        if isinstance(function, types.MethodType):
+            yield function.__self__
+
+
+def _hooks(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    for module in modules:
+        attributes = vars(module)
+        for function in (
+            *attributes.get("_forward_pre_hooks", {}).values(),
+            *attributes.get("_forward_hooks", {}).values(),
+        ):
+            while isinstance(function, functools.partial):
+                function = function.func
+            if not _is_foreign(function):
+                yield function
+
+
+def _globals_of(function: types.FunctionType) -> list[Variable]:
+    names = function.__globals__
+    found = [name for name in function.__code__.co_names if name in names]
+    return [Variable(functools.partial(names.get, name), functools.partial(names.__setitem__, name)) for name in found]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return None
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, types.FunctionType)
+
+
+def _is_foreign(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] in _OTHERS

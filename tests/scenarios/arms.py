@@ -1,0 +1,100 @@
+"""How a script of the corpus is trained: plainly, and under each technique alone; and what came of it."""
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from plans import plan_of
+
+import memwall
+from memwall.planning.action import Action
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
+from memwall.planning.techniques.recompute import Recompute
+from scenarios.corpus import Scenario, Script
+
+WINDOW_BYTES, MIN_BYTES = 4 << 20, 256
+
+
+@dataclass
+class Result:
+    """What training left."""
+
+    losses: list[float]
+    digest: str
+
+    def differences(self, other: "Result") -> str:
+        """Returns what differs from another run, bit by bit; "" if nothing does."""
+        pairs = zip(self.losses, other.losses, strict=True)
+        parts = [f"loss {n}: {a} and {b}" for n, (a, b) in enumerate(pairs) if a != b]
+        if self.digest != other.digest:
+            parts.append("weights or buffers")
+        return "; ".join(parts)
+
+
+def _recompute(block: str) -> list[Action]:
+    return [Recompute(block=block)]
+
+
+def _offload(block: str) -> list[Action]:
+    return [Offload(block=block, scope="saved", tier="disk", min_bytes=MIN_BYTES, window_bytes=WINDOW_BYTES)]
+
+
+def _offload_inputs(block: str) -> list[Action]:
+    leave = Offload(block=block, scope="inputs", tier="disk", min_bytes=MIN_BYTES, window_bytes=WINDOW_BYTES)
+    return [Recompute(block=block), leave]
+
+
+def _state(blocks: tuple[str, ...]) -> list[Action]:
+    return [OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=1 << 15, min_bytes=MIN_BYTES)]
+
+
+def _parameters(blocks: tuple[str, ...]) -> list[Action]:
+    placement = ParameterPlacement(
+        tier="disk", blocks=blocks, window_bytes=1 << 14, min_bytes=MIN_BYTES, written_bytes=0
+    )
+    return [placement, *_state(blocks)]
+
+
+def _each(action_of: Callable[[str], list[Action]]) -> Callable[[tuple[str, ...]], list[Action]]:
+    return lambda blocks: [action for block in blocks for action in action_of(block)]
+
+
+ARMS: dict[str, Callable[[tuple[str, ...]], list[Action]]] = {
+    "recompute": _each(_recompute),
+    "offload": _each(_offload),
+    "offload-inputs": _each(_offload_inputs),
+    "state-on-disk": _state,
+    "parameters-on-disk": _parameters,
+}
+
+
+def train(scenario: Scenario, arm: str | None, disk: Path) -> Result:
+    """Trains a scenario from the same seeds, under the arm's actions or plainly."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    script = scenario.build()
+    losses: list[float] = []
+    if arm is None:
+        losses.extend(float(script.step(number)) for number in range(scenario.num_steps))
+        return Result(losses, _digest(script))
+    plan = plan_of(script.model, *ARMS[arm](scenario.blocks))
+    with memwall.fit(script.model, list(script.optimizers), plan=plan, disk=str(disk)):
+        losses.extend(float(script.step(number)) for number in range(scenario.num_steps))
+    return Result(losses, _digest(script))
+
+
+def _digest(script: Script) -> str:
+    digest = hashlib.sha256()
+    for module in (script.model, *script.others):
+        for name, tensor in sorted((*module.named_parameters(), *module.named_buffers())):
+            digest.update(name.encode())
+            dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+            digest.update(dense.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,545 @@
+"""Training loops of other shapes than forward, backward, step."""
+
+import copy
+import io
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scenarios.corpus import WIDTH, Mlp, Net, Script, adamw, batch_of, scenario, supervised
+
+
+def _net(*, dropout: float = 0.0) -> Net:
+    class Block(Mlp):
+        def between(self, y: Tensor) -> Tensor:
+            return F.dropout(y, dropout, self.training) if dropout else y
+
+    return Net(Block(), Block())
+
+
+@scenario()
+def dropout() -> Script:
+    return supervised(_net(dropout=0.3))
+
+
+@scenario()
+def clips_gradients() -> Script:
+    model = _net()
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(number)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def accumulates_by_hand() -> Script:
+    model = _net()
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        total = torch.zeros(())
+        for part in range(3):
+            x, y = batch_of(10 * number + part)
+            loss = F.cross_entropy(model(x), y) / 3
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def zeroes_gradients_in_place() -> Script:
+    model = _net()
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        x, y = batch_of(number)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def follows_a_schedule() -> Script:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+    return supervised(model, optimizer, after_step=lambda _: schedule.step())
+
+
+@scenario()
+def evaluates_between_steps() -> Script:
+    model = _net(dropout=0.2)
+
+    def evaluate(number: int) -> None:
+        model.eval()
+        with torch.no_grad():
+            model(batch_of(100 + number)[0])
+        model.train()
+
+    return supervised(model, after_step=evaluate)
+
+
+@scenario()
+def evaluates_between_forward_and_backward() -> Script:
+    model = _net(dropout=0.2)
+
+    def evaluate(number: int) -> None:
+        model.eval()
+        with torch.no_grad():
+            model(batch_of(100 + number)[0])
+        model.train()
+
+    return supervised(model, after_forward=evaluate)
+
+
+@scenario()
+def goes_to_eval_before_backward() -> Script:
+    model = _net(dropout=0.2)
+    return supervised(model, after_forward=lambda _: model.eval(), after_step=lambda _: model.train())
+
+
+@scenario()
+def generates_without_gradients_inside_the_step() -> Script:
+    model = _net()
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(number)
+        with torch.inference_mode():
+            sampled = model(x).argmax(1)
+        loss = F.cross_entropy(model(x), torch.where(sampled == y, y, sampled.clone()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def keeps_a_moving_average() -> Script:
+    model = _net()
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    return supervised(model, after_step=lambda _: average.update_parameters(model), others=(average,))
+
+
+@scenario()
+def learns_from_a_teacher() -> Script:
+    model = _net()
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        x, _ = batch_of(number)
+        with torch.no_grad():
+            target = teacher(x).softmax(1)
+        loss = F.kl_div(model(x).log_softmax(1), target, reduction="batchmean") + model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mine, its in zip(teacher.parameters(), model.parameters(), strict=True):
+                mine.lerp_(its, 0.1)
+        return loss.detach()
+
+    return Script(model, (optimizer,), step, (teacher,))
+
+
+@scenario(refused=dict.fromkeys(("state-on-disk", "parameters-on-disk"), "is stepped by several"))
+def two_optimizers_for_two_parts() -> Script:
+    model = _net()
+    head = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
+    body = adamw(model.blocks)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(number)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for optimizer in (body, head):
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return Script(model, (body, head), step)
+
+
+@scenario(refused=dict.fromkeys(("state-on-disk", "parameters-on-disk"), "is stepped by several"))
+def generator_and_critic_in_turn() -> Script:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Mlp(), Mlp()])
+            self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+        def forward(self, x: Tensor, *, is_judged: bool = True) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            out: Tensor = self.critic(x) if is_judged else x
+            return out
+
+    model = Both()
+    maker, judge = adamw(model.blocks), adamw(model.critic)
+
+    def step(number: int) -> Tensor:
+        x, _ = batch_of(number)
+        fake = model(x, is_judged=False).detach()
+        bad = F.softplus(model.critic(fake)).mean() + F.softplus(-model.critic(x)).mean()
+        bad.backward()
+        judge.step()
+        judge.zero_grad()
+        good = F.softplus(-model(x)).mean()
+        good.backward()
+        maker.step()
+        maker.zero_grad()
+        judge.zero_grad()
+        return good.detach() + bad.detach()
+
+    return Script(model, (maker, judge), step)
+
+
+@scenario()
+def closure_of_adamw() -> Script:
+    model = _net()
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(number)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss.item()
+
+        return torch.tensor(optimizer.step(closure))
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario(refused=dict.fromkeys(("state-on-disk", "parameters-on-disk"), "LBFGS cannot be kept on disk"))
+def closure_of_lbfgs() -> Script:
+    model = _net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(0)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return torch.as_tensor(optimizer.step(closure)).detach()
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def sharpness_aware_steps() -> Script:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def gradients(number: int) -> Tensor:
+        x, y = batch_of(number)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def step(number: int) -> Tensor:
+        gradients(number)
+        with torch.no_grad():
+            moves = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters() if p.grad is not None]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer.zero_grad()
+        loss = gradients(number)
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def skips_a_step() -> Script:
+    model = _net()
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(number)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if number != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def fails_in_forward_and_goes_on() -> Script:
+    class Block(Mlp):
+        fails = False
+
+        def between(self, y: Tensor) -> Tensor:
+            if self.fails:
+                raise ValueError("a bad sample")
+            return y
+
+    model = Net(Block(), Block())
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(number)
+        block: Any = model.blocks[1]
+        block.fails = number == 2
+        try:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        except ValueError:
+            block.fails = False
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x / 2), y)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def forward_whose_backward_never_comes() -> Script:
+    model = _net()
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(number)
+        model(x).sum()  # thrown away, with its graph
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def batches_of_many_lengths() -> Script:
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        return batch_of(number, 2 + 5 * number, WIDTH)
+
+    return supervised(_net(), batch=batch)
+
+
+@scenario()
+def freezes_a_block_after_two_steps() -> Script:
+    model = _net()
+
+    def freeze(number: int) -> None:
+        if number == 1:
+            model.blocks[0].requires_grad_(False)
+
+    return supervised(model, after_step=freeze)
+
+
+@scenario()
+def trains_the_head_alone() -> Script:
+    model = _net()
+    model.blocks.requires_grad_(False)
+    return supervised(model, adamw(model.head))
+
+
+@scenario()
+def adds_a_parameter_group() -> Script:
+    model = _net()
+    optimizer = adamw(model.head)
+
+    def grow(number: int) -> None:
+        if number == 1:
+            optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": 1e-4})
+
+    return supervised(model, optimizer, after_step=grow)
+
+
+@scenario()
+def saves_and_loads_in_mid_run() -> Script:
+    model = _net()
+    optimizer = adamw(model)
+    file = io.BytesIO()
+
+    def save_or_load(number: int) -> None:
+        if number == 1:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        if number == 2:
+            file.seek(0)
+            saved = torch.load(file)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+
+    return supervised(model, optimizer, after_step=save_or_load)
+
+
+@scenario()
+def copies_the_model_in_mid_run() -> Script:
+    model, kept = _net(), nn.ModuleList()
+
+    def keep(number: int) -> None:
+        kept.append(copy.deepcopy(model))
+
+    return supervised(model, after_step=keep, others=(kept,))
+
+
+@scenario()
+def writes_weights_by_hand() -> Script:
+    model = _net()
+
+    def shrink(_: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+
+    return supervised(model, after_step=shrink)
+
+
+@scenario()
+def reads_weights_as_numpy() -> Script:
+    model = _net()
+    seen: list[float] = []
+
+    def read(_: int) -> None:
+        seen.append(float(model.head.weight.detach().numpy().sum()))
+
+    return supervised(model, after_step=read)
+
+
+@scenario()
+def logs_gradient_norms() -> Script:
+    model, norms = _net(), []
+
+    def log() -> None:
+        norms.append([float(p.grad.norm()) for p in model.parameters() if p.grad is not None])
+
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(number)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        log()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach() + sum(norms[-1])
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario()
+def calls_forward_directly() -> Script:
+    class Direct(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block.forward(x)
+            out: Tensor = self.head(x)
+            return out
+
+    return supervised(Direct(Mlp(), Mlp()))
+
+
+@scenario()
+def detects_anomalies() -> Script:
+    script = supervised(_net())
+
+    def step(number: int) -> Tensor | float:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            return script.step(number)
+
+    return Script(script.model, script.optimizers, step)
+
+
+@scenario()
+def carries_a_hidden_state_across_steps() -> Script:
+    class Recurrent(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = getattr(self, "hidden", None)
+            x = x if hidden is None else x + hidden
+            for block in self.blocks:
+                x = block(x)
+            self.hidden = x.detach()
+            out: Tensor = self.head(x)
+            return out
+
+    return supervised(Recurrent(Mlp(), Mlp()))
+
+
+def _stepped_by(kind: type[torch.optim.Optimizer], **options: Any) -> Script:
+    model = _net()
+    return supervised(model, kind(model.parameters(), **options))
+
+
+@scenario()
+def fused_adam() -> Script:
+    return _stepped_by(torch.optim.Adam, lr=1e-3, fused=True)
+
+
+@scenario()
+def foreach_amsgrad() -> Script:
+    return _stepped_by(torch.optim.AdamW, lr=1e-3, foreach=True, amsgrad=True)
+
+
+@scenario()
+def adafactor() -> Script:
+    return _stepped_by(torch.optim.Adafactor, lr=1e-2)
+
+
+@scenario()
+def rmsprop_centered() -> Script:
+    return _stepped_by(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5)
+
+
+@scenario()
+def adagrad() -> Script:
+    return _stepped_by(torch.optim.Adagrad, lr=1e-2)
+
+
+@scenario(refused=dict.fromkeys(("state-on-disk", "parameters-on-disk"), "Signs cannot be kept on disk"))
+def an_optimizer_of_ones_own() -> Script:
+    class Signs(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-3})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                        mean.mul_(0.9).add_(p.grad, alpha=0.1)
+                        p.sub_(mean.sign(), alpha=group["lr"])
+
+    model = _net()
+    return supervised(model, Signs(model.parameters()))

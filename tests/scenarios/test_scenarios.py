@@ -1,0 +1,38 @@
+"""Every script of the corpus ends with the same bits under every technique, or in the one clear error it expects."""
+
+from pathlib import Path
+
+import pytest
+from combinations import exhaustive
+
+from memwall.errors import MemwallError
+from scenarios import autograd, hooks, loops, modules, python_state  # noqa: F401  (they register their scripts)
+from scenarios.arms import ARMS, Result, train
+from scenarios.corpus import SCENARIOS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+_plain: dict[str, Result] = {}
+
+_OTHERS = [arm for arm in ARMS if arm != "recompute"]
+# Each script under recompute and under one other technique; the rest in `make test-all`.
+CASES = [
+    *((name, "recompute") for name in SCENARIOS),
+    *(
+        (name, arm) if number % len(_OTHERS) == _OTHERS.index(arm) else exhaustive(name, arm)
+        for number, name in enumerate(SCENARIOS)
+        for arm in _OTHERS
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "arm"), CASES)
+def test_training_is_the_same(name: str, arm: str, tmp_path: Path) -> None:
+    scenario = SCENARIOS[name]
+    if name not in _plain:
+        _plain[name] = train(scenario, None, tmp_path)
+    said = scenario.refused.get(arm)
+    if said is not None:
+        with pytest.raises(MemwallError, match=said):
+            train(scenario, arm, tmp_path)
+        return
+    assert train(scenario, arm, tmp_path).differences(_plain[name]) == ""
