@@ -123,15 +123,23 @@ class Digesting:
     Args:
         norms: layers whose running statistics do not count: they are saved beside what backward reads.
         keeps: whether to keep the tensors too; backward then reads these, until `release`.
+        skips_workspaces: whether bytes in a row are compared by their size alone: recurrent layers save the workspace
+            of their kernel, of which some bytes are never written.
         repeats: a run that keeps its tensors, which this one repeats. From a tensor with the same bits on, the two runs
             share the later one, so that a proof needs hardly more memory than the saved tensors.
     """
 
     def __init__(
-        self, norms: Sequence[nn.Module] = (), *, keeps: bool = False, repeats: "Digesting | None" = None
+        self,
+        norms: Sequence[nn.Module] = (),
+        *,
+        keeps: bool = False,
+        repeats: "Digesting | None" = None,
+        skips_workspaces: bool = False,
     ) -> None:
         self.taken: list[Digest] = []
         self._norms, self._keeps, self._repeated = norms, keeps, repeats
+        self._skips_workspaces = skips_workspaces
         self._kept: list[_Kept] = []
         self._passed_by: frozenset[int] = frozenset()
 
@@ -161,6 +169,7 @@ class Digesting:
 
     def _pack(self, tensor: Tensor) -> Any:
         is_passed_by = self._passed_by and tensor.data_ptr() in self._passed_by
+        is_passed_by = is_passed_by or (self._skips_workspaces and tensor.dtype is torch.uint8 and tensor.dim() == 1)
         self.taken.append(Digest(tuple(tensor.shape), tensor.dtype, (), 0) if is_passed_by else digest_of(tensor))
         if self._repeated is not None and type(tensor) is Tensor:
             self._repeated.share(len(self.taken) - 1, self.taken[-1], tensor)

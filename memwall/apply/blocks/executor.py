@@ -4,6 +4,7 @@ Around a block's own forward lie layers, one for each technique that treats the 
 marks the beginning of its backward; there the block before it is read back, if its saved tensors left.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, Protocol
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import LeavingForm
-from memwall.torch_internals.autograd import current_node
+from memwall.torch_internals.autograd import current_node, execution_is_transformed
 from memwall.trace.attached import wrap_forward
 
 __all__ = ["BlockCall", "BlockExecutor", "BlockLayer", "Forward", "OffloadEngine", "resolve_blocks"]
 
 Forward = Callable[..., Any]
+
+_log = logging.getLogger(__name__)
 
 
 class OffloadEngine(Protocol):
@@ -157,6 +160,11 @@ class BlockExecutor:
 
         def forward(original: Forward, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            if execution_is_transformed():
+                if not counts.dropped:
+                    counts.dropped = "torch.func computes its gradients, and allows no hooks on saved tensors"
+                    _log.warning("'%s' keeps what it saves: %s", path, counts.dropped)
                 return original(*args, **kwargs)
             counts.num_calls += 1
             if current_node() is not None:

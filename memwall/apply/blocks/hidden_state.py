@@ -6,6 +6,7 @@ running mean, a list that losses are appended to. torch's own checkpoint knows t
 
 import collections
 import random
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.blocks.numpy_random import numpy_state, set_numpy_state
+from memwall.apply.blocks.outer_variables import Variable, hook_owners, variables_of_hooks
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import is_running_norm, own_buffers
@@ -28,7 +30,11 @@ MAX_CLONED_BYTES = 1 << 20
 _NOT_PLAIN = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 _SEARCHED = (list, dict)
+_NUMBERS = (bool, int, float)
+_GENERATORS = (torch.Generator, random.Random)
 _SCALARS = (bool, int, float, str, tuple, type(None))
+# Objects with attributes that are not state of a forward, or not to be touched.
+_NOT_HOLDERS = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, Tensor)
 # Longer ones are copied, but not searched for tensors and generators.
 _MAX_SEARCHED = 64
 
@@ -38,19 +44,30 @@ class HiddenState:
 
     Args:
         modules: the block and its submodules.
+        shared: variables outside of the modules that their code names.
         is_written: whether a forward follows that may write into tensors; False where this is only to be put back.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, is_written: bool = True) -> None:
-        self._modules, self._is_written = modules, is_written
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        *,
+        shared: Sequence[Variable] = (),
+        is_written: bool = True,
+    ) -> None:
+        self._modules, self._shared, self._is_written = modules, shared, is_written
         self._python: Any = random.getstate()
         self._numpy: Any = numpy_state()
         self._owned: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
+        self._variables: list[tuple[Variable, Any]] = []
         self._generators: list[tuple[Callable[[Any], Any], Any, Callable[[], Any]]] = []
         self._tensors: list[_Held] = []
         self.unrestorable = ""
         """After `settle`: what forward wrote into that is too large to be remembered."""
+        self.one_way = ""
+        """What may have gone on with the forward and cannot go back: an iterator."""
+        self._seen: set[int] = set()
         with without_dispatch():
             for path, module in modules:
                 own = vars(module)
@@ -58,6 +75,11 @@ class HiddenState:
                 buffers = own_buffers(module)
                 if buffers and not is_running_norm(module):
                     self._own(buffers, dict(buffers), path)
+            inside = [module for path, module in modules if path]  # hooks of the block itself run outside of it
+            for variable in (*shared, *variables_of_hooks(inside)):
+                self._use(variable)
+            for owner in hook_owners(inside):
+                self._look_at({}, "", owner, "", "")
 
     def settle(self) -> None:
         """Forgets what the forward left as it was: a second run has nothing to change there either."""
@@ -65,6 +87,7 @@ class HiddenState:
             self._python = None
         if self._numpy is not None and _is_same(self._numpy, numpy_state()):
             self._numpy = None
+        self._variables = [found for found in self._variables if found[0].read() != found[1]]
         self._generators = [found for found in self._generators if not _is_same(found[1], found[2]())]
         self._tensors = [held for held in self._tensors if version_of(held.tensor) != held.version]
         large = [held for held in self._tensors if held.before is None]
@@ -73,10 +96,11 @@ class HiddenState:
     @contextmanager
     def recalled(self) -> Iterator[None]:
         """Puts the state back as it was; afterwards it is as it is now again."""
-        now = HiddenState(self._modules, is_written=False)
+        now = HiddenState(self._modules, shared=self._shared, is_written=False)
         now._python = now._python if self._python is not None else None
         now._numpy = now._numpy if self._numpy is not None else None
         # A container or generator that has left the modules since is written to all the same.
+        now._variables = [(variable, variable.read()) for variable, _ in self._variables]
         now._contents += [(live, live.copy()) for live, _ in self._contents]
         now._generators += [(set_state, get_state(), get_state) for set_state, _, get_state in self._generators]
         self._put()
@@ -84,6 +108,15 @@ class HiddenState:
             yield
         finally:
             now._put()
+
+    def _use(self, variable: Variable) -> None:
+        """Remembers a variable outside of the modules; other objects than these are not taken to be their state."""
+        value = variable.read()
+        kind = type(value)
+        if kind in _NUMBERS:
+            self._variables.append((variable, value))
+        elif kind in _CONTAINERS or kind in _GENERATORS:
+            self._own({}, {"": value}, "")
 
     def _own(self, owner: dict[str, Any], values: dict[str, Any], path: str) -> None:
         self._owned.append((owner, values))
@@ -116,12 +149,20 @@ class HiddenState:
                 bits.state = state
 
             self._generators.append((set_state, bits.state, lambda: bits.state))
+        elif hasattr(kind, "__next__"):
+            self.one_way = f"{path}.{name}" if path else name
+        elif hasattr(value, "__dict__") and not isinstance(value, _NOT_HOLDERS) and id(value) not in self._seen:
+            self._seen.add(id(value))  # several modules may have one, as they have a configuration
+            own = vars(value)
+            self._own(own, dict(own), path)
 
     def _put(self) -> None:
         for owner, values in self._owned:
             for name in owner.keys() - values.keys() - (_NOT_PLAIN if "_modules" in owner else frozenset()):
                 del owner[name]
             owner.update(values)
+        for variable, value in self._variables:
+            variable.bind(value)
         for live, copied in self._contents:
             _refill(live, copied)
         with without_dispatch():

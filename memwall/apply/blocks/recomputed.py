@@ -25,9 +25,11 @@ from memwall.apply.blocks.digests import Digest, Digesting, difference, digest_o
 from memwall.apply.blocks.hidden_state import MAX_CLONED_BYTES, HiddenState
 from memwall.apply.blocks.kept_operations import KeptOperations
 from memwall.apply.blocks.kv_caches import OwnCaches
+from memwall.apply.blocks.outer_variables import variables_of_code
 from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.recompute import Recompute
+from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import TorchDispatchMode, without_dispatch
 from memwall.torch_internals.modules import is_running_norm, own_buffers
 from memwall.units import format_bytes
@@ -58,6 +60,8 @@ class _Block:
     def __init__(self, module: nn.Module, forward: Forward, action: Recompute, counts: BlockCounts) -> None:
         self.modules = tuple(module.named_modules())
         self.norms = [child for _, child in self.modules if is_running_norm(child)]
+        self.is_recurrent = any(isinstance(child, nn.RNNBase) for _, child in self.modules)
+        self.shared = variables_of_code([child for _, child in self.modules])
         self.path = action.block
         names = action.kept_names or ("",) * len(action.kept_ops)
         self.kept = dict(zip(action.kept_ops, names, strict=True))
@@ -71,10 +75,12 @@ class _Block:
             return self._forward(*args, **kwargs)
         forward, args, kwargs = self._caches.emptied(self._forward, args, kwargs)
         call = _Call(self, forward, args, kwargs)
-        tensors = self._tensors_of(call)
         if self._is_proven:
-            return call.begin(tensors)
-        return self._prove(call, tensors)
+            return call.begin(self._tensors_of(call))
+        if call.hidden.one_way:
+            self._drop(f"{call.hidden.one_way} is an iterator, which a second run of its forward would move on")
+            return forward(*args, **kwargs)
+        return self._prove(call, self._tensors_of(call))
 
     def _tensors_of(self, call: "_Call") -> list[Tensor]:
         """Returns the call's tensors, and where none says so, one for the device whose random numbers are drawn."""
@@ -86,11 +92,16 @@ class _Block:
         return tensors
 
     def _prove(self, call: "_Call", tensors: list[Tensor]) -> Any:
-        first = Digesting(self.norms, keeps=True)
-        second = Digesting(self.norms, repeats=first)
+        first = Digesting(self.norms, keeps=True, skips_workspaces=self.is_recurrent)
+        second = Digesting(self.norms, repeats=first, skips_workspaces=self.is_recurrent)
         call.digesting = first
         random = _TorchRandom(tensors)
+        versions = list(map(version_of, tensors))
         out = call.begin(tensors)
+        if versions != list(map(version_of, tensors)):
+            self._is_proven = True
+            self._drop("it writes into a tensor that it is called with, which a second run would do again")
+            return out
         saved, before = list(first.taken), list(map(digest_of, _tensors_in(out)))
         try:
             with call.hidden.recalled(), random.recalled(), _spared(self.norms), _alone(is_watched=bool(self.kept)):
@@ -105,9 +116,12 @@ class _Block:
             first.release()
             call.expected = saved
             return out
-        self._counts.dropped = f"a second run of its forward differs: {found}; {self.cause(call.hidden)}"
-        _log.warning("'%s' keeps what it saves and is not recomputed: %s", self.path, self._counts.dropped)
+        self._drop(f"a second run of its forward differs: {found}; {self.cause(call.hidden)}")
         return out  # its backward has what the first run saved
+
+    def _drop(self, reason: str) -> None:
+        self._counts.dropped = reason
+        _log.warning("'%s' keeps what it saves and is not recomputed: %s", self.path, reason)
 
     def cause(self, hidden: HiddenState) -> str:
         """Returns what can make two runs of the block differ, as far as it is known."""
@@ -136,7 +150,7 @@ class _Call:
         self, block: _Block, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_full: bool = False
     ) -> None:
         self.arguments = CallArguments(args, kwargs)
-        self.hidden = HiddenState(block.modules)
+        self.hidden = HiddenState(block.modules, shared=block.shared)
         self.digesting: Digesting | None = None
         """Takes digests in the first run."""
         self.expected: list[Digest] | None = None
@@ -175,7 +189,7 @@ class _Call:
         if self.expected is None:
             yield
             return
-        digesting = Digesting(self._block.norms)
+        digesting = Digesting(self._block.norms, skips_workspaces=self._block.is_recurrent)
         try:
             with digesting:
                 yield
