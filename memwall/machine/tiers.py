@@ -17,9 +17,9 @@ class Tier(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where bytes lie on a disk; "" for host memory."""
     write_bytes_per_second: _Rate
     read_bytes_per_second: _Rate
-    free_bytes: int
+    free_bytes: Annotated[int, Meta(ge=0)]
     """The bytes that this process may take: of several on one host, its equal part."""
-    total_bytes: int = 0
+    total_bytes: Annotated[int, Meta(ge=0)] = 0
     """The size of a disk; 0 for host memory."""
 
 

@@ -26,8 +26,9 @@ from memwall.planning.live_limits import LiveLimits
 from memwall.planning.location import Location, can_offload
 from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES, Costs, Menu
 from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance, Link
-from memwall.planning.solver.solve import smallest_feasible_bytes, solve
+from memwall.planning.solver.solve import lowest_peak, smallest_feasible_bytes, solve
 from memwall.planning.step_under_plan import step_under_actions
 from memwall.planning.technique import techniques
 from memwall.predict.call_rules import Treatment
@@ -245,8 +246,11 @@ class SearchAtLocation:
 
     def _smallest_for(self, batch: _Batch, with_disk: bool) -> int:
         menus, instance = self._instance(batch, with_disk)
-        choice = solve(msgspec.structs.replace(instance, budget_bytes=smallest_feasible_bytes(instance)))
-        assert choice is not None, "a budget that the solver calls feasible has a plan"
+        leanest = lowest_peak(instance)
+        verdict = evaluate(instance, leanest)
+        # Where the program runs into its time limit, it may not find again what it has found here.
+        choice = solve(msgspec.structs.replace(instance, budget_bytes=verdict.peak_bytes))
+        choice = choice or Choice(leanest, verdict.extra_seconds, 0.0)
         treatments = treatments_of_choice(menus, choice)
         step = batch.model.treated(treatments)
         process_bytes = (

@@ -9,7 +9,7 @@ from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance
 from memwall.planning.solver.milp import milp_lowest_peak, solve_milp
 
-__all__ = ["knob_choices", "smallest_feasible_bytes", "solve"]
+__all__ = ["knob_choices", "lowest_peak", "smallest_feasible_bytes", "solve"]
 
 
 def solve(instance: Instance) -> Choice | None:
@@ -24,7 +24,7 @@ def solve(instance: Instance) -> Choice | None:
     optimum = solve_milp(instance, start=start)
     proposals = [start, optimum and optimum.options]
     best = _cheapest(instance, [options for options in proposals if options is not None])
-    best = best or _cheapest(instance, [_lowest_peak(instance)])
+    best = best or _cheapest(instance, [lowest_peak(instance)])
     if best is None:
         return None
     extra_seconds = evaluate(instance, best).extra_seconds
@@ -36,7 +36,15 @@ def smallest_feasible_bytes(instance: Instance) -> int:
 
     Where the program runs into its time limit, it is the lowest peak found, which may be higher.
     """
-    return evaluate(instance, _lowest_peak(instance)).peak_bytes
+    return evaluate(instance, lowest_peak(instance)).peak_bytes
+
+
+def lowest_peak(instance: Instance) -> tuple[int, ...]:
+    """Returns the options with the lowest peak among those that the next tier has room for, whatever they cost."""
+    room_bytes = max(0, instance.link.capacity_bytes) if instance.link else 0
+    verdicts = [(evaluate(instance, options), options) for options in dict.fromkeys(knob_choices(instance))]
+    start = min((v.peak_bytes, v.extra_seconds, options) for v, options in verdicts if v.moved_bytes <= room_bytes)[-1]
+    return milp_lowest_peak(instance, start=start)
 
 
 def knob_choices(instance: Instance) -> Iterator[tuple[int, ...]]:
@@ -55,11 +63,3 @@ def _cheapest(instance: Instance, proposals: list[tuple[int, ...]]) -> tuple[int
     verdicts = [(evaluate(instance, options), options) for options in dict.fromkeys(proposals)]
     fitting = [(v.extra_seconds, v.moved_bytes, v.peak_bytes, options) for v, options in verdicts if v.fits]
     return min(fitting)[-1] if fitting else None
-
-
-def _lowest_peak(instance: Instance) -> tuple[int, ...]:
-    """Returns the choice with the lowest peak among those that the next tier has room for."""
-    room_bytes = instance.link.capacity_bytes if instance.link else 0
-    verdicts = [(evaluate(instance, options), options) for options in dict.fromkeys(knob_choices(instance))]
-    start = min((v.peak_bytes, v.extra_seconds, options) for v, options in verdicts if v.moved_bytes <= room_bytes)[-1]
-    return milp_lowest_peak(instance, start=start)
