@@ -154,7 +154,10 @@ def sync_directory(path: Path) -> None:
     Raises:
         OSError: the disk fails.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # a folder for writing alone cannot be asked; its files are there
+        return
     try:
         os.fsync(fd)
     except OSError as failure:
