@@ -75,10 +75,11 @@ _PROFILES = (_V211, _V212, _V213, _V215)
 def profile_for(torch_version: str) -> tuple[VersionProfile, str]:
     """Returns the profile of a torch release, and "" or why it may not be that release's own.
 
-    A release newer than all profiles gets the newest one, an older one the oldest.
+    A release newer than all profiles gets the newest one.
 
     Raises:
-        UsageError: the text does not begin with a version number.
+        UsageError: the text does not begin with a version number, or names a release before all profiles, whose
+            allocator reads fewer settings.
 
     >>> profile_for("2.13.0+cpu")[0].tie, profile_for("2.11.0")[0].tie
     ('segment', 'address')
@@ -87,8 +88,13 @@ def profile_for(torch_version: str) -> tuple[VersionProfile, str]:
     if found is None:
         raise UsageError(f"'{torch_version}' is not a torch version; expected something like 2.13.0")
     version = (int(found[1]), int(found[2]))
-    profile = next((profile for profile in reversed(_PROFILES) if _numbers(profile) <= version), _PROFILES[0])
-    if _numbers(_PROFILES[0]) <= version <= _numbers(_PROFILES[-1]):
+    profile = next((profile for profile in reversed(_PROFILES) if _numbers(profile) <= version), None)
+    if profile is None:
+        raise UsageError(
+            f"the allocator of torch {torch_version} is not known here, and reads fewer settings than later ones; give "
+            f"a release from {_PROFILES[0].version} on, or none for the installed one"
+        )
+    if version <= _numbers(_PROFILES[-1]):
         return profile, ""
     return profile, f"the allocator of torch {torch_version} is not known here; modelled as that of {profile.version}"
 

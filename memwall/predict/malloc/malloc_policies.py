@@ -31,7 +31,6 @@ __all__ = [
 
 # malloc.h of glibc. M_MMAP_THRESHOLD is refused above 32 MiB (HEAP_MAX_SIZE / 2).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# Touched at a time to measure a fault.
 
 
 class MallocPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
