@@ -18,7 +18,7 @@ _FORMS = "expected package.module:factory or path/file.py:factory, a function th
 
 
 def load_workload(spec: str) -> Workload:
-    """Imports what `spec` names, call it, and return its Workload.
+    """Imports what `spec` names, calls it, and returns its Workload.
 
     The file's folder, or for a module the current one, stays on `sys.path`: factories import lazily.
 
