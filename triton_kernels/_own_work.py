@@ -1,4 +1,4 @@
-"""What a trace cannot see of these operations: FLOPs, what they allocate for themselves, passes over that.
+"""Tells what a trace cannot see of these operations: FLOPs, what they allocate for themselves, passes over that.
 
 Recorded on fake tensors a step calls each of them as one operator.
 """

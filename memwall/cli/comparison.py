@@ -19,7 +19,7 @@ class ReadSide(Struct, frozen=True, kw_only=True):
 
     side: Side
     total: Curve | None = None
-    """Of a trace its last step, over operations, for those do not vary; of a snapshot what is in use."""
+    """Takes a trace's last step, over operations, for those do not vary; or a snapshot's bytes in use."""
     stacked: Curve | None = None
     """The same by category; of a snapshot with what lay free."""
 

@@ -29,9 +29,9 @@ class SpecOptions(TypedDict, total=False):
     sequence: int | None
     """Tokens in a sample, with a configuration."""
     dtype: str | None
-    """See `hugging_face_workload`; None is the configuration's, or float32."""
+    """Names the dtype for `hugging_face_workload`; None is the configuration's, or float32."""
     optimizer: str | None
-    """See `hugging_face_workload`; None is adamw."""
+    """Names the optimizer for `hugging_face_workload`; None is adamw."""
     autocast: str | None
     """The dtype that the model runs under autocast in, of a configuration or a factory; None for none."""
     is_checkpointed: bool

@@ -1,4 +1,4 @@
-"""What techniques offer for state and parameters, by when a search takes it: where they are between their uses."""
+"""Lists where techniques offer to keep state and parameters between their uses, by when a search takes it."""
 
 from typing import Any
 

@@ -49,7 +49,7 @@ class _Batch(NamedTuple):
     model: StepModel
     num_parts: int = 1
     actions: tuple[Action, ...] = ()
-    """What splits it."""
+    """Are what splits it."""
 
     @property
     def split_seconds(self) -> float:

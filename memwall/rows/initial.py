@@ -1,4 +1,4 @@
-"""What a row of a table holds before it is trained: a function of (seed, id) alone.
+"""Computes what a row of a table holds before it is trained: a function of (seed, id) alone.
 
 Which rank makes it, when, and in which batch change no bit: only integer arithmetic, a table look-up and one product
 are involved, for which vector kernels and their scalar ends agree. (`log` and `cos` would differ in the last bit.)

@@ -1,4 +1,4 @@
-"""What one recorded step is: frozen records, the contract between recording and everything after it.
+"""Describes one recorded step by frozen records, the contract between recording and everything after it.
 
 Time in a trace is counted in operations: operation `k` is the k-th tensor operation of the step. A storage is live
 while operation `k` runs when `birth <= k < death`. Indices point into the tuples of the same record; -1 means none.

@@ -6,7 +6,7 @@ import pytest
 from combinations import exhaustive
 
 from memwall.errors import MemwallError
-from scenarios import autograd, hooks, loops, modules, python_state  # noqa: F401  (they register their scripts)
+from scenarios import autograd, calls, hooks, loops, modules, python_state, weights  # noqa: F401  (they register)
 from scenarios.arms import ARMS, Result, train
 from scenarios.corpus import SCENARIOS
 

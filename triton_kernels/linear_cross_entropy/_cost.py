@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` reads, writes and takes for itself, and the chunk that a headroom allows.
+"""Computes what `linear_cross_entropy` reads, writes and takes for itself, and the chunk that a headroom allows.
 
 With b bytes per element of the buffer that collects the head's gradient, a chunk of C rows reads the head twice and
 that buffer once, and writes the buffer: V H (4 + 2 b) bytes in 16-bit dtypes, whatever C is. That is why small chunks

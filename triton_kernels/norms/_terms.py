@@ -1,4 +1,4 @@
-"""What tells one norm from another."""
+"""Names what tells one norm from another."""
 
 from typing import Literal, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What a packed tensor consists of."""
+"""Describes what a packed tensor consists of."""
 
 import torch
 

@@ -66,7 +66,7 @@ class HiddenState:
         self.unrestorable = ""
         """After `settle`: what forward wrote into that is too large to be remembered."""
         self.one_way = ""
-        """What may have gone on with the forward and cannot go back: an iterator."""
+        """Names what may have gone on with the forward and cannot go back: an iterator."""
         self._seen: set[int] = set()
         with without_dispatch():
             for path, module in modules:
