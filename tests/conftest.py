@@ -37,6 +37,7 @@ def _nothing_left_changed(request: pytest.FixtureRequest, _restored_environment:
     yield
     left = [change for change in _changes() if change.number not in before]
     if left:
+        gc.unfreeze()  # a commit looks at what is frozen, and freezes what is there then
         gc.collect()  # a change of an object ends with it
         left = [change for change in _changes() if change.number not in before]
     if left and request.node.get_closest_marker("leaves_changed") is not None:
