@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         "command": f"python benchmarks/row_pages.py --rounds {options.rounds}",
         "size": " ".join(SIZE),
         "median_step_seconds_of_each_run": seconds,
-        "quartiles_of_runs": quartiles,
+        "quartile_seconds_of_runs": quartiles,
         "time_ratio_without": ratios,
     }
     OUT.write_text(json.dumps(result, indent=1) + "\n")

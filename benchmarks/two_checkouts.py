@@ -53,7 +53,8 @@ def measure(before: Path, workload: str, share: int, budget_bytes: int, num_roun
         "peak_bytes": {"before": old["peak_bytes"], "after": new["peak_bytes"]},
         "predicted_bytes": {"before": old["predicted_peak_bytes"], "after": new["predicted_peak_bytes"]},
         "has_same_bits": all(old[name] == new[name] for name in ("losses", "weights_sha256", "buffers_sha256")),
-        "num_actions": {"before": len(old["actions"]), "after": len(new["actions"])},
+        "num_actions_before": len(old["actions"]),
+        "num_actions_after": len(new["actions"]),
     }
 
 
@@ -69,7 +70,7 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
             f"| {cell['workload']} | {cell['share_percent']} % "
             f"| {ratio['median']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f}) "
             f"| {peak['before'] / 2**20:,.0f}, {peak['after'] / 2**20:,.0f} "
-            f"| {cell['num_actions']['before']}, {cell['num_actions']['after']} "
+            f"| {cell['num_actions_before']}, {cell['num_actions_after']} "
             f"| {'same' if cell['has_same_bits'] else 'DIFFER'} |"
         )
     return "\n".join(lines)
