@@ -129,7 +129,7 @@ def whole_file(
     Raises:
         MemwallError: it cannot be written; nothing is left behind.
     """
-    partial = path.with_name(path.name + ".part")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # ranks may write one file at a time
     try:
         partial.unlink(missing_ok=True)  # of a run that was killed; what is opened is new, and no link
         with partial.open("xb") as file:
@@ -161,7 +161,7 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as failure:
-        if failure.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+        if failure.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS}:
             raise
     finally:
         os.close(fd)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 
-from memwall.errors import StoreError
+from memwall.errors import StoreError, UsageError
 from memwall.machine.disk_location import default_directory
 from memwall.machine.disk_probe import probe_disk
 from memwall.machine.limits import CgroupLimit, cgroup_limit, memory_limit_bytes
@@ -193,7 +193,10 @@ def _allocator_findings(torch_version: str) -> tuple[str, ...]:
     """Returns what is found about the environment, for the installed release."""
     from memwall.apply.memory.cuda_setting import lint_variables
 
-    profile, _ = profile_for(torch_version)
+    try:
+        profile, _ = profile_for(torch_version)
+    except UsageError as error:  # a build whose version is no number; the rest of the page can be told
+        return (str(error),)
     return lint_variables(os.environ, profile)
 
 

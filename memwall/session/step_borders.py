@@ -136,7 +136,7 @@ class StepBorders:
         try:
             self._listener.step_begins()
         finally:
-            self.in_first_forward = False
+            self.in_first_forward = self.in_optimizer = False
         self.in_step = True
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -350,3 +350,43 @@ def counts_in_a_global() -> Script:
 
     globals()["_count"] = 0
     return supervised(Net(Block(), Block()))
+
+
+_sum: Tensor | None = None
+
+
+@scenario()
+def sums_losses_in_a_global() -> Script:
+    class Block(Mlp):
+        def between(self, y: Tensor) -> Tensor:
+            global _sum
+            _sum = y.pow(2).mean() if _sum is None else _sum + y.pow(2).mean()
+            return y
+
+    class WithSum(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            global _sum
+            _sum = None
+            out = super().forward(x)
+            assert _sum is not None
+            return out + _sum
+
+    return supervised(WithSum(Block(), Block()))
+
+
+@scenario()
+def is_called_with_a_tensor_of_inference_mode() -> Script:
+    class Block(Mlp):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x) + (0 if mask is None else 1)
+
+    class Masked(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                mask = torch.ones(len(x))
+            for block in self.blocks:
+                x = block(x, mask)
+            out: Tensor = self.head(x)
+            return out
+
+    return supervised(Masked(Block(), Block()))

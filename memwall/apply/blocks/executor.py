@@ -97,6 +97,7 @@ class BlockExecutor:
         """The step's calls so far."""
         self._num_calls = 0
         self._counts: dict[str, BlockCounts] = {}
+        self._transformed: set[str] = set()
 
     def add(self, path: str, layer: BlockLayer) -> None:
         """Has `apply` put a layer around a block."""
@@ -162,9 +163,7 @@ class BlockExecutor:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             if execution_is_transformed():
-                if not counts.dropped:
-                    counts.dropped = "torch.func computes its gradients, and allows no hooks on saved tensors"
-                    _log.warning("'%s' keeps what it saves: %s", path, counts.dropped)
+                self._note_transformed(path)
                 return original(*args, **kwargs)
             counts.num_calls += 1
             if current_node() is not None:
@@ -179,6 +178,13 @@ class BlockExecutor:
             return out
 
         self._unwrap.append(wrap_forward(module, forward, path))
+
+    def _note_transformed(self, path: str) -> None:
+        if path not in self._transformed:
+            self._transformed.add(path)
+            _log.warning(
+                "'%s' keeps what it saves where torch.func computes its gradients, which allows no hooks", path
+            )
 
     def _mark(self, call: BlockCall, out: Any) -> None:
         """Hooks the block's output: its gradient is the first thing of the block's backward."""

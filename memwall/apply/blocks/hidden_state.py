@@ -5,6 +5,7 @@ running mean, a list that losses are appended to. torch's own checkpoint knows t
 """
 
 import collections
+import operator
 import random
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -30,13 +31,14 @@ MAX_CLONED_BYTES = 1 << 20
 _NOT_PLAIN = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 _SEARCHED = (list, dict)
-_NUMBERS = (bool, int, float)
 _GENERATORS = (torch.Generator, random.Random)
 _SCALARS = (bool, int, float, str, tuple, type(None))
 # Objects with attributes that are not state of a forward, or not to be touched.
 _NOT_HOLDERS = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, Tensor)
 # Longer ones are copied, but not searched for tensors and generators.
 _MAX_SEARCHED = 64
+# A longer one outside of the modules is data, not what a forward collects.
+_MAX_OUTER_ITEMS = 10_000
 
 
 class HiddenState:
@@ -61,6 +63,7 @@ class HiddenState:
         self._owned: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._variables: list[tuple[Variable, Any]] = []
+        self._outer_contents: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Callable[[Any], Any], Any, Callable[[], Any]]] = []
         self._tensors: list[_Held] = []
         self.unrestorable = ""
@@ -87,7 +90,8 @@ class HiddenState:
             self._python = None
         if self._numpy is not None and _is_same(self._numpy, numpy_state()):
             self._numpy = None
-        self._variables = [found for found in self._variables if found[0].read() != found[1]]
+        self._variables = [found for found in self._variables if found[0].read() is not found[1]]
+        self._outer_contents = [found for found in self._outer_contents if not _holds_the_same(*found)]
         self._generators = [found for found in self._generators if not _is_same(found[1], found[2]())]
         self._tensors = [held for held in self._tensors if version_of(held.tensor) != held.version]
         large = [held for held in self._tensors if held.before is None]
@@ -101,6 +105,7 @@ class HiddenState:
         now._numpy = now._numpy if self._numpy is not None else None
         # A container or generator that has left the modules since is written to all the same.
         now._variables = [(variable, variable.read()) for variable, _ in self._variables]
+        now._outer_contents = [(live, live.copy()) for live, _ in self._outer_contents]
         now._contents += [(live, live.copy()) for live, _ in self._contents]
         now._generators += [(set_state, get_state(), get_state) for set_state, _, get_state in self._generators]
         self._put()
@@ -113,10 +118,13 @@ class HiddenState:
         """Remembers a variable outside of the modules; other objects than these are not taken to be their state."""
         value = variable.read()
         kind = type(value)
-        if kind in _NUMBERS:
+        if kind in _SCALARS or kind is Tensor:
             self._variables.append((variable, value))
-        elif kind in _CONTAINERS or kind in _GENERATORS:
-            self._own({}, {"": value}, "")
+        elif kind in _CONTAINERS:
+            if len(value) <= _MAX_OUTER_ITEMS:
+                self._outer_contents.append((value, value.copy()))
+        elif kind in _GENERATORS:
+            self._look_at({}, "", value, "", "")
 
     def _own(self, owner: dict[str, Any], values: dict[str, Any], path: str) -> None:
         self._owned.append((owner, values))
@@ -163,7 +171,7 @@ class HiddenState:
             owner.update(values)
         for variable, value in self._variables:
             variable.bind(value)
-        for live, copied in self._contents:
+        for live, copied in (*self._contents, *self._outer_contents):
             _refill(live, copied)
         with without_dispatch():
             for held in self._tensors:
@@ -196,6 +204,15 @@ def _refill(live: Any, copied: Any) -> None:
         live.extend(copied)
     else:
         live.update(copied)
+
+
+def _holds_the_same(live: Any, copied: Any) -> bool:
+    """Returns whether a container holds the very objects that it held."""
+    if len(live) != len(copied):
+        return False
+    if isinstance(live, dict):
+        return all(key in live and live[key] is value for key, value in copied.items())
+    return live == copied if isinstance(live, set) else all(map(operator.is_, live, copied))
 
 
 def _is_same(one: Any, other: Any) -> bool:

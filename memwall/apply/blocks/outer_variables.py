@@ -3,6 +3,7 @@
 A forward that runs twice would append to a global list twice, as would a hook that collects activations for the loss.
 """
 
+import dis
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +62,14 @@ def _hooks(modules: Sequence[nn.Module]) -> Iterator[Any]:
 
 def _globals_of(function: types.FunctionType) -> list[Variable]:
     names = function.__globals__
-    found = [name for name in function.__code__.co_names if name in names]
+    found = [name for name in _global_names(function.__code__) if name in names]
     return [Variable(functools.partial(names.get, name), functools.partial(names.__setitem__, name)) for name in found]
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    used = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"))
+    return tuple(dict.fromkeys(used))
 
 
 def _content(cell: types.CellType) -> Any:

@@ -75,12 +75,16 @@ class _Block:
             return self._forward(*args, **kwargs)
         forward, args, kwargs = self._caches.emptied(self._forward, args, kwargs)
         call = _Call(self, forward, args, kwargs)
+        tensors = self._tensors_of(call)
+        if any(tensor.is_inference() for tensor in tensors):
+            self._drop("it is called with a tensor of inference mode, which autograd keeps for no second run")
+            return forward(*args, **kwargs)
         if self._is_proven:
-            return call.begin(self._tensors_of(call))
+            return call.begin(tensors)
         if call.hidden.one_way:
             self._drop(f"{call.hidden.one_way} is an iterator, which a second run of its forward would move on")
             return forward(*args, **kwargs)
-        return self._prove(call, self._tensors_of(call))
+        return self._prove(call, tensors)
 
     def _tensors_of(self, call: "_Call") -> list[Tensor]:
         """Returns the call's tensors, and where none says so, one for the device whose random numbers are drawn."""
