@@ -23,6 +23,9 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 1 << 19
 # Any odd number with bits all over: 2^64 by the golden ratio.
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+# What CUDA's attention saves for its dropout: seed and offset, or both in one. Without dropout they are never written
+# (torch 2.13, aten/src/ATen/native/transformers/cuda/attention.cu), and another mask shows in the attention's result.
+_RANDOM_SHAPES, _RANDOM_DTYPES = (torch.Size(()), torch.Size((2,))), (torch.int64, torch.uint64)
 
 
 class Digest(NamedTuple):
@@ -170,6 +173,7 @@ class Digesting:
     def _pack(self, tensor: Tensor) -> Any:
         is_passed_by = self._passed_by and tensor.data_ptr() in self._passed_by
         is_passed_by = is_passed_by or (self._skips_workspaces and tensor.dtype is torch.uint8 and tensor.dim() == 1)
+        is_passed_by = is_passed_by or (tensor.shape in _RANDOM_SHAPES and tensor.dtype in _RANDOM_DTYPES)
         self.taken.append(Digest(tuple(tensor.shape), tensor.dtype, (), 0) if is_passed_by else digest_of(tensor))
         if self._repeated is not None and type(tensor) is Tensor:
             self._repeated.share(len(self.taken) - 1, self.taken[-1], tensor)

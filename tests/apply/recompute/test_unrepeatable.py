@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+from typing import Any
 
 import hidden_state
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hidden_state import Block, MeanInPlace, ReadsAGlobal, assert_same, trained, under
 from plans import plan_of
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from memwall.apply.blocks.hidden_state import MAX_CLONED_BYTES
 from memwall.errors import ApplyError
@@ -36,6 +38,37 @@ def test_a_block_that_cannot_be_repeated_is_not_recomputed_and_named(
         reason = executor.wrapped("1")[1].dropped
     assert "outside of the module" in reason
     assert [record.message for record in caplog.records] == [f"'1' keeps what it saves and is not recomputed: {reason}"]
+
+
+class _AttentionWithoutDropout(torch.autograd.Function):
+    """Saves a seed and an offset that nothing has written, as CUDA's attention does."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, left_by_others: int) -> Tensor:
+        seed = torch.full((), left_by_others, dtype=torch.int64)
+        ctx.save_for_backward(x, seed, seed.view(torch.uint64), torch.full((2,), left_by_others).view(torch.uint64))
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0].cos(), None
+
+
+def test_a_seed_of_attention_without_dropout_is_no_difference() -> None:
+    """GIVEN attention whose seed and offset are never written WHEN its block runs again THEN that is no obstacle."""
+
+    class Attention(Block):
+        written = itertools.count(1)
+
+        def between(self, y: Tensor) -> Tensor:
+            return _AttentionWithoutDropout.apply(y, next(self.written))
+
+    plain = nn.Sequential(Attention())
+    treated = copy.deepcopy(plain)
+    expected = trained(plain)
+    with under(treated, Recompute(block="0")) as executor:
+        assert_same(trained(treated), expected)
+        assert executor.wrapped("0")[1].dropped == ""
 
 
 def test_a_session_goes_on_and_says_which_block_is_not_recomputed() -> None:
