@@ -9,6 +9,8 @@
 #   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
 #       where its wheel brings CUDA)
 #   make test-deepspeed   real DeepSpeed on CPUs, in an environment of its own
+#   make test-phantom   the tests marked `gpu` and those of the phantom CUDA device, for which `make phantom` makes an
+#       environment (the CUDA build of torch, 5 GB once; phantom/README.md)
 #   make reference   write docs/reference.md anew, from the code
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
@@ -35,14 +37,19 @@ KERNEL_TESTS := tests/kernels/test_interpreter.py tests/kernels/test_ahead_of_ti
 DEEPSPEED := .venv/deepspeed
 DEEPSPEED_ENV := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(DEEPSPEED)/extensions PATH="$(CURDIR)/$(DEEPSPEED)/bin:$$PATH"
 DEEPSPEED_OPS := AsyncIOBuilder CPUAdamBuilder ShareMemCommBuilder
+# A CUDA build of torch over stub libraries, on top of .venv. Where an environment has that build and nvidia-cuda-crt
+# already, `make phantom PHANTOM_BASE=ENVIRONMENT` takes it from there.
+PHANTOM := .venv/phantom
+PHANTOM_BASE ?=
+PHANTOM_PYTEST = OMP_NUM_THREADS=1 PHANTOM_ENV=$(PHANTOM) phantom/run python -m pytest $(ON_TWO_CORES)
 # A release of torch beside that of .venv: `make test-torch RELEASE=2.15.0`.
 RELEASE ?= 2.11.0
 RELEASE_FOLDER = .venv/torch-$(RELEASE)
-UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and not cgroup and not deepspeed"
+UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and not phantom and not cgroup and not deepspeed"
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv reference test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
+.PHONY: venv reference phantom test-phantom test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -92,6 +99,18 @@ $(DEEPSPEED)/.installed: $(STAMP)
 test-deepspeed: $(DEEPSPEED)/.installed
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python -m pytest -m deepspeed tests/integrations/test_deepspeed_runs.py \
 	    tests/apply/optimizer_state/test_deepspeed_adam.py
+
+phantom: $(PHANTOM)/.installed
+
+$(PHANTOM)/.installed: $(wildcard phantom/*.py phantom/src/*) memwall/data/hardware.toml | $(STAMP)
+	$(BIN)/python phantom/environment.py $(PHANTOM) --torch '$(TORCH)' $(if $(PHANTOM_BASE),--base $(PHANTOM_BASE))
+	touch $@
+
+# Status 77: the CUDA build cannot be had here, and a line has said why.
+test-phantom: | $(STAMP)
+	@$(BIN)/python phantom/environment.py $(PHANTOM) --torch '$(TORCH)' $(if $(PHANTOM_BASE),--base $(PHANTOM_BASE)); \
+	    status=$$?; [ $$status -ne 77 ] || exit 0; [ $$status -eq 0 ] || exit $$status; \
+	    $(PHANTOM_PYTEST) -m "(gpu or phantom) and not exhaustive" tests
 
 bench-cpu-adam: $(DEEPSPEED)/.installed
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python benchmarks/cpu_adam.py

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from phantom_processes import is_phantom, pytest_runtest_protocol
 
 if TYPE_CHECKING:
     from memwall.patches import InEffect
+
+__all__ = ["pytest_runtest_protocol"]
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +98,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ]
         if missing:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
-        if item.get_closest_marker("gpu") is not None and not _has_gpu():
+        if item.get_closest_marker("phantom") is not None:
+            if not is_phantom():
+                item.add_marker(pytest.mark.skip(reason="needs the phantom device: make test-phantom"))
+        elif item.get_closest_marker("gpu") is not None and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def _has_gpu() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    # A phantom device is left untouched here: each test has settings of its own.
+    return is_phantom() or torch.cuda.is_available()

@@ -35,6 +35,10 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     flops: dict[Dtype, _Rate]
     """Dense FLOP/s by dtype, accumulated in fp32; `tf32` is fp32 input on matrix units. A missing dtype has no unit."""
     compute_capability: Annotated[str, Meta(pattern=r"^\d+\.\d$")]
+    num_multiprocessors: Annotated[int, Meta(gt=0)]
+    """Streaming multiprocessors of NVIDIA, compute units of AMD: `multi_processor_count` of torch's properties."""
+    l2_cache_bytes: _Bytes
+    """As torch's device properties have it; on AMD that of one die."""
     pcie_generation: Literal[3, 4, 5, 6]
     host_link_bytes_per_second: _Rate
     """Between device and host, in one direction."""

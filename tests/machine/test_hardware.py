@@ -67,7 +67,7 @@ def device(request: pytest.FixtureRequest) -> Hardware:
 
 def test_every_figure_has_a_source_that_says_where_it_was_read(device: Hardware) -> None:
     figures = {"usable_bytes", "memory_bytes_per_second", "compute_capability", "host_link_bytes_per_second"}
-    figures |= {"context_bytes", "communicator_bytes", "flops"}
+    figures |= {"num_multiprocessors", "l2_cache_bytes", "context_bytes", "communicator_bytes", "flops"}
     if device.peer_link_bytes_per_second is not None:
         figures.add("peer_link_bytes_per_second")
     assert set(device.sources) == figures

@@ -1,0 +1,81 @@
+"""Makes the environment of the phantom device: a CUDA build of torch on top of .venv, and the built stubs.
+
+    .venv/bin/python phantom/environment.py FOLDER [--torch torch==2.13.0] [--base ENVIRONMENT]
+
+`--base` names an environment that has the CUDA build and nvidia-cuda-crt already, so that nothing is downloaded. Exit
+status 77: the CUDA build cannot be had here.
+"""
+
+import argparse
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.metadata import entry_points
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CANNOT = 77
+# Two headers that cuda_runtime_api.h includes; the packages that torch requires leave them out.
+CRT = "nvidia-cuda-crt==13.0.*"
+SCRIPTS = ("memwall", "pytest", "torchrun", "accelerate")
+PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+
+def purelib_of(environment: Path) -> str:
+    """Returns the folder of an environment's packages."""
+    return subprocess.check_output([environment / "bin" / "python", "-c", PURELIB], text=True).strip()
+
+
+def refuse(why: str) -> None:
+    print(f"phantom: skipped, {why}", file=sys.stderr)
+    sys.exit(CANNOT)
+
+
+def install(folder: Path, torch: str) -> None:
+    """Installs the CUDA build of torch from the package index, about 5 GB."""
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"]
+    done = subprocess.run([*pip, torch, CRT], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        refuse(f"the CUDA build of {torch} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--torch", default="torch==2.13.0")
+    parser.add_argument("--base", type=Path)
+    options = parser.parse_args()
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        refuse(f"torch has no CUDA build with stubs for {sys.platform} on {platform.machine()}")
+    missing = [tool for tool in ("g++", "nm") if shutil.which(tool) is None]
+    if missing:
+        refuse(f"{' and '.join(missing)} not found; Debian's package g++ has them")
+    folder = options.folder.absolute()
+    venv.create(folder, with_pip=False, symlinks=True)
+    purelib = Path(purelib_of(folder))
+    below = [sysconfig.get_path("purelib")]
+    if options.base:
+        below.insert(0, purelib_of(options.base))
+    else:
+        install(folder, options.torch)
+    lines = ["import site", *(f"site.addsitedir({each!r})" for each in below), "import phantom.start"]
+    (purelib / "phantom.pth").write_text("; ".join(lines) + "\n")
+    link = purelib / "phantom"
+    link.unlink(missing_ok=True)
+    link.symlink_to(HERE)
+    python = folder / "bin" / "python"
+    for entry in entry_points(group="console_scripts"):
+        if entry.name in SCRIPTS:
+            script = folder / "bin" / entry.name
+            script.write_text(
+                f"#!{python}\nimport sys\nfrom {entry.module} import {entry.attr} as main\nsys.exit(main())\n"
+            )
+            script.chmod(0o755)
+    subprocess.run([python, HERE / "build.py", folder / "device"], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The phantom device itself: its cards, its memory, its settings, and what it says of calls that did nothing."""
+
+import ctypes
+import os
+
+import pytest
+import torch
+
+from memwall.machine.hardware import hardware_named
+
+pytestmark = pytest.mark.phantom
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "card", [pytest.param(name, marks=pytest.mark.phantom(card=name)) for name in ("h100-80gb", "l4", "t4", "b200")]
+)
+def test_a_card_has_the_figures_of_hardware_toml(card: str) -> None:
+    known, found = hardware_named(card), torch.cuda.get_device_properties(0)
+    assert found.total_memory == known.usable_bytes
+    assert f"{found.major}.{found.minor}" == known.compute_capability
+    assert (found.multi_processor_count, found.L2_cache_size) == (known.num_multiprocessors, known.l2_cache_bytes)
+    assert found.name == known.product
+
+
+@pytest.mark.phantom(memory_bytes=1 << 30, context_bytes=100 * MIB, numbers=False)
+def test_memory_ends_where_the_card_says() -> None:
+    held = torch.empty(900 * MIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.mem_get_info() == (24 * MIB, 1 << 30)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 26.00 MiB. GPU 0 has a total capacity of 1024"):
+        torch.empty(26 * MIB, dtype=torch.uint8, device="cuda")
+    del held
+
+
+@pytest.mark.phantom(numbers=False)
+def test_more_memory_than_the_host_has_can_be_allocated() -> None:
+    held = [torch.empty(10 << 30, dtype=torch.uint8, device="cuda") for _ in range(7)]
+    assert torch.cuda.memory_allocated() == 70 << 30
+    assert held[0][:4].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.phantom(devices=3)
+def test_devices_have_memory_of_their_own() -> None:
+    assert torch.cuda.device_count() == 3
+    there = torch.arange(8.0, device="cuda:2")
+    assert torch.equal(there.to("cuda:1").mul(2).cpu(), torch.arange(8.0) * 2)
+    assert torch.cuda.memory_allocated(0) == 0
+    assert torch.cuda.memory_allocated(2) == 512
+
+
+def test_values_are_those_of_the_cpu() -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    weight = torch.nn.Linear(32, 16)
+    there = torch.nn.Linear(32, 16).cuda()
+    there.load_state_dict(weight.state_dict())
+    here, found = weight(x).relu(), there(x.cuda()).relu()
+    here.square().sum().backward()
+    found.square().sum().backward()
+    assert torch.equal(found.cpu(), here)
+    assert there.weight.grad is not None
+    assert weight.weight.grad is not None
+    assert torch.equal(there.weight.grad.cpu(), weight.weight.grad)
+
+
+def test_a_call_that_did_nothing_is_counted() -> None:
+    """GIVEN a function of cuSOLVER's that nobody wrote WHEN it is called THEN the account names it."""
+    ctypes.CDLL("libcusolver.so.12").cusolverDnCreate(None)
+    device = ctypes.CDLL(os.environ["PHANTOM_LIBRARY"])
+    text = ctypes.create_string_buffer(1 << 20)
+    device.phantom_account(text, ctypes.c_size_t(len(text)))
+    assert "stub\t1\tcusolverDnCreate" in text.value.decode().splitlines()
