@@ -27,7 +27,9 @@ def test_a_card_has_the_figures_of_hardware_toml(card: str) -> None:
 def test_memory_ends_where_the_card_says() -> None:
     held = torch.empty(900 * MIB, dtype=torch.uint8, device="cuda")
     assert torch.cuda.mem_get_info() == (24 * MIB, 1 << 30)
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 26.00 MiB. GPU 0 has a total capacity of 1024"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"Tried to allocate 26\.00 MiB\. GPU 0 has a total capacity of 1024"
+    ):
         torch.empty(26 * MIB, dtype=torch.uint8, device="cuda")
     del held
 
