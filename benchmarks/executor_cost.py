@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.blocks.recomputed import recomputed
+from memwall.apply.blocks.recomputed import RecomputedBlock
 from memwall.planning.techniques.recompute import Recompute
 from memwall.triton_kernels.recompute import publish, recompute_handles
 
@@ -76,10 +76,10 @@ def main() -> None:
     torch.set_num_threads(1)
     blocks = [Chain() for _ in range(NUM_BLOCKS)]
     plain: list[Callable[..., Any]] = [block.forward for block in blocks]
-    full = [recomputed(block, block.forward, Recompute(block="b")) for block in blocks]
+    full = [RecomputedBlock(block, block.forward, Recompute(block="b")).run for block in blocks]
     # Keeping every result leaves nothing to recompute: what remains is the cost of asking for each operation.
     kept = tuple(range(NUM_OPS))
-    selective = [recomputed(block, block.forward, Recompute(block="b", kept_ops=kept)) for block in blocks]
+    selective = [RecomputedBlock(block, block.forward, Recompute(block="b", kept_ops=kept)).run for block in blocks]
     arms = {
         "plain": plain,
         "full": full,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memwall.errors import MemwallError as MemwallError
     from memwall.errors import NoEffectError as NoEffectError
     from memwall.errors import NotAvailableError as NotAvailableError
+    from memwall.errors import NotExactError as NotExactError
     from memwall.errors import OffloadIOError as OffloadIOError
     from memwall.errors import OutOfMemoryError as OutOfMemoryError
     from memwall.errors import PlanError as PlanError
@@ -46,6 +47,7 @@ _HOMES = {
     "MemwallError": "memwall.errors",
     "NoEffectError": "memwall.errors",
     "NotAvailableError": "memwall.errors",
+    "NotExactError": "memwall.errors",
     "OffloadIOError": "memwall.errors",
     "OutOfMemoryError": "memwall.errors",
     "Plan": "memwall.planning.planfile",

@@ -114,6 +114,22 @@ class NoEffectError(ApplyError):
         self.action, self.expected, self.found = action, expected, found
 
 
+class NotExactError(ApplyError):
+    """An action gave other bits than it says, and the step could not be put right; no parameter has changed by it.
+
+    Attributes:
+        action: which one, and where it acts.
+        found: what differs.
+    """
+
+    def __init__(self, *, action: str, found: str) -> None:
+        super().__init__(
+            f"{action} changes the training, though it says that it does not: {found}. The run ends before a gradient "
+            "of this step is used; make the plan without it, or report it with the model"
+        )
+        self.action, self.found = action, found
+
+
 class StoreError(MemwallError):
     """Host or disk space for offloaded bytes is missing, unsuitable or full."""
 

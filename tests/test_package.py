@@ -28,6 +28,7 @@ PUBLIC_NAMES = [
     "MemwallError",
     "NoEffectError",
     "NotAvailableError",
+    "NotExactError",
     "OffloadIOError",
     "OutOfMemoryError",
     "Plan",

@@ -1,13 +1,18 @@
 """A plan in effect: every action applied by its handler, and undone in reverse."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from memwall.apply.effect import Effects
-from memwall.apply.technique import Target, handler_of, registered, tag_of
+from memwall.apply.effect import Effect, Effects
+from memwall.apply.technique import Handler, Target, handler_of, registered, tag_of
+from memwall.errors import NotExactError
 
-__all__ = ["AppliedPlan"]
+__all__ = ["PROOF_STEPS", "AppliedPlan"]
+
+PROOF_STEPS = 1000
+"""Every so many steps actions prove themselves, from the first one under a plan on."""
 
 
 @dataclass(eq=False, repr=False)
@@ -16,6 +21,8 @@ class AppliedPlan(Target):
 
     effects: Effects = field(default_factory=lambda: Effects(()), init=False)
     """To be checked after each optimizer step."""
+    _watched: list[tuple[Handler[Any], Effect]] = field(default_factory=list, init=False)
+    _num_steps: int = field(default=0, init=False)
 
     def apply(self) -> None:
         """Applies every action, or none.
@@ -33,8 +40,9 @@ class AppliedPlan(Target):
                 if not self.is_set_by_loop(each):
                     each.apply(self)
             if self.is_watched:
-                found = (each.effect(self) for each in self.handlers)
-                self.effects = Effects([effect for effect in found if effect is not None])
+                found = [(each, each.effect(self)) for each in self.handlers]
+                self._watched = [(handler, effect) for handler, effect in found if effect is not None]
+                self.effects = Effects([effect for _, effect in self._watched])
                 self.on_undo(self.effects.close)
         except BaseException as error:
             try:
@@ -87,6 +95,31 @@ class AppliedPlan(Target):
         """Prepares a step; to be called before its first forward."""
         self.allocator.hold_limit()
         self.blocks.begin_step()
+        if self._num_steps % PROOF_STEPS <= 1:
+            for handler in self.handlers:
+                handler.set_proving(self, is_proving=self._num_steps % PROOF_STEPS == 0)
+        self._num_steps += 1
+
+    def check_proofs(self) -> None:
+        """Checks that no action has made the gradients others than they are without it; before they are used.
+
+        Raises:
+            NotExactError: one has, and could not put it right.
+        """
+        for handler in self.handlers:
+            if found := handler.disproof(self):
+                raise NotExactError(action=_name_of(handler), found=found)
+
+    def check_effects(self) -> None:
+        """Checks that actions do something; to be called after each optimizer step.
+
+        Raises:
+            NoEffectError: one does not, and nobody has been told so.
+        """
+        for handler, effect in self._watched:
+            if handler.lost(self):
+                self.effects.forget(effect)
+        self.effects.check()
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
@@ -94,6 +127,12 @@ class AppliedPlan(Target):
         return (0, 0) if self.engine is None else (self.engine.bytes_written, self.engine.bytes_read)
 
     @property
-    def not_recomputed(self) -> dict[str, str]:
-        """Returns blocks that gave other results when they ran again, each with the reason; they run plainly now."""
-        return self.blocks.not_recomputed() if "blocks" in vars(self) else {}
+    def lost(self) -> dict[tuple[str, str], str]:
+        """Returns the reason for each action that was found to change the training, by its tag and block."""
+        lost = ((handler, handler.lost(self)) for handler in self.handlers)
+        return {(tag_of(one.action), getattr(one.action, "block", "")): reason for one, reason in lost if reason}
+
+
+def _name_of(handler: Handler[Any]) -> str:
+    block = getattr(handler.action, "block", "")
+    return f"{tag_of(handler.action)} of '{block}'" if block else tag_of(handler.action)

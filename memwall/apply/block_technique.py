@@ -61,6 +61,7 @@ class BlockHandler(Handler[B]):
 
     watches: ClassVar[type[BlockEffect]]
     """Makes what watches the block."""
+    _layer: BlockLayer | None = None
 
     def layer(self, target: Target) -> BlockLayer:
         """Returns what goes around the block; what it opens for that it tells `target.on_undo`.
@@ -80,9 +81,14 @@ class BlockHandler(Handler[B]):
             return
         for handler in target.handlers:
             if isinstance(handler, BlockHandler):
-                target.blocks.add(handler.action.block, handler.layer(target))
+                handler._layer = handler.layer(target)
+                target.blocks.add(handler.action.block, handler._layer)
         target.on_undo(target.blocks.undo)
         target.blocks.apply()
+
+    def set_proving(self, target: Target, *, is_proving: bool) -> None:
+        if self._layer is not None:
+            self._layer.set_proving(is_proving)
 
     def effect(self, target: Target) -> BlockEffect | None:
         """Watches the block. The model as one block is wrapped while it is being called: that call says nothing."""

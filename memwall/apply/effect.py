@@ -71,6 +71,12 @@ class Effects:
                 names,
             )
 
+    def forget(self, effect: Effect) -> None:
+        """Ends the watch of one, if it is still watched."""
+        if effect in self._open:
+            effect.close()
+            self._open.remove(effect)
+
     def close(self) -> None:
         """Ends the watch."""
         while self._open:

@@ -53,6 +53,9 @@ class StateHandler(Handler[S]):
             target.on_undo(target.keeper.bring_back, is_state=True)
             self.place(target)
 
+    def set_proving(self, target: Target, *, is_proving: bool) -> None:
+        target.keeper.set_proving(is_proving)
+
     def optimizer_known(self, target: Target, optimizer: torch.optim.Optimizer) -> None:
         self.apply(target)
 

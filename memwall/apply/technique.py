@@ -168,6 +168,21 @@ class Handler(Generic[A]):
         """Returns what to watch in the first steps, once all is applied; None where nothing can be said."""
         return None
 
+    def set_proving(self, target: Target, *, is_proving: bool) -> None:
+        """Has the action compare, in the steps until this is called again, what it gives with what is so without it.
+
+        It is asked for that in the first step under a plan, and every so many steps from then on. One that finds a
+        difference gives what is so without it, in this very step, does nothing from then on, and is `lost`.
+        """
+
+    def lost(self, target: Target) -> str:
+        """Returns why the action is not carried out any more, which the log has said; "" while it is."""
+        return ""
+
+    def disproof(self, target: Target) -> str:
+        """Returns what differed in the step so far and was not put right; asked before gradients are used."""
+        return ""
+
     def held_bytes(self, tier: Tier) -> int:
         """Returns what the action means to use of a tier for other things than saved tensors."""
         return 0

@@ -43,6 +43,9 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_replans: int = 0
     not_recomputed: dict[str, str] = {}
     """Blocks that the plan recomputes and the run did not, since they gave other results; with the reason."""
+    lost: dict[str, str] = {}
+    """Other actions of the plan, by kind and block, that the run found to change the training and dropped; with the
+    reason."""
     not_itemised_bytes: int = 0
     """Process bytes of the steps' peak that no part of the forecast accounts for; negative if it foresaw more."""
 

@@ -35,6 +35,8 @@ def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs) -> Me
     treatments: list[Treatment | None] = [None]
     moved: dict[str, int] = {}
     for technique in techniques():
+        if (technique.tag, block.path) in costs.lost:
+            continue
         for name, treatment, than in technique.block_options(trace, model, block, costs, tuple(moved)):
             seconds, moved[name] = _price(model, block, treatment, costs)
             most_bytes = moved.get(than, math.inf)

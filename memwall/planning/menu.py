@@ -25,8 +25,8 @@ class Costs(Struct, frozen=True, kw_only=True):
     """For floating-point numbers that leave in a byte each, out and back; None where they may not."""
     runs_ahead: bool = False
     """Whether operations run on a device behind the host, whose own work is hidden as long as the device is busy."""
-    not_recomputed: tuple[str, ...] = ()
-    """Paths of blocks that a run found to give other results when they run again."""
+    lost: tuple[tuple[str, str], ...] = ()
+    """Actions, by tag and block, that a run found to change the training: they are not offered again."""
     num_passes: int = 1
     """Times a step runs the recorded calls: micro-batches that each recompute and move anew. The seconds of operations
     are those of all passes together."""

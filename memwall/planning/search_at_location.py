@@ -184,7 +184,7 @@ class SearchAtLocation:
             pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
             runs_ahead=self._trace.device != "cpu",
             num_passes=batch.num_parts,
-            not_recomputed=self._settings.not_recomputed,
+            lost=self._settings.lost,
         )
         menus = build_menus(self._trace, batch.model, costs)
         tier, link = machine.next_tier if with_disk else None, None

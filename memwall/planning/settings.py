@@ -34,8 +34,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Why the model's parameters cannot be on disk between their uses; "" where nothing is known against it."""
     is_built_on_disk: bool = False
     """Whether parameters go to disk as they are made, so that building the model needs no room for all of them."""
-    not_recomputed: tuple[str, ...] = ()
-    """Blocks that a run found to give other results when they run again."""
+    lost: tuple[tuple[str, str], ...] = ()
+    """Actions, by tag and block, that a run found to change the training."""
     hardware: Hardware | None = None
     """The device to plan for where it is not here; the trace is translated to it."""
     first_step: FirstStep | None = None

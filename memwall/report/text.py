@@ -214,6 +214,7 @@ def run_report(report: RunReport) -> Group:
         Text(f"Within the budget: {'no' if verify_status(report) == 5 else 'yes'}\nRun: {', '.join(run_facts)}."),
         *(Text(line, style="yellow") for line in time_findings(report)),
         *(Text(f"Not recomputed: '{path}': {reason}.", style="yellow") for path, reason in not_recomputed),
+        *(Text(f"Dropped: {name}: {reason}.", style="yellow") for name, reason in sorted(measured.lost.items())),
         Text(
             f"Counted: bytes of the process on {forecast.device}; margin {format_bytes(forecast.margin_bytes)}. "
             f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.",

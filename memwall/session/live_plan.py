@@ -320,15 +320,27 @@ class LivePlan:
             NoEffectError: an action has none.
         """
         if self.applied is not None:
-            self._measured.note_not_recomputed(self.applied.not_recomputed)
-            self.applied.effects.check()
+            self._measured.lost |= self.applied.lost
+            self.applied.check_effects()
 
-    def note_not_recomputed(self) -> bool:
-        """Has plans from now on recompute no block that was found not to repeat itself; tells whether one is new."""
+    def check_proofs(self) -> None:
+        """Checks that no action has changed the gradients; to be called before an optimizer uses them.
+
+        Raises:
+            NotExactError: one has.
+        """
         if self.applied is not None:
-            self._measured.note_not_recomputed(self.applied.not_recomputed)
-        known, present = self.settings.not_recomputed, tuple(sorted(self._measured.not_recomputed))
-        self.settings = msgspec.structs.replace(self.settings, not_recomputed=present)
+            self.applied.check_proofs()
+
+    def note_lost(self) -> bool:
+        """Has plans from now on do nothing to a block that was found to change the training; tells whether one is new.
+
+        That is what an action found itself, see `Handler.set_proving`.
+        """
+        if self.applied is not None:
+            self._measured.lost |= self.applied.lost
+        known, present = self.settings.lost, tuple(sorted(self._measured.lost))
+        self.settings = msgspec.structs.replace(self.settings, lost=present)
         return present != known
 
     def end_showing(self) -> None:

@@ -29,8 +29,8 @@ class Measurements(Struct, kw_only=True):
     step_seconds: list[float] = []
     num_steps: int = 0
     num_replans: int = 0
-    not_recomputed: dict[str, str] = {}
-    """Blocks that the plan recomputes and the run does not, and why."""
+    lost: dict[tuple[str, str], str] = {}
+    """Actions of the plan, by tag and block, that the run has found to change the training and dropped, and why."""
     oom_recoveries: int = 0
     """Failures to get memory after which a step was done again."""
     bytes_to_tier: int = 0
@@ -118,10 +118,6 @@ class Measurements(Struct, kw_only=True):
     def note_planning(self, seconds: float) -> None:
         """Notes the time between the recorded step and its plan."""
         self.plan_seconds = seconds
-
-    def note_not_recomputed(self, found: dict[str, str]) -> None:
-        """Notes blocks that the run no longer recomputes, and why."""
-        self.not_recomputed |= found
 
 
 def standing_bytes(model: nn.Module, optimizers: Optimizers, trace: Trace) -> int:

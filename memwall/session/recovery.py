@@ -52,12 +52,12 @@ class Recovery:
     def plan_again(self) -> None:
         """Plans anew before the next step, if the last one used more than foreseen.
 
-        What it used beyond that is charged to the process, unless blocks that did not repeat themselves explain it.
+        What it used beyond that is charged to the process, unless actions that were dropped explain it.
         """
         if not self._excess_bytes:
             return
         excess, self._excess_bytes = self._excess_bytes, 0
-        is_explained = self._live.note_not_recomputed()
+        is_explained = self._live.note_lost()
         try:
             revision = self._live.revised(charged_bytes=0 if is_explained else excess)
         except InfeasibleError as error:
@@ -109,7 +109,7 @@ class Recovery:
         """
         before = self._live.plan
         assert before is not None
-        self._live.note_not_recomputed()
+        self._live.note_lost()
         self._live.allocator.trim()
         charged_bytes = max(0, found.held_bytes + found.asked_bytes - _foreseen_bytes(before))
         try:

@@ -317,7 +317,13 @@ class Session:
         self._step_begin = time.perf_counter()
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Moves the state that has no room to disk, in a step that is recorded."""
+        """Moves the state that has no room to disk, in a step that is recorded; in others gradients must be right.
+
+        Raises:
+            NotExactError: an action of the plan has made them others.
+        """
+        if self._borders.in_step:
+            self._live.check_proofs()
         if self._live.recorded is not None:
             self._live.recorded.before_optimizer(self._borders.optimizers)
 
@@ -342,12 +348,12 @@ class Session:
 
     def _begin_run(self) -> None:
         self.measured.begin_run(self._borders.attached_model)
+        self._borders.watch_optimizers()
         if self._live.is_given:
             self._live.apply()
             self.state = "running"
             return
         self._live.record()
-        self._borders.watch_optimizers()
         self.state = "recording"
 
     def _make_room(self) -> None:

@@ -1,5 +1,6 @@
 """A technique is a record and a handler: one that only this file knows is applied, checked and taken back as any."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import Handler, Target, handler_of, register, unregister
-from memwall.errors import ApplyError, IntegrationError, NoEffectError, StoreError
+from memwall.errors import ApplyError, IntegrationError, NoEffectError, NotExactError, StoreError
 from memwall.integrations.deepspeed import apply_rest
 from memwall.planning import technique
 from memwall.planning.action import Action
@@ -79,17 +80,58 @@ class HalveEffect(Effect):
         seen.append("closed")
 
 
+class Scale(Action, frozen=True, kw_only=True, tag="scale"):
+    """Says that it multiplies what a module returns by one; by two where `factor` is wrong."""
+
+    module: str
+    factor: float = 1.0
+    can_repair: bool = True
+
+
+class Scaling(technique.Technique[Scale]):
+    record = Scale
+    order = 97
+
+
+class ScaleHandler(Handler[Scale]):
+    """Compares, while it proves itself, what it returns with what the module does."""
+
+    is_proving, found = False, ""
+
+    def apply(self, target: Target) -> None:
+        handle = target.model.get_submodule(self.action.module).register_forward_hook(self._scale)
+        target.on_undo(handle.remove)
+
+    def set_proving(self, target: Target, *, is_proving: bool) -> None:
+        self.is_proving = is_proving
+
+    def _scale(self, module: nn.Module, args: object, out: Tensor) -> Tensor:
+        scaled = out * self.action.factor
+        if self.is_proving and not torch.equal(scaled, out):
+            self.found = "what it returns is not what the module does"
+        return out if self.found and self.action.can_repair else scaled
+
+    def lost(self, target: Target) -> str:
+        return self.found if self.action.can_repair else ""
+
+    def disproof(self, target: Target) -> str:
+        return "" if self.action.can_repair else self.found
+
+
 seen: list[str] = []
 
 
 @pytest.fixture(autouse=True)
 def _toy() -> Iterator[None]:
     register("halve")(HalveHandler)
+    register("scale")(ScaleHandler)
     technique.register(Halving())
+    technique.register(Scaling())
     seen.clear()
     yield
-    technique.unregister("halve")
-    unregister("halve")
+    for tag in ("halve", "scale"):
+        technique.unregister(tag)
+        unregister(tag)
 
 
 def applied_to(model: nn.Module, *actions: Action, keeper: StateKeeper | None = None) -> AppliedPlan:
@@ -130,6 +172,28 @@ def test_a_new_technique_without_effect_stops_a_session() -> None:
     with pytest.raises(NoEffectError, match=r"halving has no effect: .* 'blocks\.1' was not called"):  # noqa: SIM117
         with Session(plan=plan) as session:
             train(session, model)
+
+
+def test_a_new_technique_that_is_disproved_is_dropped_in_the_same_step() -> None:
+    model = Model()
+    plain = copy.deepcopy(model)
+    with Session(plan=plan_of(plain, Scale(module="blocks.1"))) as session:
+        train(session, plain)
+    assert session.measured.lost == {}
+    with Session(plan=plan_of(model, Scale(module="blocks.1", factor=2.0))) as session:
+        train(session, model)
+    assert session.measured.lost == {("scale", ""): "what it returns is not what the module does"}
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_new_technique_that_cannot_put_a_step_right_ends_the_run_before_its_gradients_are_used() -> None:
+    model = Model()
+    before = copy.deepcopy(model)
+    plan = plan_of(model, Scale(module="blocks.1", factor=2.0, can_repair=False))
+    with pytest.raises(NotExactError, match=r"scale changes the training, .*: what it returns is not what"):  # noqa: SIM117
+        with Session(plan=plan) as session:
+            train(session, model)
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
 
 
 def test_a_plan_without_it_has_it_take_back_what_it_left() -> None:

@@ -54,7 +54,7 @@ class Normed(nn.Module):
 def menu_names(
     layer: Callable[[int], nn.Module],
     pack_seconds_per_element: float | None = None,
-    not_recomputed: tuple[str, ...] = (),
+    lost: tuple[tuple[str, str], ...] = (),
 ) -> list[set[str]]:
     torch.manual_seed(0)
     trace = record(
@@ -73,7 +73,7 @@ def menu_names(
         min_bytes=1024,
         can_offload=True,
         pack_seconds_per_element=pack_seconds_per_element,
-        not_recomputed=not_recomputed,
+        lost=lost,
     )
     menus = build_menus(trace, StepModel(step, trace.names, blocks), costs)
     assert len(menus) == 3
@@ -126,7 +126,7 @@ def test_batch_norm_is_offered_since_the_executor_spares_its_statistics() -> Non
 
 
 def test_a_block_that_a_run_found_not_to_repeat_itself_is_offered_for_moving_only() -> None:
-    first, second, third = menu_names(Normed, not_recomputed=("2",))
+    first, second, third = menu_names(Normed, lost=(("recompute", "2"),))
     assert second == {"keep", "offload"}
     assert "full" in first & third
 

@@ -18,6 +18,7 @@ class BlockCounts:
         "num_offered",
         "num_rebuilt",
         "num_runs",
+        "stays",
     )
 
     def __init__(self) -> None:
@@ -29,6 +30,8 @@ class BlockCounts:
         """Counts runs of a recomputed block's own forward."""
         self.dropped = ""
         """Says why it is not recomputed although the plan says so."""
+        self.stays = ""
+        """Says why what it saves stays although the plan moves it."""
         self.num_rebuilt = 0
         """Counts saved tensors that became the recipe to rebuild them."""
         self.num_offered = 0

@@ -4,6 +4,7 @@ On the CPU a digest is a checksum, at once. On a device it is a number that stay
 compared: asking for each one would wait for the device each time.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -16,7 +17,7 @@ from memwall.torch_internals.autograd import innermost_saved_tensor_hooks, versi
 from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import own_buffers
 
-__all__ = ["Digest", "Digesting", "difference", "digest_of", "weighted_sum"]
+__all__ = ["Digest", "Digesting", "Place", "difference", "digest_of", "weighted_sum", "written"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements that are worked on at a time, where that takes a copy.
@@ -37,6 +38,31 @@ class Digest(NamedTuple):
     """Dimensions from the one with the longest stride on."""
     value: int | Tensor
     """0 where there are no bits to be read: of a subclass, a sparse tensor, one on the meta device."""
+
+
+class Place(NamedTuple):
+    """Says where a tensor lies, and keeps nothing alive."""
+
+    storage: "weakref.ref[torch.UntypedStorage]"
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Returns that of a strided tensor."""
+        storage = weakref.ref(tensor.untyped_storage())
+        return cls(storage, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def tensor(self) -> Tensor | None:
+        """Returns what lies there now; None where the memory has been given back."""
+        storage = self.storage()
+        if storage is None:
+            return None
+        with without_dispatch(), torch.no_grad():
+            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 def digest_of(tensor: Tensor) -> Digest:
@@ -69,6 +95,15 @@ def difference(first: Sequence[Digest], second: Sequence[Digest]) -> str:
         if one != other:
             return f"number {number} of the {len(first)} tensors that it keeps, {_name(a)}, has other values"
     return ""
+
+
+def written(places: Sequence[tuple[Digest, Place]]) -> str:
+    """Returns what of the tensors that still lie somewhere has other bits by now; "" if nothing has.
+
+    No version counter sees what is written past autograd, by `tensor.data` or through numpy.
+    """
+    there = [(digest, tensor) for digest, place in places if (tensor := place.tensor()) is not None]
+    return difference([digest for digest, _ in there], [digest_of(tensor) for _, tensor in there])
 
 
 def weighted_sum(words: Tensor) -> Tensor:
@@ -144,6 +179,8 @@ class Digesting:
         self._norms, self._keeps, self._repeated = norms, keeps, repeats
         self._skips_workspaces = skips_workspaces
         self._kept: list[_Kept] = []
+        self.places: list[tuple[Digest, Place]] = []
+        """Says where tensors lie that are kept, as long as they do."""
         self._passed_by: frozenset[int] = frozenset()
 
     def __enter__(self) -> Self:
@@ -181,6 +218,8 @@ class Digesting:
         if not self._keeps:
             return packed
         self._kept.append(_Kept(packed, tensor))
+        if self.taken[-1].order:
+            self.places.append((self.taken[-1], Place.of(tensor)))
         return self._kept[-1]
 
     def _unpack(self, packed: Any) -> Any:

@@ -65,6 +65,9 @@ class BlockLayer:
         """Returns a forward in place of the module's; it is called where gradients are computed."""
         return forward
 
+    def set_proving(self, is_proving: bool) -> None:
+        """Has the layer compare what it gives with what is so without it, see `Handler.set_proving`."""
+
     def around(self, call: BlockCall) -> AbstractContextManager[Any]:
         """Returns what each such call is made in; torch calls the innermost saved-tensor hooks alone."""
         return nullcontext()
@@ -136,10 +139,6 @@ class BlockExecutor:
     def wrapped(self, path: str) -> tuple[nn.Module, BlockCounts]:
         """Returns a block that was wrapped, and what its wrapper counts."""
         return self._modules[path], self._counts[path]
-
-    def not_recomputed(self) -> dict[str, str]:
-        """Returns the blocks that gave other results when they ran again, and run plainly now; each with the reason."""
-        return {path: counts.dropped for path, counts in self._counts.items() if counts.dropped}
 
     def undo(self) -> None:
         """Gives every module its forward back. Graphs already built keep working."""

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from memwall.apply.blocks.call_arguments import CallArguments
 from memwall.apply.blocks.counts import BlockCounts
-from memwall.apply.blocks.digests import Digest, Digesting, difference, digest_of
+from memwall.apply.blocks.digests import Digest, Digesting, Place, difference, digest_of, written
 from memwall.apply.blocks.hidden_state import MAX_CLONED_BYTES, HiddenState
 from memwall.apply.blocks.kept_operations import KeptOperations
 from memwall.apply.blocks.kv_caches import OwnCaches
@@ -34,15 +34,15 @@ from memwall.torch_internals.dispatch import TorchDispatchMode, without_dispatch
 from memwall.torch_internals.modules import is_running_norm, own_buffers
 from memwall.units import format_bytes
 
-__all__ = ["recomputed"]
+__all__ = ["RecomputedBlock"]
 
 Forward = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
 
 
-def recomputed(module: nn.Module, forward: Forward, action: Recompute, counts: BlockCounts | None = None) -> Forward:
-    """Returns a forward that keeps its inputs and the results of kept operations alone, and runs again in backward.
+class RecomputedBlock:
+    """Has a forward, `run`, that keeps its inputs and the results of kept operations alone, and runs again in backward.
 
     Its first call is proven: the forward runs a second time at once, and where it saves other bits than the first time,
     nothing of the block is recomputed from then on, and the log says so. What the second run is given is all that the
@@ -53,11 +53,11 @@ def recomputed(module: nn.Module, forward: Forward, action: Recompute, counts: B
         action: which operations to keep. Without names they are kept by number alone.
         counts: where the runs are counted, and where it is said why the block is not recomputed.
     """
-    return _Block(module, forward, action, counts or BlockCounts()).run
 
-
-class _Block:
-    def __init__(self, module: nn.Module, forward: Forward, action: Recompute, counts: BlockCounts) -> None:
+    def __init__(
+        self, module: nn.Module, forward: Forward, action: Recompute, counts: BlockCounts | None = None
+    ) -> None:
+        counts = counts or BlockCounts()
         self.modules = tuple(module.named_modules())
         self.norms = [child for _, child in self.modules if is_running_norm(child)]
         self.is_recurrent = any(isinstance(child, nn.RNNBase) for _, child in self.modules)
@@ -68,6 +68,10 @@ class _Block:
         self._module, self._plain, self._counts = module, forward, counts
         self._forward = counts.counting(forward)
         self._caches = OwnCaches(module)
+        self._is_proven = False
+
+    def prove_again(self) -> None:
+        """Has the next call proven as the first one was."""
         self._is_proven = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,12 +103,17 @@ class _Block:
         first = Digesting(self.norms, keeps=True, skips_workspaces=self.is_recurrent)
         second = Digesting(self.norms, repeats=first, skips_workspaces=self.is_recurrent)
         call.digesting = first
+        if self.kept:
+            call.kept = KeptOperations(self.kept, is_proving=True)
         random = _TorchRandom(tensors)
         versions = list(map(version_of, tensors))
         out = call.begin(tensors)
+        self._is_proven = True
         if versions != list(map(version_of, tensors)):
-            self._is_proven = True
             self._drop("it writes into a tensor that it is called with, which a second run would do again")
+            return out
+        if call.kept is not None and call.kept.overwritten:
+            self._drop(call.kept.overwritten)
             return out
         saved, before = list(first.taken), list(map(digest_of, _tensors_in(out)))
         try:
@@ -115,10 +124,9 @@ class _Block:
             if is_exhaustion(error) or isinstance(error, MemwallError):
                 raise
             found = f"the second run ends in {type(error).__name__}: {error}"
-        self._is_proven = True
         if not found:
             first.release()
-            call.expected = saved
+            call.expected, call.places = saved, first.places
             return out
         self._drop(f"a second run of its forward differs: {found}; {self.cause(call.hidden)}")
         return out  # its backward has what the first run saved
@@ -133,8 +141,7 @@ class _Block:
             return f"it writes into {hidden.unrestorable}, and only up to {format_bytes(MAX_CLONED_BYTES)} are put back"
         return (
             "it depends on something outside of the module, such as a global variable, an object that it shares or the "
-            f"time, {'or on a kept result that is written to, ' if self.kept else ''}or on an operation that is not "
-            "deterministic"
+            "time, or on an operation that is not deterministic"
         )
 
     def _again(self, call: "_Call", tensors: list[Tensor], digesting: Digesting) -> Any:
@@ -151,27 +158,37 @@ class _Call:
     """Holds one call of a block: what its later runs need."""
 
     def __init__(
-        self, block: _Block, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_full: bool = False
+        self,
+        block: RecomputedBlock,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_full: bool = False,
     ) -> None:
         self.arguments = CallArguments(args, kwargs)
         self.hidden = HiddenState(block.modules, shared=block.shared)
         self.digesting: Digesting | None = None
         """Takes digests in the first run."""
+        self.kept: KeptOperations | None = None if is_full or not block.kept else KeptOperations(block.kept)
+        """Says which operations keep their results; None where none does."""
         self.expected: list[Digest] | None = None
         """Holds what the first run saved, where later runs are compared with it."""
-        self._block, self._forward, self._is_full = block, forward, is_full
+        self.places: list[tuple[Digest, Place]] = []
+        """Says where that lay."""
+        self._block, self._forward = block, forward
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
 
     def begin(self, tensors: Sequence[Tensor]) -> Any:
         """Runs the forward for the first time."""
-        kept = self._block.kept
-        if not kept or self._is_full:
+        kept = self.kept
+        if kept is None:
             return checkpoint(self._run, *tensors, use_reentrant=False)
         return checkpoint(
             self._run,
             *tensors,
             use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts(KeptOperations(kept)),
+            context_fn=lambda: create_selective_checkpoint_contexts(kept),
         )
 
     def _run(self, *tensors: Tensor) -> Any:
@@ -200,6 +217,12 @@ class _Call:
         finally:
             # torch ends the run with the last tensor; one that ended before has an error of its own to tell.
             found = len(digesting.taken) >= len(self.expected) and difference(self.expected, digesting.taken)
+            if not found and (other := written(self.places)):
+                raise ApplyError(
+                    f"'{self._block.path}' is recomputed in backward, and a tensor that it saved was written past "
+                    f"autograd in between, by .data or through numpy: {other}; backward would read what was written "
+                    "without a plan: write into a clone(), or take the block out of the plan's actions"
+                )
             if found:
                 raise ApplyError(
                     f"'{self._block.path}' is recomputed in backward, and what it saves differs from what it saved in "

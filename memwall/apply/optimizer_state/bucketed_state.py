@@ -20,9 +20,10 @@ from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of,
 from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
 from memwall.apply.optimizer_state.ring import in_order, step_through
 from memwall.apply.optimizer_state.shares import Share, Shares, StateSpace
+from memwall.apply.optimizer_state.state_proof import StateProof
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError
-from memwall.store.buckets import DiskBucket, padded_bytes
+from memwall.store.buckets import DiskBucket, Entry, padded_bytes
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.units import format_bytes
 
@@ -65,6 +66,8 @@ class OptimizerState:
         self.optimizer, self._space = optimizer, space
         self._min_bytes = min_bytes
         self._recorded = RecordedState() if is_recorded else None
+        self.proof = StateProof()
+        """Compares what leaves with what comes back, while it is on."""
         self._ring_bytes = padded_bytes([bucket_bytes])
         self._shares = self._new_shares(resident_bytes, bucket_bytes)
         space.reserve(sum(padded_bytes([share.state_bytes]) for share in self._shares.every))
@@ -215,16 +218,18 @@ class OptimizerState:
     def _step_all(self, arguments: Arguments) -> None:
         """Steps all parameters, bucket by bucket."""
         self._shares.adopt()
+        self.proof.before_step()
         parts = self._shares.parts()
         step_some(self.optimizer, self._inner_step, parts.get(None), arguments)
         shares = in_order(self._shares.every, ring_bytes=self._ring_bytes)
         moving = [share for share in shares if share.has_gradient and share in parts]
 
         def step(share: Share) -> None:
+            self.proof.returned(share.parameters, self.optimizer.state)
             step_some(self.optimizer, self._inner_step, parts[share], arguments)
 
         if self._recorded is None:
-            step_through(moving, step, self._shares.entries, ring_bytes=self._ring_bytes)
+            step_through(moving, step, self._leaving, ring_bytes=self._ring_bytes)
             return
         for share in moving:
             self._recorded.bring(share.bucket)
@@ -232,6 +237,9 @@ class OptimizerState:
                 step(share)
             finally:
                 self._recorded.put_away(share.bucket, self._shares.entries(share))
+
+    def _leaving(self, share: Share) -> list[Entry]:
+        return self.proof.leaving(self._shares.entries(share))
 
     def _put_all_away(self) -> None:
         """Writes what is in memory; all of it stays there until all of it is written."""
@@ -273,6 +281,7 @@ class OptimizerState:
 
     def _after_load(self) -> None:
         """Writes what was loaded in place of what was away."""
+        self.proof.forget()
         for share in self._shares.every:
             share.bucket.forget()
         self._recorded = None if self._recorded is None else RecordedState()

@@ -233,6 +233,11 @@ class StateKeeper:
         with self._state.shown() if self._state is not None else nullcontext():
             yield
 
+    def set_proving(self, is_proving: bool) -> None:
+        """Has state that leaves from now on compared with what comes back, or no longer."""
+        if self._state is not None:
+            self._state.proof.is_on = is_proving
+
     def bring_back(self) -> None:
         """Brings all state into memory again, as torch has it; nothing stays on disk.
 

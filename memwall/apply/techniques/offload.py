@@ -1,7 +1,7 @@
 """Offload: what a block saves for backward leaves the device until then."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -10,6 +10,7 @@ from memwall.apply.blocks.executor import BlockCall, BlockLayer, OffloadEngine
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.packed import check_can_pack
 from memwall.apply.offload.parking import open_engine
+from memwall.apply.offload.proving import Proving
 from memwall.apply.technique import Target, Zero, register
 from memwall.planning.techniques.offload import LeavingForm, Offload
 
@@ -24,14 +25,21 @@ class OffloadLayer(BlockLayer):
 
     def __init__(self, engine: OffloadEngine, form: LeavingForm = "exact") -> None:
         self._engine, self._form = engine, form
+        self._is_proving = False
+
+    def set_proving(self, is_proving: bool) -> None:
+        self._is_proving = is_proving and self._form == "exact"
 
     def around(self, call: BlockCall) -> AbstractContextManager[None]:
+        if call.counts.stays:
+            return nullcontext()
         call.engine = self._engine
         return self._moving(call)
 
     @contextmanager
     def _moving(self, call: BlockCall) -> Iterator[None]:
-        with self._engine.group(call.key, call.counts, self._form), self._engine.hooks():
+        hooks = Proving(self._engine, call).hooks() if self._is_proving else self._engine.hooks()
+        with self._engine.group(call.key, call.counts, self._form), hooks:
             yield
 
 
@@ -72,6 +80,9 @@ class OffloadHandler(BlockHandler[Offload]):
             device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
             check_can_pack(device, self.action.block)
         return OffloadLayer(self._engine_of(target), self.action.form)
+
+    def lost(self, target: Target) -> str:
+        return target.blocks.wrapped(self.action.block)[1].stays
 
     def why_not_under_deepspeed(self, zero: Zero) -> str | None:
         if zero.stage != 3:

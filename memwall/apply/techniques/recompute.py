@@ -5,7 +5,7 @@ from torch import nn
 from memwall.apply.block_technique import BlockEffect, BlockHandler
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.blocks.executor import BlockLayer, Forward
-from memwall.apply.blocks.recomputed import recomputed
+from memwall.apply.blocks.recomputed import RecomputedBlock
 from memwall.apply.technique import Target, Zero, register
 from memwall.planning.techniques.recompute import Recompute
 
@@ -21,7 +21,12 @@ class RecomputeLayer(BlockLayer):
         self._action = action
 
     def wrapped(self, module: nn.Module, forward: Forward, counts: BlockCounts) -> Forward:
-        return recomputed(module, forward, self._action, counts)
+        self._block = RecomputedBlock(module, forward, self._action, counts)
+        return self._block.run
+
+    def set_proving(self, is_proving: bool) -> None:
+        if is_proving:
+            self._block.prove_again()
 
 
 class RecomputeEffect(BlockEffect):
@@ -35,8 +40,7 @@ class RecomputeEffect(BlockEffect):
         self._is_nested = any(action.block.startswith(f"{block}.") for block in others)
 
     def is_seen(self) -> bool:
-        counts = self._counts
-        return counts.num_reruns > 0 or bool(counts.dropped)  # the log has said that it is dropped
+        return self._counts.num_reruns > 0
 
     def contrary(self) -> str:
         counts = self._counts
@@ -45,7 +49,7 @@ class RecomputeEffect(BlockEffect):
                 "another checkpoint calls the block again in backward, so that its tensors were not kept anyway; turn "
                 "gradient checkpointing off in the model, or make the plan with it on"
             )
-        if counts.num_calls and not counts.num_reruns and not counts.dropped and self._num_gradients:
+        if counts.num_calls and not counts.num_reruns and self._num_gradients:
             return (
                 f"it was called {counts.num_calls} times and its gradients arrived, but nothing ran again: hooks of "
                 "its own keep the tensors that it saves"
@@ -61,6 +65,9 @@ class RecomputeHandler(BlockHandler[Recompute]):
 
     def layer(self, target: Target) -> RecomputeLayer:
         return RecomputeLayer(self.action)
+
+    def lost(self, target: Target) -> str:
+        return target.blocks.wrapped(self.action.block)[1].dropped
 
     def why_not_under_deepspeed(self, zero: Zero) -> str | None:
         if not zero.lends_weights:

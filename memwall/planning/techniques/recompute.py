@@ -48,7 +48,7 @@ class _Recompute(Technique[Recompute]):
     def block_options(
         self, trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, offered: Sequence[str]
     ) -> Iterator[tuple[str, Treatment, str]]:
-        if block.path in costs.not_recomputed or can_recompute(trace, model, block) is not None:
+        if can_recompute(trace, model, block) is not None:
             return
         yield "full", Treatment(recompute=True, min_bytes=costs.min_bytes), ""
         for number, kept in enumerate(_selective_points(model, block), start=1):

@@ -82,7 +82,7 @@ def test_a_session_goes_on_and_says_which_block_is_not_recomputed() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert session.measured.num_steps == 3
-    assert list(session.measured.not_recomputed) == ["1"]
+    assert list(session.measured.lost) == [("recompute", "1")]
 
 
 def test_a_second_run_that_fails_leaves_a_plain_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,226 @@
+"""Actions prove themselves while a run goes on: one that changes the training is dropped at once, or ends the run."""
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_models import PLACED, WIDTH, Block, Model, offload
+from plans import plan_of
+from torch import Tensor, nn
+
+from memwall.apply import applied
+from memwall.apply.offload.engine import ActivationOffload
+from memwall.apply.techniques.offload import OffloadLayer
+from memwall.errors import ApplyError, NotExactError
+from memwall.planning.action import Action
+from memwall.planning.techniques.recompute import Recompute
+from memwall.session.session import Session
+from memwall.store.buckets import Bucket
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class WritesPastAutograd(Block):
+    """Changes a result that autograd has saved already; in plain PyTorch backward reads what was written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(self.inner(x))
+        y.data.mul_(0.5)
+        return x + self.outer(y)
+
+
+def model_with(kind: type[nn.Module]) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    model.blocks[1] = kind()
+    return model
+
+
+def trained(model: nn.Module, session: Session | None = None, *, num_steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    if session is not None:
+        session.attach(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(num_steps):
+        model(torch.randn(16, WIDTH, generator=generator)).square().mean().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_block_that_writes_past_autograd_keeps_what_it_saves_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_with(WritesPastAutograd)
+    expected = trained(copy.deepcopy(model))
+    plan = plan_of(model, offload("blocks.0"), offload("blocks.1"))
+    with Session(plan=plan, disk=str(tmp_path)) as session, caplog.at_level(logging.WARNING):
+        assert_same(trained(model, session), expected)
+    reason = "float32[16, 128] saved in ('blocks.1', 2) is written past autograd, by .data or through numpy"
+    assert session.measured.lost == {("offload", "blocks.1"): reason}
+    assert [record.message for record in caplog.records] == [
+        f"'blocks.1' keeps what it saves and is not offloaded: {reason}"
+    ]
+
+
+def test_what_is_written_after_the_block_is_what_backward_reads(tmp_path: Path) -> None:
+    """GIVEN a loop that clamps what a block returned, past autograd, while it holds that."""
+
+    class Returned(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(self.outer(torch.tanh(self.inner(x))))
+
+    def call(block: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = block(x)
+        out.data.clamp_(max=0.5)
+        held.append(out)
+        return out
+
+    held: list[Tensor] = []
+    model = model_with(Returned)
+    model.call = call
+    expected = trained(copy.deepcopy(model), num_steps=2)
+    with Session(plan=plan_of(model, offload("blocks.1")), disk=str(tmp_path)) as session:
+        assert_same(trained(model, session, num_steps=2), expected)
+    assert list(session.measured.lost) == [("offload", "blocks.1")]
+
+
+def test_a_recomputed_block_whose_results_are_written_past_autograd_ends_the_run() -> None:
+    class Returned(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(self.outer(torch.tanh(self.inner(x))))
+
+    model = model_with(Returned)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session:
+        session.attach(model, optimizer)
+        out = model(torch.ones(16, WIDTH))
+        out.data.clamp_(max=0.5)
+        with pytest.raises(ApplyError, match=r"'blocks\.1' is recomputed .* was written past autograd in between"):
+            out.square().mean().backward()
+        assert model.blocks[1].inner.weight.grad is None
+
+
+def test_bytes_that_come_back_different_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a tier that mixes bytes up without noticing WHEN backward wants them THEN no gradient is made of them."""
+    restore = ActivationOffload._restore
+
+    def mixed_up(engine: ActivationOffload, saved: Any) -> Tensor:
+        return restore(engine, saved).flip(0)
+
+    monkeypatch.setattr(ActivationOffload, "_restore", mixed_up)
+    model = model_with(Block)
+    with Session(plan=plan_of(model, offload("blocks.1")), disk=str(tmp_path)) as session:
+        session.attach(model, torch.optim.SGD(model.parameters()))
+        with pytest.raises(NotExactError, match=r"offload of 'blocks\.1' changes the training.* came back different"):
+            model(torch.randn(16, WIDTH)).square().mean().backward()
+
+
+@pytest.mark.parametrize("action", [Recompute(block="blocks.1"), offload("blocks.1")])
+def test_actions_prove_themselves_again_every_so_many_steps(
+    action: Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_digests: Callable[[], int]
+) -> None:
+    monkeypatch.setattr(applied, "PROOF_STEPS", 3)
+    model = model_with(Block)
+    optimizer = torch.optim.SGD(model.parameters())
+    seen = []
+    with Session(plan=plan_of(model, action), disk=str(tmp_path)) as session:
+        session.attach(model, optimizer)
+        for _ in range(7):
+            before = num_digests()
+            model(torch.ones(16, WIDTH)).square().mean().backward()
+            seen.append(num_digests() > before)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [True, False, False, True, False, False, True]
+
+
+def test_a_block_that_changes_later_is_dropped_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applied, "PROOF_STEPS", 2)
+
+    class Later(Block):
+        num_calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            y = torch.sigmoid(self.inner(x))
+            if self.num_calls >= 3:
+                y.data.mul_(0.5)
+            return x + self.outer(y)
+
+    model = model_with(Later)
+    expected = trained(copy.deepcopy(model))
+    with Session(plan=plan_of(model, offload("blocks.1")), disk=str(tmp_path)) as session:
+        assert_same(trained(model, session), expected)
+    assert list(session.measured.lost) == [("offload", "blocks.1")]
+
+
+@pytest.fixture
+def num_digests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many digests were taken so far."""
+    from memwall.apply.blocks import digests
+    from memwall.apply.offload import proving
+
+    count = 0
+    taken = digests.digest_of
+
+    def counting(tensor: Tensor) -> digests.Digest:
+        nonlocal count
+        count += 1
+        return taken(tensor)
+
+    monkeypatch.setattr(digests, "digest_of", counting)
+    monkeypatch.setattr(proving, "digest_of", counting)
+    return lambda: count
+
+
+def test_optimizer_state_that_comes_back_different_ends_the_run_before_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a bucket that gives tensors of one shape back under each other's keys, which no checksum sees."""
+    finish = Bucket.finish_read
+
+    def swapped(bucket: Bucket[Any], buffer: Any) -> None:
+        finish(bucket, buffer)
+        for holder in {id(piece.holder): piece.holder for piece in bucket._pieces}.values():
+            holder["exp_avg"], holder["exp_avg_sq"] = holder["exp_avg_sq"], holder["exp_avg"]
+
+    model = model_with(Block)
+    with Session(plan=plan_of(model, PLACED), disk=str(tmp_path)) as session:
+        trained(model, session, num_steps=1)
+        weights = copy.deepcopy(model)
+        monkeypatch.setattr(Bucket, "finish_read", swapped)
+        optimizer = session._borders.optimizers[0]
+        model(torch.randn(16, WIDTH)).square().mean().backward()
+        with pytest.raises(NotExactError, match=r"moving optimizer state .* came back different from what left"):
+            optimizer.step()
+        pairs = zip(model.parameters(), weights.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs if one.dim() > 1), "those whose state was away"
+
+
+def test_state_that_a_loop_has_replaced_is_not_taken_for_another(tmp_path: Path) -> None:
+    model = model_with(Block)
+    with Session(plan=plan_of(model, PLACED), disk=str(tmp_path)) as session:
+        trained(model, session, num_steps=1)
+        optimizer = session._borders.optimizers[0]
+        for parameter, state in optimizer.state.items():
+            state["exp_avg"] = torch.zeros_like(parameter)
+        model(torch.randn(16, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def test_lossy_forms_are_not_compared() -> None:
+    layer = OffloadLayer(engine=None, form="int8")  # type: ignore[arg-type]
+    layer.set_proving(True)
+    assert not layer._is_proving
