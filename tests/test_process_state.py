@@ -31,6 +31,7 @@ STATE = {
     "memwall.patches._active": "Patch.undo, and the end of the object that was changed",
     "memwall.patches._values": "the end of the patch: it holds nothing",
     "memwall.store.directory_lock._held": "DirectoryLock.release",
+    "memwall.store.room._giving": "CudaLimit.end_giving, when a step ends",
     "memwall.store.page_map._maps": "the end of the map: it holds nothing",
     # What was done once for the process.
     "memwall.observe.history._is_observing": "nothing: torch keeps the observer",

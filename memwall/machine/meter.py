@@ -113,18 +113,18 @@ class CudaMeter:
     device = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.place = device
 
     def now_bytes(self) -> int:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.place)
         return total_bytes - free_bytes
 
     def peak_bytes(self) -> int:
         """Adds the segments' peak to what is beside them, which only grows."""
-        return self._beside_bytes() + torch.cuda.max_memory_reserved(self._device)
+        return self._beside_bytes() + torch.cuda.max_memory_reserved(self.place)
 
     def reset_peak(self) -> bool:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self.place)
         return True
 
     def base_bytes(self, tensor_bytes: int) -> int:
@@ -132,7 +132,7 @@ class CudaMeter:
         return self._beside_bytes()
 
     def _beside_bytes(self) -> int:
-        return max(0, self.now_bytes() - torch.cuda.memory_reserved(self._device))
+        return max(0, self.now_bytes() - torch.cuda.memory_reserved(self.place))
 
 
 def meter_of(*models: nn.Module) -> Meter:

@@ -3,11 +3,12 @@
 import logging
 
 import msgspec
+import torch
 from torch import nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
-from memwall.errors import InfeasibleError, PlanError
-from memwall.machine.limits import cgroup_limit, memory_limit_bytes
+from memwall.errors import InfeasibleError, PlanError, UsageError
+from memwall.machine.limits import cgroup_limit, device_total_bytes, memory_limit_bytes
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
@@ -16,7 +17,7 @@ from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
-__all__ = ["charged", "check_plan_is_for", "planned"]
+__all__ = ["charged", "check_device_has", "check_plan_is_for", "planned"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,29 @@ def check_plan_is_for(plan: Plan, model: nn.Module) -> None:
         raise PlanError(
             f"the plan is for device {plan.forecast.device}, the model is on {device}; "
             f"make a plan from a trace recorded on {device}, or run with --budget"
+        )
+
+
+def check_device_has(device: torch.device, budget_bytes: int, plan: Plan | None) -> None:
+    """Checks that a CUDA device has what a budget, or a plan that was given, counts on. On a CPU a cgroup may grow.
+
+    Raises:
+        UsageError: the budget is larger than the device's memory.
+        PlanError: the plan's peak is.
+    """
+    if device.type != "cuda":
+        return
+    total_bytes = device_total_bytes(str(device))
+    has = f"the {format_bytes(total_bytes, rounding='down')} that {device} has"
+    if plan is None and budget_bytes > total_bytes:
+        raise UsageError(
+            f"the budget of {format_bytes(budget_bytes)} is more than {has}; give at most that, or a percentage of it "
+            "such as 95%"
+        )
+    if plan is not None and plan.forecast.peak.process_bytes > total_bytes:
+        raise PlanError(
+            f"the plan needs {format_bytes(plan.forecast.peak.process_bytes, rounding='up')}, more than {has}; make "
+            "one for this device with `memwall plan`, or run with --budget"
         )
 
 

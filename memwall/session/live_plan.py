@@ -26,6 +26,7 @@ from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.predict.process import ProcessModel
+from memwall.session.device_budget import DeviceBudget
 from memwall.session.first_plan import charged, planned
 from memwall.session.measurements import Measurements
 from memwall.session.recorded_forms import RecordedForms
@@ -91,6 +92,7 @@ class LivePlan:
         self.applied: AppliedPlan | None = None
         self._borders, self._measured, self._on_plan, self._set_by_loop = borders, measured, on_plan, set_by_loop
         self._bucket_hooks: tuple[RemovableHandle, ...] = ()
+        self.device_budget = DeviceBudget()
         self._forms = RecordedForms()
         self._disk_capacity_bytes, self._host_capacity_bytes = disk_capacity_bytes, host_capacity_bytes
         self._host_limit_bytes: int | None = None
@@ -237,6 +239,7 @@ class LivePlan:
         if self._host_limit_bytes is not None:
             # What the plan has taken off the device since the last step is torch's still, and counts as held.
             torch.cuda.empty_cache()
+            self.device_budget.hold(self._measured.meter, self.settings.budget_bytes)
         self._measured.begin_plan(None if self.trace is None else self.trace.base_bytes)
         _log.info(
             "a plan with %d actions is applied; it foresees a peak of %s",
@@ -352,7 +355,8 @@ class LivePlan:
 
     def end(self) -> None:
         """Leaves the process as it was before, too."""
-        undo_all((self.allocator.undo, restore_variables, self.parameters.end_building, self._forms.end))
+        ends = (self.allocator.undo, restore_variables, self.parameters.end_building, self._forms.end)
+        undo_all((*ends, self.device_budget.lift))
 
     def _buckets_rebuilt(self) -> None:
         """Lets go of the buckets of the first step, which are free: what malloc keeps of them no forecast knows."""

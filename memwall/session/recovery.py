@@ -43,7 +43,7 @@ class Recovery:
     def end_step(self, peak_bytes: int) -> None:
         """Notes what a step under the plan held at most."""
         if self._live.plan is not None and self._live.trace is not None and self._can_plan_again:
-            self._excess_bytes = excess_bytes(self._live.plan, peak_bytes)
+            self._excess_bytes = 0 if self._live.device_budget.is_kept else excess_bytes(self._live.plan, peak_bytes)
 
     def forget_excess(self) -> None:
         """Forgets what the last step took too much: the plan that it ran under is no more."""
@@ -67,6 +67,7 @@ class Recovery:
                 error,
             )
             self._can_plan_again = False
+            self._live.device_budget.lift()
             return
         _log.warning(
             "a step used %s more than foreseen; a new plan makes up for it, and nothing needs to be done",

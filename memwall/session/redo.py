@@ -27,6 +27,11 @@ class Redo:
         """The parts of the present step, each with the random states that it begins with: loops draw between them."""
         self._gradients_after: list[tuple[int, int]] = []
 
+    @property
+    def is_used(self) -> bool:
+        """Tells whether the loop hands over the parts of its steps."""
+        return self._state is not None
+
     def run(self, part: Callable[[], _T]) -> _T:
         """Runs a part of a step: forward and backward of one micro-batch, or of several.
 

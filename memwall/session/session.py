@@ -19,7 +19,7 @@ from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
-from memwall.session.first_plan import check_plan_is_for
+from memwall.session.first_plan import check_device_has, check_plan_is_for
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.recovery import Recovery
@@ -121,13 +121,19 @@ class Session:
     # -- life cycle ------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, optimizers: Optimizers) -> None:
-        """Says which model this session trains, and what steps it. Optimizers may follow at their first steps."""
+        """Says which model this session trains, and what steps it. Optimizers may follow at their first steps.
+
+        Raises:
+            UsageError: the budget is more than the model's CUDA device has.
+            PlanError: the plan that was given is for another model, or for a device with more memory.
+        """
         if self._borders.model is not None:
             raise ApplyError("this session already trains a model; use one session for each")
         if self.plan is not None:
             check_plan_is_for(self.plan, model)
-        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        _check_device(self._live.settings.allow, device)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        _check_device(self._live.settings.allow, device.type)
+        check_device_has(device, self.budget_bytes, self.plan)
         self._borders.attach(model, optimizers_of(optimizers))
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -314,6 +320,7 @@ class Session:
             self._is_applied_inside = self._borders.in_optimizer
         if self._live.applied is not None:
             self._live.applied.begin_step()
+            self._live.device_budget.begin_step(can_be_redone=self._redo.is_used)
         self._step_begin = time.perf_counter()
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -330,6 +337,7 @@ class Session:
     def optimizer_stepped(self, *, is_first: bool) -> None:
         """Notes what a step that has ended, or went on, needed, and what the plan's actions did in it."""
         self._has_room = False
+        self._live.device_budget.end_step()
         if is_first:
             self._redo.end_step()
         is_planned = self.state == "running"

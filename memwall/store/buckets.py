@@ -16,6 +16,7 @@ from torch import Tensor
 
 from memwall.errors import StoreError
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
+from memwall.store.room import with_room
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 
@@ -76,7 +77,8 @@ class BucketBuffer:
 
     def __init__(self, num_bytes: int, device: torch.device = _CPU) -> None:
         self.num_bytes = round_up(num_bytes)
-        self.memory = torch.empty(self.num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        size = self.num_bytes + ALIGNMENT_BYTES
+        self.memory = with_room(lambda: torch.empty(size, dtype=torch.uint8, device=device))
         address = self.memory.data_ptr()
         self._skipped_bytes = round_up(address) - address
         self._address = address + self._skipped_bytes

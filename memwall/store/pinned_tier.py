@@ -16,6 +16,7 @@ from memwall.errors import StoreError
 from memwall.store.backend import round_up
 from memwall.store.disk_tier import ByteRange
 from memwall.store.extents import FreeExtents
+from memwall.store.room import with_room
 from memwall.units import format_bytes
 
 __all__ = ["PinnedArena", "PinnedLoad", "PinnedParked", "PinnedSlot", "PinnedTier"]
@@ -204,7 +205,7 @@ class PinnedTier:
             return PinnedLoad(buffer=parked.source, ready=None)
         compute = torch.cuda.current_stream(self._device)
         # Allocated for the compute stream, whose earlier kernels may still use this memory: the copy waits for them.
-        buffer = torch.empty(parked.num_bytes, dtype=torch.uint8, device=self._device)
+        buffer = with_room(lambda: torch.empty(parked.num_bytes, dtype=torch.uint8, device=self._device))
         self._inward.wait_stream(compute)
         self._inward.wait_event(parked.copied)
         with torch.cuda.stream(self._inward):

@@ -1,5 +1,7 @@
 """Digests tell tensors of other bits, places, shapes and layouts apart, and need no copy's worth of memory."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,6 +57,18 @@ def test_digests_that_stay_on_a_device_are_compared() -> None:
     one, other = ([Digest((3,), torch.float32, (0,), torch.tensor(n))] for n in (1, 2))
     assert difference(one, one) == ""
     assert "has other values" in difference(one, other)
+
+
+def test_a_mode_that_watches_operations_sees_nothing_of_a_comparison_on_a_device() -> None:
+    """A checkpoint that keeps results has such a mode, and ends with an error where an operation is new to it."""
+
+    class Unknown(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{func} was not in the first run")
+
+    digests = [Digest((3,), torch.float32, (0,), torch.tensor(1))]
+    with Unknown():
+        assert difference(digests, digests) == ""
 
 
 def test_a_mode_that_watches_operations_sees_nothing() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.store.checksum import crc32
+from memwall.store.room import with_room
 from memwall.store.transfer import memory_at
 from memwall.torch_internals.autograd import innermost_saved_tensor_hooks, version_of
 from memwall.torch_internals.dispatch import without_dispatch
@@ -80,7 +81,7 @@ def digest_of(tensor: Tensor) -> Digest:
             words = words.select(dim, 0)
         ranks = sorted(order)
         words = words.permute([ranks.index(dim) for dim in order])
-        value = _checksum(words) if words.device.type == "cpu" else weighted_sum(words)
+        value = _checksum(words) if words.device.type == "cpu" else with_room(lambda: weighted_sum(words))
         return Digest(shape, tensor.dtype, order, value)
 
 
@@ -147,7 +148,8 @@ def _values(digests: Sequence[Digest]) -> list[int]:
     read: dict[int, int] = {}
     for device in {value.device for value in there}:
         here = [value for value in there if value.device == device]
-        read |= dict(zip(map(id, here), torch.stack(here).tolist(), strict=True))
+        with without_dispatch():  # a checkpoint that keeps results takes every operation for the block's
+            read |= dict(zip(map(id, here), torch.stack(here).tolist(), strict=True))
     return [read[id(value)] if isinstance(value, Tensor) else value for value in values]
 
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from memwall.errors import OutOfMemoryError
 from memwall.machine.meter import Meter
+from memwall.store.room import asked_bytes_of
 from memwall.units import format_bytes
 
 __all__ = ["Exhaustion", "Phase", "as_error", "exhaustion_of", "forget_frames", "is_exhaustion"]
@@ -17,9 +18,6 @@ __all__ = ["Exhaustion", "Phase", "as_error", "exhaustion_of", "forget_frames", 
 Phase = Literal["forward", "backward", "optimizer step", "evaluation", "saving", "between steps"]
 """Says what runs when memory runs out, as far as hooks on the model and its optimizers can tell."""
 
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-# torch 2.11, c10/cuda/CUDACachingAllocator.cpp and c10/core/impl/alloc_cpu.cpp; numpy 2, _ArrayMemoryError.
-_ASKED = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|KiB|MiB|GiB)")
 # Failures of allocation that torch raises as a plain RuntimeError: its CPU allocator, the CUDA driver, cuBLAS, cuDNN.
 _RUNTIME = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|CUDA error: out of memory|"
@@ -52,9 +50,8 @@ def exhaustion_of(error: BaseException, phase: Phase, meter: Meter) -> Exhaustio
         return None
     if phase == "forward" and _came_through_backward(error):
         phase = "backward"
-    found = _ASKED.search(str(error))
-    asked_bytes = int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
-    return Exhaustion(phase=phase, asked_bytes=asked_bytes, held_bytes=max(meter.now_bytes(), meter.peak_bytes()))
+    held_bytes = max(meter.now_bytes(), meter.peak_bytes())
+    return Exhaustion(phase=phase, asked_bytes=asked_bytes_of(error), held_bytes=held_bytes)
 
 
 def as_error(

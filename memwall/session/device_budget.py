@@ -1,0 +1,73 @@
+"""The budget of a CUDA device: torch's allocator is held to it, and gives way where a step would end the run."""
+
+import torch
+
+from memwall.apply.memory.yielding import Yielding
+from memwall.machine.meter import CudaMeter, Meter
+from memwall.store.room import CudaLimit
+
+__all__ = ["DeviceBudget"]
+
+# The second step under a plan finds segments as the first one left them, and the third as a step under the plan did.
+_NUM_FIRST_STEPS = 2
+
+
+class DeviceBudget:
+    """Is told of plans and steps; does nothing where the model is not on a CUDA device."""
+
+    def __init__(self) -> None:
+        self._limit = CudaLimit()
+        self._yielding: Yielding | None = None
+        self._num_steps_to_watch = self._num_retries = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Tells whether the allocator was held to the budget under the present plan, and has not passed it.
+
+        What it holds then is no more than it may keep, whatever was foreseen.
+        """
+        return self._limit.place is not None and not self._limit.has_yielded
+
+    def hold(self, meter: Meter, budget_bytes: int) -> None:
+        """Holds the allocator to a budget under a new plan.
+
+        Args:
+            budget_bytes: of the process, as the meter counts it: what lies beside segments is not torch's to take.
+        """
+        if not isinstance(meter, CudaMeter) or not budget_bytes:
+            return
+        self._limit.hold(meter.place, budget_bytes - meter.base_bytes(0))
+        self._num_steps_to_watch, self._num_retries = _NUM_FIRST_STEPS, _num_retries(self._limit.place)
+
+    def begin_step(self, *, can_be_redone: bool) -> None:
+        """Has the limit give way in a step that may not fit, unless that is done again under a plan that needs less.
+
+        It may not fit while none has run under the plan, and after one that filled the budget: free memory lies in
+        pieces then, in other ones each time.
+        """
+        self.end_step()
+        if self._limit.place is None:
+            return
+        num_retries = _num_retries(self._limit.place)
+        if num_retries > self._num_retries:
+            self._num_retries, self._num_steps_to_watch = num_retries, max(1, self._num_steps_to_watch)
+            torch.cuda.empty_cache()
+        if self._num_steps_to_watch and not can_be_redone:
+            self._num_steps_to_watch -= 1
+            self._yielding = Yielding(self._limit)
+
+    def end_step(self) -> None:
+        """Notes that a step's first optimizer has stepped, or that the step will not end."""
+        if self._yielding is not None:
+            self._yielding.stop()
+            self._yielding = None
+
+    def lift(self) -> None:
+        """Lets torch take what it needs, and leaves the process as it was before."""
+        self.end_step()
+        self._limit.lift()
+
+
+def _num_retries(device: torch.device | None) -> int:
+    """Returns how often torch gave free segments back to find room for others."""
+    return 0 if device is None else int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
