@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from combinations import exhaustive
 from planner_dynamic import Chain, ChainBlock, ChainOption, chain_instance, solve_chain
 
 from memwall.planning.solver.evaluate import Evaluation, evaluate
@@ -66,11 +67,11 @@ def test_equals_the_cheapest_of_all_choices(
     assert 50 <= num_feasible < 150
 
 
-@pytest.mark.slow
-def test_equals_the_mixed_integer_program_on_two_hundred_chains(random_chain: RandomChain) -> None:
+@pytest.mark.parametrize("num_chains", [50, exhaustive(250)])
+def test_equals_the_mixed_integer_program(random_chain: RandomChain, num_chains: int) -> None:
     rng = random.Random(2)
     num_feasible = 0
-    for _ in range(250):
+    for _ in range(num_chains):
         chain, budget_bytes = random_chain(rng, rng.randint(4, 14))
         exact = solve_chain(chain, budget_bytes)
         milp = solve_milp(chain_instance(chain, budget_bytes), gap_share_of_step=0.0)
@@ -79,31 +80,31 @@ def test_equals_the_mixed_integer_program_on_two_hundred_chains(random_chain: Ra
             num_feasible += 1
             # All costs are whole hundredths of a second, so anything but equal differs by 0.01.
             assert milp.extra_seconds == pytest.approx(exact.extra_seconds, abs=1e-6)
-    assert num_feasible >= 180
+    assert num_feasible >= 0.7 * num_chains
 
 
 def test_sizes_are_rounded_up_so_that_a_coarse_quantum_never_exceeds_the_budget(random_chain: RandomChain) -> None:
     # Rounding to nearest instead is how torch's memory-budget knapsack came to exceed its capacity (pytorch #197871).
     rng = random.Random(3)
     num_answers = 0
-    for _ in range(2000):
+    for _ in range(500):
         chain, budget_bytes = random_chain(rng, rng.randint(1, 8))
         choice = solve_chain(chain, budget_bytes, quantum_bytes=rng.choice([7, 16, 50]))
         if choice is not None:
             num_answers += 1
             assert evaluate(chain_instance(chain, budget_bytes), choice.options).peak_bytes <= budget_bytes
             assert choice.lower_bound_seconds == 0.0
-    assert num_answers > 500
+    assert num_answers > 125
 
 
-@pytest.mark.slow
-def test_never_above_capacity_on_ten_thousand_chains(random_chain: RandomChain) -> None:
+@pytest.mark.parametrize("num_chains", [500, exhaustive(10_000)])
+def test_never_above_capacity(random_chain: RandomChain, num_chains: int) -> None:
     rng = random.Random(4)
     num_answers = 0
-    for _ in range(10_000):
+    for _ in range(num_chains):
         chain, budget_bytes = random_chain(rng, rng.randint(1, 4))
         choice = solve_chain(chain, budget_bytes)
         if choice is not None:
             num_answers += 1
             assert evaluate(chain_instance(chain, budget_bytes), choice.options).fits
-    assert num_answers > 5000
+    assert num_answers > num_chains // 2

@@ -123,7 +123,7 @@ def test_within_the_budget_and_as_cheap_as_claimed_on_random_instances(
 ) -> None:
     rng = random.Random(21)
     num_feasible = 0
-    for _ in range(200):
+    for _ in range(80):
         instance = random_instance(rng, rng.randint(1, 5))
         seconds = [verdict.extra_seconds for verdict in all_verdicts(instance) if verdict.fits]
         choice = solve(instance)
@@ -135,7 +135,7 @@ def test_within_the_budget_and_as_cheap_as_claimed_on_random_instances(
             assert choice.extra_seconds == evaluate(instance, choice.options).extra_seconds
             assert choice.lower_bound_seconds <= min(seconds) + 1e-9
             assert choice.extra_seconds <= min(seconds) + 0.00101 * step_seconds
-    assert num_feasible >= 60
+    assert num_feasible >= 24
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_the_smallest_budget_is_feasible_and_one_per_cent_less_is_not(
 ) -> None:
     # P26
     rng = random.Random(22)
-    instances = [random_instance(rng, rng.randint(4, 9)) for _ in range(60)]
+    instances = [random_instance(rng, rng.randint(4, 9)) for _ in range(20)]
     instances += [decoder(24, is_varied=v, budget_share=0.3, link_mib_per_ms=6.0) for v in (False, True)]
     for instance in instances:
         smallest_bytes = smallest_feasible_bytes(instance)
