@@ -61,15 +61,3 @@ def parameters_away(
         parameters.TECHNIQUE, inputs(trace, capacity_bytes=capacity_bytes, **settings), ordinary
     )
     return found
-
-
-def fuller(trace: Trace, steady: Step, placement: OptimizerPlacement, room_bytes: int) -> OptimizerPlacement | None:
-    """The placement with more state in memory."""
-    location = Location(actions=(placement,))
-    asked: Any = inputs(trace, steady)
-    found = optimizer_state.TECHNIQUE.fuller(asked, location, room_bytes)
-    if found is None:
-        return None
-    (action,) = found.actions
-    assert isinstance(action, OptimizerPlacement)
-    return action

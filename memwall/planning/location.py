@@ -1,6 +1,5 @@
 """Where state and parameters are between their uses, as the search compares it: actions, bytes and seconds."""
 
-import msgspec
 from msgspec import Struct
 
 from memwall.planning.action import Action
@@ -13,7 +12,7 @@ class Location(Struct, frozen=True, kw_only=True):
     """Holds actions that say where bytes are which stand between steps; without actions all of them are in memory."""
 
     actions: tuple[Action, ...] = ()
-    """In the order in which they are applied."""
+    """Actions in the order in which they are applied."""
     away_bytes: int = 0
     """Bytes whose place is on the next tier."""
     staging_bytes: int = 0
@@ -53,16 +52,6 @@ class Location(Struct, frozen=True, kw_only=True):
             built_bytes=max(self.built_bytes, other.built_bytes),
             paged_bytes=self.paged_bytes + other.paged_bytes,
             keeps_tier_busy=self.keeps_tier_busy or other.keeps_tier_busy,
-        )
-
-    def exchanged(self, action: Action, old: "Location", new: "Location") -> "Location":
-        """Returns this location with one of its actions, which alone is `old`, in the form of `new`."""
-        return msgspec.structs.replace(
-            self,
-            actions=tuple(new.actions[0] if one is action else one for one in self.actions),
-            away_bytes=self.away_bytes - old.away_bytes + new.away_bytes,
-            written_bytes=self.written_bytes - old.written_bytes + new.written_bytes,
-            read_bytes=self.read_bytes - old.read_bytes + new.read_bytes,
         )
 
 

@@ -32,8 +32,6 @@ __all__ = ["RecordingSearch"]
 _CLEARLY_SHORTER = 1.3
 # A lossy technique is chosen only if the step gets 5 % shorter, or nothing else fits.
 _WORTH_DIGITS = 1.05
-# Shares of the room that a candidate's tensors leave, which are tried for state.
-_ROOM_SHARES = (1.0, 0.7, 0.4)
 
 
 class RecordingSearch:
@@ -91,7 +89,7 @@ class RecordingSearch:
                 if found is not None and found.extra_seconds < at_most:
                     best = found
         if best is not None:
-            return self._filled(best, packs=packs)
+            return best
         chosen: Location | None = None
         for part in self._offers.last_resorts:
             location = part.plus(self._offers.leanest)
@@ -103,24 +101,7 @@ class RecordingSearch:
             return best
         for location in self._offers.ordinary[1:]:
             best = self._shorter(best, chosen.plus(location), packs=packs)
-        return self._filled(best, packs=packs)
-
-    def _filled(self, found: Candidate, *, packs: bool) -> Candidate:
-        """Returns the candidate with more state in memory, as far as its tensors leave room, where that is shorter."""
-        if not self.has_margin or not found.location.actions:  # the margin is no room
-            return found
-        # Free pages that the heap keeps are room, too; what tensors need beside each other's gaps is not known.
-        tensors_bytes = min(
-            found.process_bytes, self._process.base_bytes + self._process.workspace_bytes + found.live_bytes
-        )
-        room_bytes = self._limit_bytes - tensors_bytes
-        for share in _ROOM_SHARES:
-            for technique in techniques():
-                fuller = technique.fuller(self._inputs, found.location, int(share * room_bytes))
-                filled = found if fuller is None else self._shorter(found, fuller, packs=packs)
-                if filled is not found:
-                    return filled
-        return found
+        return best
 
     def _shorter(self, found: Candidate, location: Location, *, packs: bool) -> Candidate:
         """Returns the candidate, or that of another location if its step is shorter."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from located import fuller, parameters_away, state_placements
+from located import parameters_away
 from plans import on_machine
 
 from memwall.errors import InfeasibleError
@@ -16,12 +16,11 @@ from memwall.planning.settings import Settings
 from memwall.planning.step_under_plan import step_under_actions, step_under_plan
 from memwall.planning.techniques import parameters
 from memwall.planning.techniques.offload import Offload
-from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement, can_move_parameters, parameter_window_bytes
 from memwall.predict import process
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
-from memwall.predict.state_on_disk import state_sizes
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 
@@ -249,30 +248,6 @@ def test_what_a_budget_leaves_beside_parameters_on_disk_is_used_for_state(
     assert 0 < resident[1] < resident[-1]
     seconds = [each.forecast.step_seconds or 0.0 for each in found]
     assert seconds == sorted(seconds, reverse=True)
-    for each, state, budget_bytes in list(zip(found, states, budgets, strict=True))[1:]:
-        left_bytes = budget_bytes - each.forecast.peak.process_bytes - each.forecast.margin_bytes
-        assert 0 <= left_bytes < state.bucket_bytes  # that of the largest parameter
-
-
-def test_what_stays_of_the_state_is_that_of_whole_parameters_and_never_all_of_it(
-    a_trace: Callable[[str], Trace],
-) -> None:
-    trace = a_trace("gpt")
-    step = steady_step(trace)
-    sizes = state_sizes(step, MIN_STATE_BYTES)
-    whole = {0}
-    for size in sizes:
-        whole |= {size + some for some in whole}
-    leanest = state_placements(trace, step, capacity_bytes=CAPACITY_BYTES)[0]
-    resident: list[int] = []
-    for room_bytes in (*range(0, sum(sizes), 3 * MIB), sum(sizes), 2 * sum(sizes)):
-        found = fuller(trace, step, leanest, room_bytes)
-        resident.append(0 if found is None else found.resident_bytes)
-        assert resident[-1] <= room_bytes
-        assert resident[-1] in whole
-        if found is not None:
-            assert found.saved_bytes == sum(sizes) - resident[-1]
-    assert resident[-2:] == [sum(sizes) - min(sizes)] * 2
 
 
 @pytest.mark.slow

@@ -31,8 +31,6 @@ _MIN_BUCKET_BYTES = 2 << 20
 _BUFFERED_SHARE = 1 / 3
 # Parts of the state that stay in memory; the first one frees most.
 _RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75)
-# Of what is away, the least that is worth another search.
-_LEAST_FILLED_SHARE = 1 / 32
 
 
 class OptimizerPlacement(Action, frozen=True, kw_only=True, tag="optimizer-placement"):
@@ -74,22 +72,6 @@ class _OptimizerState(Technique[OptimizerPlacement]):
             for share, bucket_bytes in dict.fromkeys(choices)
             if (1 - share) * state_bytes > sum(buffer_sizes(sizes, bucket_bytes))
         )
-
-    def fuller(self, inputs: SearchInputs, location: Location, room_bytes: int) -> Location | None:
-        """Returns it with as many whole parameters' state in memory as fit; a plan with all of it there is another."""
-        found = next((action for action in location.actions if isinstance(action, OptimizerPlacement)), None)
-        if found is None:
-            return None
-        sizes = state_sizes(inputs.steady, MIN_STATE_BYTES)
-        at_most_bytes, resident_bytes = min(found.resident_bytes + room_bytes, sum(sizes) - 1), 0
-        # The optimizer's order is not known: as many as fit, the largest first.
-        for size in reversed(sizes):
-            if resident_bytes + size <= at_most_bytes:
-                resident_bytes += size
-        if resident_bytes - found.resident_bytes < _LEAST_FILLED_SHARE * (found.saved_bytes or 0):
-            return None
-        fuller = _placement(inputs, resident_bytes, found.bucket_bytes)
-        return location.exchanged(found, _location(found), _location(fuller))
 
     def step(self, trace: Trace, step: Step, action: OptimizerPlacement) -> Step:
         return with_state_on_disk(
