@@ -24,7 +24,7 @@ __all__ = [
     "DataOption",
     "DiskOption",
     "DiskWritesOption",
-    "DiskTier",
+    "DiskChoice",
     "DtypeOption",
     "EvalBatchOption",
     "HostOption",
@@ -119,7 +119,7 @@ CommandArgument = Annotated[
 _LEAST_DISK_BYTES = 64 << 20
 
 
-class DiskTier(Struct, frozen=True, kw_only=True):
+class DiskChoice(Struct, frozen=True, kw_only=True):
     """Names a folder for offloaded bytes; `limit_bytes` None means all its free space."""
 
     directory: Path
@@ -169,7 +169,7 @@ def parse_host(text: str | None) -> int | None:
     return _parse_size_of("--host", text, whole_bytes)
 
 
-def parse_disk(text: str | None) -> DiskTier | None:
+def parse_disk(text: str | None) -> DiskChoice | None:
     """Returns the tier of `--disk DIR[:SIZE]`, checked to be a real disk with that much space.
 
     Raises:
@@ -185,7 +185,7 @@ def parse_disk(text: str | None) -> DiskTier | None:
         directory, size = text, ""
     limit_bytes = _parse_size_of("--disk", size, None) if size else None
     check_directory(directory, limit_bytes or _LEAST_DISK_BYTES)
-    return DiskTier(directory=Path(directory), limit_bytes=limit_bytes)
+    return DiskChoice(directory=Path(directory), limit_bytes=limit_bytes)
 
 
 def parse_disk_writes(text: str | None) -> int | None:

@@ -1,7 +1,6 @@
 """Runs `memwall plan`: from a trace, or from a workload recorded now or on fake tensors, to a plan file."""
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,21 +29,14 @@ from memwall.cli.options import (
     require_writable,
     write_json,
 )
-from memwall.cli.plan_source import (
-    Ways,
-    device_trace,
-    here_with_kernels,
-    is_spec,
-    load_source,
-    with_cpu_step,
-    with_disk,
-)
+from memwall.cli.plan_source import device_trace, is_spec, trace_here, with_measured
 from memwall.errors import InfeasibleError, UsageError
 from memwall.integrations.hf_config import config_path
 
 if TYPE_CHECKING:
     from memwall.machine.hardware import Hardware
     from memwall.planning.forecast import Forecast
+    from memwall.planning.recordings import Recordings
     from memwall.trace.records import Trace
     from memwall.trace.sample_lengths import BatchChoice
 
@@ -101,7 +93,6 @@ def plan(
     given |= {"--autocast": autocast, "--checkpointing": checkpointing or None, "--eval-batch": eval_batch}
     rule = parse_worst_batch(worst_batch, data)
     choice: BatchChoice | None = None
-    ways = Ways()
     if hardware is None or not is_spec(source):
         given |= {"--worst-batch": rule, "--mask-share": mask_share}
         unused = [option for option, value in given.items() if value is not None]
@@ -110,8 +101,7 @@ def plan(
         if unused:
             raise UsageError(f"{', '.join(unused)}: {source} is a trace, in which that is recorded; leave it out")
     if hardware is None:
-        trace = with_disk(load_source(source), disk_tier)
-        ways = Ways(with_kernels=None if Path(source).exists() else partial(here_with_kernels, source, disk_tier))
+        found = trace_here(source, disk_tier)
     else:
         if disk_tier is not None:
             raise UsageError(f"--disk {disk}: with --device NAME tensors move to host memory only; use --host SIZE")
@@ -122,7 +112,7 @@ def plan(
 
             choice = batch_of_spec(source, rule, data=data, batch=batch, sequence=seq)
             seq = choice.padded_length
-        trace, ways = device_trace(
+        found = device_trace(
             source,
             hardware,
             host_bytes=host_bytes or 0,
@@ -136,13 +126,10 @@ def plan(
             is_padded=choice is not None and choice.is_padded,
             eval_batch=eval_batch,
         )
-    if "cpu-optimizer-step" in allowed and host_bytes:
-        trace, ways = with_cpu_step(trace, ways)
-    if "kernels" in allowed and ways.with_kernels is None:
-        raise UsageError(
-            f"--allow kernels: {source} is a trace, and what kernels do to a step is seen by recording it with them; "
-            "plan from the package.module:factory or the config.json, or give --allow kernels to `memwall run`"
-        )
+    if host_bytes:
+        found = with_measured(found, allowed)
+    _check_recordable(source, allowed, found.recordings)
+    trace = found.trace
     from msgspec.structs import replace
     from rich.console import Group
     from rich.text import Text
@@ -163,7 +150,7 @@ def plan(
         if disk_writes is not None:
             raise UsageError(f"--disk-writes {disk_writes}: tensors of {trace.device} move to host memory only")
     try:
-        found = search(
+        made = search(
             trace,
             budget=budget_bytes,
             disk=None if disk_tier is None else str(disk_tier.directory),
@@ -172,24 +159,37 @@ def plan(
             allow=allowed,
             global_batch=global_batch,
             hardware=hardware,
-            under_autocast=ways.under_autocast,
-            with_kernels=ways.with_kernels,
+            recordings=found.recordings,
         )
     except InfeasibleError as error:
         if as_json:
             write_json(replace(forecast_without_plan(trace, error), worst_batch=choice))
         raise
-    if ways.evaluated is not None:
-        found = ways.evaluated(found)
+    if found.evaluated is not None:
+        made = found.evaluated(made)
     if choice is not None:
-        found = replace(found, forecast=replace(found.forecast, worst_batch=choice))
+        made = replace(made, forecast=replace(made.forecast, worst_batch=choice))
     if output is not None:
-        found.save(output)
-    shown = plan_report(found)
+        made.save(output)
+    shown = plan_report(made)
     if choice is not None:
         shown = Group(shown, Text(f"\nWorst batch: {batch_text(choice)}."))
-    show(shown, found.forecast, as_json=as_json)
-    raise typer.Exit(forecast_status(found.forecast))
+    show(shown, made.forecast, as_json=as_json)
+    raise typer.Exit(forecast_status(made.forecast))
+
+
+def _check_recordable(source: str, allow: tuple[str, ...], recordings: "Recordings | None") -> None:
+    """Raises UsageError where a technique is allowed of which a trace file does not show what it does to the step."""
+    from memwall.planning.technique import techniques
+
+    for technique in techniques():
+        word = technique.allow
+        is_offered = recordings is not None and word in recordings.offered
+        if technique.is_seen_recorded and word in allow and not is_offered:
+            raise UsageError(
+                f"--allow {word}: {source} is a trace, and what {word} do to a step is seen by recording it with them; "
+                f"plan from the package.module:factory or the config.json, or give --allow {word} to `memwall run`"
+            )
 
 
 def _hardware(device: str | None) -> "Hardware | None":

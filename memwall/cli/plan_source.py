@@ -8,35 +8,46 @@ from memwall.cli.options import require_file
 from memwall.integrations.hf_config import config_path, hub_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from memwall.cli.options import DiskTier
+    from memwall.cli.options import DiskChoice
     from memwall.machine.hardware import Hardware
+    from memwall.machine.tiers import Machine
     from memwall.planning.action import Action
     from memwall.planning.planfile import Plan
+    from memwall.planning.recordings import Recordings
     from memwall.trace.fake import RecordedRun
     from memwall.trace.records import Trace
     from memwall.trace.workload import Workload
 
-__all__ = ["Ways", "device_trace", "here_with_kernels", "is_spec", "load_source", "with_cpu_step", "with_disk"]
+__all__ = ["Source", "device_trace", "is_spec", "load_source", "trace_here", "with_disk", "with_measured"]
 
 
-class Ways(NamedTuple):
-    """Says how else the step can be recorded, and what was recorded besides; None where it cannot, or was not."""
+class Source(NamedTuple):
+    """Holds the step to plan for, and how else it can be recorded; None where it cannot."""
 
-    under_autocast: "Callable[[], Trace] | None" = None
-    with_kernels: "Callable[[str | None], tuple[Trace, Action | None]] | None" = None
+    trace: "Trace"
+    recordings: "Recordings | None" = None
     evaluated: "Callable[[Plan], Plan] | None" = None
-    """Counts the evaluation that follows the steps of a plan."""
+    """Counts the evaluation that follows the steps of a plan; None where there is none."""
 
 
-def here_with_kernels(source: str, tier: "DiskTier | None", lower: str | None) -> "tuple[Trace, Action | None]":
-    """Records the step of a factory with fused kernels, here and now."""
-    from memwall.integrations.fused_kernels import recorded_with_kernels
-    from memwall.trace.spec import load_workload
-    from memwall.trace.trace_builder import record
+def trace_here(source: str, tier: "DiskChoice | None") -> Source:
+    """Returns the step of a trace file, or of a factory, which is recorded here and now."""
+    from memwall.planning.recordings import Recordings
+    from memwall.planning.techniques import kernels
 
-    return recorded_with_kernels(lambda changed: with_disk(record(changed(load_workload(source))), tier))
+    def record_with_kernels(_: frozenset[str]) -> "tuple[Trace, Action | None]":
+        from memwall.integrations.fused_kernels import recorded_with_kernels
+        from memwall.trace.spec import load_workload
+        from memwall.trace.trace_builder import record
+
+        return recorded_with_kernels(lambda changed: with_disk(record(changed(load_workload(source))), tier))
+
+    trace = with_disk(load_source(source), tier)
+    if Path(source).exists():
+        return Source(trace)
+    return Source(trace, Recordings(frozenset({kernels.TECHNIQUE.allow}), record_with_kernels))
 
 
 def device_trace(
@@ -47,8 +58,8 @@ def device_trace(
     mask_share: float | None,
     autocast: str | None,
     **model: Any,
-) -> "tuple[Trace, Ways]":
-    """Returns the step as the device would run it, of a trace file or a SPEC; and how else a SPEC can be recorded.
+) -> Source:
+    """Returns the step as the device would run it, of a trace file or a SPEC.
 
     Args:
         model: what `device_run_of_spec` is told about a configuration's model and batches.
@@ -57,47 +68,47 @@ def device_trace(
 
     from memwall.integrations.spec_trace import device_run_of_spec
     from memwall.planning.device_phases import with_evaluation
+    from memwall.planning.recordings import Recordings
     from memwall.planning.technique import technique_of
-    from memwall.planning.techniques.kernels import FUSED
+    from memwall.planning.techniques import autocast as lower_precision
+    from memwall.planning.techniques import kernels
     from memwall.predict.cuda.translate import translated
     from memwall.predict.device import DeviceModel
 
     if not is_spec(source):
-        return translated(load_source(source), hardware, host_bytes=host_bytes), Ways()
+        return Source(translated(load_source(source), hardware, host_bytes=host_bytes))
     lower = "bfloat16" if "bfloat16" in hardware.flops else "float16"
+    offered = frozenset({lower_precision.TECHNIQUE.allow, kernels.TECHNIQUE.allow})
     runs: dict[frozenset[str], RecordedRun] = {}
-    """By the forms in which the step was recorded: precision, fused kernels."""
+    """Runs by the forms in which the step was recorded."""
 
-    def record(*, autocast: str | None, changed: "Callable[[Workload], Workload] | None" = None) -> "Trace":
-        run = device_run_of_spec(
+    def run_of(forms: frozenset[str], changed: "Callable[[Workload], Workload] | None" = None) -> "Trace":
+        runs[forms] = device_run_of_spec(
             source,
             hardware,
             host_bytes=host_bytes,
             mask_share=mask_share,
-            autocast=autocast,
+            autocast=lower if lower_precision.TECHNIQUE.allow in forms else autocast,
             changed=changed,
             **model,
         )
-        runs[frozenset(form for form in (autocast, FUSED if changed is not None else None) if form)] = run
-        return run.training
+        return runs[forms].training
+
+    def record(forms: frozenset[str]) -> "tuple[Trace, Action | None]":
+        from memwall.integrations.fused_kernels import recorded_with_kernels, without_values
+
+        if kernels.TECHNIQUE.allow not in forms:
+            return run_of(forms), None
+        return recorded_with_kernels(partial(run_of, forms), objection=without_values)
 
     def evaluated(plan: "Plan") -> "Plan":
-        forms = {technique_of(action).recorded_form(action) for action in plan.actions} | {autocast or ""}
-        run = runs[frozenset(form for form in forms if form)]
+        run = runs[offered.intersection(technique_of(action).allow for action in plan.actions)]
         if run.evaluation is None:
             not_modelled = (*plan.forecast.not_modelled, f"evaluation: {run.failure}")
             return replace(plan, forecast=replace(plan.forecast, not_modelled=not_modelled))
         return with_evaluation(plan, run.training, DeviceModel(run.training, hardware), run.evaluation.steps[0])
 
-    def with_kernels(lower: str | None) -> "tuple[Trace, Action | None]":
-        from memwall.integrations.fused_kernels import recorded_with_kernels, without_values
-
-        precision = autocast if lower is None else lower
-        return recorded_with_kernels(
-            lambda changed: record(autocast=precision, changed=changed), objection=without_values
-        )
-
-    return record(autocast=autocast), Ways(partial(record, autocast=lower), with_kernels, evaluated)
+    return Source(run_of(frozenset()), Recordings(offered, record), evaluated)
 
 
 def is_spec(source: str) -> bool:
@@ -124,38 +135,29 @@ def load_source(source: str) -> "Trace":
     return load_trace(path)
 
 
-def with_cpu_step(trace: "Trace", ways: Ways) -> "tuple[Trace, Ways]":
-    """Adds the speed of an optimizer's step on this CPU, measured now, to a trace and those recorded in other ways."""
-    import msgspec
+def with_measured(source: Source, allow: "Sequence[str]") -> Source:
+    """Returns the source with what techniques that are allowed have to measure on this machine, in every trace."""
+    from msgspec.structs import replace
 
-    from memwall.apply.optimizer_state.cpu_speed import cpu_step_speeds
+    from memwall.apply.technique import allowed
 
-    speeds = cpu_step_speeds()
+    machines: dict[Machine, Machine] = {}
 
-    def known(found: "Trace") -> "Trace":
-        machine = msgspec.structs.replace(
-            found.machine,
-            cpu_step_bytes_per_second=speeds.torch_bytes_per_second,
-            deepspeed_step_bytes_per_second=speeds.deepspeed_bytes_per_second,
-        )
-        return msgspec.structs.replace(found, machine=machine)
+    def measured(found: "Trace") -> "Trace":
+        if found.machine not in machines:
+            machine = found.machine
+            for _, handler in allowed(allow):
+                machine = handler.measured(machine)
+            machines[found.machine] = machine
+        return replace(found, machine=machines[found.machine])
 
-    lower, kernels = ways.under_autocast, ways.with_kernels
-    if lower is not None:
-        plain_lower = lower
-        ways = ways._replace(under_autocast=lambda: known(plain_lower()))
-    if kernels is not None:
-        plain_kernels = kernels
-
-        def with_kernels(dtype: str | None) -> "tuple[Trace, Action | None]":
-            found, action = plain_kernels(dtype)
-            return known(found), action
-
-        ways = ways._replace(with_kernels=with_kernels)
-    return known(trace), ways
+    recordings = source.recordings
+    return source._replace(
+        trace=measured(source.trace), recordings=None if recordings is None else recordings.changed(measured)
+    )
 
 
-def with_disk(trace: "Trace", tier: "DiskTier | None") -> "Trace":
+def with_disk(trace: "Trace", tier: "DiskChoice | None") -> "Trace":
     """Returns the trace with the speeds of another disk than the one it was recorded with, measured now."""
     if tier is None or trace.device != "cpu" or trace.machine.disk == str(tier.directory):
         return trace

@@ -5,7 +5,6 @@ left out, and with the first under which the run fits the list ends.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from typing import TypeVar
 
 import msgspec
@@ -128,16 +127,8 @@ def plan_relaxations(
         settings: with the device, and what records the step in other ways where that is possible.
         smallest_bytes: smallest feasible budget of the trace as it is. smallest_bytes_of: that of a changed one.
     """
-    # A recording takes seconds, and gives the same trace each time.
-    under_autocast, with_kernels = settings.under_autocast, settings.with_kernels
-    asked = Recording(
-        trace,
-        msgspec.structs.replace(
-            settings,
-            under_autocast=None if under_autocast is None else cache(under_autocast),
-            with_kernels=None if with_kernels is None else cache(with_kernels),
-        ),
-    )
+    recordings = None if settings.recordings is None else settings.recordings.kept()
+    asked = Recording(trace, msgspec.structs.replace(settings, recordings=recordings))
 
     def bytes_of(found: Recording) -> int:
         return smallest_bytes if found is asked else smallest_bytes_of(found.trace, found.settings)

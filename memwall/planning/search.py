@@ -3,13 +3,13 @@
 For each recording `planning.recording_search` finds the cheapest candidate whose forecast fits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from memwall.errors import UsageError
 from memwall.machine.hardware import Hardware
-from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
 from memwall.planning.recording_search import RecordingSearch
+from memwall.planning.recordings import Recordings
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
 from memwall.trace.records import Trace
@@ -28,8 +28,7 @@ def plan(
     allow: Sequence[str] = (),
     global_batch: int | None = None,
     hardware: Hardware | None = None,
-    under_autocast: Callable[[], Trace] | None = None,
-    with_kernels: Callable[[str | None], tuple[Trace, Action | None]] | None = None,
+    recordings: Recordings | None = None,
 ) -> Plan:
     """Returns the cheapest plan under which the traced run fits `budget`.
 
@@ -45,8 +44,7 @@ def plan(
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.cuda.translate), where it is not here.
-        under_autocast: records the same step in the device's lower precision, for when nothing else fits.
-        with_kernels: records the same step with fused kernels, for when a plan without them costs time.
+        recordings: what records the same step in other forms, for when nothing else fits, or a plan costs time.
 
     Raises:
         InfeasibleError: nothing fits; says how much would, and what to allow.
@@ -76,8 +74,7 @@ def plan(
         allow=tuple(allow),
         allow_accumulation=global_batch is not None,
         hardware=hardware,
-        under_autocast=under_autocast,
-        with_kernels=with_kernels,
+        recordings=recordings,
     )
     return make_plan(trace, settings)
 

@@ -30,7 +30,7 @@ from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.solve import lowest_peak, smallest_feasible_bytes, solve
 from memwall.planning.step_under_plan import step_under_actions
-from memwall.planning.technique import techniques
+from memwall.planning.technique import technique_of, techniques
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.process import Resident
@@ -210,8 +210,8 @@ class SearchAtLocation:
         window_bytes: int,
     ) -> Candidate:
         step = batch.model.treated(treatments) if treatments else batch.model.step
-        standing = (technique.standing_action(self._settings) for technique in techniques())
-        actions = [*self._location.actions, *(one for one in standing if one is not None), *batch.actions]
+        standing = sorted(self._settings.standing, key=lambda action: technique_of(action).order)
+        actions = [*self._location.actions, *standing, *batch.actions]
         split_seconds = batch.split_seconds
         extra_seconds, moved_bytes, bound = split_seconds, 0, 0.0
         levers: tuple[Lever, ...] = ()

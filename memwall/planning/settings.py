@@ -1,14 +1,12 @@
 """The user's wishes for a plan, and what the run says about itself."""
 
-from collections.abc import Callable
-from typing import Literal
-
 from msgspec import Struct
+from msgspec.structs import replace
 
 from memwall.machine.hardware import Hardware
 from memwall.planning.action import Action
+from memwall.planning.recordings import Recordings
 from memwall.predict.first_step import FirstStep
-from memwall.trace.records import Trace
 
 __all__ = ["Settings"]
 
@@ -40,12 +38,12 @@ class Settings(Struct, frozen=True, kw_only=True):
     """The device to plan for where it is not here; the trace is translated to it."""
     first_step: FirstStep | None = None
     """Needs of the step that a running session has recorded; None where the plan is not for a run that has begun."""
-    autocast: Literal["bfloat16", "float16"] | None = None
-    """The precision memwall ran the recorded step in, having been allowed to."""
-    kernels: Action | None = None
-    """The action that the recorded step ran in place of modules' own forwards, memwall having been allowed to."""
-    with_kernels: Callable[[str | None], tuple[Trace, Action | None]] | None = None
-    """Records the same step with fused kernels, in the precision named: the trace, and what there is of them, None for
-    nothing. None where that is not possible from here."""
-    under_autocast: Callable[[], Trace] | None = None
-    """Records the same step in the device's lower precision; None where that is not possible from here."""
+    standing: tuple[Action, ...] = ()
+    """Actions that the recorded step ran under, memwall having been allowed to."""
+    recordings: Recordings | None = None
+    """What records the same step in other forms; None where that is not possible from here."""
+
+    def with_standing(self, record: type[Action], action: Action | None) -> "Settings":
+        """Returns these with the action as the one of its record that the recorded step ran under; None for none."""
+        others = tuple(one for one in self.standing if not isinstance(one, record))
+        return replace(self, standing=others if action is None else (*others, action))

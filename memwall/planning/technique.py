@@ -49,18 +49,10 @@ class Recording(NamedTuple):
 
     def changed(self, change: Callable[[Trace], Trace]) -> "Recording":
         """Returns it with its trace changed, and those of all further recordings in the same way."""
-        under_autocast, with_kernels = self.settings.under_autocast, self.settings.with_kernels
-
-        def kernels_changed(precision: str | None) -> tuple[Trace, Action | None]:
-            assert with_kernels is not None
-            trace, action = with_kernels(precision)
-            return change(trace), action
-
-        settings = msgspec.structs.replace(
-            self.settings,
-            under_autocast=None if under_autocast is None else lambda: change(under_autocast()),
-            with_kernels=None if with_kernels is None else kernels_changed,
-        )
+        further = self.settings.recordings
+        if further is None:
+            return Recording(change(self.trace), self.settings)
+        settings = msgspec.structs.replace(self.settings, recordings=further.changed(change))
         return Recording(change(self.trace), settings)
 
 
@@ -73,7 +65,7 @@ class DeepSpeedPart(NamedTuple):
     """State that the plan keeps in memory, all of which DeepSpeed moves."""
     dtype: str = ""
     remark: str = ""
-    """Where DeepSpeed does it otherwise than the plan says."""
+    """Tells what DeepSpeed does otherwise than the plan says; "" for nothing."""
 
 
 class Technique(Generic[A]):
@@ -86,7 +78,7 @@ class Technique(Generic[A]):
     allow: ClassVar[str] = ""
     """The word of --allow without which it is never chosen; "" where it needs none."""
     allow_means: ClassVar[str] = ""
-    """In words for people."""
+    """What the word allows, for people."""
     is_set_by_loop: ClassVar[bool] = False
     """Whether a training loop of Accelerate or the Trainer carries its action out by itself."""
     uses_tier: ClassVar[bool] = False
@@ -100,6 +92,10 @@ class Technique(Generic[A]):
     step_rank: ClassVar[int] = 0
     """Place among the techniques that change the recorded step: state is moved before parameters are, and both before
     the batch is split."""
+    is_seen_recorded: ClassVar[bool] = False
+    """Whether what it does to a step is known only from a recording under it, which a trace file does not have."""
+    keeps_parameters: ClassVar[str] = ""
+    """Why parameters cannot be on disk between their uses while its action is in effect; "" where they can."""
     block_levers: ClassVar[Mapping[str, str]] = {}
     """Name of a block's option before the first "-" -> what people call that lever."""
 
@@ -175,10 +171,6 @@ class Technique(Generic[A]):
         """
         return ()
 
-    def fuller(self, inputs: SearchInputs, location: Location, room_bytes: int) -> Location | None:
-        """Returns the location with more of it in memory; None where that is too little to be worth a try."""
-        return None
-
     def step(self, trace: Trace, step: Step, action: A) -> Step:
         """Returns the step under the action."""
         return step
@@ -189,10 +181,6 @@ class Technique(Generic[A]):
 
     def batch_parts(self, action: A) -> tuple[int, int] | None:
         """Returns micro-batch and number of micro-batches of a step; None where the action leaves the batch alone."""
-        return None
-
-    def standing_action(self, settings: Settings) -> A | None:
-        """Returns the action that the recorded step ran under already."""
         return None
 
     def settled_action(
@@ -211,9 +199,9 @@ class Technique(Generic[A]):
         """Returns another recording to plan with where nothing fits; None if there is none."""
         return None
 
-    def recorded_form(self, action: A) -> str:
-        """Returns what the step was recorded with for the action; "" where it was recorded as it is."""
-        return ""
+    def precision(self, action: A) -> Literal["bfloat16", "float16"] | None:
+        """Returns the precision that forward runs in for the action; None where it is the model's own."""
+        return None
 
     # -- words -------------------------------------------------------------------------------------------------------
 

@@ -296,7 +296,7 @@ class LivePlan:
         self.take_back()
         self.trace = self.plan = None
         # What the step was recorded with has been taken back with the plan's own actions.
-        self.settings = msgspec.structs.replace(self.settings, autocast=None, kernels=None)
+        self.settings = msgspec.structs.replace(self.settings, standing=())
         self._measured.forget_steps()
 
     def take_back(self, *, keeps_state: bool = False) -> None:

@@ -20,6 +20,7 @@ from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of
 from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.planning.settings import Settings
+from memwall.planning.technique import technique_of
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES
 from memwall.planning.techniques.parameters import as_streamed
 from memwall.predict.first_step import FirstStep
@@ -126,7 +127,9 @@ class RecordedStep:
         self.stop()
         kept_bytes = self._allocator.kept_bytes()
         self._allocator.trim()
-        trace = builder.trace(optimizers, machine=self._machine, autocast=self._settings.autocast or "none")
+        precisions = (technique_of(action).precision(action) for action in self._settings.standing)
+        precision = next((one for one in precisions if one is not None), None)
+        trace = builder.trace(optimizers, machine=self._machine, autocast=precision or "none")
         with without_subclass_functions():
             present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
         modules, is_streamed = trace.modules, self._parameters.away_bytes > 0

@@ -30,7 +30,7 @@ class Recovery:
     def __init__(self, live: LivePlan, borders: StepBorders, measured: Measurements) -> None:
         self._live, self._borders, self._measured = live, borders, measured
         self._excess_bytes = 0
-        """By how much the last step under the plan exceeded what the plan promised, the budget being near."""
+        """Bytes by which the last step under the plan exceeded what the plan promised, the budget being near."""
         self._can_plan_again = True
 
     # -- steps that took more than foreseen ----------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from memwall.apply.kernels.head import chunk_rows_of
 from memwall.apply.kernels.patched import apply_kernels
 from memwall.errors import ApplyError, InfeasibleError
 from memwall.integrations.fused_kernels import recorded_with_kernels
+from memwall.planning.recordings import Recordings
 from memwall.planning.search import plan
 from memwall.planning.techniques.kernels import FusedKernels
 from memwall.predict.curve import live_peak_bytes
@@ -107,7 +108,9 @@ def test_a_plan_has_them_where_recomputing_would_cost_time() -> None:
     (fused_trace, action) = fused
     assert action is not None
     budget = plan(fused_trace, budget="1TiB").forecast.peak.process_bytes + (16 << 20)
-    found = plan(plain, budget=budget, allow=("kernels",), with_kernels=lambda precision: fused)
+    found = plan(
+        plain, budget=budget, allow=("kernels",), recordings=Recordings(frozenset({"kernels"}), lambda _: fused)
+    )
     kernels = next(a for a in found.actions if isinstance(a, FusedKernels))
     saved = live_peak_bytes(steady_step(plain), "cpu") - live_peak_bytes(steady_step(fused_trace), "cpu")
     assert kernels.saved_bytes == saved
@@ -120,12 +123,14 @@ def test_a_plan_has_them_where_recomputing_would_cost_time() -> None:
 def test_they_are_not_looked_for_where_nobody_allowed_them_or_the_step_fits() -> None:
     trace = record(workload())
 
-    def recorded(precision: str | None) -> tuple[Trace, FusedKernels | None]:
+    def record_again(_: frozenset[str]) -> tuple[Trace, FusedKernels | None]:
         raise AssertionError("recorded with kernels for no reason")
 
-    assert plan(trace, budget="1TiB", allow=("kernels",), with_kernels=recorded).actions == ()
+    recordings = Recordings(frozenset({"kernels"}), record_again)
+
+    assert plan(trace, budget="1TiB", allow=("kernels",), recordings=recordings).actions == ()
     tight = trace.base_bytes + live_peak_bytes(steady_step(trace), "cpu")
-    assert not any(isinstance(a, FusedKernels) for a in plan(trace, budget=tight, with_kernels=recorded).actions)
+    assert not any(isinstance(a, FusedKernels) for a in plan(trace, budget=tight, recordings=recordings).actions)
 
 
 def test_a_session_trains_the_same_model_with_them() -> None:

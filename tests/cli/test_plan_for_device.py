@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import jsonschema
+import msgspec
 import pytest
 import torch
 from figures import untagged, without_unit
@@ -12,9 +13,11 @@ from forecasts import FACTORY, LLAMA, MIB, OPTIONS, OUTLIER, SCHEMA, Run, estima
 
 from memwall.apply.optimizer_state import cpu_speed
 from memwall.cli.app import main
-from memwall.cli.plan_source import Ways, with_cpu_step
+from memwall.cli.plan_source import Source, with_measured
 from memwall.machine.hardware import hardware_named
+from memwall.machine.tiers import Machine, Tier
 from memwall.planning.planfile import Plan
+from memwall.planning.recordings import Recordings
 from memwall.trace.file import save_trace
 from memwall.trace.spec import load_workload
 from memwall.trace.trace_builder import record
@@ -276,13 +279,17 @@ def test_a_step_on_the_cpu_is_measured_for_every_way_to_record_the_step(monkeypa
         )
     )
     monkeypatch.setattr(cpu_speed, "_NUM_ELEMENTS", 1 << 16)
-    ways = Ways(under_autocast=lambda: trace, with_kernels=lambda _: (trace, None))
-    known, ways = with_cpu_step(trace, ways)
-    assert ways.under_autocast is not None
-    assert ways.with_kernels is not None
-    found = {
-        one.machine.cpu_step_bytes_per_second for one in (known, ways.under_autocast(), ways.with_kernels(None)[0])
-    }
+    trace = msgspec.structs.replace(
+        trace,
+        machine=Machine(
+            tiers=(Tier(name="host", write_bytes_per_second=2e10, read_bytes_per_second=2e10, free_bytes=1 << 30),)
+        ),
+    )
+    source = Source(trace, Recordings(frozenset({"precision", "kernels"}), lambda _: (trace, None)))
+    known = with_measured(source, ("cpu-optimizer-step",))
+    assert known.recordings is not None
+    traces = (known.trace, known.recordings.take("precision")[0], known.recordings.take("kernels")[0])
+    found = {one.machine.cpu_step_bytes_per_second for one in traces}
     (speed,) = found
     assert speed > 0
     assert speed == float(f"{speed:.1e}")  # in two digits, so that plans made again are equal

@@ -11,6 +11,7 @@ from torch import nn
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import hardware_named
 from memwall.planning.estimate import estimate
+from memwall.planning.recordings import Recordings
 from memwall.planning.relaxations import Run, estimate_relaxations
 from memwall.planning.search import plan
 from memwall.planning.techniques.autocast import Autocast
@@ -64,6 +65,11 @@ def traced(
     return translated(trace, A100, autocast=recording.autocast, host_bytes=host_bytes)
 
 
+def in_precision(lower: Trace) -> Recordings:
+    """The same step under autocast, which was recorded already."""
+    return Recordings(frozenset({"precision"}), lambda _: (lower, None))
+
+
 def smallest(trace: Trace, **options: Any) -> int:
     found = plan(trace, budget=A100.usable_bytes, hardware=A100, **options).forecast.smallest_feasible_budget_bytes
     assert found is not None
@@ -97,7 +103,7 @@ def test_each_way_out_of_a_plan_has_the_figure_of_the_run_that_takes_it() -> Non
         for before, after in pairwise(needed)
     ]
     # The optimizer holds the peak only once the batch is split: its line comes after that.
-    assert refused(trace, under_autocast=lambda: lower) == (
+    assert refused(trace, recordings=in_precision(lower)) == (
         f"smaller micro-batches that accumulate: --global-batch 8: {figures[0]}",
         f"and fused=True in torch.optim.AdamW: {figures[1]}",
         f"and host memory for saved tensors and optimizer state: --host SIZE: {figures[2]}",
@@ -119,7 +125,9 @@ def test_host_memory_is_offered_with_what_it_frees_unless_it_was_given() -> None
 
 def test_what_was_given_already_or_frees_nothing_is_not_offered() -> None:
     half = traced(rows=64, fused=True, dtype=torch.bfloat16, host_bytes=HOST_BYTES)
-    assert refused(half, global_batch=8, under_autocast=lambda: half) == ("a shorter sequence, or a lower resolution",)
+    assert refused(half, global_batch=8, recordings=in_precision(half)) == (
+        "a shorter sequence, or a lower resolution",
+    )
     # Nothing can record a trace from a file again.
     assert not any("precision" in line for line in refused(traced(rows=2048)))
 
@@ -139,9 +147,9 @@ def test_precision_that_is_allowed_is_recorded_and_planned() -> None:
     """GIVEN no plan fits in float32 WHEN precision is allowed THEN the step under autocast is planned, and says so."""
     trace, lower = traced(rows=2048), traced(rows=2048, autocast=torch.bfloat16)
     budget = smallest(lower)
-    plain = plan(trace, budget=budget, hardware=A100, under_autocast=lambda: lower)
+    plain = plan(trace, budget=budget, hardware=A100, recordings=in_precision(lower))
     assert not plain.forecast.fits
-    found = plan(trace, budget=budget, hardware=A100, allow=("precision",), under_autocast=lambda: lower)
+    found = plan(trace, budget=budget, hardware=A100, allow=("precision",), recordings=in_precision(lower))
     assert found.forecast.fits
     assert found.actions[0] == Autocast(dtype="bfloat16")
 

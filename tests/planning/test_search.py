@@ -296,7 +296,9 @@ def test_what_was_allowed_already_is_not_offered_again(a_trace: Callable[[str], 
 
 def test_a_plan_for_a_lower_precision_says_so_first(a_trace: Callable[[str], Trace]) -> None:
     trace = a_trace("gpt")
-    found = make_plan(trace, Settings(budget_bytes=1 << 40, allow=("precision",), autocast="bfloat16"))
+    found = make_plan(
+        trace, Settings(budget_bytes=1 << 40, allow=("precision",), standing=(Autocast(dtype="bfloat16"),))
+    )
     assert found.actions == (Autocast(dtype="bfloat16"),)
     assert found.actions[0].exactness == "changes-numerics"
     assert isinstance(found, Plan)

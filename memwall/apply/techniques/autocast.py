@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -40,7 +39,7 @@ class AutocastHandler(Handler[Autocast]):
         _log.info("no plan fits in the present precision; the next step is recorded under %s autocast", dtype)
         return InRecording(
             LowerPrecision(model, dtype, is_running=is_running).undo,
-            lambda settings, _: msgspec.structs.replace(settings, autocast=dtype),
+            lambda settings, _: settings.with_standing(Autocast, Autocast(dtype=dtype)),
         )
 
 

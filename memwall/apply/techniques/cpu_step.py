@@ -8,7 +8,7 @@ import torch
 from memwall.apply.optimizer_state.cpu_speed import cpu_step_speeds
 from memwall.apply.optimizer_state.state_keeper import why_not_on_cpu
 from memwall.apply.state_technique import PlacementEffect, StateHandler
-from memwall.apply.technique import Target, Tier, register
+from memwall.apply.technique import Target, TierName, register
 from memwall.machine.tiers import Machine
 from memwall.planning.techniques.cpu_step import StepOnCpu
 
@@ -58,5 +58,5 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
             resident_bytes=0,
         )
 
-    def held_bytes(self, tier: Tier) -> int:
+    def held_bytes(self, tier: TierName) -> int:
         return (self.action.saved_bytes or 0) if tier == "host" else 0

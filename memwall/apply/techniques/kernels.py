@@ -2,7 +2,6 @@
 
 import logging
 
-import msgspec
 from torch import nn
 
 from memwall.apply.effect import Effect
@@ -39,7 +38,7 @@ class KernelsHandler(Handler[FusedKernels]):
         chunk_rows = chunk_rows_of(model)
         return InRecording(
             patch_kernels(model, chunk_rows=chunk_rows).undo,
-            lambda settings, trace: msgspec.structs.replace(settings, kernels=kernels_in(trace, chunk_rows)),
+            lambda settings, trace: settings.with_standing(FusedKernels, kernels_in(trace, chunk_rows)),
         )
 
     def apply(self, target: Target) -> None:

@@ -1,7 +1,7 @@
 """Optimizer state on the next tier between steps; a step goes through it bucket by bucket."""
 
 from memwall.apply.state_technique import PlacementEffect, StateHandler
-from memwall.apply.technique import Target, Tier, register
+from memwall.apply.technique import Target, TierName, register
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.units import format_bytes
 
@@ -32,5 +32,5 @@ class OptimizerStateHandler(StateHandler[OptimizerPlacement]):
             resident_bytes=resident_bytes,
         )
 
-    def held_bytes(self, tier: Tier) -> int:
+    def held_bytes(self, tier: TierName) -> int:
         return (self.action.saved_bytes or 0) if self.action.tier == tier else 0

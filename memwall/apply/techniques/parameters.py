@@ -3,7 +3,7 @@
 from memwall.apply.effect import Effect
 from memwall.apply.state_technique import StateHandler
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
-from memwall.apply.technique import Handler, Target, Tier, register
+from memwall.apply.technique import Handler, Target, TierName, register
 from memwall.errors import ApplyError
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.units import format_bytes
@@ -36,7 +36,7 @@ class ParameterHandler(Handler[ParameterPlacement]):
     def effect(self, target: Target) -> "ParameterEffect":
         return ParameterEffect(self.action, target.parameters)
 
-    def held_bytes(self, tier: Tier) -> int:
+    def held_bytes(self, tier: TierName) -> int:
         return (self.action.saved_bytes or 0) if self.action.tier == tier else 0
 
 

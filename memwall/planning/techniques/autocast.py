@@ -43,17 +43,15 @@ class _Autocast(Technique[Autocast]):
             return None
         return f"{lower.trace.autocast} autocast, which changes numerics: --allow precision", lower
 
-    def standing_action(self, settings: Settings) -> Autocast | None:
-        return None if settings.autocast is None else Autocast(dtype=settings.autocast)
-
     def recording_where_nothing_fits(self, trace: Trace, settings: Settings) -> Recording | None:
-        if settings.under_autocast is None or can_autocast(trace, settings.allow) is not None:
+        recordings = settings.recordings
+        if recordings is None or self.allow not in recordings.offered or can_autocast(trace, settings.allow):
             return None
-        lower = settings.under_autocast()
-        dtype = None if lower.autocast == "none" else lower.autocast
-        return Recording(lower, msgspec.structs.replace(settings, autocast=dtype, under_autocast=None))
+        lower, _, others = recordings.take(self.allow)
+        changed = settings.with_standing(Autocast, None if lower.autocast == "none" else Autocast(dtype=lower.autocast))
+        return Recording(lower, msgspec.structs.replace(changed, recordings=others))
 
-    def recorded_form(self, action: Autocast) -> str:
+    def precision(self, action: Autocast) -> Literal["bfloat16", "float16"] | None:
         return action.dtype
 
     def what(self, action: Autocast) -> str:

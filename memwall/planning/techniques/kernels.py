@@ -12,10 +12,8 @@ from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 
-__all__ = ["FUSED", "TECHNIQUE", "FusedKernels", "can_use_kernels", "could_have_kernels", "kernels_in"]
+__all__ = ["TECHNIQUE", "FusedKernels", "can_use_kernels", "could_have_kernels", "kernels_in"]
 
-FUSED = "fused kernels"
-"""The form of a step that was recorded with them."""
 _OWN = "memwall."
 _LOSS = "memwall.linear_cross_entropy"
 # What norms, gated MLPs and the loss of a language model are made of where no fused kernel computes them.
@@ -41,16 +39,14 @@ class _Kernels(Technique[FusedKernels]):
     allow_means = "fused kernels may stand in for norms, gated MLPs and losses; they round at other points"
     advice_rank = 3
     way_out_rank = 1
+    is_seen_recorded = True
+    keeps_parameters = "fused kernels read them outside their modules' own calls"
 
     def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
         is_possible = could_have_kernels(trace) and can_use_kernels(trace.device, (self.allow,), is_here=True) is None
         if not is_possible or self.allow in allow:
             return None
         return "allow fused kernels for norms, gated MLPs and the loss of a language model: --allow kernels"
-
-    def standing_action(self, settings: Settings) -> FusedKernels | None:
-        found = settings.kernels
-        return found if isinstance(found, FusedKernels) else None
 
     def way_out(self, found: Recording) -> tuple[str, Recording] | None:
         settings = found.settings
@@ -61,24 +57,16 @@ class _Kernels(Technique[FusedKernels]):
         return None if fused is None else ("fused kernels, which round at other points: --allow kernels", fused)
 
     def recording_where_it_costs(self, trace: Trace, settings: Settings) -> Recording | None:
-        with_kernels, lower = settings.with_kernels, settings.under_autocast
-        if with_kernels is None:
+        recordings = settings.recordings
+        if recordings is None or self.allow not in recordings.offered:
             return None
         if can_use_kernels(trace.device, settings.allow, is_here=settings.hardware is None) is not None:
             return None
-        fused, found = with_kernels(settings.autocast)
+        fused, found, others = recordings.take(self.allow)
         if not isinstance(found, FusedKernels):
             return None
-        changed = msgspec.structs.replace(
-            settings,
-            kernels=_compared(found, trace, fused),
-            with_kernels=None,
-            under_autocast=None if lower is None else lambda: with_kernels(lower().autocast)[0],
-        )
-        return Recording(fused, changed)
-
-    def recorded_form(self, action: FusedKernels) -> str:
-        return FUSED
+        changed = settings.with_standing(FusedKernels, _compared(found, trace, fused))
+        return Recording(fused, msgspec.structs.replace(changed, recordings=others))
 
     def what(self, action: FusedKernels) -> str:
         return f"fused kernels, logits {action.chunk_rows:,} rows at a time" if action.chunk_rows else "fused kernels"

@@ -7,7 +7,7 @@ from memwall.planning.action import Action
 from memwall.planning.location import Location
 from memwall.planning.paths import block_ranges
 from memwall.planning.search_inputs import SearchInputs
-from memwall.planning.technique import Technique
+from memwall.planning.technique import Technique, technique_of
 from memwall.predict.parameters_on_disk import Away, away_from, paged_bytes, streamed_blocks, with_parameters_on_disk
 from memwall.predict.state_on_disk import CPU_SECONDS_PER_BYTE
 from memwall.trace.records import Module, Step, Trace
@@ -30,7 +30,6 @@ _MIN_WINDOW_BYTES = 1 << 20
 _WINDOW_SHARE = 1 / 32
 # Parts of the parameters that may stay in memory where their gradients cannot.
 _STAYING_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-_KERNELS_READ_THEM = "fused kernels read them outside their modules' own calls"
 
 
 class ParameterPlacement(Action, frozen=True, kw_only=True, tag="parameter-placement"):
@@ -61,7 +60,9 @@ class _Parameters(Technique[ParameterPlacement]):
     def locations(self, inputs: SearchInputs, ordinary: tuple[Location, ...] | str) -> tuple[Location, ...] | str:
         """Returns gradients on disk, and parameters: none of them first, all at last."""
         trace, steady = inputs.trace, inputs.steady
-        reason = inputs.settings.parameters_stay or (_KERNELS_READ_THEM if inputs.settings.kernels is not None else "")
+        settings = inputs.settings
+        kept = (technique_of(action).keeps_parameters for action in settings.standing)
+        reason = settings.parameters_stay or next((reason for reason in kept if reason), "")
         if reason or not inputs.has_disk:
             return reason
         if isinstance(ordinary, str):
