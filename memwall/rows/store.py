@@ -7,8 +7,6 @@ both. Rows that do not exist read as their initial values, and leave no trace.
 import os
 import weakref
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Self
 
 import msgspec
 import torch
@@ -20,6 +18,7 @@ from memwall.rows.index import RowIndex
 from memwall.rows.initial import InitialRows
 from memwall.rows.pages import PageCache
 from memwall.store.backend import SystemBackend
+from memwall.store.closing import Closing
 from memwall.store.scratch import ScratchFile
 
 __all__ = ["RowColumns", "RowLayout", "RowStore"]
@@ -44,7 +43,7 @@ class RowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     num_weights: int
     dtype: str
-    """As torch names it: "float32"."""
+    """Name of torch's: "float32"."""
     state: tuple[RowColumns, ...] = ()
 
     @property
@@ -78,7 +77,7 @@ class RowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return torch.cat(parts, dim=1) if parts else torch.empty(num_rows, 0, dtype=self.torch_dtype, device="cpu")
 
 
-class RowStore:
+class RowStore(Closing):
     """Holds records by id, of which a bounded number is in memory.
 
     Args:
@@ -205,14 +204,6 @@ class RowStore:
     def close(self) -> None:
         """Ends the threads and returns the disk space; the rows are gone."""
         self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _find(self, ids: Tensor) -> Tensor:
         """Returns the positions of ids. The same ones come a few times: read ahead, looked up, stepped, written."""

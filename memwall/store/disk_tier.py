@@ -1,6 +1,6 @@
 """A tier takes the bytes of a storage, and gives them back in fresh memory: `DiskTier` those of CPU tensors.
 
-`Tier` is what the activation engine asks of it, and of `memwall.store.pinned_tier.PinnedTier` for CUDA tensors.
+`StorageTier` is what the activation engine asks of it, and of `memwall.store.pinned_tier.PinnedTier` for CUDA tensors.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 from memwall.units import format_bytes
 
-__all__ = ["ByteRange", "DiskLoad", "DiskParked", "DiskTier", "StagingArena", "Tier"]
+__all__ = ["ByteRange", "DiskLoad", "DiskParked", "DiskTier", "StagingArena", "StorageTier"]
 
 P = TypeVar("P")
 L = TypeVar("L")
@@ -55,7 +55,7 @@ class ByteRange(NamedTuple):
         return empty.set_(self.storage, self.start, (self.num_bytes,), (1,))
 
 
-class Tier(Protocol[P, L]):
+class StorageTier(Protocol[P, L]):
     """Holds bytes away from their device. Methods are called by one thread at a time."""
 
     stall_seconds: float

@@ -16,12 +16,12 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from memwall.errors import OffloadIOError, StoreError
 from memwall.store.backend import ALIGNMENT_BYTES, SystemBackend, read_fully, round_up, write_fully
 from memwall.store.checksum import crc32
+from memwall.store.closing import Closing
 from memwall.store.commit_format import (
     COMMIT_BYTES,
     COMMIT_NAME,
@@ -74,7 +74,7 @@ class Generation(NamedTuple):
         return (*(stored.slot for stored in self.buckets), self.meta)
 
 
-class Journal:
+class Journal(Closing):
     """Opens a directory for one run, makes it where there is none, and recovers what is in it.
 
     Args:
@@ -365,14 +365,6 @@ class Journal:
             self._backend.close(self._fd)
             self._fd = -1
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def is_begun(directory: str) -> bool:

@@ -4,11 +4,10 @@ import errno
 import os
 import threading
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 from memwall.errors import StoreError
 from memwall.store.backend import OpenScratch, SystemBackend, read_fully, round_up, write_fully
+from memwall.store.closing import Closing
 from memwall.store.extents import FreeExtents
 from memwall.store.page_map import PageMap
 from memwall.units import format_bytes
@@ -32,7 +31,7 @@ class Slot:
     """Says whether they did, so that nobody knows what is here."""
 
 
-class ScratchFile:
+class ScratchFile(Closing):
     """Owns a file without a name, which grows by reservation and never shrinks until it is closed.
 
     A slot is handed out only when its bytes exist on disk, so a write into it cannot run out of space. Safe to use
@@ -178,14 +177,6 @@ class ScratchFile:
             if not self._is_closed:
                 self._is_closed = True
                 self._backend.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _check_range(self, slot: Slot, slot_offset: int, num_bytes: int) -> None:
         if self._is_closed:

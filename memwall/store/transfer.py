@@ -10,10 +10,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from memwall.errors import StoreError
+from memwall.store.closing import Closing
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.store.workers import Piece, Transfer, WorkState, run_worker, shut_down
 
@@ -34,7 +33,7 @@ def memory_at(address: int, num_bytes: int) -> memoryview:
     return view
 
 
-class TransferPool:
+class TransferPool(Closing):
     """Runs worker threads over one scratch file, which it owns and closes.
 
     Args:
@@ -160,11 +159,3 @@ class TransferPool:
     def close(self) -> None:
         """Drops what is queued, ends the workers, and returns the file's space. Never raises, never hangs."""
         self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

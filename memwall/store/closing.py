@@ -1,0 +1,19 @@
+"""What is closed where a `with` block ends."""
+
+from typing import Self
+
+__all__ = ["Closing"]
+
+
+class Closing:
+    """Is given back by `close`, or at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Gives back what is held; safe to call twice."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
