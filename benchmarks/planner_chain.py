@@ -2,7 +2,7 @@
 
 from planner_dynamic import Chain, ChainBlock, ChainOption
 
-from memwall.planning.solver.instance import Block, Instance, Row
+from memwall.planning.solver.instance import BlockOptions, Instance, Row
 
 
 def chain_of(instance: Instance) -> Chain | None:
@@ -43,7 +43,7 @@ def _places(rows: tuple[Row, ...], label: str) -> list[int]:
 
 
 def _chain_block(
-    number: int, block: Block, forward: tuple[Row, ...], backward: tuple[Row, ...], between: tuple[Row, ...]
+    number: int, block: BlockOptions, forward: tuple[Row, ...], backward: tuple[Row, ...], between: tuple[Row, ...]
 ) -> ChainBlock:
     def highest(rows: tuple[Row, ...], option: int) -> int:
         return max(row.fixed_bytes + row.held[number][option] for row in rows)

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from memwall.planning.solver.instance import Block, Choice, Instance, Option, Row
+from memwall.planning.solver.instance import BlockOptions, Choice, Instance, Option, Row
 
 __all__ = ["Chain", "ChainBlock", "ChainOption", "chain_instance", "solve_chain"]
 
@@ -67,7 +67,7 @@ def chain_instance(chain: Chain, budget_bytes: int) -> Instance:
     ]
     loss = Row(label="loss", fixed_bytes=chain.base_bytes + chain.loss_bytes, held=resident)
     blocks = tuple(
-        Block(
+        BlockOptions(
             path=block.path,
             options=tuple(Option(name=o.name, extra_seconds=o.extra_seconds, moved_bytes=0) for o in block.options),
             forward_seconds=block.forward_seconds,

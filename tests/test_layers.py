@@ -1,4 +1,4 @@
-"""No file of the package imports itself in a circle, nor a folder of `apply`; names for type checkers count as well."""
+"""No file imports itself in a circle, nor a folder of `apply`, not for type checkers either; class names are unique."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -71,3 +71,13 @@ def test_no_folder_of_apply_imports_itself_in_a_circle() -> None:
 def folder_of(name: str) -> str:
     """As a package."""
     return name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """But for those that a file keeps for itself."""
+    found: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(name)
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}

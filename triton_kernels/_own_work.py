@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memwall.patches import note_permanent
 from memwall.torch_internals.operators import flop_formula_of
-from memwall.trace.op_work import OWN_WORK, OwnWork, Part
+from memwall.trace.op_work import OWN_WORK, KernelWork, OwnWork
 
 from ._configs import norm_backward_launch, num_row_chunks
 from .linear_cross_entropy import _ops as _loss_operators  # noqa: F401  (it defines the operators)
@@ -43,7 +43,7 @@ def _rows_backward_work(grad: Tensor, *inputs: Any) -> OwnWork:
     scratch, (wide, rounded) = scratch_bytes(call), rounded_bytes(call)
     if wide == rounded:
         return OwnWork(scratch, tuple(chunks_work(call)), _name(call))
-    parts = (*chunks_work(call), Part(wide + rounded, 0))
+    parts = (*chunks_work(call), KernelWork(wide + rounded, 0))
     return OwnWork(wide + max(scratch, rounded) - rounded, parts, _name(call))
 
 
@@ -80,11 +80,11 @@ def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor,
     if weight is not None and terms[-2] and num_rows:
         num_chunks = num_row_chunks(num_rows, max(1, -(-num_columns // block)), _NUM_MULTIPROCESSORS)
         sums_bytes = num_chunks * num_columns * 4 * num_figures
-    parts = [Part(3 * tensor_bytes + row_bytes + sums_bytes, 0)]
+    parts = [KernelWork(3 * tensor_bytes + row_bytes + sums_bytes, 0)]
     if num_columns > block:
-        parts.append(Part(2 * tensor_bytes + row_bytes, 0))
+        parts.append(KernelWork(2 * tensor_bytes + row_bytes, 0))
     if sums_bytes:
-        parts.append(Part(sums_bytes, 0))
+        parts.append(KernelWork(sums_bytes, 0))
     return OwnWork(sums_bytes, tuple(parts))
 
 

@@ -33,7 +33,7 @@ __all__ = [
     "Handler",
     "InRecording",
     "Target",
-    "Tier",
+    "TierName",
     "Zero",
     "allowed",
     "handler_of",
@@ -45,7 +45,7 @@ __all__ = [
 
 A = TypeVar("A", bound=Struct)
 H = TypeVar("H", bound="type[Handler[Any]]")
-Tier = Literal["disk", "host"]
+TierName = Literal["disk", "host"]
 
 
 class Zero(NamedTuple):
@@ -117,7 +117,7 @@ class Target:
         """
         self._undo.append((undo, is_state))
 
-    def left_bytes(self, tier: Tier) -> int | None:
+    def left_bytes(self, tier: TierName) -> int | None:
         """Returns what saved tensors may use of a tier: without the part that the plan means for other things."""
         capacity_bytes = self.disk_capacity_bytes if tier == "disk" else self.host_limit_bytes
         if capacity_bytes is None:
@@ -183,7 +183,7 @@ class Handler(Generic[A]):
         """Returns what differed in the step so far and was not put right; asked before gradients are used."""
         return ""
 
-    def held_bytes(self, tier: Tier) -> int:
+    def held_bytes(self, tier: TierName) -> int:
         """Returns what the action means to use of a tier for other things than saved tensors."""
         return 0
 

@@ -18,7 +18,7 @@ from memwall.checkpoint.training_state import (
     record_of,
     state_dict_names,
 )
-from memwall.checkpoint.writer import CommitWriter, Packed, bytes_of, packed
+from memwall.checkpoint.writer import CommitWriter, PackedBucket, bytes_of, packed
 from memwall.errors import ApplyError
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.journal import Journal, Stored
@@ -63,9 +63,9 @@ class Commits:
         self._is_first = True
         self._layout: _Layout | None = None
         self._stored: tuple[Stored, ...] = ()
-        """Where the buckets of the last commit are; () where the layout is a new one since."""
+        """Places of the buckets of the last commit; () where the layout is a new one since."""
         self._names: dict[str, str] | None = None
-        self._to_check: list[tuple[Packed, Stored]] = []
+        self._to_check: list[tuple[PackedBucket, Stored]] = []
         """Buckets of the first commit, to be compared with memory just before the update."""
 
     def state_dict_names(self, model: nn.Module) -> dict[str, str]:
@@ -145,7 +145,7 @@ class Commits:
             name,
         )
 
-    def _pack(self, parts: Sequence[Part]) -> list[Packed]:
+    def _pack(self, parts: Sequence[Part]) -> list[PackedBucket]:
         """Returns the buckets as they are now; what is volatile is copied."""
         layout = self._laid_out(parts)
         buckets = []
@@ -155,7 +155,7 @@ class Commits:
                 sources = tuple(source.clone() for source in sources)
             end = chosen[-1][1] + sources[-1].numel()
             buckets.append(
-                Packed(
+                PackedBucket(
                     sources=sources,
                     offsets=tuple(offset for _, offset in chosen),
                     num_bytes=max(round_up(end), ALIGNMENT_BYTES),

@@ -22,7 +22,7 @@ from memwall.store.journal import Journal, Stored
 from memwall.store.scheduling import schedule_as_batch
 from memwall.store.transfer import Transfer
 
-__all__ = ["CommitTimes", "CommitWriter", "Packed", "bytes_of", "packed"]
+__all__ = ["CommitTimes", "CommitWriter", "PackedBucket", "bytes_of", "packed"]
 
 _TENSOR_ALIGNMENT_BYTES = 64
 _NUM_STAGING_BLOCKS = 4
@@ -36,12 +36,12 @@ class CommitTimes(NamedTuple):
     written_bytes: int = 0
     """Bytes of buckets, without what lay on disk already and what had not changed."""
     transfer_seconds: float = 0.0
-    """To compare those with what was there, and to write them."""
+    """Time to compare those with what was there, and to write them."""
     record_seconds: float = 0.0
-    """For the table of contents, the record, and to have each on disk before what follows it."""
+    """Time for the table of contents, for the record, and to have each on disk before what follows it."""
 
 
-class Packed(NamedTuple):
+class PackedBucket(NamedTuple):
     """Describes a bucket of tensors: their bytes, and where in the bucket each begins."""
 
     sources: tuple[Tensor, ...]
@@ -50,7 +50,7 @@ class Packed(NamedTuple):
     num_bytes: int
     """A multiple of 4096."""
     before: Stored | None
-    """Where it was in the last commit, if it may have stayed the same since."""
+    """Place in the last commit, if it may have stayed the same since."""
     label: str
 
 
@@ -96,7 +96,7 @@ class CommitWriter:
         self._failure: BaseException | None = None
         self.times = CommitTimes()
 
-    def begin(self, buckets: Sequence[Packed], finish: Callable[[tuple[Stored, ...]], None]) -> None:
+    def begin(self, buckets: Sequence[PackedBucket], finish: Callable[[tuple[Stored, ...]], None]) -> None:
         """Begins to write; `finish` is called in the background, with where everything is, once it is written."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(buckets, finish), name="memwall-commit", daemon=True)
@@ -115,7 +115,7 @@ class CommitWriter:
         if isinstance(failure, Exception):
             raise failure
 
-    def _run(self, buckets: Sequence[Packed], finish: Callable[[tuple[Stored, ...]], None]) -> None:
+    def _run(self, buckets: Sequence[PackedBucket], finish: Callable[[tuple[Stored, ...]], None]) -> None:
         schedule_as_batch()
         begin = time.perf_counter()
         try:
@@ -140,7 +140,7 @@ class CommitWriter:
         except BaseException as error:  # raised again in the training thread
             self._failure = error if isinstance(error, Exception) else StoreError(f"a commit was ended by {error!r}")
 
-    def _write(self, bucket: Packed) -> tuple[Stored, Transfer]:
+    def _write(self, bucket: PackedBucket) -> tuple[Stored, Transfer]:
         journal = self._journal
         slot = journal.data.allocate(bucket.num_bytes)
         transfer = journal.pool.open_write(slot, bucket.label)
@@ -170,12 +170,12 @@ class CommitWriter:
                 "the kernel log (dmesg), and continue from the last committed step with --resume on a disk that works"
             ) from None
 
-    def first_changed(self, written: Iterable[tuple[Packed, Stored]]) -> str | None:
+    def first_changed(self, written: Iterable[tuple[PackedBucket, Stored]]) -> str | None:
         """Returns the label of the first bucket whose bytes are others now than were written; None if none are."""
         changed = (bucket.label for bucket, stored in written if self._checksums_of(bucket) != stored.slot.checksums)
         return next(changed, None)
 
-    def _checksums_of(self, bucket: Packed) -> dict[int, int]:
+    def _checksums_of(self, bucket: PackedBucket) -> dict[int, int]:
         """Returns what writing a bucket would record, of its bytes as they are now."""
         found: dict[int, int] = {}
         buffer = self._next_staging()
@@ -189,7 +189,7 @@ class CommitWriter:
         return found
 
     @staticmethod
-    def _fill(buffer: BucketBuffer, bucket: Packed, start: int, size: int) -> None:
+    def _fill(buffer: BucketBuffer, bucket: PackedBucket, start: int, size: int) -> None:
         """Copies bytes [start, start + size) of a bucket; gaps between tensors are zeros."""
         block = buffer.tensor(0, torch.empty(size, dtype=torch.uint8, device="meta"))
         end, done = start + size, start

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Computes a pre-norm transformer layer; [batch, tokens, width] in and out."""
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -40,7 +40,7 @@ class GPT(nn.Module):
     def __init__(self, width: int, num_layers: int, num_tokens: int) -> None:
         super().__init__()
         self.byte, self.position = nn.Embedding(256, width), nn.Embedding(num_tokens, width)
-        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, width // 64) for _ in range(num_layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class LongestSample(Struct, frozen=True, kw_only=True):
     """Counted from 1, in the order of the data set."""
     num_read: int
     num_samples: int
-    """In the data set; more than were read where reading took too long."""
+    """Samples of the data set; more than were read where reading took too long."""
 
 
 def longest_sample(dataset: Any, *, most_seconds: float = MOST_SECONDS) -> LongestSample | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memwall.apply.kernels.head import HEAD_KERNEL, chunk_rows_of
-from memwall.apply.kernels.match import Candidate, candidates, disagreement
+from memwall.apply.kernels.match import KernelMatch, candidates, disagreement
 from memwall.apply.kernels.patched import PatchedKernels, objection, patch_kernels
 from memwall.planning.techniques.kernels import FusedKernels, kernels_in
 from memwall.torch_internals.dispatch import without_dispatch_modes
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 Recorded = tuple[Trace, FusedKernels | None]
 
 
-def without_values(module: nn.Module, candidate: Candidate) -> str | None:
+def without_values(module: nn.Module, candidate: KernelMatch) -> str | None:
     """Says what speaks against a kernel for a module on fake tensors.
 
     A norm is compared with weights made up for it. Of a gated MLP they would be large: its structure and the values of
@@ -47,7 +47,7 @@ def without_values(module: nn.Module, candidate: Candidate) -> str | None:
 
 def recorded_with_kernels(
     record: Callable[[Callable[[Workload], Workload]], Trace],
-    objection: Callable[[nn.Module, Candidate], str | None] = objection,
+    objection: Callable[[nn.Module, KernelMatch], str | None] = objection,
 ) -> Recorded:
     """Returns the trace of a workload whose model runs fused kernels, and which; None for these if no module has one.
 

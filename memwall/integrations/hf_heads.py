@@ -170,7 +170,7 @@ HEADS = (
     Head("sequence classification", "SEQUENCE_CLASSIFICATION", "SequenceClassification", _classified_text_batch),
     Head("token classification", "TOKEN_CLASSIFICATION", "TokenClassification", _classified_tokens_batch),
 )
-"""In the order in which a model type's heads are tried where a configuration names no architecture."""
+"""Lists heads in the order in which a model type's heads are tried where a configuration names no architecture."""
 TEXT_HEADS = ("seq2seq", "masked", "causal", "sequence classification", "token classification")
 ONLY_BY_NAME = ("sequence classification", "token classification")
 """A text model without `architectures` is a language model; these heads come with fine-tuning."""

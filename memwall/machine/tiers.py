@@ -14,7 +14,7 @@ class Tier(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: Literal["host", "disk"]
     directory: str = ""
-    """Where bytes lie on a disk; "" for host memory."""
+    """Directory in which bytes lie on a disk; "" for host memory."""
     write_bytes_per_second: _Rate
     read_bytes_per_second: _Rate
     free_bytes: Annotated[int, Meta(ge=0)]

@@ -35,7 +35,7 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: int
     oom_recoveries: int
     bytes_moved: dict[str, int]
-    """To each tier, over the whole run."""
+    """Bytes moved to each tier over the whole run."""
     bytes_moved_per_step: int | None = None
     """Bytes that a step under the plan moved; None where there was none."""
     plan_seconds: float = 0.0
@@ -59,7 +59,7 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     forecast: Forecast
     measured: Measured
     within_budget: bool
-    """On a CUDA device from the second step on: the recorded one has all optimizer state there by design."""
+    """Whether the peak was; on a CUDA device that of the steps after the recorded one, which has all state there."""
 
     @property
     def steady_peak_bytes(self) -> int:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from memwall.planning.action import Action
 from memwall.planning.menu import WINDOW_BYTES, Costs, Menu
-from memwall.planning.solver.instance import Block, Choice, Instance, Link, Option, Row
+from memwall.planning.solver.instance import BlockOptions, Choice, Instance, Link, Option, Row
 from memwall.planning.technique import techniques
 from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.curve import live_curve
@@ -123,7 +123,7 @@ def build_instance(
         for r in range(len(bounds))
     )
     blocks = tuple(
-        Block(
+        BlockOptions(
             path=menu.block.path,
             options=menu.options,
             forward_seconds=sum(_seconds(model, call.start, call.end) for call in menu.block.calls),

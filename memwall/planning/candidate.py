@@ -33,7 +33,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
     moved_bytes: int
     """Saved tensors, in one optimizer step."""
     location: Location
-    """Where the optimizer's state and the parameters are."""
+    """Says where the optimizer's state and the parameters are."""
     num_parts: int
     """Micro-batches that the recorded one is split into."""
     lower_bound_seconds: float

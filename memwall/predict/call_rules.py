@@ -23,13 +23,13 @@ class Treatment(Struct, frozen=True, kw_only=True):
 
     recompute: bool = False
     kept_ops: tuple[int, ...] = ()
-    """With recompute: operations whose results are kept, numbered within the call without `UNCOUNTED_OPS`."""
+    """Operations, with recompute, whose results are kept, numbered within the call without `UNCOUNTED_OPS`."""
     rebuild: bool = False
     """Without recompute: results of `REBUILDABLE_OPS` are rebuilt for backward, one by one, instead of kept."""
     offload: bool = False
     """Saved tensors (with recompute: the block's inputs) move to the next tier; what is rebuilt does not."""
     is_packed: bool = False
-    """With offload, without recompute: floating-point numbers do so in a byte each."""
+    """Whether, with offload and without recompute, floating-point numbers leave in a byte each."""
     min_bytes: int = 1 << 20
     """Tensors below this stay where they are."""
 

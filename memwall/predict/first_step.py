@@ -16,7 +16,7 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     in_memory_bytes: int
     """The most that it would hold with parameters and gradients in memory; 0 where they were."""
     stays_from_bytes: int
-    """From this budget on a first step keeps parameters and gradients in memory."""
+    """Smallest budget with which a first step keeps parameters and gradients in memory."""
 
     def least_budget_bytes(self, smallest_bytes: int, *, asked_bytes: int, budget_for: Callable[[int], int]) -> int:
         """The smallest budget that a run can keep to, from its first step on.

@@ -60,7 +60,7 @@ class Process(Protocol):
     workspace_bytes: int
     """Bytes that operators need for themselves, where the step's records leave it out."""
     next_tier: Literal["host", "disk"]
-    """Where bytes go that leave memory."""
+    """Tier of the bytes that leave memory."""
 
     @property
     def allocator_advice(self) -> AllocatorAdvice | None:

@@ -8,7 +8,7 @@ both, and launches are not counted; ratios between operations, which planning ne
 import msgspec
 
 from memwall.machine.hardware import Dtype, Hardware
-from memwall.trace.op_work import OpWork, Part
+from memwall.trace.op_work import KernelWork, OpWork
 from memwall.trace.records import Step, Trace
 
 __all__ = ["Roofline", "with_least_seconds"]
@@ -29,7 +29,7 @@ class Roofline:
         """Returns the seconds of one operation; none for one that only makes a view."""
         rate = self._rates.get(work.dtype, self._other_rate)
         bandwidth = self._hardware.memory_bytes_per_second
-        parts = work.parts or (Part(work.read_bytes + work.written_bytes, work.flops),)
+        parts = work.parts or (KernelWork(work.read_bytes + work.written_bytes, work.flops),)
         return sum(max(part.flops / rate, part.moved_bytes / bandwidth) for part in parts)
 
 

@@ -40,7 +40,7 @@ class _Changes:
         self.taken: set[int] = set()
         """Savings that no longer hold their storage."""
         self.held_until: dict[int, Time] = {}
-        """By checkpoints, kept results and rebuilding, per storage."""
+        """Times until which checkpoints, kept results and rebuilding hold storages."""
         self.come: list[Life] = []
         self.reloads: dict[int, list[_Reload]] = {}
 

@@ -39,7 +39,7 @@ class Page(Struct, frozen=True, kw_only=True):
 
     title: str
     verdict: Verdict | None = None
-    """Where no plan and no run has one."""
+    """Verdict where no plan and no run has one."""
     cards: tuple[Card, ...] = ()
     """Before those of plan and run."""
     overlaid: tuple[Curve, Curve] | None = None

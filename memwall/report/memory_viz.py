@@ -18,7 +18,7 @@ from memwall.predict.curve import module_name
 from memwall.report.curves import clock_us
 from memwall.report.trace_grids import highest_point
 from memwall.trace.records import Step, Storage, Trace
-from memwall.trace.snapshot.records import Event, Segment, Snapshot
+from memwall.trace.snapshot.records import Event, Snapshot, SnapshotSegment
 from memwall.versioned_files import whole_file
 
 __all__ = ["save_memory_viz", "snapshot_as_viz", "trace_as_viz"]
@@ -73,7 +73,7 @@ def snapshot_as_viz(snapshot: Snapshot) -> _Json:
     }
 
 
-def _segment(segment: Segment, stacks: Sequence[list[_Json]]) -> _Json:
+def _segment(segment: SnapshotSegment, stacks: Sequence[list[_Json]]) -> _Json:
     used = [block for block in segment.blocks if block.state != "inactive"]
     return {
         "device": segment.device,

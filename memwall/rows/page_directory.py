@@ -10,7 +10,7 @@ from memwall.rows.page_swaps import PageSwaps
 __all__ = ["AWAY", "LEAVING", "PageDirectory", "SlotNeeded"]
 
 AWAY, LEAVING = -1, -2
-"""In place of the frame of a page that has none, and of one that is still being written out of its."""
+"""Stands for the frame of a page that has none, and of one that is still being written out of its."""
 _NUM_ENTRIES = 1024
 
 

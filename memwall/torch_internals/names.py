@@ -21,7 +21,7 @@ class Name(NamedTuple):
     """Names something private of torch."""
 
     path: str
-    """From the top-level package on, e.g. "torch._C._current_autograd_node"."""
+    """Path from the top-level package on, e.g. "torch._C._current_autograd_node"."""
     needed_for: str
     """Says what is not available without it: the subject of the error's sentence."""
     is_on_instances: bool = False

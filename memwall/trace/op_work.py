@@ -13,10 +13,10 @@ from torch import Tensor
 
 from memwall.torch_internals.storages import identity_of
 
-__all__ = ["OWN_WORK", "OpWork", "OwnWork", "Part", "own_work_of", "work_of"]
+__all__ = ["OWN_WORK", "OpWork", "OwnWork", "KernelWork", "own_work_of", "work_of"]
 
 
-class Part(NamedTuple):
+class KernelWork(NamedTuple):
     """Describes one kernel of several that an operator runs, one after the other."""
 
     moved_bytes: int
@@ -27,15 +27,15 @@ class OwnWork(NamedTuple):
     """Describes what one call does inside."""
 
     workspace_bytes: int = 0
-    """At its own peak, beyond arguments and results."""
-    parts: tuple[Part, ...] = ()
+    """Bytes at its own peak, beyond arguments and results."""
+    parts: tuple[KernelWork, ...] = ()
     """All of its kernels; () for one that reads its arguments and writes its results."""
     dtype: str = ""
-    """That products are computed in, e.g. "bfloat16"; "" for that of the first floating-point argument."""
+    """Precision that products are computed in, e.g. "bfloat16"; "" for that of the first floating-point argument."""
 
 
 OWN_WORK: dict[Any, Callable[..., OwnWork]] = {}
-"""By operator; called with its arguments."""
+"""Functions by operator, called with its arguments."""
 
 _NONE = OwnWork()
 
@@ -58,7 +58,7 @@ class OpWork(Struct, frozen=True, kw_only=True):
     """Bytes of its tensor arguments; 0 for an operation that only makes a view."""
     written_bytes: int
     """Bytes of new results and of arguments changed in place."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[KernelWork, ...] = ()
     """Kernels that run one after the other inside; () for one alone, whose work the fields above are."""
 
 

@@ -118,13 +118,13 @@ class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything one optimizer step did to memory, as it would be in a plain step."""
 
     kind: Literal["first", "steady"]
-    """In the first step the optimizer's state appears; in a steady one it is there already."""
+    """Kind of the step: in the first one the optimizer's state appears; in a steady one it is there already."""
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     saved: tuple[SavedTensor, ...]
     calls: tuple[ModuleCall, ...]
     marks: tuple[tuple[str, int], ...]
-    """Where phases begin, as (name, operation): forward, loss, backward, accumulation, optimizer, eval; and "math
+    """Beginnings of phases, as (name, operation): forward, loss, backward, accumulation, optimizer, eval; and "math
     attention", where attention begins that has no operator of its own."""
     wall_seconds: float
     """Measured duration of the step, recording included."""

@@ -32,7 +32,7 @@ def build_step(
         return at if at >= 0 else num_ops
 
     last_release: dict[int, int] = {}
-    """By storage, of those that were saved."""
+    """Operations at which storages that were saved are released, by storage."""
     for saving in log.savings:
         last_release[saving.storage] = max(last_release.get(saving.storage, 0), until_end(saving.released))
     call_of_op = [log.call_of_node(op.sequence) if 0 <= op.sequence < 1 << 63 else op.call for op in log.ops]

@@ -23,7 +23,7 @@ from memwall.machine.tiers import Machine, Tier
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.solver.evaluate import Evaluation, evaluate
-from memwall.planning.solver.instance import Block, Instance, Link, Option, Row
+from memwall.planning.solver.instance import BlockOptions, Instance, Link, Option, Row
 from memwall.predict import process
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.records import Step, Trace
@@ -42,7 +42,7 @@ def _random_instance(rng: random.Random, num_blocks: int, most_options: int = 4)
             extra_seconds = rng.choice([0.0, rng.uniform(0.0, 3.0)])
             options.append(Option(name=name, extra_seconds=extra_seconds, moved_bytes=moved_bytes))
         blocks.append(
-            Block(
+            BlockOptions(
                 path=f"blocks.{index}",
                 options=tuple(options),
                 forward_seconds=rng.uniform(0.0, 3.0),
@@ -114,7 +114,7 @@ def _decoder(num_blocks: int, *, is_varied: bool, budget_share: float, link_mib_
         saved_bytes = int(600 * scale * MIB)
         options = [entry for entry in menu if index < num_blocks - 1 or entry[2] == 0.0]
         blocks.append(
-            Block(
+            BlockOptions(
                 path=f"blocks.{index}",
                 options=tuple(
                     Option(name=name, extra_seconds=0.012 * scale * redone, moved_bytes=int(saved_bytes * moved))

@@ -4,20 +4,22 @@ import pytest
 from msgspec.structs import replace
 
 from memwall.planning.solver.evaluate import evaluate
-from memwall.planning.solver.instance import Block, Instance, Link, Option, Row
+from memwall.planning.solver.instance import BlockOptions, Instance, Link, Option, Row
 
 KEEP, OFFLOAD = 0, 1
 
 
-def _block(path: str, *, moved_bytes: int, forward: float = 1.0, backward: float = 2.0, extra: float = 0.0) -> Block:
+def _block(
+    path: str, *, moved_bytes: int, forward: float = 1.0, backward: float = 2.0, extra: float = 0.0
+) -> BlockOptions:
     options = (
         Option(name="keep", extra_seconds=0.0, moved_bytes=0),
         Option(name="offload", extra_seconds=extra, moved_bytes=moved_bytes),
     )
-    return Block(path=path, options=options, forward_seconds=forward, backward_seconds=backward)
+    return BlockOptions(path=path, options=options, forward_seconds=forward, backward_seconds=backward)
 
 
-def _linked(*blocks: Block, window_bytes: int = 1000, write: float = 10.0, read: float = 1e9) -> Instance:
+def _linked(*blocks: BlockOptions, window_bytes: int = 1000, write: float = 10.0, read: float = 1e9) -> Instance:
     link = Link(
         write_bytes_per_second=write,
         read_bytes_per_second=read,

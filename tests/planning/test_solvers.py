@@ -12,7 +12,7 @@ from planner_greedy import _Table, solve_greedy
 
 from memwall.planning.solver import milp
 from memwall.planning.solver.evaluate import Evaluation, evaluate
-from memwall.planning.solver.instance import Block, Instance, Link, Option, Row
+from memwall.planning.solver.instance import BlockOptions, Instance, Link, Option, Row
 from memwall.planning.solver.milp import milp_lowest_peak, solve_milp
 
 RandomInstance = Callable[..., Instance]
@@ -67,9 +67,11 @@ def test_milp_equals_the_cheapest_of_all_choices(
     assert num_stalling >= 10
 
 
-def _two_options(path: str, option: Option, *, forward_seconds: float, backward_seconds: float) -> Block:
+def _two_options(path: str, option: Option, *, forward_seconds: float, backward_seconds: float) -> BlockOptions:
     keep = Option(name="keep", extra_seconds=0.0, moved_bytes=0)
-    return Block(path=path, options=(keep, option), forward_seconds=forward_seconds, backward_seconds=backward_seconds)
+    return BlockOptions(
+        path=path, options=(keep, option), forward_seconds=forward_seconds, backward_seconds=backward_seconds
+    )
 
 
 def test_milp_counts_recomputation_as_time_to_read_back_the_block_before() -> None:
@@ -105,7 +107,8 @@ def test_greedy_leaves_what_has_no_room_on_the_tier_and_recomputes_instead() -> 
         Option(name="full", extra_seconds=1.0, moved_bytes=0),
     )
     blocks = tuple(
-        Block(path=f"blocks.{index}", options=menu, forward_seconds=1.0, backward_seconds=2.0) for index in range(4)
+        BlockOptions(path=f"blocks.{index}", options=menu, forward_seconds=1.0, backward_seconds=2.0)
+        for index in range(4)
     )
     rows = (Row(label="loss", fixed_bytes=10, held=((50, 0, 0),) * 4),)
     link = Link(write_bytes_per_second=1e9, read_bytes_per_second=1e9, window_bytes=100, capacity_bytes=100)
@@ -143,7 +146,9 @@ def test_milp_is_exact_to_the_byte_at_the_size_of_a_card(all_verdicts: AllVerdic
                 Option(name=name, extra_seconds=extra, moved_bytes=0)
                 for name, extra in (("keep", 0.0), ("full", rng.uniform(0.01, 0.02)))
             )
-            blocks.append(Block(path=f"blocks.{index}", options=options, forward_seconds=0.02, backward_seconds=0.04))
+            blocks.append(
+                BlockOptions(path=f"blocks.{index}", options=options, forward_seconds=0.02, backward_seconds=0.04)
+            )
             saved_bytes = rng.randint(2 << 30, 3 << 30)
             held.append((saved_bytes, rng.randint(1, saved_bytes)))
         rows = (Row(label="loss", fixed_bytes=123_456_789, held=tuple(held)),)

@@ -18,7 +18,7 @@ from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, UNMAPPED
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 from memwall.predict.snapshot.compared_settings import events_of_recording
-from memwall.predict.snapshot.device_history import Recording, recording_of, releases_of
+from memwall.predict.snapshot.device_history import DeviceHistory, recording_of, releases_of
 from memwall.trace.snapshot.read import load_snapshot
 
 SIZES = (1, 600, 70_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 33 * MIB, 70 * MIB)
@@ -134,7 +134,7 @@ def _segment(blocks: list[Block], requested: dict[Block, int]) -> dict[str, Any]
     }
 
 
-def read_back(raw: dict[str, Any], folder: Path) -> Recording:
+def read_back(raw: dict[str, Any], folder: Path) -> DeviceHistory:
     path = folder / "snapshot.pickle"
     path.write_bytes(pickle.dumps(raw))
     return recording_of(load_snapshot(path), 0)

@@ -22,7 +22,7 @@ from memwall.report.html import page_html
 from memwall.report.snapshot_curves import Begin, snapshot_curve
 from memwall.report.snapshot_page import snapshot_page
 from memwall.trace.snapshot.read import load_snapshot
-from memwall.trace.snapshot.records import Block, Event, Frame, Segment, Snapshot
+from memwall.trace.snapshot.records import Event, Frame, Snapshot, SnapshotBlock, SnapshotSegment
 
 MODEL = frame("/home/me/model.py", 7, "forward")
 needs_extra = pytest.mark.requires("plotly", "jinja2")
@@ -61,8 +61,8 @@ def history() -> History:
     return history
 
 
-def _segment(block: Block) -> Segment:
-    return Segment(
+def _segment(block: SnapshotBlock) -> SnapshotSegment:
+    return SnapshotSegment(
         device=0,
         address=block.address,
         num_bytes=block.num_bytes,
@@ -185,7 +185,7 @@ class TestPage:
                 Event(action, address, size, 0, len(events), stack, (0, 0), category, 0)
                 for action in ("alloc", "free_requested", "free_completed")
             ]
-        free = Block(0, 1 << 30, 0, "inactive", 0)
+        free = SnapshotBlock(0, 1 << 30, 0, "inactive", 0)
         snapshot = Snapshot(
             segments=(_segment(free),),
             traces=(tuple(events),),

@@ -13,7 +13,7 @@ from cuda_history import BASE, MIB, History, frame
 
 from memwall.errors import TraceError
 from memwall.trace.snapshot.read import load_snapshot
-from memwall.trace.snapshot.records import Annotation, Block, Event, Frame, Segment, Snapshot
+from memwall.trace.snapshot.records import Annotation, Event, Frame, Snapshot, SnapshotBlock, SnapshotSegment
 
 TRAIN = frame("/home/me/train.py", 42, "step")
 LINEAR = frame("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 134, "forward")
@@ -47,7 +47,7 @@ def test_everything_of_a_snapshot_arrives(history: History, file: Path) -> None:
     snapshot = load_snapshot(dumped(history.snapshot(), file))
     assert snapshot == Snapshot(
         segments=(
-            Segment(
+            SnapshotSegment(
                 device=0,
                 address=BASE,
                 num_bytes=20 * MIB,
@@ -56,9 +56,9 @@ def test_everything_of_a_snapshot_arrives(history: History, file: Path) -> None:
                 pool=(0, 0),
                 is_expandable=False,
                 blocks=(
-                    Block(BASE, 3 * MIB, 0, "inactive", 0),
-                    Block(BASE + 3 * MIB, 5 * MIB, 5 * MIB - 100, "active_allocated", 1),
-                    Block(BASE + 8 * MIB, 12 * MIB, 0, "inactive", 0),
+                    SnapshotBlock(BASE, 3 * MIB, 0, "inactive", 0),
+                    SnapshotBlock(BASE + 3 * MIB, 5 * MIB, 5 * MIB - 100, "active_allocated", 1),
+                    SnapshotBlock(BASE + 8 * MIB, 12 * MIB, 0, "inactive", 0),
                 ),
             ),
         ),

@@ -7,7 +7,7 @@ are slow.
 
 import torch
 
-from memwall.trace.op_work import Part
+from memwall.trace.op_work import KernelWork
 
 from ._chunks import ROW_ALIGNMENT, LossCall, weight_gradient_dtype
 
@@ -38,28 +38,28 @@ def rounded_bytes(call: LossCall) -> tuple[int, int]:
     return head * weight_gradient_dtype(call).itemsize, head * call.x.dtype.itemsize
 
 
-def chunks_work(call: LossCall) -> list[Part]:
+def chunks_work(call: LossCall) -> list[KernelWork]:
     """Returns the work of loss and gradients: for each chunk logits, their gradient in place, then the two GEMMs."""
     head, element, buffer = call.w.numel(), call.x.dtype.itemsize, weight_gradient_dtype(call).itemsize
     # Logits are read for their loss a second time from the cache at best: counted as not.
     loss_passes = 3 if call.want_x or call.want_w else 1
-    work: list[Part] = []
+    work: list[KernelWork] = []
     for index, (slab_bytes, x_bytes, flops) in enumerate(_chunks(call)):
-        work += [Part(head * element + x_bytes + slab_bytes, flops), Part(loss_passes * slab_bytes, 0)]
+        work += [KernelWork(head * element + x_bytes + slab_bytes, flops), KernelWork(loss_passes * slab_bytes, 0)]
         if call.want_x:
-            work.append(Part(slab_bytes + head * element + x_bytes, flops))
+            work.append(KernelWork(slab_bytes + head * element + x_bytes, flops))
         if call.want_w:
-            work.append(Part(slab_bytes + x_bytes + (1 if index == 0 else 2) * head * buffer, flops))
+            work.append(KernelWork(slab_bytes + x_bytes + (1 if index == 0 else 2) * head * buffer, flops))
     return work
 
 
-def losses_work(call: LossCall) -> list[Part]:
+def losses_work(call: LossCall) -> list[KernelWork]:
     """Returns the work of the loss alone, chunk by chunk."""
     head_bytes = call.w.numel() * call.x.dtype.itemsize
     return [
         part
         for slab_bytes, x_bytes, flops in _chunks(call)
-        for part in (Part(head_bytes + x_bytes + slab_bytes, flops), Part(slab_bytes, 0))
+        for part in (KernelWork(head_bytes + x_bytes + slab_bytes, flops), KernelWork(slab_bytes, 0))
     ]
 
 

@@ -18,7 +18,7 @@ from ._ops import rows_op, sum_op
 __all__ = ["DEFAULT_CHUNK_ROWS", "linear_cross_entropy"]
 
 DEFAULT_CHUNK_ROWS = 1024
-"""Where nobody chose: a constant, since a chunk taken from free memory would change rounding from run to run."""
+"""Rows at a time where nobody chose: a constant, as one taken from free memory would change rounding between runs."""
 
 
 def linear_cross_entropy(

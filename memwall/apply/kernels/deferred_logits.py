@@ -43,7 +43,7 @@ class DeferredLogits(Tensor):
     """Computes them; None once they are there."""
     _made: Tensor | None
     _family: list[weakref.ref["DeferredLogits"]]
-    """In the order in which they were made of each other."""
+    """Lists them in the order in which they were made of each other."""
 
     @staticmethod
     def of(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.apply.kernels.deferred_logits import DeferredLogits, LossCounts, Product
-from memwall.apply.kernels.match import MAX_DIFFERENCE, Candidate, relative_difference
+from memwall.apply.kernels.match import MAX_DIFFERENCE, KernelMatch, relative_difference
 from memwall.triton_kernels.linear_cross_entropy import chunk_rows_for, linear_cross_entropy
 
 __all__ = ["HEAD_KERNEL", "chunk_rows_of", "head_candidate", "head_disagreement", "head_of"]
@@ -43,9 +43,9 @@ def chunk_rows_of(model: nn.Module) -> int:
     return rows
 
 
-def head_candidate(module: nn.Linear, chunk_rows: int, counts: LossCounts) -> Candidate:
+def head_candidate(module: nn.Linear, chunk_rows: int, counts: LossCounts) -> KernelMatch:
     """Returns the forward that defers a head's logits."""
-    return Candidate(HEAD_KERNEL, partial(_deferred, module, chunk_rows, counts), module.in_features, ())
+    return KernelMatch(HEAD_KERNEL, partial(_deferred, module, chunk_rows, counts), module.in_features, ())
 
 
 def _deferred(module: nn.Linear, chunk_rows: int, counts: LossCounts, hidden: Tensor) -> Tensor:

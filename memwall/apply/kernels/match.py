@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memwall.torch_internals.fake import unset_fake_temporarily
 from memwall.triton_kernels import geglu, layer_norm, rms_norm, swiglu
 
-__all__ = ["MAX_DIFFERENCE", "Candidate", "candidates", "disagreement", "obstacle", "relative_difference"]
+__all__ = ["MAX_DIFFERENCE", "KernelMatch", "candidates", "disagreement", "obstacle", "relative_difference"]
 
 _ROWS = 6
 # Root mean square of the difference over that of the module's own result: what rounding at other points may cost.
@@ -32,7 +32,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
-class Candidate(NamedTuple):
+class KernelMatch(NamedTuple):
     """Holds a forward that may stand in for a module's own."""
 
     kernel: str
@@ -44,19 +44,19 @@ class Candidate(NamedTuple):
     """Parameters whose gradients are compared, besides the input's."""
 
 
-def candidates(module: nn.Module) -> Iterator[Candidate]:
+def candidates(module: nn.Module) -> Iterator[KernelMatch]:
     """Yields forwards that may be the module's, most likely first; none for one that looks like nothing known."""
     if isinstance(module, nn.LayerNorm):
         if len(module.normalized_shape) == 1:
             checked = tuple(name for name, _ in module.named_parameters(recurse=False))
-            yield Candidate("layer_norm", partial(_layer_norm, module), module.normalized_shape[0], checked)
+            yield KernelMatch("layer_norm", partial(_layer_norm, module), module.normalized_shape[0], checked)
     elif not list(module.children()):
         yield from _rms_norms(module)
     else:
         yield from _gated(module)
 
 
-def _rms_norms(module: nn.Module) -> Iterator[Candidate]:
+def _rms_norms(module: nn.Module) -> Iterator[KernelMatch]:
     parameters = dict(module.named_parameters(recurse=False))
     epsilon = next((name for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
     if isinstance(module, nn.RMSNorm):
@@ -66,12 +66,12 @@ def _rms_norms(module: nn.Module) -> Iterator[Candidate]:
     num_features = parameters["weight"].numel()
     # In fp32 the first and the last are the same.
     for casting in ("plain",) if isinstance(module, nn.RMSNorm) else ("llama", "gemma", "plain"):
-        yield Candidate(
+        yield KernelMatch(
             f"rms_norm ({casting})", partial(_rms_norm, module, epsilon, casting), num_features, ("weight",)
         )
 
 
-def _gated(module: nn.Module) -> Iterator[Candidate]:
+def _gated(module: nn.Module) -> Iterator[KernelMatch]:
     names = next((names for names in (*_GATED, *_PACKED) if all(_child(module, name) for name in names)), None)
     if names is None:
         return
@@ -84,7 +84,7 @@ def _gated(module: nn.Module) -> Iterator[Candidate]:
     if len(others) > 1 + bool(dropout):
         return
     forward = partial(_gated_mlp, module, names, activation, dropout)
-    yield Candidate(activation.partition(" ")[0], forward, num_features, ())
+    yield KernelMatch(activation.partition(" ")[0], forward, num_features, ())
 
 
 def _child(module: nn.Module, name: str) -> nn.Module | None:
@@ -150,7 +150,7 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def disagreement(module: nn.Module, candidate: Candidate) -> str | None:
+def disagreement(module: nn.Module, candidate: KernelMatch) -> str | None:
     """Returns how a candidate differs from the module's own forward on a small input; None where it does not."""
     parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
     if not parameters:
@@ -176,7 +176,7 @@ def disagreement(module: nn.Module, candidate: Candidate) -> str | None:
     return None
 
 
-def _difference(module: nn.Module, candidate: Candidate, x: Tensor) -> str | None:
+def _difference(module: nn.Module, candidate: KernelMatch, x: Tensor) -> str | None:
     devices = [x.device] if x.device.type == "cuda" else []
     outcomes = []
     for forward in (module.forward, candidate.forward):

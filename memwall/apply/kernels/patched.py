@@ -17,7 +17,7 @@ from torch import nn
 
 from memwall.apply.kernels.deferred_logits import LossCounts
 from memwall.apply.kernels.head import HEAD_KERNEL, head_candidate, head_disagreement, head_of
-from memwall.apply.kernels.match import Candidate, candidates, disagreement, obstacle
+from memwall.apply.kernels.match import KernelMatch, candidates, disagreement, obstacle
 from memwall.errors import ApplyError
 from memwall.patches import undo_all
 from memwall.trace.attached import wrap_forward
@@ -42,7 +42,7 @@ class KernelRow(Struct, frozen=True, kw_only=True):
 class _Kernel:
     """Runs a kernel in a module's place, and counts its calls."""
 
-    def __init__(self, path: str, module: nn.Module, candidate: Candidate) -> None:
+    def __init__(self, path: str, module: nn.Module, candidate: KernelMatch) -> None:
         self.path, self.module = path, module
         self.num_calls = 0
         self._candidate = candidate
@@ -57,7 +57,7 @@ class _Kernel:
         self._unwrap()
 
 
-def objection(module: nn.Module, candidate: Candidate) -> str | None:
+def objection(module: nn.Module, candidate: KernelMatch) -> str | None:
     """Returns why a candidate is not to stand in for a module's forward; None where it may."""
     reason = obstacle(module)
     if reason is not None:
@@ -124,7 +124,7 @@ def patch_kernels(
     *,
     chunk_rows: int = 0,
     paths: Collection[str] | None = None,
-    objection: Callable[[nn.Module, Candidate], str | None] = objection,
+    objection: Callable[[nn.Module, KernelMatch], str | None] = objection,
 ) -> PatchedKernels:
     """Replaces the forward of every norm and gated MLP of the model that a fused kernel can stand in for, and its head.
 

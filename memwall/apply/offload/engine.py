@@ -1,16 +1,14 @@
 """Saved tensors that wait for backward on another tier: CPU tensors on disk, CUDA tensors in pinned host memory.
 
-`ActivationOffload` owns the bookkeeping (what moves, once, how long it lives, when it comes back); a `Tier` moves the
-bytes. What moves is a range of a storage, not a tensor: several saved views of it move once and come back with the
-strides they had, so that backward runs the same kernels on the same bits.
-"""
+`ActivationOffload` owns the bookkeeping (what moves, once, how long it lives, when it comes back); a `StorageTier`
+moves the bytes. What moves is a range of a storage, not a tensor: several saved views of it move once and come back
+with the strides they had, so that backward runs the same kernels on the same bits."""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,8 @@ from memwall.apply.offload.entry import Entry, EntryList, Kept, Saved, byte_rang
 from memwall.apply.offload.packed import PackedTier, can_leave_packed
 from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.offload import LeavingForm
-from memwall.store.disk_tier import ByteRange, DiskTier, Tier
+from memwall.store.closing import Closing
+from memwall.store.disk_tier import ByteRange, DiskTier, StorageTier
 from memwall.store.pinned_tier import PinnedTier
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.autograd import execution_is_transformed, version_of
@@ -49,7 +48,7 @@ class SavedTensorModifiedError(ApplyError, RuntimeError):
     """Says that a saved tensor was written in place before backward used it (autograd: RuntimeError)."""
 
 
-class ActivationOffload:
+class ActivationOffload(Closing):
     """Parks the tensors that autograd saves, within a bounded window of memory, and brings them back for backward.
 
     Args:
@@ -81,7 +80,7 @@ class ActivationOffload:
         self._min_bytes = max(1, min_bytes)
         self._is_excluded = is_excluded
         self._host_limit_bytes = host_limit_bytes
-        self._tiers: dict[torch.device, Tier[Any, Any]] = {}
+        self._tiers: dict[torch.device, StorageTier[Any, Any]] = {}
         self._lock = threading.RLock()  # CUDA runs backward, hence unpack, in a thread of its own
         self._entries = EntryList()
         self._by_range: dict[Hashable, Entry] = {}
@@ -249,14 +248,6 @@ class ActivationOffload:
             for tier in self._tiers.values():
                 tier.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # How it is done.
 
     def _note_failure(self, error: MemwallError) -> None:
@@ -272,7 +263,7 @@ class ActivationOffload:
             and not execution_is_transformed()
         )
 
-    def _tier(self, device: torch.device) -> Tier[Any, Any]:
+    def _tier(self, device: torch.device) -> StorageTier[Any, Any]:
         tier = self._tiers.get(device)
         if tier is None:
             if device.type == "cpu" and self._pool is not None:
@@ -293,7 +284,7 @@ class ActivationOffload:
     ) -> Entry:
         group = self._group.key
         label = described(tensor.dtype, tensor.shape, group)
-        tier: Tier[Any, Any] = self._tier(tensor.device)
+        tier: StorageTier[Any, Any] = self._tier(tensor.device)
         key = place
         if form != "exact":
             tier, key = PackedTier(tier, form, tensor.dtype), (*place, form, tensor.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.store.disk_tier import Tier
+from memwall.store.disk_tier import StorageTier
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import has_modes, without_dispatch_modes, without_function_modes
 from memwall.torch_internals.storages import StorageWeakRef
@@ -69,7 +69,7 @@ def described(dtype: torch.dtype, shape: torch.Size, group: Hashable) -> str:
 class Entry:
     """Holds a storage range that is parked on a tier, shared by all saved views of it."""
 
-    tier: Tier[Any, Any]
+    tier: StorageTier[Any, Any]
     parked: Any
     label: str
     start: int

@@ -13,7 +13,7 @@ from torch import Tensor
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import LeavingForm
 from memwall.predict.packed_bytes import PACKED_ITEMSIZES, num_packed_bytes, units_offset_bytes
-from memwall.store.disk_tier import ByteRange, Tier
+from memwall.store.disk_tier import ByteRange, StorageTier
 from memwall.triton_kernels.pack import BLOCK_ELEMENTS, Packed, pack, pack_into, unpack_into
 
 __all__ = ["PackedTier", "can_leave_packed", "check_can_pack", "pack_seconds_per_element"]
@@ -90,7 +90,7 @@ class PackedTier:
 
     stall_seconds = 0.0  # the tier behind counts
 
-    def __init__(self, tier: Tier[Any, Any], form: LeavingForm, dtype: torch.dtype) -> None:
+    def __init__(self, tier: StorageTier[Any, Any], form: LeavingForm, dtype: torch.dtype) -> None:
         self._tier, self._codes, self._dtype = tier, _CODES[form], dtype
 
     def park(self, source: ByteRange, label: str) -> PackedRange:

@@ -19,7 +19,7 @@ from torch import Tensor
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
 from memwall.apply.optimizer_state.ring import in_order, step_through
-from memwall.apply.optimizer_state.shares import Share, Shares, StateSpace
+from memwall.apply.optimizer_state.shares import Shares, StateShare, StateSpace
 from memwall.apply.optimizer_state.state_proof import StateProof
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError
@@ -224,7 +224,7 @@ class OptimizerState:
         shares = in_order(self._shares.every, ring_bytes=self._ring_bytes)
         moving = [share for share in shares if share.has_gradient and share in parts]
 
-        def step(share: Share) -> None:
+        def step(share: StateShare) -> None:
             self.proof.returned(share.parameters, self.optimizer.state)
             step_some(self.optimizer, self._inner_step, parts[share], arguments)
 
@@ -238,7 +238,7 @@ class OptimizerState:
             finally:
                 self._recorded.put_away(share.bucket, self._shares.entries(share))
 
-    def _leaving(self, share: Share) -> list[Entry]:
+    def _leaving(self, share: StateShare) -> list[Entry]:
         return self.proof.leaving(self._shares.entries(share))
 
     def _put_all_away(self) -> None:

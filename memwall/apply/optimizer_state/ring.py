@@ -4,14 +4,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from memwall.apply.optimizer_state.shares import Share
+from memwall.apply.optimizer_state.shares import StateShare
 from memwall.predict.state_on_disk import NUM_BUFFERS
 from memwall.store.buckets import BucketBuffer, Entry, drop_reads
 
 __all__ = ["in_order", "step_through"]
 
 
-def in_order(shares: Sequence[Share], *, ring_bytes: int) -> list[Share]:
+def in_order(shares: Sequence[StateShare], *, ring_bytes: int) -> list[StateShare]:
     """Shares as they are stepped: what is larger than a buffer of the ring comes last.
 
     Args:
@@ -21,9 +21,9 @@ def in_order(shares: Sequence[Share], *, ring_bytes: int) -> list[Share]:
 
 
 def step_through(
-    moving: Sequence[Share],
-    step: Callable[[Share], None],
-    entries: Callable[[Share], list[Entry]],
+    moving: Sequence[StateShare],
+    step: Callable[[StateShare], None],
+    entries: Callable[[StateShare], list[Entry]],
     *,
     ring_bytes: int,
 ) -> None:
@@ -46,15 +46,15 @@ def step_through(
 
 
 def _step_in_turn(
-    moving: Sequence[Share],
-    step: Callable[[Share], None],
-    entries: Callable[[Share], list[Entry]],
+    moving: Sequence[StateShare],
+    step: Callable[[StateShare], None],
+    entries: Callable[[StateShare], list[Entry]],
     *,
     num_buffers: int,
 ) -> None:
     """Steps shares through so many buffers."""
     num_bytes = max(share.bucket.num_bytes for share in moving)
-    buffers: dict[Share, BucketBuffer | None] = {}
+    buffers: dict[StateShare, BucketBuffer | None] = {}
     waiting = deque(moving)
     try:
         while waiting and len(buffers) < num_buffers:

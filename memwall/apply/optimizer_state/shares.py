@@ -14,7 +14,7 @@ from memwall.apply.optimizer_state.partial_step import Part
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.store.buckets import Bucket, DiskSpace, Entry, can_move, padded_bytes
 
-__all__ = ["Share", "Shares", "StateSpace", "expected_state_bytes", "state_entries"]
+__all__ = ["StateShare", "Shares", "StateSpace", "expected_state_bytes", "state_entries"]
 
 StateSpace = DiskSpace | PinnedSpace
 """Is where an optimizer's state is between steps."""
@@ -24,7 +24,7 @@ _USUAL_RATIO, _LARGER_RATIO = 2, 3
 _CPU = torch.device("cpu")
 
 
-class Share:
+class StateShare:
     """Lists parameters that are stepped together, and says where their state is between steps."""
 
     def __init__(self, bucket: Bucket[Any]) -> None:
@@ -65,8 +65,8 @@ class Shares:
         self._optimizer, self._space = optimizer, space
         self.bucket_bytes, self._min_bytes = bucket_bytes, min_bytes
         self._resident_left_bytes = resident_bytes
-        self.every: list[Share] = []
-        self._share_of: dict[Tensor, Share | None] = {}
+        self.every: list[StateShare] = []
+        self._share_of: dict[Tensor, StateShare | None] = {}
 
     def adopt(self) -> None:
         """Gives every parameter that has no place yet one, in the optimizer's order."""
@@ -78,15 +78,15 @@ class Shares:
                     )
                     self._share_of[parameter] = self._place_of(parameter, num_bytes)
 
-    def parts(self) -> dict[Share | None, Part]:
+    def parts(self) -> dict[StateShare | None, Part]:
         """Says for each share which parameters of which of the optimizer's groups it steps, in their order."""
-        parts: dict[Share | None, dict[int, list[Tensor]]] = {}
+        parts: dict[StateShare | None, dict[int, list[Tensor]]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
                 parts.setdefault(self._share_of[parameter], {}).setdefault(number, []).append(parameter)
         return {share: tuple(groups.items()) for share, groups in parts.items()}
 
-    def entries(self, share: Share) -> list[Entry]:
+    def entries(self, share: StateShare) -> list[Entry]:
         """Returns where a share's state holds tensors that may leave memory."""
         return [
             entry
@@ -94,14 +94,14 @@ class Shares:
             for entry in state_entries(self._optimizer, parameter, self._min_bytes, self._space.device)
         ]
 
-    def _place_of(self, parameter: Tensor, num_bytes: int) -> Share | None:
+    def _place_of(self, parameter: Tensor, num_bytes: int) -> StateShare | None:
         """Returns the share that takes a parameter; None where its state stays in memory."""
         if num_bytes <= self._resident_left_bytes:
             self._resident_left_bytes -= num_bytes
             return None
         if not self.every or self.every[-1].state_bytes + num_bytes > self.bucket_bytes:
             label = f"bucket {len(self.every)} of the {type(self._optimizer).__name__}'s state"
-            self.every.append(Share(self._space.bucket(label)))
+            self.every.append(StateShare(self._space.bucket(label)))
         self.every[-1].parameters.append(parameter)
         self.every[-1].state_bytes += num_bytes
         return self.every[-1]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-__all__ = ["Block", "Choice", "Instance", "Link", "Option", "Row"]
+__all__ = ["BlockOptions", "Choice", "Instance", "Link", "Option", "Row"]
 
 
 class Option(Struct, frozen=True, kw_only=True):
@@ -21,7 +21,7 @@ class Option(Struct, frozen=True, kw_only=True):
     """Bytes that leave the device in forward and come back in backward."""
 
 
-class Block(Struct, frozen=True, kw_only=True):
+class BlockOptions(Struct, frozen=True, kw_only=True):
     """Describes a sub-module treated as one. Blocks are listed in forward order."""
 
     path: str
@@ -55,7 +55,7 @@ class Link(Struct, frozen=True, kw_only=True):
 class Instance(Struct, frozen=True, kw_only=True):
     """Asks for one option per block, least seconds, every row within the budget."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockOptions, ...]
     rows: tuple[Row, ...]
     budget_bytes: int
     link: Link | None

@@ -43,7 +43,7 @@ class HeapFigures(Struct, frozen=True, kw_only=True):
     """Says what a heap holds, in the order of the library's record."""
 
     live_bytes: int
-    """In blocks, rounded to pages."""
+    """Bytes in blocks, rounded to pages."""
     resident_bytes: int
     """Live bytes, and free ones that were not returned to the system."""
     peak_live_bytes: int

@@ -14,7 +14,7 @@ from msgspec import Struct
 from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
 from memwall.predict.cuda_allocator.torch_releases import TieRule
 from memwall.predict.curve import Share
-from memwall.predict.snapshot.device_history import BEFORE_RECORDING, Recording, held_after, recording_of
+from memwall.predict.snapshot.device_history import BEFORE_RECORDING, DeviceHistory, held_after, recording_of
 from memwall.predict.snapshot.retries import Retry, retries_of, retry_note
 from memwall.predict.snapshot.timeline import Fragmentation, Timeline, timeline_of
 from memwall.predict.snapshot.user_line import line_of
@@ -110,7 +110,7 @@ class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     device: int
     num_events: int
     peak: Moment
-    """Where most bytes were in use."""
+    """Moment at which most bytes were in use."""
     reserved_peak: Moment
     final: Moment
     by_line: tuple[Share, ...]
@@ -219,7 +219,7 @@ def _pins(snapshot: Snapshot, moment: Held) -> list[Pin]:
     return sorted(pins, key=lambda pin: (-pin.free_bytes, pin.address))
 
 
-def _out_of_memory(recording: Recording, timeline: Timeline) -> tuple[OutOfMemory, ...]:
+def _out_of_memory(recording: DeviceHistory, timeline: Timeline) -> tuple[OutOfMemory, ...]:
     return tuple(
         OutOfMemory(
             position=index,
@@ -232,7 +232,9 @@ def _out_of_memory(recording: Recording, timeline: Timeline) -> tuple[OutOfMemor
     )
 
 
-def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline, retries: tuple[Retry, ...]) -> tuple[str, ...]:
+def _notes(
+    snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline, retries: tuple[Retry, ...]
+) -> tuple[str, ...]:
     notes = []
     if not recording.events:
         notes.append(
@@ -260,7 +262,7 @@ def _notes(snapshot: Snapshot, recording: Recording, timeline: Timeline, retries
     return tuple(notes)
 
 
-def _pool_notes(recording: Recording) -> list[str]:
+def _pool_notes(recording: DeviceHistory) -> list[str]:
     """Says what private pools change, and what is easily wrong with them."""
     pooled = [event for event in recording.events if event.pool != (0, 0)]
     if not pooled:

@@ -24,7 +24,7 @@ from memwall.predict.cuda_allocator.event_replay import replay
 from memwall.predict.cuda_allocator.settings_search import search_settings
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch
-from memwall.predict.snapshot.device_history import Recording, recording_of, releases_of
+from memwall.predict.snapshot.device_history import DeviceHistory, recording_of, releases_of
 from memwall.predict.snapshot.ties import RELEASE_OF_RULE, exact_tie_rules
 from memwall.trace.snapshot.records import Snapshot
 from memwall.units import format_bytes
@@ -41,7 +41,7 @@ def with_settings(
     snapshot: Snapshot,
     torch_version: str,
     *,
-    recording: Recording | None = None,
+    recording: DeviceHistory | None = None,
     objection: str = "",
 ) -> DeviceAnalysis:
     """Adds to the analysis of one device the settings that would have held least, or a note why none are named.
@@ -123,7 +123,7 @@ def _without(analysis: DeviceAnalysis, reason: str) -> DeviceAnalysis:
     return replace(analysis, notes=(*analysis.notes, f"no other allocator settings were compared: {reason}"))
 
 
-def _unusable(recording: Recording) -> str:
+def _unusable(recording: DeviceHistory) -> str:
     """Says why the requests of a recording cannot be replayed; "" if they can."""
     if recording.num_unmatched:
         return _MISSING
@@ -134,7 +134,7 @@ def _unusable(recording: Recording) -> str:
     return ""
 
 
-def events_of_recording(recording: Recording, settings: AllocatorSettings) -> EventTrace | None:
+def events_of_recording(recording: DeviceHistory, settings: AllocatorSettings) -> EventTrace | None:
     """Returns a recording as the requests of the program, numbered by their events; None if it contradicts itself."""
     emptied = {release.last for release in releases_of(recording) if not release.is_retry}
     events: list[Event] = []

@@ -16,7 +16,7 @@ from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.device_memory import MemoryState, range_of
 from memwall.trace.snapshot.records import Event, Snapshot
 
-__all__ = ["BEFORE_RECORDING", "Recording", "Release", "held_after", "recording_of", "releases_of", "replayed"]
+__all__ = ["BEFORE_RECORDING", "DeviceHistory", "Release", "held_after", "recording_of", "releases_of", "replayed"]
 
 BEFORE_RECORDING = -1
 """Stack of a block of which only its end was recorded."""
@@ -36,7 +36,7 @@ class Release(Struct, frozen=True, kw_only=True):
     """Whether the device had run out; otherwise the program emptied the cache."""
 
 
-class Recording(Struct, frozen=True, kw_only=True):
+class DeviceHistory(Struct, frozen=True, kw_only=True):
     """Holds one device's history in a form that can be replayed: a start and a plain sequence of events."""
 
     device: int
@@ -51,7 +51,7 @@ class Recording(Struct, frozen=True, kw_only=True):
     """Events that contradict the final state; more than a few mean that parts of the history are missing."""
 
 
-def recording_of(snapshot: Snapshot, device: int) -> Recording:
+def recording_of(snapshot: Snapshot, device: int) -> DeviceHistory:
     """Returns the history of one device with the state it started from."""
     events = snapshot.traces[device] if device < len(snapshot.traces) else ()
     rules = _rules(snapshot)
@@ -59,7 +59,7 @@ def recording_of(snapshot: Snapshot, device: int) -> Recording:
     exact_bytes: dict[int, int] = {}
     for index in range(len(events) - 1, -1, -1):
         _undo(state, events[index], index, exact_bytes)
-    return Recording(
+    return DeviceHistory(
         device=device,
         start=state.held,
         events=events,
@@ -69,7 +69,7 @@ def recording_of(snapshot: Snapshot, device: int) -> Recording:
     )
 
 
-def replayed(recording: Recording) -> Iterator[MemoryState]:
+def replayed(recording: DeviceHistory) -> Iterator[MemoryState]:
     """Yields one and the same state before the first event and after each."""
     state = MemoryState(recording.start, recording.rules)
     yield state
@@ -78,13 +78,13 @@ def replayed(recording: Recording) -> Iterator[MemoryState]:
         yield state
 
 
-def held_after(recording: Recording, positions: Iterable[int]) -> dict[int, Held]:
+def held_after(recording: DeviceHistory, positions: Iterable[int]) -> dict[int, Held]:
     """Returns what was held and used after so many events of a recording, for several such numbers in one replay."""
     wanted = set(positions)
     return {number: state.held for number, state in enumerate(replayed(recording)) if number in wanted}
 
 
-def releases_of(recording: Recording) -> tuple[Release, ...]:
+def releases_of(recording: DeviceHistory) -> tuple[Release, ...]:
     """Returns when memory was given back, and which times the device had run out.
 
     It had if a request failed then, or got more than would have fitted, beside what was held, into the most that the

@@ -15,7 +15,7 @@ from memwall.predict.cuda_allocator.settings_search import search_settings
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis
 from memwall.predict.snapshot.compared_settings import events_of_recording
-from memwall.predict.snapshot.device_history import Recording
+from memwall.predict.snapshot.device_history import DeviceHistory
 from memwall.trace.tags import Tag
 
 __all__ = ["FitOnDevice", "Outcome", "fits_on"]
@@ -42,7 +42,7 @@ class FitOnDevice(Struct, frozen=True, kw_only=True):
     """How often cached memory had to be given back for a request, which takes time; with the least there can be."""
 
 
-def fits_on(analysis: DeviceAnalysis, recording: Recording, hardware: Hardware) -> tuple[FitOnDevice, ...]:
+def fits_on(analysis: DeviceAnalysis, recording: DeviceHistory, hardware: Hardware) -> tuple[FitOnDevice, ...]:
     """Answers under the recorded settings first, then under the best ones for the device; () where nothing is known.
 
     Args:

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from memwall.predict.snapshot.device_history import Recording, releases_of
+from memwall.predict.snapshot.device_history import DeviceHistory, releases_of
 from memwall.predict.snapshot.timeline import Timeline
 from memwall.predict.snapshot.user_line import line_of
 from memwall.trace.snapshot.records import Snapshot
@@ -19,11 +19,11 @@ class Retry(Struct, frozen=True, kw_only=True):
     """Whose request it was."""
     requested_bytes: int
     stranded_bytes: int
-    """Free at that moment, but between blocks in use."""
+    """Bytes free at that moment, but between blocks in use."""
     returned_bytes: int
-    """Given back to the device."""
+    """Bytes given back to the device."""
     seconds: float | None
-    """From the first segment given back to the answer of the device; waiting for its streams comes on top. None where
+    """Time from the first segment given back to the answer of the device, without waiting for its streams; None where
     torch noted no times."""
 
     @property
@@ -32,7 +32,7 @@ class Retry(Struct, frozen=True, kw_only=True):
         return self.stranded_bytes >= self.requested_bytes
 
 
-def retries_of(snapshot: Snapshot, recording: Recording, timeline: Timeline) -> tuple[Retry, ...]:
+def retries_of(snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline) -> tuple[Retry, ...]:
     """Returns every retry of a recording, in order."""
     events = recording.events
     found = []

@@ -13,7 +13,7 @@ from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Playback
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.torch_releases import TieRule, VersionProfile
-from memwall.predict.snapshot.device_history import Recording
+from memwall.predict.snapshot.device_history import DeviceHistory
 
 __all__ = ["RELEASE_OF_RULE", "exact_tie_rules"]
 
@@ -22,7 +22,7 @@ RELEASE_OF_RULE: dict[TieRule, str] = {"address": "2.11.0", "block": "2.12.0", "
 
 
 def exact_tie_rules(
-    recording: Recording,
+    recording: DeviceHistory,
     trace: EventTrace,
     settings: AllocatorSettings,
     profile: VersionProfile,
@@ -71,7 +71,7 @@ def exact_tie_rules(
     return exact, f"L1 re-simulation{found}"
 
 
-def _num_moved(device: CudaAllocator, recording: Recording, trace: EventTrace) -> int | None:
+def _num_moved(device: CudaAllocator, recording: DeviceHistory, trace: EventTrace) -> int | None:
     """Counts the blocks that land elsewhere; None where the replay asks for other segments than were recorded."""
     count = 0
     try:

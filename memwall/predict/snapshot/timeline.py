@@ -4,7 +4,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from memwall.predict.snapshot.device_history import Recording, replayed
+from memwall.predict.snapshot.device_history import DeviceHistory, replayed
 from memwall.predict.snapshot.device_memory import MemoryState
 
 __all__ = ["UNKNOWN", "Fragmentation", "Timeline", "category_bytes", "timeline_of"]
@@ -20,7 +20,7 @@ class Fragmentation(Struct, frozen=True, kw_only=True):
 
     reserved_bytes: int
     allocated_bytes: int
-    """In blocks of tensors."""
+    """Bytes in blocks of tensors."""
     pending_bytes: int
     """Freed by the program, still in use by another stream."""
     split_free_bytes: int
@@ -45,7 +45,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     """Holds bytes after each event, [num_events + 1]; number 0 is before the first."""
 
     device: int
-    recording: Recording
+    recording: DeviceHistory
     """The history that was replayed."""
     time_us: NDArray[np.int64]
     """The machine's clock, never running back; all 0 where torch noted no times."""
@@ -81,7 +81,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
         )
 
 
-def timeline_of(recording: Recording) -> Timeline:
+def timeline_of(recording: DeviceHistory) -> Timeline:
     """Replays a recording from its start to its end."""
     rows = np.zeros((len(recording.events) + 1, 6), dtype=np.int64)
     for number, state in enumerate(replayed(recording)):

@@ -16,7 +16,16 @@ from typing import Any, cast, get_args
 from msgspec import Struct
 
 from memwall.errors import TraceError
-from memwall.trace.snapshot.records import Action, Annotation, Block, BlockState, Event, Frame, Segment, Snapshot
+from memwall.trace.snapshot.records import (
+    Action,
+    Annotation,
+    BlockState,
+    Event,
+    Frame,
+    Snapshot,
+    SnapshotBlock,
+    SnapshotSegment,
+)
 from memwall.trace.snapshot.restricted_pickle import DEFAULT_MEMORY_LIMIT_BYTES, Compacted, read_plain_pickle
 
 __all__ = ["load_snapshot"]
@@ -56,7 +65,7 @@ class _Stack(Struct, frozen=True):
 
 
 _LEFT_OUT = _Stack(-1)
-"""In the place of an event that this version does not know."""
+"""Stands for an event that this version does not know."""
 
 
 class _Importer:
@@ -123,7 +132,7 @@ class _Importer:
             unknown_actions=tuple(sorted(self._unknown_actions)),
         )
 
-    def _segment(self, value: object, at: str) -> Segment:
+    def _segment(self, value: object, at: str) -> SnapshotSegment:
         fields = self._fields(value, at)
         address = self._integer(fields, "address", at, most=_LARGEST_ADDRESS)
         num_bytes = self._integer(fields, "total_size", at)
@@ -136,7 +145,7 @@ class _Importer:
         if end != address + num_bytes:
             raise self._error(f"{at}.blocks", f"blocks of {num_bytes} bytes together", f"{end - address} bytes")
         kind = fields.get("segment_type", "unknown")
-        return Segment(
+        return SnapshotSegment(
             device=self._integer(fields, "device", at, missing=0),
             address=address,
             num_bytes=num_bytes,
@@ -147,7 +156,7 @@ class _Importer:
             blocks=tuple(blocks),
         )
 
-    def _block(self, value: object, address: int, at: str) -> Block:
+    def _block(self, value: object, address: int, at: str) -> SnapshotBlock:
         fields = self._fields(value, at)
         num_bytes = self._integer(fields, "size", at)
         if self._integer(fields, "address", at, missing=address, most=_LARGEST_ADDRESS) != address:
@@ -157,7 +166,7 @@ class _Importer:
             raise self._error(f"{at}.state", "active_allocated, active_pending_free or inactive", _shown(state))
         requested_bytes = self._integer(fields, "requested_size", at, missing=num_bytes)
         stack = self._stack(fields.get("frames"), f"{at}.frames")
-        return Block(address, num_bytes, requested_bytes, _STATES[state], stack)
+        return SnapshotBlock(address, num_bytes, requested_bytes, _STATES[state], stack)
 
     def _trace(self, value: object, at: str) -> Iterator[Event]:
         for item, event_at in self._items(value, at):

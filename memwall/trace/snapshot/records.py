@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-__all__ = ["Action", "Annotation", "Block", "BlockState", "Event", "Frame", "Segment", "Snapshot"]
+__all__ = ["Action", "Annotation", "SnapshotBlock", "BlockState", "Event", "Frame", "SnapshotSegment", "Snapshot"]
 
 Action = Literal[
     "alloc",
@@ -54,7 +54,7 @@ class Event(Struct, frozen=True, array_like=True, gc=False):
     """Says what the device had left (oom only)."""
 
 
-class Block(Struct, frozen=True, array_like=True, gc=False):
+class SnapshotBlock(Struct, frozen=True, array_like=True, gc=False):
     """Holds a stretch of a segment, in one piece used or free."""
 
     address: int
@@ -66,7 +66,7 @@ class Block(Struct, frozen=True, array_like=True, gc=False):
     stack: int
 
 
-class Segment(Struct, frozen=True, kw_only=True):
+class SnapshotSegment(Struct, frozen=True, kw_only=True):
     """Holds device memory in one piece, and how it is divided."""
 
     device: int
@@ -77,7 +77,7 @@ class Segment(Struct, frozen=True, kw_only=True):
     """Which of the two free lists its blocks belong to."""
     pool: tuple[int, int]
     is_expandable: bool
-    blocks: tuple[Block, ...]
+    blocks: tuple[SnapshotBlock, ...]
     """Without gaps, in order of address."""
 
 
@@ -94,9 +94,9 @@ class Annotation(Struct, frozen=True, array_like=True):
 class Snapshot(Struct, frozen=True, kw_only=True):
     """Holds the state of the allocator at one moment, and its history up to that moment."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[SnapshotSegment, ...]
     traces: tuple[tuple[Event, ...], ...]
-    """By device; empty where no history was recorded."""
+    """Histories by device; empty where no history was recorded."""
     stacks: tuple[tuple[Frame, ...], ...]
     """Each stack once, innermost frame first; number 0 is empty."""
     settings: dict[str, str]

@@ -107,7 +107,7 @@ class _Interpreter:
         self._memo: list[object] = []
         self._compact = compact
         self._slot_of: dict[int, int] = {}
-        """Where in the memo a container is, by its identity."""
+        """Place of a container in the memo, by its identity."""
         self._num_opcodes = 0
         self._is_done = False
 

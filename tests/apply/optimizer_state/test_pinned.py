@@ -18,7 +18,7 @@ import memwall
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.pinned import PinnedBucket, PinnedSpace
 from memwall.apply.optimizer_state.ring import step_through
-from memwall.apply.optimizer_state.shares import Share
+from memwall.apply.optimizer_state.shares import StateShare
 from memwall.errors import ApplyError, StoreError
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.predict.state_on_disk import NUM_BUFFERS
@@ -47,14 +47,14 @@ def state_after(
     install(device, patch)
     space = PinnedSpace(CPU, limit_bytes=1 << 20)
     states = [{"momentum": torch.full((2 * KIB,), float(100 * number))} for number in range(num_shares)]
-    shares = [Share(space.bucket("")) for _ in states]
+    shares = [StateShare(space.bucket("")) for _ in states]
     holder_of = dict(zip(shares, states, strict=True))
     for share, state in holder_of.items():
         share.bucket.put_away([(state, "momentum")], None)
         device.run_all(STREAMS)
     device.dropped_wait = dropped_wait
 
-    def step(share: Share) -> None:
+    def step(share: StateShare) -> None:
         with device.on(device.compute):
             holder_of[share]["momentum"].add_(1)
 
@@ -106,12 +106,12 @@ def test_buffers_are_freed_after_the_reads_of_a_step_that_failed(monkeypatch: py
     install(device, monkeypatch)
     space = PinnedSpace(CPU, limit_bytes=1 << 20)
     states = [{"momentum": torch.zeros(2 * KIB)} for _ in range(MANY)]
-    shares = [Share(space.bucket("")) for _ in states]
+    shares = [StateShare(space.bucket("")) for _ in states]
     holder_of = dict(zip(shares, states, strict=True))
     for share, state in holder_of.items():
         share.bucket.put_away([(state, "momentum")], None)
 
-    def failing(_: Share) -> None:
+    def failing(_: StateShare) -> None:
         raise RuntimeError("no such kernel")
 
     with pytest.raises(RuntimeError, match="no such kernel"):
