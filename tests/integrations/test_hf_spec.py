@@ -227,8 +227,7 @@ print(json.dumps({
 @pytest.mark.parametrize(
     ("config", "num_parameters"),
     [
-        pytest.param(LLAMA_3_8B | {"num_hidden_layers": 8}, 2_795_573_248, id="8 layers of 32"),
-        pytest.param(LLAMA_3_8B, 8_030_261_248, id="8B", marks=pytest.mark.exhaustive),
+        pytest.param(LLAMA_3_8B, 8_030_261_248, id="8B"),
         pytest.param(LLAMA_3_70B, 70_553_706_496, id="70B", marks=pytest.mark.exhaustive),
     ],
 )
@@ -240,9 +239,9 @@ def test_a_large_llama_takes_seconds_and_little_memory(
     So are two plans of it: for a budget that can be met, and for half of the peak, which AdamW's own bytes exceed.
 
     Seconds are of a core that runs ten million turns of an empty loop in a quarter of a second (CPython 3.11 at some
-    3 GHz): what a machine has to do is held to the bound, not how fast it is or what else runs on it. Of
-    another number of layers the bound is as much larger or smaller. The peak is the optimizer's: weights, gradients,
-    two moments, and the copy that AdamW's foreach makes.
+    3 GHz): what a machine has to do is held to the bound, not how fast it is or what else runs on it. More
+    layers are allowed as much more. The peak is the optimizer's: weights, gradients, two moments, and the copy that
+    AdamW's foreach makes.
     """
     found = subprocess.run(
         [sys.executable, "-c", _MEASURED, written(config)], capture_output=True, text=True, check=True, timeout=300
