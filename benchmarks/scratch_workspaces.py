@@ -76,11 +76,11 @@ class ScratchWorkspaces(Workspaces):
         """Runs a fake operator; before it, the real one on scratch tensors, if their layout is new."""
         is_measured = func in _MEASURED and not (func in _MATMULS and inputs[0].dtype == torch.float32)
         if not is_measured or not self.is_worth(inputs):
-            yield Workspace(0)
+            yield Workspace(())
             return
         key = self.key_of(func, inputs)
         if key not in self.known:
-            self.known[key] = Workspace(self._extrapolated(func, args, kwargs))
+            self.known[key] = Workspace((self._extrapolated(func, args, kwargs),))
         yield self.known[key]
 
     def _extrapolated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -116,7 +116,7 @@ class ScratchWorkspaces(Workspaces):
             for value in tree_flatten(out)[0]
             if isinstance(value, Tensor)
         }
-        return workspace.beyond(sum(size for key, size in born.items() if key not in before))
+        return sum(workspace.beyond(sum(size for key, size in born.items() if key not in before)))
 
 
 def _num_bytes(arguments: Any) -> int:

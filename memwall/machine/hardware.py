@@ -37,6 +37,8 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compute_capability: Annotated[str, Meta(pattern=r"^\d+\.\d$")]
     num_multiprocessors: Annotated[int, Meta(gt=0)]
     """Streaming multiprocessors of NVIDIA, compute units of AMD: `multi_processor_count` of torch's properties."""
+    max_threads_per_multiprocessor: Annotated[int, Meta(gt=0)] | None = None
+    """Resident on each at once, as the compute capability has it; None where the file has no such capability."""
     l2_cache_bytes: _Bytes
     """As torch's device properties have it; on AMD that of one die."""
     pcie_generation: Literal[3, 4, 5, 6]
@@ -86,10 +88,13 @@ def hardware_of_device(name: str) -> Hardware:
 def _shipped() -> dict[str, Hardware]:
     text = resources.files("memwall").joinpath("data", "hardware.toml").read_text(encoding="utf-8")
     file = tomllib.loads(text)
-    return {name: _device(name, fields, file["sources"]) for name, fields in file["devices"].items()}
+    return {name: _device(name, fields, file) for name, fields in file["devices"].items()}
 
 
-def _device(name: str, fields: dict[str, Any], sources: dict[str, str]) -> Hardware:
-    """Returns a device as the file has it, with its sources spelled out."""
-    spelled = {figure: sources[key] for figure, key in fields["sources"].items()}
-    return msgspec.convert(fields | {"name": name, "sources": spelled}, Hardware)
+def _device(name: str, fields: dict[str, Any], file: dict[str, Any]) -> Hardware:
+    """Returns a device as the file has it, with its sources spelled out and what its compute capability says of it."""
+    spelled = {figure: file["sources"][key] for figure, key in fields["sources"].items()}
+    capability = file["capabilities"].get(fields["compute_capability"], {})
+    threads = capability.get("max_threads_per_multiprocessor")
+    added = {"name": name, "sources": spelled, "max_threads_per_multiprocessor": threads}
+    return msgspec.convert(fields | added, Hardware)

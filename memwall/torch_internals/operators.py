@@ -124,6 +124,7 @@ _NEEDED_FOR = {
             "_scaled_dot_product_efficient_attention_backward.default",
             "_scaled_dot_product_attention_math.default",
             "_index_put_impl_.default",
+            "_fused_rms_norm_backward.default",
         ),
         "recording CUDA's kernels on a CPU",
     ),

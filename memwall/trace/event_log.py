@@ -32,8 +32,8 @@ class LoggedOp(Struct, gc=False):
     flops: int = 0
     outputs: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
-    workspace: int = -1
-    """The storage that stands for what it allocated for itself; -1 for none."""
+    workspaces: tuple[int, ...] = ()
+    """The storages that stand for what it allocated for itself."""
 
 
 class LoggedStorage(Struct, gc=False):
@@ -198,14 +198,12 @@ class EventLog:
         results = (self.storages[i] for i in self.ops[index].outputs)
         return sum(storage.nbytes for storage in results if storage.birth == index)
 
-    def workspace(self, index: int, num_bytes: int) -> None:
+    def workspaces(self, index: int, blocks: tuple[int, ...]) -> None:
         """Notes what an operation allocated for itself and freed before it returned: it lives while that runs."""
-        if num_bytes <= 0:
-            return
         op = self.ops[index]
         result = self.storages[op.outputs[0]] if op.outputs else None
-        op.workspace = len(self.storages)
-        self.storages.append(
+        begin = len(self.storages)
+        self.storages.extend(
             LoggedStorage(
                 nbytes=num_bytes,
                 device=result.device if result is not None else "cpu",
@@ -216,7 +214,10 @@ class EventLog:
                 dtype="uint8",
                 died=index + 1,
             )
+            for num_bytes in blocks
+            if num_bytes > 0
         )
+        op.workspaces = tuple(range(begin, len(self.storages)))
 
     # -- saved tensors ---------------------------------------------------------------------------------------------
 

@@ -313,7 +313,7 @@ class StepRecorder(TorchDispatchMode):
             own = own_work_of(func, args)
             seconds = self._seconds_of(work_of(str(func), flops, inputs, outputs, changed, own=own))
         log.end_op(index, seconds, flops, outputs, changed)
-        log.workspace(index, workspace.beyond(log.born_bytes(index)))
+        log.workspaces(index, workspace.beyond(log.born_bytes(index)))
         return out
 
     def _begin_device_timer(self, inputs: list[Tensor]) -> tuple[Any, Any] | None:

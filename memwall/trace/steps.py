@@ -166,7 +166,7 @@ def _batched(log: EventLog) -> list[bool]:
     fed = [s.birth < 0 and s.category is None and s.shape[:1] == (size,) for s in log.storages]
     for op in log.ops:
         if op.phase != "optimizer" and any(fed[index] for index in op.inputs):
-            for output in (*op.outputs, *([op.workspace] if op.workspace >= 0 else [])):
+            for output in (*op.outputs, *op.workspaces):
                 fed[output] = fed[output] or log.storages[output].birth >= 0
     return [
         is_fed

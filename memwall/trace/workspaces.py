@@ -27,19 +27,23 @@ _LEAST_BYTES = 4 << 10
 
 
 class Workspace:
-    """Holds the highest bytes of one run of an operator beyond what it began with, results included."""
+    """Holds the highest bytes of one run of an operator beyond what it began with, results included.
 
-    __slots__ = ("peak_bytes", "workspace_bytes")
+    Args:
+        blocks: what it allocates besides its results, in bytes, where that is known before it runs.
+    """
 
-    def __init__(self, workspace_bytes: int | None) -> None:
-        self.workspace_bytes = workspace_bytes
+    __slots__ = ("blocks", "peak_bytes")
+
+    def __init__(self, blocks: tuple[int, ...] | None) -> None:
+        self.blocks = blocks
         self.peak_bytes = 0
 
-    def beyond(self, result_bytes: int) -> int:
-        """Returns the bytes besides the results; settles them at the first call."""
-        if self.workspace_bytes is None:
-            self.workspace_bytes = max(0, self.peak_bytes - result_bytes)
-        return self.workspace_bytes
+    def beyond(self, result_bytes: int) -> tuple[int, ...]:
+        """Returns the bytes of each block besides the results; of measured ones as one, settled at the first call."""
+        if self.blocks is None:
+            self.blocks = (max(0, self.peak_bytes - result_bytes),)
+        return self.blocks
 
 
 class Workspaces:
@@ -65,7 +69,7 @@ class Workspaces:
     ) -> Iterator[Workspace]:
         """Runs an operator, with the allocator watched if their layout is new."""
         if not self._is_available or not self.is_worth(inputs):
-            yield Workspace(0)
+            yield Workspace(())
             return
         key = self.key_of(func, inputs)
         known = self.known.get(key)
@@ -75,7 +79,7 @@ class Workspaces:
         workspace = Workspace(None)
         if not begin_watching_allocations():  # the script runs a profiler of its own
             self._is_available = False
-            yield Workspace(0)
+            yield Workspace(())
             return
         try:
             yield workspace

@@ -47,27 +47,32 @@ def test_cudnn_backward_sums_in_float32(attending: Callable[..., Trace], workspa
     assert any("cuDNN's attention" in line for line in not_modelled(trace, hardware_named("h100-80gb")))
 
 
-@pytest.mark.parametrize(("tokens", "num_segments"), [(3072, None), (4096, 1000)])
-def test_an_embedding_with_many_indices_sorts_them(
-    tokens: int,
-    num_segments: int | None,
-    workload_of: Callable[..., Workload],
-    recorded: Callable[..., Trace],
-    workspace_of: Callable[..., int],
+def test_the_gradient_of_a_bias_takes_scratch_that_grows_with_the_multiprocessors(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
 ) -> None:
-    def traced() -> Trace:
-        workload = workload_of(
-            lambda: nn.Embedding(1000, 32), lambda: torch.zeros(1, tokens, dtype=torch.int64), torch.bfloat16
-        )
-        return recorded(workload, "a100-80gb")
+    """Rows go to as many blocks as have 16 each, 197 or what fills the device, 4 x 32 threads; six columns of blocks."""
+    workload = workload_of(
+        lambda: nn.Linear(8, 768), lambda: torch.zeros(12608, 8), loss=lambda model, batch: model(batch).square().sum()
+    )
 
-    expected = 0
-    if num_segments is not None:
-        partial = tokens // 10 + num_segments
-        expected = 8 * (2 * tokens + tokens + 2 * num_segments + partial) + 4 * 32 * partial
-    found = workspace_of(traced(), "embedding_dense_backward")
-    # The gradient of a sum is one number seen everywhere: it is made contiguous first.
-    assert found - expected in (0, 2 * tokens * 32)
+    def blocks_on(device: str) -> list[int]:
+        trace = recorded(workload, device)
+        step = trace.steps[-1]
+        at = next(n for n, op in enumerate(step.ops) if trace.names[op.name] == "aten.sum.dim_IntList")
+        return [s.nbytes for s in step.storages if s.birth == at and s.dtype == "uint8" and s.death == at + 1]
+
+    assert blocks_on("h100-80gb") == blocks_on("a100-80gb") == [4 * 768 * 197 * 4 * 32, 4 * 6]
+    assert blocks_on("l4") == [4 * 768 * (58 * 12 // 6) * 4 * 32, 4 * 6]
+    assert not blocks_on("mi300x")
+
+
+def test_statistics_of_a_layer_norm_are_in_float32(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    trace = recorded(workload_of(lambda: nn.LayerNorm(16), lambda: torch.zeros(100, 16), torch.bfloat16), "h100-80gb")
+    step = trace.steps[-1]
+    at = next(n for n, op in enumerate(step.ops) if trace.names[op.name] == "aten.native_layer_norm.default")
+    assert [(s.nbytes, s.dtype) for s in step.storages if s.birth == at][1:] == [(400, "float32")] * 2
 
 
 def test_the_backward_of_indexing_sorts_positions(

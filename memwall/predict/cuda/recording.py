@@ -16,6 +16,8 @@ from torch import Tensor
 from memwall.patches import Patches
 from memwall.predict.cuda.attention import run_attention
 from memwall.predict.cuda.autocast_lists import cuda_autocast_lists
+from memwall.predict.cuda.cuda_device import CudaDevice
+from memwall.predict.cuda.results import cuda_results
 from memwall.predict.cuda.whole_rms_norm import fused_rms_norm
 from memwall.predict.cuda.workspaces import CudaWorkspaces
 
@@ -26,31 +28,30 @@ class CudaRecording:
     """Holds what `memwall.trace.fake.fake_run` needs to record for a device that is not here.
 
     Args:
-        capability: the device's compute capability.
-        is_rocm: whether torch runs its ROCm kernels there: AOTriton stands in place of CUDA's attention kernels.
+        device: under ROCm, AOTriton stands in place of CUDA's attention kernels.
     """
 
-    def __init__(self, capability: tuple[int, int], *, is_rocm: bool = False) -> None:
-        self.workspaces = CudaWorkspaces(capability, is_rocm=is_rocm)
+    def __init__(self, device: CudaDevice) -> None:
+        self.workspaces = CudaWorkspaces(device)
         self.autocast: Literal["none", "bfloat16", "float16"] = "none"
         """The precision of the last autocast that was entered."""
-        self._capability = capability
-        self._is_rocm = is_rocm
+        self._device = device
 
     @contextmanager
     def choices(self) -> Iterator[None]:
         """Has torch's functions choose as on the device, within."""
         with Patches("records a step for a device that is not here") as patches:
             patches.wrap(torch.autocast, "__init__", self._begin_autocast)
-            if not self._is_rocm:
+            if not self._device.is_rocm:
                 patches.wrap(F, "scaled_dot_product_attention", self._attention)
             patches.wrap(F, "dropout", _fused_dropout)
             patches.enter("operators", "torch.ops.aten, autocast-lists", cuda_autocast_lists())
             patches.enter("operators", "torch.ops.aten, rms-norm", fused_rms_norm())
+            patches.enter("operators", "torch.ops.aten, results", cuda_results())
             yield
 
     def _attention(self, _: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        return run_attention(self._capability, *args, **kwargs)
+        return run_attention(self._device.capability, *args, **kwargs)
 
     def _begin_autocast(
         self,

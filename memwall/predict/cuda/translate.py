@@ -8,12 +8,14 @@ established is in neither: `not_modelled` lists it for a trace at hand.
 from typing import Literal
 
 import msgspec
+import torch
 
 from memwall.machine.hardware import Hardware
 from memwall.machine.tiers import Machine, Tier
+from memwall.predict.cuda.cuda_device import cuda_device_of
 from memwall.predict.cuda.recording import CudaRecording
 from memwall.predict.roofline import Roofline, with_least_seconds
-from memwall.trace.records import Step, Storage, Trace
+from memwall.trace.records import Op, Step, Storage, Trace
 from memwall.units import format_bytes
 
 Autocast = Literal["none", "bfloat16", "float16"]
@@ -33,20 +35,9 @@ _RECURRENT = frozenset(("RNN", "LSTM", "GRU", "LSTMCell", "GRUCell"))
 _COUNTER_BYTES = 8
 
 
-def _capability_of(hardware: Hardware) -> tuple[int, int]:
-    """Returns the compute capability as numbers."""
-    major, _, minor = hardware.compute_capability.partition(".")
-    return int(major), int(minor)
-
-
-def _is_rocm(hardware: Hardware) -> bool:
-    """Tells whether torch runs its ROCm kernels on the device: other attention kernels, other libraries."""
-    return hardware.product.startswith("AMD")
-
-
 def recording_for(hardware: Hardware) -> CudaRecording:
     """Returns what to record a step with so that it is the device's."""
-    return CudaRecording(_capability_of(hardware), is_rocm=_is_rocm(hardware))
+    return CudaRecording(cuda_device_of(hardware))
 
 
 def translated(trace: Trace, hardware: Hardware, *, autocast: Autocast = "none", host_bytes: int = 0) -> Trace:
@@ -95,8 +86,11 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
 
     if trace.source == "recorded":
         found.append("kernels, masks, workspaces and temporaries are those of the machine that recorded the trace")
-    if _is_rocm(hardware):
-        found.append("attention kernels and their workspaces under ROCm; hipBLASLt's workspace")
+    is_rocm = cuda_device_of(hardware).is_rocm
+    if is_rocm:
+        found.append(
+            "attention kernels and their workspaces, and scratch of reductions, under ROCm; hipBLASLt's workspace"
+        )
     elif has("flash_attention_for_cpu"):
         found.append("the device's attention kernel, where attention was not called as F.scaled_dot_product_attention")
     if has("cudnn_attention"):
@@ -105,12 +99,10 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
         found.append("workspaces of cuDNN's convolutions, for which the margin has room (docs/not_modelled.md)")
     if has("batch_norm"):
         found.append("reserve space of cuDNN's batch normalisation")
-    if has("sort", "topk", "cumsum", "unique", "nonzero", "embedding_dense_backward", "index_put"):
+    if has("sort", "topk", "cumsum", "unique", "nonzero", "index_put"):
         found.append("temporaries of CUB inside sorting, scanning and selecting")
     if any(module.class_name in _RECURRENT for module in trace.modules):
         found.append("cuDNN's recurrent layers, and fused recurrent cells")
-    if has("layer_norm", "group_norm", "rms_norm"):
-        found.append("partial sums of normalisation layers' backward, where there are many more rows than columns")
     if trace.autocast != "none":
         found.append("rare operators that autocast treats differently on a CPU and on CUDA; gradient scaling")
     least, most = (format_bytes(size) for size in hardware.communicator_bytes)
@@ -151,7 +143,7 @@ def _cublas_workspaces(step: Step, number: int, names: tuple[str, ...], hardware
         products = (
             at
             for at, op in enumerate(step.ops)
-            if names[op.name] in _PRODUCTS and (op.phase == "backward") == is_backward
+            if (op.phase == "backward") == is_backward and _takes_cublas(step, op, names[op.name])
         )
         first = next(products, None)
         if first is not None:
@@ -171,8 +163,22 @@ def _cublas_workspaces(step: Step, number: int, names: tuple[str, ...], hardware
     return added
 
 
+def _takes_cublas(step: Step, op: Op, name: str) -> bool:
+    """Tells whether an operation multiplies with cuBLAS; a batch of columns times rows takes none, as a matrix does.
+
+    Source: what torch 2.13 allocates, with tests/predict/test_translate.py's cases.
+    """
+    if name not in _PRODUCTS:
+        return False
+    if name != "aten.bmm.default" or not op.outputs:
+        return True
+    result = step.storages[op.outputs[0]]
+    return op.flops * getattr(torch, result.dtype, torch.float32).itemsize != 2 * result.nbytes
+
+
 def _cublas_bytes(hardware: Hardware) -> int:
-    major, _ = _capability_of(hardware)
-    if _is_rocm(hardware):
+    device = cuda_device_of(hardware)
+    major, _ = device.capability
+    if device.is_rocm:
         return _ROCM_BYTES_GFX94 if major == 9 else _ROCM_BYTES
     return _CUBLAS_BYTES_NEW if major in (9, 10, 12) else _CUBLAS_BYTES

@@ -1,0 +1,46 @@
+"""Results of operators to which a CUDA device gives other dtypes than a CPU: one rule per operator, with its source."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memwall.torch_internals.dispatch import TorchDispatchMode
+
+__all__ = ["cuda_results"]
+
+_aten = torch.ops.aten
+
+
+class _CudaResults(TorchDispatchMode):
+    """Lies below whatever records a step, so that this sees what is returned here."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        rule = _RULES.get(func)
+        return out if rule is None else rule(out)
+
+
+def cuda_results() -> AbstractContextManager[object]:
+    """Returns a context in which fake operators on a CPU return what CUDA's kernels return."""
+    mode: AbstractContextManager[object] = _CudaResults()  # type: ignore[no-untyped-call]
+    return mode
+
+
+def _with_float32_statistics(out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a layer norm's mean and deviation in the dtype that they are computed in.
+
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `layer_norm_cuda`: `acc_type`. On a CPU they have the dtype
+    of the input.
+    """
+    normed, mean, deviation = out
+    if normed.dtype not in (torch.float16, torch.bfloat16):
+        return out
+    return normed, mean.to(torch.float32), deviation.to(torch.float32)
+
+
+_RULES: dict[Any, Callable[[Any], Any]] = {_aten.native_layer_norm.default: _with_float32_statistics}
