@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from memwall.errors import OffloadIOError as OffloadIOError
     from memwall.errors import OutOfMemoryError as OutOfMemoryError
     from memwall.errors import PlanError as PlanError
+    from memwall.errors import RankError as RankError
     from memwall.errors import StoreError as StoreError
     from memwall.errors import TraceError as TraceError
     from memwall.errors import UsageError as UsageError
@@ -52,6 +53,7 @@ _HOMES = {
     "OutOfMemoryError": "memwall.errors",
     "Plan": "memwall.planning.planfile",
     "PlanError": "memwall.errors",
+    "RankError": "memwall.errors",
     "RowEmbedding": "memwall.rows.embedding",
     "RowEmbeddingBag": "memwall.rows.embedding",
     "Session": "memwall.session.session",

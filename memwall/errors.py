@@ -96,6 +96,12 @@ class OutOfMemoryError(MemwallError):
         self.next_budget_bytes = next_budget_bytes
 
 
+class RankError(MemwallError):
+    """Another rank of the run has failed or is missing, and no rank can train on alone."""
+
+    exit_status = 1
+
+
 class ApplyError(MemwallError):
     """An action of a plan cannot be applied here; nothing was changed."""
 

@@ -33,6 +33,7 @@ PUBLIC_NAMES = [
     "OutOfMemoryError",
     "Plan",
     "PlanError",
+    "RankError",
     "RowEmbedding",
     "RowEmbeddingBag",
     "Session",

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from memwall.apply.optimizer_state.kept_space import set_kept_space
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import UsageError
+from memwall.machine.launched import launched
 
 __all__ = ["Stateful", "open_checkpoint", "resumed_steps", "set_checkpoint", "steps"]
 
@@ -79,10 +80,10 @@ def open_checkpoint(directory: str | os.PathLike[str], *, every: int, is_resumin
         UsageError: it is one of several; or as `StepCheckpoint` does.
         StoreError: as `StepCheckpoint` does.
     """
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
+    num_ranks = launched().num_ranks
+    if num_ranks > 1:
         raise UsageError(
-            f"--checkpoint: this is one of {world_size} processes (WORLD_SIZE), and steps are committed for one "
+            f"--checkpoint: this is one of {num_ranks} processes, and steps are committed for one "
             "process alone; leave it out, and save with the framework that launched them"
         )
     checkpoint = StepCheckpoint(directory, every=every, is_resuming=is_resuming)

@@ -1,10 +1,9 @@
 """Runs `memwall run`: a script under a budget, or under a plan made earlier."""
 
-import os
-from collections.abc import Mapping
+import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,7 +24,12 @@ from memwall.cli.options import (
     require_file,
     require_writable,
 )
+from memwall.cli.ranks import check_no_launcher, run_by_torchrun
 from memwall.errors import UsageError
+
+if TYPE_CHECKING:
+    from memwall.machine.launched import Launched
+    from memwall.observe.run_report import RunReport
 
 
 def run(
@@ -62,10 +66,17 @@ def run(
     history_at_end: Annotated[
         bool, typer.Option("--history-at-end", help="With --history: write one at the end of the run as well.")
     ] = False,
+    num_processes: Annotated[
+        int | None,
+        typer.Option("--nproc", metavar="N", min=1, help="Start N processes by torchrun, each of which runs SCRIPT."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run SCRIPT so that it fits; its own exit status is passed on."""
+    check_no_launcher(command)
     script = parse_command(command, ctx)
+    if num_processes is not None:
+        raise typer.Exit(run_by_torchrun(num_processes, sys.argv[1:]))
     if resume and checkpoint_path is None:
         raise UsageError("run: --resume needs --checkpoint DIR, the folder that the run was committed into")
     if history_at_end and history_path is None:
@@ -93,9 +104,10 @@ def run(
     from memwall.checkpoint.resumption import open_checkpoint
     from memwall.cli.output import note, script_output, show
     from memwall.integrations.launcher import run_script
-    from memwall.machine.limits import num_local_ranks
+    from memwall.machine.launched import launched
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
+    from memwall.observe.rank_spread import rank_file_name, report_of_all
     from memwall.planning.planfile import Plan
     from memwall.report.checkpoint_lines import commits_line, recovery_line
     from memwall.report.text import plan_report
@@ -105,7 +117,9 @@ def run(
 
     # Each rank that a launcher started here is given the same command.
     limit_bytes = None if disk_tier is None else disk_tier.limit_bytes
-    disk_bytes = None if limit_bytes is None else max(1, limit_bytes // num_local_ranks())
+    num_here = launched().num_local_ranks
+    disk_bytes = None if limit_bytes is None else max(1, limit_bytes // num_here)
+    host_bytes = None if host_bytes is None else max(1, host_bytes // num_here)
     given = None if plan_path is None else Plan.load(plan_path)
     with ExitStack() as opened:
         checkpoint = None
@@ -146,7 +160,9 @@ def run(
             # Before the script builds its model: what is there already has no stack.
             history = MemoryHistory(history_path, is_written_at_end=history_at_end)
             history.begin(is_step_recorded=given is None)
-        session.on_plan = lambda ready: note(plan_report(ready.plan)) if ready.plan is not None else None
+        session.on_plan = lambda ready: (
+            note(plan_report(ready.plan)) if ready.plan is not None and not (ready.ranks and ready.ranks.rank) else None
+        )
         with script_output(to_error=as_json):
             status = run_script(
                 script.name,
@@ -164,36 +180,33 @@ def run(
         typer.echo(f"{ending}; there is nothing to report", err=True)
         raise typer.Exit(status)
     report = run_report(session)
+    if session.ranks is not None:
+        joint = report_of_all(report, session.ranks)
+        if joint is None:  # rank 0 reports
+            raise typer.Exit(status)
+        report = joint
+    elif report_path is not None:
+        report_path = report_path.with_name(rank_file_name(report_path.name))
     if report_path is not None:
         report.save(report_path)
     show(run_table(report), report, as_json=as_json, to_error=True)
     if status or report.within_budget:
         raise typer.Exit(status)
-    rank = launched_rank(os.environ)
-    if rank is None:
+    here = launched()
+    if not here.by_launcher:
         raise typer.Exit(5)
+    who = over_budget(report, here)
+    seen = "" if report_path is None else f" (within_budget is false in {report_path})"
     typer.echo(
-        f"memwall: {rank} exceeded its budget; the exit status is 0 all the same, and not 5: the launcher takes any "
-        "other for a failure, and would end or restart all ranks of a run that is complete"
-        + ("" if report_path is None else f" (within_budget is false in {report_path})"),
+        f"memwall: {who} exceeded its budget; the exit status is 0 all the same, and not 5: the launcher takes any "
+        f"other for a failure, and would end or restart all ranks of a run that is complete{seen}",
         err=True,
     )
     raise typer.Exit(0)
 
 
-def launched_rank(environment: Mapping[str, str]) -> str | None:
-    """Returns the name of this process among those of a launcher that reads an exit status of 5 as a failure.
-
-    Returns:
-        None where there is no such launcher: the process stands for itself.
-
-    >>> launched_rank({"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"})
-    'rank 1 of 4'
-    >>> launched_rank({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}) is launched_rank({}) is None
-    True
-    """
-    num_ranks = environment.get("WORLD_SIZE", "1")
-    is_one_of_many = "LOCAL_RANK" in environment and num_ranks.isdecimal() and int(num_ranks) > 1
-    if not is_one_of_many and "TORCHELASTIC_RUN_ID" not in environment:
-        return None
-    return f"rank {environment.get('RANK') or environment.get('LOCAL_RANK', '0')} of {num_ranks}"
+def over_budget(report: "RunReport", here: "Launched") -> str:
+    """Returns the names of the ranks that exceeded the budget."""
+    if report.ranks is None:
+        return f"rank {here.rank} of {here.num_ranks}"
+    return f"rank {', '.join(map(str, report.ranks.over_budget))} of {report.ranks.num_ranks}"

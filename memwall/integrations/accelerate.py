@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from memwall.errors import IntegrationError
-from memwall.integrations.preflight import check_model
+from memwall.integrations.preflight import check_accelerator, check_model
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan
@@ -71,6 +71,7 @@ class MemwallPlugin:
         """
         if self.session is not None and self.session.state != "closed":
             raise IntegrationError("this MemwallPlugin already trains a model; close it, or use one plugin for each")
+        check_accelerator(accelerator)
         if self._plan is not None:
             _check(self._plan, accelerator, rest)
         prepared = accelerator.prepare(model, optimizer, *rest)

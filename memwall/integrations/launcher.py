@@ -152,6 +152,16 @@ def run_script(
     patches = Patches("finds the model and the optimizer of a script")
     forward_hook = patches.hook(register_module_forward_pre_hook, before_forward)
     patches.hook(register_optimizer_step_pre_hook, before_step)
+
+    def spawned(
+        original: Callable[..., Any], fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any
+    ) -> Any:
+        with watch.guarded():
+            raise UsageError(_spawning(name, nprocs))
+
+    # What the public function calls, and notebook launchers too.
+    patches.wrap(sys.modules["torch.multiprocessing.spawn"], "start_processes", spawned)
+    patches.wrap(torch.multiprocessing, "start_processes", spawned)
     status = 1
     if checkpoint is None:
         session.watch_building()
@@ -169,7 +179,7 @@ def run_script(
             history.close(completed=completed)
         try:
             if completed and session.failure is None:
-                session.end_step()
+                session.end_last_step()
             if checkpoint is not None:
                 # Before anything comes back into memory, which may have no room for it.
                 checkpoint.finish(completed=completed and session.failure is None)
@@ -250,6 +260,14 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
     model = builder.roots[0]
     trace = builder.trace(watch.optimizers, machine=_machine_of(model))
     return trace if base_bytes is None else msgspec.structs.replace(trace, base_bytes=base_bytes)
+
+
+def _spawning(name: str, num_processes: int) -> str:
+    return (
+        f"{name} starts {num_processes} processes by torch.multiprocessing, in which memwall would not be; call what "
+        "they run in the script itself, with RANK and WORLD_SIZE from the environment, and start it by memwall run "
+        f"--nproc {num_processes} --budget SIZE {name}"
+    )
 
 
 def _without_step(name: str, status: int) -> str:

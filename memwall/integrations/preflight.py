@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memwall.errors import IntegrationError
 from memwall.torch_internals.modules import checkpointing_function_of
 
-__all__ = ["check_arguments", "check_config", "check_model"]
+__all__ = ["check_accelerator", "check_arguments", "check_config", "check_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +53,27 @@ def check_arguments(args: Any) -> None:
             finds_unused=bool(args.ddp_find_unused_parameters),
             is_reentrant=is_on and any(kwargs.get("use_reentrant", False) for kwargs in given),
         )
+    plugin = getattr(args, "fsdp_plugin_args", None) or {}
+    _check_divided(
+        by_deepspeed=bool(getattr(args, "deepspeed", None) or getattr(args, "deepspeed_plugin", None)),
+        by_fsdp1=bool(getattr(args, "fsdp", None)) and plugin.get("fsdp_version", 2) == 1,
+    )
     if getattr(args, "use_cache", False):
         _log.warning(
             "TrainingArguments(use_cache=True): the keys and values of every layer live through the whole step, and "
             "training does not read them; leave it out"
         )
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Looks at an Accelerator before it prepares anything.
+
+    Raises:
+        IntegrationError: it divides the model in a way that memwall does not follow.
+    """
+    kind = getattr(getattr(accelerator, "distributed_type", None), "value", "")
+    is_fsdp1 = kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False)
+    _check_divided(by_deepspeed=kind == "DEEPSPEED", by_fsdp1=is_fsdp1)
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -71,6 +87,20 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise IntegrationError(
             f'the DeepSpeed configuration has "auto" at {", ".join(places)}; Trainer and Accelerate fill that in, '
             "DeepSpeed itself does not: give numbers (plan.deepspeed_config() does), or start through one of them"
+        )
+
+
+def _check_divided(*, by_deepspeed: bool, by_fsdp1: bool) -> None:
+    if by_deepspeed:
+        raise IntegrationError(
+            "DeepSpeed moves parameters, gradients and optimizer state itself, and memwall does not plan within it; "
+            "train without memwall under a configuration that memwall makes: plan.deepspeed_config(for_hugging_face="
+            "True), or `memwall export --to trainer`"
+        )
+    if by_fsdp1:
+        raise IntegrationError(
+            "FullyShardedDataParallel (FSDP1) frees gathered parameters while memwall may still move them; set "
+            "fsdp_version: 2, which divides the model by torch.distributed.fsdp.fully_shard"
         )
 
 

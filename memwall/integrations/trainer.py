@@ -27,6 +27,7 @@ from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.session.fit import open_session
+from memwall.session.parallel import check_parallel
 from memwall.session.session import Session
 from memwall.units import format_bytes
 
@@ -156,6 +157,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
                 f"the Trainer replaced the {type(self._model).__name__} it was built with, as it does with "
                 "model_init=...; memwall follows one model: build it first and pass model=..."
             )
+        check_parallel(model)
         if self.session.state != "waiting":
             self.close(completed=False)
             self._open(self._model)

@@ -3,7 +3,6 @@
 Every function takes the file system's root, so that trees recorded on other machines can stand for this one's.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -12,6 +11,7 @@ from typing import Literal
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.machine.launched import launched
 from memwall.units import parse_size
 
 __all__ = [
@@ -81,13 +81,13 @@ def own_device() -> str:
 
     if not torch.cuda.is_available():
         return "cpu"
-    rank = _counted("LOCAL_RANK", 0)
+    rank = launched().local_rank
     return f"cuda:{rank if rank < torch.cuda.device_count() else 0}"
 
 
 def num_local_ranks() -> int:
-    """Returns how many processes a launcher started on this host, as torchrun counts them; 1 without one."""
-    return max(1, _counted("LOCAL_WORLD_SIZE", 1))
+    """Returns how many processes a launcher started on this host; 1 without one."""
+    return launched().num_local_ranks
 
 
 def device_total_bytes(device: str = "cpu", *, root: Path = _ROOT) -> int:
@@ -173,12 +173,6 @@ def cgroup_limit(*, root: Path = _ROOT) -> CgroupLimit | None:
         if limit_bytes < _NO_LIMIT_BYTES and (tightest is None or limit_bytes < tightest.limit_bytes):
             tightest = CgroupLimit(limit_bytes=limit_bytes, path=f"/{path.relative_to(root)}", version=version)
     return tightest
-
-
-def _counted(name: str, default: int) -> int:
-    """Returns the number that a launcher left in the environment."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else default
 
 
 def _total_memory_bytes(root: Path) -> int:

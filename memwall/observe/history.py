@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.errors import NotAvailableError, OutOfMemoryError, StoreError, UsageError
 from memwall.observe.history_marks import Marks, TimedCall, TimedPhase, marks_path
+from memwall.observe.rank_spread import rank_file_name
 from memwall.patches import Patches, note_permanent
 from memwall.predict.cuda_allocator.advice import VARIABLES
 from memwall.torch_internals.allocator import (
@@ -147,7 +148,7 @@ class MemoryHistory:
                 "budget to see a step recorded"
             )
             return
-        path = self.directory / self._name("oom.trace")
+        path = self.directory / rank_file_name("oom.trace")
         save_trace(trace, path)
         self.written.append(path)
         _log.warning("history: memory ran out; the recorded step was written to %s", path)
@@ -179,7 +180,7 @@ class MemoryHistory:
     ) -> None:
         """Writes a snapshot and its marks; logs what goes wrong, for the error of the run is the one that matters."""
         name = "end.pickle" if reason == "end" else f"oom-{len(self.written) + 1}.pickle"
-        path = self.directory / self._name(name)
+        path = self.directory / rank_file_name(name)
         time_us = _now_us()
         try:
             snapshot = snapshot_of_allocator()
@@ -227,10 +228,6 @@ class MemoryHistory:
         shown = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
         self._calls.append(TimedCall(name=name, arguments=shown, time_us=_now_us()))
         return original(*args, **kwargs)
-
-    def _name(self, name: str) -> str:
-        """Returns a file name that the other processes of a distributed run do not use."""
-        return name if os.environ.get("WORLD_SIZE", "1") == "1" else f"rank{os.environ.get('RANK', '0')}-{name}"
 
 
 _recording: set[MemoryHistory] = set()

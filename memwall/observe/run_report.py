@@ -12,7 +12,7 @@ from memwall.planning.planfile import Plan, decoded
 from memwall.trace.tags import Tag
 from memwall.versioned_files import FileKind, json_bytes, whole_file
 
-__all__ = ["Measured", "RunReport", "load_pair"]
+__all__ = ["Measured", "RankSpread", "RunReport", "load_pair"]
 
 _KIND = FileKind(
     noun="run report", schema="memwall.run", version=1, error=UsageError, way_out="run again with --report"
@@ -50,6 +50,24 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Process bytes of the steps' peak that no part of the forecast accounts for; negative if it foresaw more."""
 
 
+class RankSpread(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Says how far the ranks of a run lie apart; peaks are process bytes of what has to keep to the budget."""
+
+    num_ranks: int
+    least_peak_bytes: int
+    median_peak_bytes: int
+    most_peak_bytes: int
+    least_rank: int
+    most_rank: int
+    """The rank that binds: the rest of the report is about it."""
+    least_step_seconds: float | None
+    most_step_seconds: float | None
+    """Medians of steps, of the fastest and of the slowest rank."""
+    over_budget: tuple[int, ...]
+    without_report: tuple[int, ...]
+    """Ranks that had ended, or did not end in time."""
+
+
 class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds one run under one plan."""
 
@@ -59,7 +77,10 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     forecast: Forecast
     measured: Measured
     within_budget: bool
-    """Whether the peak was; on a CUDA device that of the steps after the recorded one, which has all state there."""
+    """Whether the peak was, of several ranks that of each; on a CUDA device that of the steps after the recorded one,
+    which has all state there."""
+    ranks: RankSpread | None = None
+    """None where one process has trained."""
 
     @property
     def steady_peak_bytes(self) -> int:
@@ -108,6 +129,11 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 names the file and the path inside it.
         """
         return _KIND.read_json(Path(path), lambda found: decoded(found, cls))
+
+    @classmethod
+    def from_json(cls, message: bytes) -> Self:
+        """Returns a report that another rank has encoded."""
+        return decoded(msgspec.json.decode(message), cls)
 
 
 def load_pair(plan_path: Path, run_path: Path) -> RunReport:

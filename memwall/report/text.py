@@ -9,7 +9,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from memwall.observe.run_report import RunReport
+from memwall.observe.run_report import RankSpread, RunReport
 from memwall.planning.forecast import Forecast
 from memwall.planning.planfile import Plan
 from memwall.predict.snapshot.analysis import DeviceAnalysis
@@ -212,6 +212,7 @@ def run_report(report: RunReport) -> Group:
         _verdict(run_verdict(report)),
         _table(run_grid(report)),
         Text(f"Within the budget: {'no' if verify_status(report) == 5 else 'yes'}\nRun: {', '.join(run_facts)}."),
+        *([] if report.ranks is None else [Text(ranks_line(report.ranks))]),
         *(Text(line, style="yellow") for line in time_findings(report)),
         *(Text(f"Not recomputed: '{path}': {reason}.", style="yellow") for path, reason in not_recomputed),
         *(Text(f"Dropped: {name}: {reason}.", style="yellow") for name, reason in sorted(measured.lost.items())),
@@ -221,6 +222,21 @@ def run_report(report: RunReport) -> Group:
             style="dim",
         ),
     )
+
+
+def ranks_line(ranks: RankSpread) -> str:
+    """Returns what the ranks of a run have measured, from the least to the most."""
+    least, middle, most = map(format_bytes, (ranks.least_peak_bytes, ranks.median_peak_bytes, ranks.most_peak_bytes))
+    line = (
+        f"Ranks: {ranks.num_ranks}; peak from {least} (rank {ranks.least_rank}) over {middle} (median) to {most} "
+        f"(rank {ranks.most_rank}, which binds and is shown above)"
+    )
+    if ranks.least_step_seconds is not None and ranks.most_step_seconds is not None:
+        slowest = format_seconds(ranks.most_step_seconds)
+        line += f"; median step from {format_seconds(ranks.least_step_seconds)} to {slowest}"
+    if ranks.without_report:
+        line += f"; no report from rank {', '.join(map(str, ranks.without_report))}"
+    return f"{line}."
 
 
 def run_verdict(report: RunReport) -> Verdict:

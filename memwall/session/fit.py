@@ -8,6 +8,7 @@ from torch import nn
 from memwall.errors import UsageError
 from memwall.machine.limits import budget_bytes
 from memwall.planning.planfile import Plan
+from memwall.session.parallel import check_parallel
 from memwall.session.session import Session
 from memwall.trace.optimizers import Optimizers, optimizers_of, trains
 from memwall.units import parse_size
@@ -97,6 +98,7 @@ def open_session(
 
 def _checked(model: nn.Module, given: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     optimizers = optimizers_of(given)
+    check_parallel(model, optimizers)
     if not optimizers:
         raise UsageError("fit was given no optimizer; expected the one that trains the model, or a list of all that do")
     for optimizer in optimizers:

@@ -29,8 +29,10 @@ from memwall.predict.process import ProcessModel
 from memwall.session.device_budget import DeviceBudget
 from memwall.session.first_plan import charged, planned
 from memwall.session.measurements import Measurements
+from memwall.session.ranks import Ranks
 from memwall.session.recorded_forms import RecordedForms
 from memwall.session.recorded_step import RecordedStep
+from memwall.session.shared_plan import Solve, check_equal, planned_together
 from memwall.session.step_borders import StepBorders
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
@@ -45,8 +47,8 @@ class Revision(NamedTuple):
     """Holds a plan that is to take the present one's place, and what it was made from."""
 
     trace: Trace
-    budget_bytes: int
     plan: Plan
+    budget_bytes: int
 
 
 class LivePlan:
@@ -90,6 +92,10 @@ class LivePlan:
         self.micro = MicroBatches()
         self.recorded: RecordedStep | None = None
         self.applied: AppliedPlan | None = None
+        self.ranks: Ranks | None = None
+        """What this process agrees with others by; None where it trains alone."""
+        self.plans_alone = False
+        """Whether a plan is for this rank's report alone, since no step follows it."""
         self._borders, self._measured, self._on_plan, self._set_by_loop = borders, measured, on_plan, set_by_loop
         self._bucket_hooks: tuple[RemovableHandle, ...] = ()
         self.device_budget = DeviceBudget()
@@ -130,14 +136,24 @@ class LivePlan:
             given = self.plan.actions if self.plan is not None else ()
             self.micro.divide_into(next((p[0] for a in given if (p := technique_of(a).batch_parts(a))), None))
 
-    # -- the recorded step -------------------------------------------------------------------------------------------
-
-    def record(self) -> None:
-        """Begins to record the step whose first forward is about to be called.
+    def begin(self) -> None:
+        """Applies the plan that was given, or begins to record, before the run's first step; on all ranks or on none.
 
         Raises:
-            StoreError: the disk cannot be used.
+            RankError: another rank cannot, is missing, or was given another plan.
+            MemwallError: an action cannot be applied here, or the disk cannot be used.
         """
+        self.ranks = self.ranks or Ranks.meet()
+        if not self.is_given:
+            self._on_all("record its first step", self._record)
+            return
+        if self.ranks is not None and self.plan is not None:
+            check_equal(self.ranks, self.plan)
+        self._on_all("apply the plan", self.apply)
+
+    # -- the recorded step -------------------------------------------------------------------------------------------
+
+    def _record(self) -> None:
         model, optimizers = self._borders.attached_model, self._borders.optimizers
         is_streamed = self.parameters.spill_recorded(
             model, optimizers, self.allocator, budget_bytes=self.settings.budget_bytes
@@ -164,18 +180,13 @@ class LivePlan:
             self._count_state(is_recorded=True)
             self.recorded = None
 
-    def make(self) -> bool:
-        """Plans from the recorded step, and applies the plan.
-
-        Returns:
-            False if the next step has to be recorded, with what the user allowed: from observed bytes, not computed
-            ones.
+    def end_recording(self) -> None:
+        """Ends the recorded step: what is known of it now is planned from.
 
         Raises:
-            InfeasibleError: nothing fits.
+            TraceError: it was no whole step.
         """
         assert self.recorded is not None
-        begin = time.perf_counter()
         self.trace, first = self.recorded.finish(self._borders.optimizers)
         self.stop_recording()
         self._measured.note_peak()  # planning begins another one
@@ -188,8 +199,26 @@ class LivePlan:
             reason = reason or handler.why_not_here(self._borders.optimizers)
             if reason is not None:
                 _log.warning("%s is allowed, but has no effect: %s", technique.allow, reason)
+
+    def make(self) -> bool:
+        """Plans from the recorded step, together with all ranks, and applies the plan.
+
+        Returns:
+            False if the next step has to be recorded, with what the user allowed: from observed bytes, not computed
+            ones.
+
+        Raises:
+            InfeasibleError: nothing fits.
+            RankError: another rank failed, or is missing.
+        """
+        assert self.trace is not None
+        begin = time.perf_counter()
+
+        def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
+            return planned(trace, settings, self.allocator)
+
         try:
-            self.trace, self.plan = planned(self.trace, self._present_settings(), self.allocator)
+            self.trace, self.plan = self._solved(self.trace, self._present_settings(), solve)
         except InfeasibleError:
             is_running = self._borders.in_first_forward
             if not self._forms.change(self._borders.attached_model, self.settings, self.trace, is_running=is_running):
@@ -197,7 +226,7 @@ class LivePlan:
             self.settings = self._forms.settled(self.settings, self.trace)
             return False
         self._measured.note_planning(time.perf_counter() - begin)
-        self.apply()
+        self._on_all("apply the plan", self.apply)
         return True
 
     # -- in effect ---------------------------------------------------------------------------------------------------
@@ -262,7 +291,11 @@ class LivePlan:
         if held_bytes is not None:
             within_bytes = min(settings.budget_bytes, ProcessModel(trace).budget_for(held_bytes))
             settings = msgspec.structs.replace(settings, budget_bytes=within_bytes)
-        return Revision(trace, settings.budget_bytes, make_plan(trace, settings))
+
+        def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
+            return trace, make_plan(trace, settings)
+
+        return Revision(*self._solved(trace, settings, solve), settings.budget_bytes)
 
     def change_to(self, revision: Revision) -> None:
         """Applies another plan in place of the present one.
@@ -274,7 +307,7 @@ class LivePlan:
         self.lower_budget(revision.budget_bytes)
         self.trace, self.plan = revision.trace, revision.plan
         self._measured.forget_steps()
-        self.apply()
+        self._on_all("apply the new plan", self.apply)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Says that an optimizer steps the model, before its first step; what waited for that is applied.
@@ -355,8 +388,21 @@ class LivePlan:
 
     def end(self) -> None:
         """Leaves the process as it was before, too."""
+        if self.ranks is not None:
+            self.ranks.leave()
         ends = (self.allocator.undo, restore_variables, self.parameters.end_building, self._forms.end)
         undo_all((*ends, self.device_budget.lift))
+
+    def _on_all(self, what: str, do: Callable[[], None]) -> None:
+        if self.ranks is None or self.plans_alone:
+            do()
+        else:
+            self.ranks.done_by_all(what, do)
+
+    def _solved(self, trace: Trace, settings: Settings, solve: Solve) -> tuple[Trace, Plan]:
+        if self.ranks is None or self.plans_alone:
+            return solve(trace, settings)
+        return planned_together(self.ranks, trace, settings, solve)
 
     def _buckets_rebuilt(self) -> None:
         """Lets go of the buckets of the first step, which are free: what malloc keeps of them no forecast knows."""

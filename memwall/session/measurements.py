@@ -6,6 +6,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.machine.meter import HostMeter, Meter, meter_of
+from memwall.torch_internals.sharding import local_part
 from memwall.torch_internals.storages import sparse_indices, sparse_values
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
@@ -130,7 +131,7 @@ def standing_bytes(model: nn.Module, optimizers: Optimizers, trace: Trace) -> in
     for optimizer in optimizers_of(optimizers):
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    dense = [part for tensor in tensors for part in _dense_parts(tensor)]
+    dense = [part for tensor in map(local_part, tensors) for part in _dense_parts(tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in dense if t.device.type == "cpu"}
     batch = sum(s.nbytes for s in trace.steps[0].storages if s.category == "input" and s.device == "cpu")
     return sum(storages.values()) + batch

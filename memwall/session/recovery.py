@@ -15,6 +15,7 @@ from memwall.planning.planfile import Plan
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.next_budget import MAX_ATTEMPTS
+from memwall.session.shared_plan import agreed_excess
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_state import StepState
 from memwall.units import format_bytes
@@ -53,10 +54,16 @@ class Recovery:
         """Plans anew before the next step, if the last one used more than foreseen.
 
         What it used beyond that is charged to the process, unless actions that were dropped explain it.
+        Ranks that train together do so together: by what the one that exceeded its forecast most has used.
+
+        Raises:
+            RankError: another rank has ended its run.
         """
-        if not self._excess_bytes:
-            return
         excess, self._excess_bytes = self._excess_bytes, 0
+        if self._live.ranks is not None:
+            excess = agreed_excess(self._live.ranks, excess)
+        if not excess:
+            return
         is_explained = self._live.note_lost()
         try:
             revision = self._live.revised(charged_bytes=0 if is_explained else excess)

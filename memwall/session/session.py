@@ -2,11 +2,13 @@
 
     waiting --first forward--> recording --first forward after an optimizer step--> running
 
-The first step runs under the safest plan there is (`recorded_step`). It is a full step; nothing is thrown away.
+The first step runs under the safest plan there is (`recorded_step`). It is a full step; nothing is thrown away. Where
+an evaluation follows it on one of several ranks, the plan waits (`recorded`) for the forward that all of them make.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
@@ -14,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.offload.parking import close_once_unneeded, close_unneeded
-from memwall.errors import ApplyError, MemwallError, OutOfMemoryError, PlanError, UsageError
+from memwall.errors import (
+    ApplyError,
+    MemwallError,
+    NoEffectError,
+    OutOfMemoryError,
+    PlanError,
+    RankError,
+    UsageError,
+)
 from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
 from memwall.planning.settings import Settings
@@ -22,8 +32,11 @@ from memwall.planning.technique import techniques
 from memwall.session.first_plan import check_device_has, check_plan_is_for
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
+from memwall.session.parallel import check_optimizer, check_parallel
+from memwall.session.ranks import Ranks
 from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
+from memwall.session.shared_plan import tell_of_failure
 from memwall.session.step_borders import StepBorders
 from memwall.session.vector_functions import settle_first_calls
 from memwall.trace.optimizers import Optimizers, optimizers_of
@@ -73,7 +86,7 @@ class Session:
             disk_bytes_per_day=disk_bytes_per_day,
             allow=tuple(allow),
         )
-        self.state: Literal["waiting", "recording", "running", "closed"] = "waiting"
+        self.state: Literal["waiting", "recording", "recorded", "running", "closed"] = "waiting"
         self.measured = Measurements()
         self.on_plan: Callable[[Session], None] | None = None
         """Is called when a plan stands, before it is applied: the place to show it, or to object."""
@@ -101,6 +114,8 @@ class Session:
         """Whether the present plan was applied from a closure of the optimizer step that runs."""
         self._has_room = True
         """Whether free memory was returned since the last step ended."""
+        self._has_told = False
+        """Whether other ranks know that this one has failed."""
         settle_first_calls()
 
     @property
@@ -118,17 +133,23 @@ class Session:
         """Returns what was asked for, by a budget or by the plan that was given; 0 by a plan for none."""
         return self._live.budget_bytes
 
+    @property
+    def ranks(self) -> Ranks | None:
+        """Returns what this process agrees with others by; None before the first step, and where it trains alone."""
+        return self._live.ranks
+
     # -- life cycle ------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, optimizers: Optimizers) -> None:
         """Says which model this session trains, and what steps it. Optimizers may follow at their first steps.
 
         Raises:
-            UsageError: the budget is more than the model's CUDA device has.
+            UsageError: the budget is more than the model's CUDA device has, or others move the parameters about.
             PlanError: the plan that was given is for another model, or for a device with more memory.
         """
         if self._borders.model is not None:
             raise ApplyError("this session already trains a model; use one session for each")
+        check_parallel(model, optimizers_of(optimizers))
         if self.plan is not None:
             check_plan_is_for(self.plan, model)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -141,7 +162,9 @@ class Session:
 
         Raises:
             ApplyError: another one's state is on disk, where there can be one optimizer's alone.
+            UsageError: it is one of DeepSpeed's.
         """
+        check_optimizer(optimizer)
         if optimizer not in self._borders.optimizers:
             self._borders.add_optimizer(optimizer)
             self._live.add_optimizer(optimizer)
@@ -177,7 +200,7 @@ class Session:
             self._live.end_showing()
             self.measured.note_peak()
             if completed and self.failure is None:
-                self.end_step()
+                self.end_last_step()
         finally:
             take_back = partial(self._live.take_back, keeps_state=not brings_back)
             ends = (self._live.stop_recording, take_back, self._borders.detach, self._live.end, close_once_unneeded)
@@ -259,24 +282,50 @@ class Session:
     def end_step(self) -> None:
         """Says that every optimizer has stepped and gradients are dropped: what runs next is no part of the step.
 
-        Without it the step ends at the next forward, be that of the next step or of an evaluation.
+        Without it the step ends at the next forward, be that of the next step or of an evaluation. Of several ranks
+        each has to say so at the same point of its loop: they plan together.
 
         Raises:
             InfeasibleError: the step was the recorded one, and nothing fits.
+            RankError: another rank failed, or does not come.
         """
+        self._end_recording()
+        if self.state != "recorded":
+            return
+        try:
+            is_made = self._live.make()
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+        self.state = "running" if is_made else "waiting"
+
+    def end_last_step(self) -> None:
+        """Says so at the end of the run, where other ranks may have ended: a first step that was alone is planned.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        if self._live.ranks is not None:
+            self._live.ranks.leave()
+        if self.state in ("recording", "recorded"):
+            self._live.plans_alone = True
+        self.end_step()
+
+    def _end_recording(self) -> None:
+        """Ends the recorded step, so that nothing else is recorded with it."""
         if self.state != "recording" or self._borders.in_step:
             return
         self._redo.before_plan()
         self._num_planned_for = len(self._borders.stepped)
         self._borders.end_step()
         try:
-            is_made = self._live.make()
+            self._live.end_recording()
         except MemwallError as error:
             self.failure = error.without_frames()
             raise
         finally:
             self._live.stop_recording()
-        self.state = "running" if is_made else "waiting"
+        self.state = "recorded"
 
     # -- step borders ------------------------------------------------------------------------------------------------
 
@@ -284,11 +333,15 @@ class Session:
         """Raises again what ended the run."""
         self._note_engine_failure()
         if self.failure is not None:
+            self._tell_others()
             raise self.failure.without_frames()
 
     def evaluation_begins(self) -> None:
         """Ends the step, so that it is not recorded with an evaluation, and frees what the step has left."""
-        self.end_step()
+        if self._live.ranks is None:
+            self.end_step()
+        else:  # which may not evaluate
+            self._end_recording()
         self._make_room()
 
     def saving_begins(self) -> None:
@@ -346,8 +399,16 @@ class Session:
         if is_planned:
             self._recovery.end_step(peak_bytes)
         if is_first and not self._is_applied_inside:
-            self._live.check_effects()
+            self._check_effects()
         self._is_applied_inside = False
+
+    def _check_effects(self) -> None:
+        try:
+            self._live.check_effects()
+        except NoEffectError:
+            if self._live.ranks is None:
+                raise
+            # Other ranks go on to the next forward: all of them end there.
 
     @property
     def _has_newcomer(self) -> bool:
@@ -357,12 +418,16 @@ class Session:
     def _begin_run(self) -> None:
         self.measured.begin_run(self._borders.attached_model)
         self._borders.watch_optimizers()
-        if self._live.is_given:
-            self._live.apply()
-            self.state = "running"
-            return
-        self._live.record()
-        self.state = "recording"
+        self._live.begin()
+        self.state = "running" if self._live.is_given else "recording"
+
+    def _tell_others(self) -> None:
+        """Has the other ranks end where they begin their next step, if this one would have begun it too."""
+        would_begin = self.state == "running" and torch.is_grad_enabled() and not self._borders.in_step
+        if self._live.ranks is not None and would_begin and not self._has_told:
+            self._has_told = True
+            with suppress(RankError):
+                tell_of_failure(self._live.ranks)
 
     def _make_room(self) -> None:
         if self._live.applied is not None:

@@ -121,6 +121,17 @@ class EventLog:
         """Says that this tensor holds the bytes of a saved one that had been moved away."""
         self._stands_for(tensor, self.savings[saved_index].storage)
 
+    def note_size(self, tensor: Tensor) -> None:
+        """Notes that a storage was emptied or filled since the last operation, as FSDP2 does with what it gathers."""
+        storage = tensor.untyped_storage()
+        key, num_bytes = identity_of(storage), storage.nbytes()
+        index = self._live.get(key, -1)
+        if index >= 0 and not num_bytes:
+            self.storages[index].died = len(self.ops)
+            self._forget(key)
+        elif index < 0 and num_bytes:
+            self._new_storage(tensor, "temporary", birth=len(self.ops))
+
     def stands_for(self, tensor: Tensor, original: Tensor) -> None:
         """Says that this tensor holds the bytes of a known one, which has none any more."""
         index = self._find(original)

@@ -108,7 +108,8 @@ def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     """Returns each of the optimizers given once, in their order."""
     if given is None:
         return ()
-    return (given,) if isinstance(given, torch.optim.Optimizer) else tuple(dict.fromkeys(given))
+    is_one = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
+    return (given,) if is_one else tuple(dict.fromkeys(given))  # type: ignore[return-value, arg-type]
 
 
 def joint_name(optimizers: Iterable[torch.optim.Optimizer]) -> str:

@@ -19,7 +19,9 @@ from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from memwall.torch_internals.dispatch import TorchDispatchMode
 from memwall.torch_internals.operators import flop_formulas, packet_of, schema_of
+from memwall.torch_internals.sharding import local_part
 from memwall.trace.event_log import EventLog
+from memwall.trace.gathered import Gathered
 from memwall.trace.modules import ModuleTable
 from memwall.trace.op_work import OpWork, own_work_of, work_of
 from memwall.trace.optimizers import Optimizers, optimizers_of
@@ -53,10 +55,10 @@ class _Held:
 
 
 def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
-    """Collects tensors from the nesting that operator arguments have: tuples, lists and dicts."""
+    """Collects tensors from the nesting that operator arguments have: tuples, lists, dicts; of a DTensor its part."""
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            found.append(local_part(value))
         elif isinstance(value, (list, tuple)):
             _tensors(value, found)
         elif isinstance(value, dict):
@@ -107,6 +109,7 @@ class StepRecorder(TorchDispatchMode):
         self._saved_hooks: Any = None
         """While recording; None before and after."""
         self._root_ids = {id(root) for root in roots}
+        self._gathered = Gathered(roots)
         self._cuda_events: list[tuple[int, Any, Any]] = []
 
     # -- life cycle ------------------------------------------------------------------------------------------------
@@ -119,11 +122,11 @@ class StepRecorder(TorchDispatchMode):
         """
         for root in self.table.roots:
             for parameter in root.parameters():
-                self.log.existing(parameter, "parameter")
+                self.log.existing(local_part(parameter), "parameter")
                 if parameter.grad is not None:
-                    self.log.existing(parameter.grad, "gradient")
+                    self.log.existing(local_part(parameter.grad), "gradient")
             for buffer in root.buffers():
-                self.log.existing(buffer, "buffer")
+                self.log.existing(local_part(buffer), "buffer")
         for tensor in _state_of(optimizers):
             self.log.existing(tensor, "optimizer_state")
         hooks = torch.nn.modules.module
@@ -166,7 +169,7 @@ class StepRecorder(TorchDispatchMode):
         for root in self.table.roots:
             for parameter in root.parameters():
                 if parameter.grad is not None:
-                    self.log.categorise(parameter.grad, "gradient")
+                    self.log.categorise(local_part(parameter.grad), "gradient")
         for tensor in _state_of(optimizers):
             self.log.categorise(tensor, "optimizer_state")
         if not self.log.ops:
@@ -225,7 +228,7 @@ class StepRecorder(TorchDispatchMode):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.log.categorise(parameter.grad, "gradient")
+                    self.log.categorise(local_part(parameter.grad), "gradient")
         self._in_optimizer = True
         self._set_phase("optimizer")
 
@@ -242,7 +245,7 @@ class StepRecorder(TorchDispatchMode):
             self.log.mark(phase)
 
     def _pack(self, tensor: Tensor) -> _Held | Tensor:
-        if self._saved_hooks is None:
+        if self._saved_hooks is None or self._gathered.holds(tensor):
             return tensor
         index = self.log.saved(tensor)
         self._paused += 1
@@ -278,6 +281,8 @@ class StepRecorder(TorchDispatchMode):
         if self._paused or self._saved_hooks is None or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         log = self.log
+        for whole in self._gathered.tensors:
+            log.note_size(whole)
         node = current_node()
         sequence = -1
         if node is not None:

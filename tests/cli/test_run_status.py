@@ -37,14 +37,16 @@ def test_a_process_of_its_own_ends_with_5(over_budget: list[str]) -> None:
 def test_a_rank_of_a_launcher_ends_with_0_and_says_why(
     over_budget: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """GIVEN a complete run under torchrun, which ends or restarts every rank when one has another status than 0."""
+    """GIVEN a complete run under torchrun, which ends or restarts every rank when one has another status than 0
+    AND a script whose processes know nothing of each other THEN each writes a report of its own.
+    """
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     assert main(over_budget) == 0
     message = capsys.readouterr().err
     assert "exceeded the budget of 1.0 MiB" in message
     assert "memwall: rank 1 of 2 exceeded its budget; the exit status is 0 all the same, and not 5" in message
-    assert json.loads(Path("run.json").read_text())["within_budget"] is False
+    assert json.loads(Path("rank1-run.json").read_text())["within_budget"] is False
 
 
 @pytest.mark.slow

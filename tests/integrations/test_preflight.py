@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memwall.errors import IntegrationError
 from memwall.integrations.deepspeed import apply_rest
-from memwall.integrations.preflight import check_arguments, check_config, check_model
+from memwall.integrations.preflight import check_accelerator, check_arguments, check_config, check_model
 from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session
 
@@ -112,3 +113,30 @@ def test_auto_left_in_a_deepspeed_configuration() -> None:
     with pytest.raises(IntegrationError, match='configuration has "auto" at'):
         apply_rest(engine, plans.plan_of(engine.module))
     check_config({"train_batch_size": 8})
+
+
+def test_deepspeed_is_refused_before_its_engine_is_built(tmp_path: Path) -> None:
+    """GIVEN arguments, or an Accelerator, that use DeepSpeed THEN the message has what memwall does do."""
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    args.deepspeed = "zero.json"
+    with pytest.raises(IntegrationError, match=r"memwall does not plan within it; .*memwall export --to trainer"):
+        check_arguments(args)
+    with pytest.raises(IntegrationError, match="memwall does not plan within it"):
+        check_accelerator(SimpleNamespace(distributed_type=SimpleNamespace(value="DEEPSPEED")))
+
+
+def test_fsdp_of_version_1_is_refused_and_of_version_2_is_not(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fsdp="full_shard", fsdp_config={"version": 1})
+    with pytest.raises(IntegrationError, match=r"\(FSDP1\) .*set fsdp_version: 2"):
+        check_arguments(args)
+    check_arguments(
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fsdp="full_shard", fsdp_config={"version": 2})
+    )
+    for is_fsdp2 in (True, False):
+        accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value="FSDP"), is_fsdp2=is_fsdp2)
+        with nullcontext() if is_fsdp2 else pytest.raises(IntegrationError, match="fsdp_version: 2"):
+            check_accelerator(accelerator)

@@ -27,7 +27,9 @@ from memwall.torch_internals import (
     names,
     operators,
     optimizers,
+    process_groups,
     profiler,
+    sharding,
     storages,
     trees,
 )
@@ -125,6 +127,12 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         "torch.optim.Optimizer._optimizer_step_pre_hooks": (lambda door: door.step_pre_hooks(print), RAISES),
         "torch.optim.Optimizer._optimizer_step_post_hooks": (lambda door: door.step_post_hooks(print), RAISES),
         "torch.optim.SGD._init_group": (lambda door: door.group_initialiser_of(object), None),
+    },
+    process_groups: {
+        "torch.distributed.distributed_c10d._get_default_store": (lambda door: door.store_of_all(), RAISES),
+    },
+    sharding: {
+        "torch.distributed.tensor.DTensor._local_tensor": (lambda door: door.shard_of(leaf()), RAISES),
     },
     profiler: {
         f"torch._C.{name}": (lambda door: (door.has_allocation_events, door.begin_watching_allocations()), RAISES)

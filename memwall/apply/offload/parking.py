@@ -21,6 +21,8 @@ from memwall.machine.tiers import Machine
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.dispatch import without_subclass_functions
+from memwall.torch_internals.sharding import local_part
+from memwall.trace.gathered import Gathered
 
 __all__ = [
     "Parked",
@@ -46,11 +48,14 @@ def parameter_guard(roots: Sequence[nn.Module]) -> Callable[[Tensor], bool]:
     """Says which tensors share memory with a parameter or buffer: autograd saves those too, and they stay."""
     with without_subclass_functions():  # an address does not bring a parameter in
         addresses = {
-            tensor.untyped_storage().data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())
+            local_part(tensor).untyped_storage().data_ptr()
+            for root in roots
+            for tensor in (*root.parameters(), *root.buffers())
         }
+    gathered = Gathered(roots)
 
     def is_excluded(tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in addresses
+        return tensor.untyped_storage().data_ptr() in addresses or gathered.holds(tensor)
 
     return is_excluded
 

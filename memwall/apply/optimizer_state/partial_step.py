@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memwall.errors import ApplyError
 from memwall.torch_internals.optimizers import group_initialiser_of
+from memwall.torch_internals.sharding import is_sharded
 from memwall.trace.optimizers import STEPPED_ALONE, known_class
 
 __all__ = [
@@ -67,6 +68,11 @@ def inner_step_of(
                 "pass differentiable=False"
             )
         for parameter in group["params"]:
+            if is_sharded(parameter):
+                raise ApplyError(
+                    f"{kind.__qualname__} trains DTensors, as fully_shard and tensor parallelism make them: their "
+                    f"state is divided among the ranks already, and cannot be {kept} besides"
+                )
             if parameter.device != device:
                 whose = "CPU parameters" if device == _CPU else f"parameters on {device}"
                 raise ApplyError(

@@ -1,0 +1,181 @@
+"""Lets the processes that train together agree, on a host group of memwall's own beside the groups of the script.
+
+Everything here is called by all ranks at the same point of their loops, where none of them is between two collectives
+of a step. A rank that does not come, or has ended, is named in an error on all others: none of them waits for ever.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from memwall.errors import RankError
+from memwall.torch_internals.dispatch import without_dispatch_modes
+from memwall.torch_internals.process_groups import store_of_all
+
+__all__ = ["Ranks"]
+
+_T = TypeVar("_T")
+_GRACE = timedelta(seconds=5)
+"""How long a rank that knows that another one is missing waits for those that are only late, to tell them apart."""
+
+
+class Ranks:
+    """Holds the group of one session; `meet` makes it.
+
+    Attributes:
+        rank: this process's number among all.
+        num_ranks: how many there are.
+    """
+
+    def __init__(self, store: Any, group: Any, *, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self._store, self._group = store, group
+        self._num_agreements = 0
+
+    @classmethod
+    def meet(cls) -> "Ranks | None":
+        """Returns what this process agrees with the others by; None where it trains alone.
+
+        Raises:
+            RankError: not all of them opened a session within the time-out of the script's process group.
+        """
+        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+            return None
+        if distributed.get_backend() == "fake":  # stands for ranks that are not there
+            return None
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
+        whole = store_of_all()
+        timeout: timedelta = whole.timeout
+        number = whole.add(f"memwall/sessions/{rank}", 1)
+        store = PrefixStore(f"memwall/{number}", whole)
+        store.set(f"met/{rank}", "")
+        missing = _missing(store, "met", num_ranks, timeout)
+        if missing:
+            raise RankError(
+                f"{_named(missing)} of {num_ranks} did not begin to train under memwall within {timeout.seconds} s, "
+                "the time-out of the process group; ranks share one plan: open the session, or run the command, on "
+                "every rank"
+            )
+        # Of the host: it neither touches the devices nor waits for their streams.
+        group = distributed.new_group(backend="gloo", timeout=timeout)
+        return cls(store, group, rank=rank, num_ranks=num_ranks)
+
+    def largest(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Returns the largest of all ranks, number by number."""
+        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
+        largest = distributed.AllreduceOptions()
+        largest.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MAX)
+        self._meet_at(lambda group: group.allreduce([numbers], largest))
+        return tuple(numbers.tolist())
+
+    def gathered(self, message: bytes) -> list[bytes]:
+        """Returns what each rank says, in the order of their numbers."""
+        sizes = self._all_of(torch.tensor([len(message)], dtype=torch.int64, device="cpu"))
+        padded = _bytes(message + bytes(int(max(sizes)) - len(message)))
+        return [bytes(found[: int(size)].tolist()) for found, size in zip(self._all_of(padded), sizes, strict=True)]
+
+    def shared(self, message: bytes, source: int) -> bytes:
+        """Returns what one rank says; of what the others give as a message, nothing is read."""
+        size = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
+        self._meet_at(lambda group: group.broadcast(size, source))
+        whole = _bytes(message) if self.rank == source else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self._meet_at(lambda group: group.broadcast(whole, source))
+        return bytes(whole.tolist())
+
+    def done_by_all(self, what: str, do: Callable[[], _T]) -> _T:
+        """Does something on every rank, or ends the run on all of them.
+
+        Args:
+            what: the verb and its object, for the message: "apply the plan".
+
+        Raises:
+            RankError: it failed on another rank.
+            Exception: what it raised on this one.
+        """
+        failure: Exception | None = None
+        try:
+            result = do()
+        except Exception as error:
+            failure = error
+        said = self.gathered(b"" if failure is None else (str(failure) or type(failure).__name__).encode())
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise RankError(
+                    f"rank {rank} of {self.num_ranks} could not {what}, so no rank goes on: {text.decode()}"
+                )
+        return result
+
+    def told_at_end(self, message: bytes, timeout: timedelta) -> dict[int, bytes]:
+        """Leaves a last word for rank 0, and returns to it those of all ranks that left one in time; {} to others.
+
+        The script may have closed its process groups by then: only the store is used, which lives as long as rank 0, or
+        the launcher.
+        """
+        with suppress(RuntimeError):
+            self._store.set(f"end/{self.rank}", message)
+            if self.rank == 0:
+                missing = _missing(self._store, "end", self.num_ranks, timeout)
+                return {r: self._store.get(f"end/{r}") for r in range(self.num_ranks) if r not in missing}
+        return {0: message} if self.rank == 0 else {}
+
+    def leave(self) -> None:
+        """Closes the group: ranks that still wait for this one hear of it at once. Safe to call twice."""
+        group, self._group = self._group, None
+        if group is not None and distributed.is_initialized():
+            with suppress(RuntimeError, ValueError):  # the script may have closed it with its own
+                distributed.destroy_process_group(group)
+
+    def _all_of(self, own: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        self._meet_at(lambda group: group.allgather(found, own))
+        return found
+
+    def _meet_at(self, begin: Callable[[Any], Any]) -> None:
+        self._num_agreements += 1
+        try:
+            with torch.no_grad(), without_dispatch_modes():
+                begin(self._group).wait()
+        except (RuntimeError, ValueError) as error:
+            raise self._lost() from error
+
+    def _lost(self) -> RankError:
+        """Returns an error that names the ranks that did not come to the last agreement."""
+        place = f"at/{self._num_agreements}"
+        try:
+            self._store.set(f"{place}/{self.rank}", "")
+            missing = _missing(self._store, place, self.num_ranks, min(_GRACE, self._store.timeout))
+        except RuntimeError:
+            missing = [0]  # the store was with it
+        who = _named(missing) if missing else "a rank"
+        return RankError(
+            f"{who} of {self.num_ranks} did not come to the beginning of this step, where ranks agree on the plan: it "
+            "has ended, or runs something else; a message of its own says why, if it could write one. This rank ends "
+            "too, since no rank can train on alone"
+        )
+
+
+def _missing(store: Any, place: str, num_ranks: int, timeout: timedelta) -> list[int]:
+    """Returns the ranks that have left no sign at a place of the store after a time."""
+    keys = [f"{place}/{rank}" for rank in range(num_ranks)]
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _named(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+
+
+def _bytes(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,251 @@
+"""One plan for ranks that are alike: made by the one that needs the most, for the least that any of them has.
+
+Ranks are alike if they train the same modules by the same optimizer; stages of a pipeline are not, and each kind of
+rank has a plan of its own. What a plan decides where a block has a collective is then the same on all that wait for it.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from memwall.errors import InfeasibleError, MemwallError, RankError
+from memwall.machine.tiers import Machine, Tier
+from memwall.planning.planfile import Plan, decoded
+from memwall.planning.settings import Settings
+from memwall.predict.first_step import FirstStep
+from memwall.predict.process import ProcessModel
+from memwall.session.ranks import Ranks
+from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
+from memwall.units import format_bytes
+
+__all__ = ["Solve", "agreed_excess", "check_equal", "planned_together", "tell_of_failure"]
+
+_log = logging.getLogger(__name__)
+
+Solve = Callable[[Trace, Settings], tuple[Trace, Plan]]
+"""Makes a plan from a trace, and returns the trace with what planning itself has left in the process."""
+
+
+class _Figures(Struct, frozen=True, kw_only=True):
+    """Holds what a rank says of its recorded step."""
+
+    kind: str
+    """Names what it trains and how: equal for ranks that are alike."""
+    needed_bytes: int
+    """The plain step's process bytes."""
+    base_bytes: int
+    workspace_bytes: int
+    budget_bytes: int
+    tier_capacity_bytes: int | None
+    allow: tuple[str, ...]
+    allow_accumulation: bool
+    can_move_state: bool
+    is_built_on_disk: bool
+    parameters_stay: str
+    lost: tuple[tuple[str, str], ...]
+    machine: Machine
+    first_step: FirstStep | None
+
+
+class _Answer(Struct, frozen=True, kw_only=True):
+    """Holds what the rank that plans tells those like it."""
+
+    plan: bytes = b""
+    """The plan file; empty where there is no plan."""
+    base_bytes: int = 0
+    """Process bytes before the step, with what planning has left there."""
+    failure: str = ""
+    infeasible: tuple[int, int, tuple[str, ...], tuple[str, ...]] | None = None
+    """Budget, smallest feasible budget, relaxations, and what is not modelled, where nothing fits."""
+
+
+def planned_together(ranks: Ranks, trace: Trace, settings: Settings, solve: Solve) -> tuple[Trace, Plan]:
+    """Returns the plan of all ranks like this one, and this one's trace with the figures that the plan was made from.
+
+    Raises:
+        InfeasibleError: nothing fits, on any of them.
+        RankError: the rank that plans for this one failed.
+    """
+    said = [msgspec.json.decode(message, type=_Figures) for message in ranks.gathered(_encoded(trace, settings))]
+    planners: dict[str, int] = {}
+    for rank, figures in enumerate(said):
+        best = planners.setdefault(figures.kind, rank)
+        if figures.needed_bytes > said[best].needed_bytes:
+            planners[figures.kind] = rank
+    own = said[ranks.rank]
+    alike = [figures for figures in said if figures.kind == own.kind]
+    trace, settings = _of_worst(alike, trace, settings)
+    planner = planners[own.kind]
+    failure: MemwallError | None = None
+    answer = _Answer()
+    if planner == ranks.rank:
+        least_bytes = min(figures.needed_bytes for figures in alike)
+        _log.info(
+            "rank %d plans for %d ranks: its plain step needs %s, the least of them %s",
+            *(planner, len(alike), format_bytes(own.needed_bytes), format_bytes(least_bytes)),
+        )
+        answer, failure = _solved(trace, settings, solve)
+    message = msgspec.json.encode(answer)
+    for source in sorted(set(planners.values())):
+        heard = ranks.shared(message, source)
+        if source == planner:
+            answer = msgspec.json.decode(heard, type=_Answer)
+    if failure is not None:
+        raise failure
+    if answer.infeasible is not None:
+        budget_bytes, smallest_bytes, relaxations, not_modelled = answer.infeasible
+        raise InfeasibleError(
+            answer.failure,
+            budget_bytes=budget_bytes,
+            smallest_feasible_bytes=smallest_bytes,
+            relaxations=relaxations,
+            not_modelled=not_modelled,
+        )
+    if answer.failure:
+        raise RankError(f"rank {planner} of {ranks.num_ranks}, which plans for this one, failed: {answer.failure}")
+    plan = decoded(msgspec.json.decode(answer.plan), Plan)
+    return msgspec.structs.replace(trace, base_bytes=answer.base_bytes), plan
+
+
+def check_equal(ranks: Ranks, plan: Plan) -> None:
+    """Checks that every rank that trains the same model has the same plan.
+
+    Raises:
+        RankError: one has another; the same message on all ranks.
+    """
+    own = msgspec.json.encode((plan.model_fingerprint, plan.plan_hash, [str(action) for action in plan.actions]))
+    first: dict[str, tuple[int, str, list[str]]] = {}
+    for rank, message in enumerate(ranks.gathered(own)):
+        fingerprint, plan_hash, actions = msgspec.json.decode(message, type=tuple[str, str, list[str]])
+        other_rank, other_hash, other_actions = first.setdefault(fingerprint, (rank, plan_hash, actions))
+        if plan_hash != other_hash:
+            pairs = zip(other_actions, actions, strict=False)
+            found = next((f": {one} against {two}" for one, two in pairs if one != two), "")
+            raise RankError(
+                f"rank {other_rank} has plan {other_hash[:12]}, rank {rank} has plan {plan_hash[:12]}{found}; give "
+                "all ranks that train one model the same plan"
+            )
+
+
+def agreed_excess(ranks: Ranks, excess_bytes: int) -> int:
+    """Returns by how much a step exceeded its forecast on the rank where it did so most; before each step.
+
+    Raises:
+        RankError: a rank has ended its run.
+    """
+    excess_bytes, number = ranks.largest((excess_bytes, 0))
+    if number:
+        raise RankError(
+            f"rank {number - 1} of {ranks.num_ranks} ended its run in the last step, and no rank can train on alone; "
+            "its own message says why"
+        )
+    return excess_bytes
+
+
+def tell_of_failure(ranks: Ranks) -> None:
+    """Tells the others, where they look at the last step's excess, that this rank does not go on."""
+    ranks.largest((0, ranks.rank + 1))
+
+
+def _encoded(trace: Trace, settings: Settings) -> bytes:
+    process = ProcessModel(trace)
+    figures = _Figures(
+        kind=_kind(trace),
+        needed_bytes=process.bare(steady_step(trace)).process_bytes,
+        base_bytes=trace.base_bytes,
+        workspace_bytes=trace.workspace_bytes,
+        budget_bytes=settings.budget_bytes,
+        tier_capacity_bytes=settings.tier_capacity_bytes,
+        allow=settings.allow,
+        allow_accumulation=settings.allow_accumulation,
+        can_move_state=settings.can_move_state,
+        is_built_on_disk=settings.is_built_on_disk,
+        parameters_stay=settings.parameters_stay,
+        lost=settings.lost,
+        machine=trace.machine,
+        first_step=settings.first_step,
+    )
+    return msgspec.json.encode(figures)
+
+
+def _kind(trace: Trace) -> str:
+    facts = (trace.model_fingerprint, trace.optimizer, trace.device.partition(":")[0], trace.num_micro_batches)
+    return hashlib.sha256(repr((*facts, trace.autocast, torch.__version__)).encode()).hexdigest()
+
+
+def _of_worst(alike: Sequence[_Figures], trace: Trace, settings: Settings) -> tuple[Trace, Settings]:
+    """Returns a trace and settings with the most that any rank holds, and the least that any has and allows."""
+    capacities = [f.tier_capacity_bytes for f in alike if f.tier_capacity_bytes is not None]
+    first_steps = [f.first_step for f in alike if f.first_step is not None]
+    trace = msgspec.structs.replace(
+        trace,
+        base_bytes=max(f.base_bytes for f in alike),
+        workspace_bytes=max(f.workspace_bytes for f in alike),
+        machine=_slowest([f.machine for f in alike]),
+    )
+    settings = msgspec.structs.replace(
+        settings,
+        budget_bytes=min(f.budget_bytes for f in alike),
+        tier_capacity_bytes=min(capacities, default=None),
+        allow=tuple(name for name in settings.allow if all(name in f.allow for f in alike)),
+        allow_accumulation=all(f.allow_accumulation for f in alike),
+        can_move_state=all(f.can_move_state for f in alike),
+        is_built_on_disk=all(f.is_built_on_disk for f in alike),
+        parameters_stay=next((f.parameters_stay for f in alike if f.parameters_stay), ""),
+        lost=tuple(sorted({each for f in alike for each in f.lost})),
+        first_step=_largest(first_steps) if first_steps else None,
+    )
+    return trace, settings
+
+
+def _slowest(machines: Sequence[Machine]) -> Machine:
+    """Returns a machine that is as slow as the slowest of these in everything, with the tiers that all of them have."""
+    num_tiers = min(len(machine.tiers) for machine in machines)
+    tiers = [[machine.tiers[index] for machine in machines] for index in range(num_tiers)]
+    steps = [machine.cpu_step_bytes_per_second for machine in machines]
+    deepspeed_steps = [machine.deepspeed_step_bytes_per_second for machine in machines]
+    return Machine(
+        tiers=tuple(_smallest(each) for each in tiers),
+        cpu_step_bytes_per_second=min(steps),
+        deepspeed_step_bytes_per_second=min(deepspeed_steps),
+        copy_seconds_per_byte=max(machine.copy_seconds_per_byte for machine in machines),
+        fault_seconds_per_byte=max(machine.fault_seconds_per_byte for machine in machines),
+        huge_fault_seconds_per_byte=max(machine.huge_fault_seconds_per_byte for machine in machines),
+        pack_seconds_per_element=max(machine.pack_seconds_per_element for machine in machines),
+    )
+
+
+def _smallest(tiers: Sequence[Tier]) -> Tier:
+    return msgspec.structs.replace(
+        tiers[0],
+        write_bytes_per_second=min(tier.write_bytes_per_second for tier in tiers),
+        read_bytes_per_second=min(tier.read_bytes_per_second for tier in tiers),
+        free_bytes=min(tier.free_bytes for tier in tiers),
+        total_bytes=min(tier.total_bytes for tier in tiers),
+    )
+
+
+def _largest(steps: Sequence[FirstStep]) -> FirstStep:
+    return FirstStep(
+        needed_bytes=max(step.needed_bytes for step in steps),
+        in_memory_bytes=max(step.in_memory_bytes for step in steps),
+        stays_from_bytes=max(step.stays_from_bytes for step in steps),
+    )
+
+
+def _solved(trace: Trace, settings: Settings, solve: Solve) -> tuple[_Answer, MemwallError | None]:
+    try:
+        trace, plan = solve(trace, settings)
+    except InfeasibleError as error:
+        known = (error.budget_bytes, error.smallest_feasible_bytes, error.relaxations, error.not_modelled)
+        return _Answer(failure=str(error), infeasible=known), error
+    except MemwallError as error:
+        return _Answer(failure=str(error)), error
+    except Exception as error:
+        return _Answer(failure=f"{type(error).__name__}: {error}"), RankError(f"planning failed: {error!r}")
+    return _Answer(plan=plan.encode(), base_bytes=trace.base_bytes), None

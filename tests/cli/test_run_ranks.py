@@ -1,0 +1,101 @@
+"""`memwall run` on several ranks: one plan, one report, one status; and the orders that cannot work, in words."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memwall.cli.app import main
+from memwall.observe.rank_spread import spread_over
+from memwall.observe.run_report import RunReport
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.mark.slow
+def test_two_processes_show_one_plan_and_one_report(tmp_path: Path) -> None:
+    """GIVEN the short form of torchrun, and a script that closes its group at its end THEN rank 0 alone reports."""
+    command = [sys.executable, "-m", "memwall", "run", "--nproc", "2", "--budget", "8GiB", "--report", "run.json"]
+    result = subprocess.run(
+        [*command, str(SCRIPTS / "train_ddp.py")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    report = RunReport.load(tmp_path / "run.json")
+    assert report.ranks is not None
+    assert report.ranks.num_ranks == 2
+    assert report.ranks.without_report == report.ranks.over_budget == ()
+    assert 0 < report.ranks.least_peak_bytes <= report.ranks.most_peak_bytes == report.judged_peak_bytes
+    assert result.stderr.count("within the budget") == result.stderr.count("Ranks: 2; peak from") == 1
+
+
+@pytest.fixture
+def report(made: Path) -> RunReport:
+    return RunReport.load(made / "run.json")
+
+
+def with_peak(report: RunReport, peak_bytes: int) -> RunReport:
+    peak = msgspec.structs.replace(report.measured.peak, process_bytes=peak_bytes)
+    measured = msgspec.structs.replace(report.measured, peak=peak, first_step_peak_bytes=1, steady_peak_bytes=1)
+    return msgspec.structs.replace(report, measured=measured, budget_bytes=25, within_budget=peak_bytes <= 25)
+
+
+@pytest.mark.slow
+def test_the_report_of_all_is_that_of_the_rank_that_binds(report: RunReport) -> None:
+    """GIVEN one rank over the budget, and one that has not reported THEN both are named."""
+    joint = spread_over({0: with_peak(report, 20), 1: with_peak(report, 30), 3: with_peak(report, 10)}, 4)
+    assert joint.ranks is not None
+    assert joint.judged_peak_bytes == joint.ranks.most_peak_bytes == 30
+    assert (joint.ranks.least_rank, joint.ranks.most_rank, joint.ranks.median_peak_bytes) == (3, 1, 20)
+    assert (joint.ranks.over_budget, joint.ranks.without_report) == ((1,), (2,))
+    assert not joint.within_budget
+    assert RunReport.from_json(msgspec.json.encode(joint)) == joint
+
+
+@pytest.mark.parametrize(
+    ("command", "order"),
+    [
+        (["-m", "torch.distributed.run", "train.py"], "torchrun --nproc-per-node N -m memwall run"),
+        (["torchrun", "--nproc-per-node", "2", "train.py"], "torchrun --nproc-per-node N -m memwall run"),
+        (["-m", "accelerate.commands.launch", "train.py"], "accelerate launch --num_processes N -m memwall run"),
+        (["/usr/bin/deepspeed", "train.py"], "torchrun --nproc-per-node N -m memwall run"),
+    ],
+)
+def test_a_launcher_comes_first(command: list[str], order: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--budget", "1GiB", *command]) == 2
+    message = capsys.readouterr().err
+    assert "starts processes of its own, in which memwall would not be; the launcher comes first: " + order in message
+
+
+def test_processes_are_started_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "--nproc", "2", "--budget", "1GiB", str(tmp_path / "train.py")]) == 2
+    assert "--nproc starts processes, and this is one of 2 that a launcher has started" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_script_that_starts_its_own_processes_is_refused_before_it_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "spawns.py").write_text(
+        "import torch.multiprocessing\ndef train(rank):\n    print('trained')\n"
+        "if __name__ == '__main__':\n    torch.multiprocessing.spawn(train, nprocs=2)\n"
+    )
+    assert main(["run", "--budget", "1GiB", str(tmp_path / "spawns.py")]) == 2
+    shown = capfd.readouterr()
+    assert "starts 2 processes by torch.multiprocessing, in which memwall would not be" in shown.err
+    assert "memwall run --nproc 2 --budget SIZE" in shown.err
+    assert "trained" not in shown.out
