@@ -135,6 +135,7 @@ def losses(make: Callable[[list[nn.Parameter]], Any]) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.slow
 def test_a_model_trains_to_the_loss_curve_of_exact_moments() -> None:
     """Within 0.2 % of the first loss at every step."""
     exact = losses(lambda ps: torch.optim.AdamW(ps, lr=2e-3))

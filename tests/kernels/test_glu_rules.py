@@ -12,6 +12,7 @@ from memwall.triton_kernels import geglu, swiglu
 from memwall.triton_kernels.glu import activations as module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("approximate", [None, "none", "tanh"])
 def test_gradients_by_finite_differences(approximate: Any) -> None:
     def run(*tensors: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class Held:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
 
+@pytest.mark.slow
 @pytest.mark.requires("transformers")
 @pytest.mark.parametrize("state", ["eager", "fused", "rebuilt"])
 def test_the_formula_of_a_layer_is_what_hooks_count_in_a_real_one(state: str) -> None:

@@ -30,6 +30,7 @@ def twins(make: Callable[..., Any]) -> Callable[..., Twins]:
 @pytest.mark.parametrize(
     ("name", "dtype"), every_value(list(OPTIMIZERS), {"float32": torch.float32, "bfloat16": torch.bfloat16})
 )
+@pytest.mark.slow
 def test_twenty_steps_are_bit_equal_though_rows_are_evicted(
     twins: Callable[..., Twins], name: str, dtype: torch.dtype
 ) -> None:

@@ -319,7 +319,7 @@ def test_a_closed_store_says_so_and_a_forgotten_one_frees_its_file(tmp_path: Pat
     with pytest.raises(StoreError, match="it has been closed"):
         store.weights(torch.tensor([1]))
     store = open_store(tmp_path)
-    fill(store)
+    fill(store, 5)
     del store
     assert num_files() == 0
 
