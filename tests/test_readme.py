@@ -79,7 +79,11 @@ def paragraphs(page: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_no_paragraph_is_long(page: Path) -> None:
     assert [part for part in paragraphs(page) if len(part.splitlines()) > MOST_LINES_OF_A_PARAGRAPH] == []
 

@@ -50,7 +50,7 @@ def test_cudnn_backward_sums_in_float32(attending: Callable[..., Trace], workspa
 def test_the_gradient_of_a_bias_takes_scratch_that_grows_with_the_multiprocessors(
     workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
 ) -> None:
-    """Rows go to as many blocks as have 16 each, 197 or what fills the device, 4 x 32 threads; six columns of blocks."""
+    """Rows go to as many blocks as have 16 each, 197 or what fills the device, of 4 x 32 threads, in six columns."""
     workload = workload_of(
         lambda: nn.Linear(8, 768), lambda: torch.zeros(12608, 8), loss=lambda model, batch: model(batch).square().sum()
     )
