@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memwall.machine.tiers import Tier
-from memwall.store.pinned_tier import PinnedArena
+from memwall.store.pinned_arena import PinnedArena
 
 __all__ = ["probe_link", "rates"]
 
@@ -28,7 +28,7 @@ def probe_link(device: torch.device, *, limit_bytes: int) -> Tier:
     Raises:
         StoreError: the limit, or the driver, does not allow that.
     """
-    arena = PinnedArena(limit_bytes, chunk_bytes=0)
+    arena = PinnedArena(limit_bytes, chunk_bytes=0, device=device)
     try:
         written, read = _measured(device, arena)
     finally:

@@ -5,6 +5,7 @@ optimizer's state goes to disk bucket by bucket, as it is made, where the budget
 none for gradients beside parameters, both are on disk already when the step begins.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ from memwall.trace.step_recorder import Parking
 from memwall.trace.trace_builder import TraceBuilder
 
 __all__ = ["RecordedStep"]
+
+_log = logging.getLogger(__name__)
 
 
 class RecordedStep:
@@ -83,7 +86,8 @@ class RecordedStep:
 
     def _start(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         assert self._parked is not None
-        self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
+        if self._is_on_cpu:
+            self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
         self._builder = TraceBuilder([self._model], _UnderLimit(self._parked.engine, self._allocator))
         # To look at parameters does not bring them in.
         with self._keeper.shown(), without_subclass_functions():
@@ -161,6 +165,8 @@ class RecordedStep:
             self._builder.cancel_step()
             self._builder = None
         if self._parked is not None:
+            if self._parked.engine.refusal:
+                _log.warning("in the first step saved tensors stay on the device: %s", self._parked.engine.refusal)
             self.moved_bytes = self._parked.close()
             self._parked = None
 

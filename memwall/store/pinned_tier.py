@@ -4,124 +4,16 @@ Order is kept by events only. The compute stream is whatever stream is current w
 in `park`, backward's in `load` and `collect`.
 """
 
-import mmap
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from memwall.errors import StoreError
-from memwall.store.backend import round_up
 from memwall.store.disk_tier import ByteRange
-from memwall.store.extents import FreeExtents
+from memwall.store.pinned_arena import PinnedArena, PinnedSlot
 from memwall.store.room import with_room
-from memwall.units import format_bytes
 
-__all__ = ["PinnedArena", "PinnedLoad", "PinnedParked", "PinnedSlot", "PinnedTier"]
-
-_SLOT_ALIGNMENT_BYTES = 512
-_CHUNK_BYTES = 64 << 20
-_HUGE_PAGE_BYTES = 2 << 20
-
-
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    """Holds one registered map. `memory` (uint8) owns it."""
-
-    memory: Tensor
-    free: FreeExtents
-
-
-@dataclass(slots=True, eq=False)
-class PinnedSlot:
-    """Holds pinned bytes lent by an arena: `memory` (uint8, one dimension), `offset` within `chunk`."""
-
-    memory: Tensor
-    chunk: _Chunk
-    offset: int
-    num_bytes: int
-
-
-class PinnedArena:
-    """Lends pinned host memory, of which it takes exactly the size that is used.
-
-    PyTorch's own pinned allocator rounds each request up to a power of two, and asking the driver for every tensor
-    costs milliseconds; here maps of 64 MiB or one large request are registered once and reused.
-
-    Args:
-        limit_bytes: the most to pin; None for no limit.
-        chunk_bytes: the least to register at a time; 0 for few requests that stay, each of which gets a map of its own
-            in whole pages.
-    """
-
-    def __init__(self, limit_bytes: int | None, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
-        self._limit_bytes, self._chunk_bytes = limit_bytes, chunk_bytes
-        self._chunks: list[_Chunk] = []
-        self.pinned_bytes = 0
-
-    def allocate(self, num_bytes: int) -> PinnedSlot:
-        """Returns a slot of at least `num_bytes`.
-
-        Raises:
-            StoreError: the limit, or the driver, does not allow it.
-        """
-        size = round_up(num_bytes, _SLOT_ALIGNMENT_BYTES)
-        for chunk in self._chunks:
-            offset = chunk.free.take(size)
-            if offset is not None:
-                return PinnedSlot(chunk.memory[offset : offset + num_bytes], chunk, offset, size)
-        chunk = self._add_chunk(size)
-        offset = chunk.free.take(size) or 0
-        return PinnedSlot(chunk.memory[offset : offset + num_bytes], chunk, offset, size)
-
-    def free(self, slot: PinnedSlot) -> None:
-        """Takes a slot back."""
-        slot.chunk.free.give(slot.offset, slot.num_bytes)
-
-    def trim(self) -> None:
-        """Unpins maps in which nothing is lent. No copy may be under way there."""
-        for chunk in list(self._chunks):
-            if chunk.free.total_bytes == chunk.memory.numel():
-                self._remove_chunk(chunk)
-
-    def close(self) -> None:
-        """Unpins everything. No copy may be under way."""
-        for chunk in list(self._chunks):
-            self._remove_chunk(chunk)
-
-    def _remove_chunk(self, chunk: _Chunk) -> None:
-        _runtime().cudaHostUnregister(chunk.memory.data_ptr())
-        self._chunks.remove(chunk)
-        self.pinned_bytes -= chunk.memory.numel()
-
-    def _add_chunk(self, needed_bytes: int) -> _Chunk:
-        page_bytes = _HUGE_PAGE_BYTES if needed_bytes >= _CHUNK_BYTES else mmap.PAGESIZE
-        size = max(self._chunk_bytes, round_up(needed_bytes, page_bytes))
-        if self._limit_bytes is not None:
-            room_bytes = self._limit_bytes - self.pinned_bytes
-            if needed_bytes > room_bytes:
-                raise StoreError(
-                    f"{format_bytes(needed_bytes)} more of pinned host memory are needed, but "
-                    f"{format_bytes(self.pinned_bytes)} of the limit of {format_bytes(self._limit_bytes)} are pinned "
-                    "already; raise --host"
-                )
-            size = min(size, room_bytes // mmap.PAGESIZE * mmap.PAGESIZE or needed_bytes)
-        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        status = int(_runtime().cudaHostRegister(memory.data_ptr(), size, 0))
-        if status != 0:
-            _forget_refusal()
-            raise StoreError(
-                f"the CUDA driver refuses to pin {format_bytes(size)} of host memory (error {status}) beside "
-                f"{format_bytes(self.pinned_bytes)} pinned already; lower --host, or raise the locked-memory limit "
-                "(ulimit -l) and the container's memory"
-            )
-        chunk = _Chunk(memory, FreeExtents())
-        chunk.free.give(0, size)
-        self._chunks.append(chunk)
-        self.pinned_bytes += size
-        return chunk
+__all__ = ["PinnedLoad", "PinnedParked", "PinnedTier"]
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +24,8 @@ class PinnedParked:
     copied: torch.cuda.Event
     source: Tensor | None
     num_bytes: int
+    owner: torch.cuda.Stream
+    """The stream on which `source` is used, and its memory given to others."""
     last_read: torch.cuda.Event | None = None
 
 
@@ -141,21 +35,6 @@ class PinnedLoad:
 
     buffer: Tensor
     ready: torch.cuda.Event | None
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
-
-
-def _forget_refusal() -> None:
-    """Has the CUDA runtime forget a refused call, which torch would raise at its next kernel, whoever launches that.
-
-    Its check of a launch asks for the last error of any call, which forgets it (torch 2.13, c10/cuda/CUDAException.h);
-    what registers memory leaves it there, and no binding asks for it alone (torch/csrc/cuda/shared/cudart.cpp).
-    """
-    if torch.cuda.is_initialized():
-        with suppress(RuntimeError):
-            torch.ones(1, device="cuda")
 
 
 class PinnedTier:
@@ -177,7 +56,7 @@ class PinnedTier:
         self._window_bytes = window_bytes
         self._outward = torch.cuda.Stream(device)
         self._inward = torch.cuda.Stream(device)
-        self._arena = PinnedArena(limit_bytes)
+        self._arena = PinnedArena(limit_bytes, device=device)
         self._leaving: dict[PinnedParked, None] = {}
         self._leaving_bytes = 0
         self.stall_seconds = 0.0
@@ -190,13 +69,11 @@ class PinnedTier:
         with torch.cuda.stream(self._outward):
             host.memory.copy_(tensor, non_blocking=True)
         copied = self._outward.record_event()
-        parked = PinnedParked(host=host, copied=copied, source=tensor, num_bytes=source.num_bytes)
+        parked = PinnedParked(host=host, copied=copied, source=tensor, num_bytes=source.num_bytes, owner=compute)
         self._leaving[parked] = None
         self._leaving_bytes += parked.num_bytes
         while self._leaving_bytes > self._window_bytes:
-            oldest = next(iter(self._leaving))
-            compute.wait_event(oldest.copied)
-            self._let_go(oldest)
+            self._let_go(next(iter(self._leaving)))
         return parked
 
     def load(self, parked: PinnedParked, *, is_urgent: bool) -> PinnedLoad:
@@ -238,7 +115,9 @@ class PinnedTier:
         self._arena.close()
 
     def _let_go(self, parked: PinnedParked) -> None:
+        """Drops a source: what is given its memory comes after the copy, which may be under way."""
         if parked in self._leaving:
+            parked.owner.wait_event(parked.copied)
             del self._leaving[parked]
             self._leaving_bytes -= parked.num_bytes
             parked.source = None

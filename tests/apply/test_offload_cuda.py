@@ -8,7 +8,7 @@ import torch
 
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.errors import StoreError
-from memwall.store.pinned_tier import PinnedArena
+from memwall.store.pinned_arena import PinnedArena
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 MIB = 1 << 20
@@ -54,6 +54,25 @@ def test_dropped_prefetches_do_not_write_into_reused_memory() -> None:
             assert not torch.stack(zeros).any()
 
 
+def test_what_cannot_be_pinned_stays_on_the_device() -> None:
+    """GIVEN a limit that the second tensor passes THEN it stays, and gradients are those of a plain run."""
+
+    def gradient_of(offload: ActivationOffload | None) -> torch.Tensor:
+        x = torch.linspace(0, 1, 1 << 18, device="cuda").requires_grad_()
+        with offload.hooks() if offload is not None else nullcontext():
+            y = x.sin().cos().tanh().sigmoid()
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    plain = gradient_of(None)
+    with ActivationOffload(None, is_excluded=lambda tensor: False, host_limit_bytes=MIB) as offload:
+        assert torch.equal(gradient_of(offload), plain)
+        assert offload.bytes_written == MIB
+        assert "raise --host" in offload.refusal
+        assert offload.failure is None
+
+
 def test_the_pinned_limit_is_kept_and_named() -> None:
     arena = PinnedArena(limit_bytes=8 * MIB)
     slots = [arena.allocate(4 * MIB), arena.allocate(4 * MIB)]
@@ -69,7 +88,7 @@ def test_the_pinned_limit_is_kept_and_named() -> None:
 def test_a_refusal_of_the_driver_is_no_error_of_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN memory that is pinned already WHEN it is to be pinned once more THEN that alone fails."""
     memory = mmap.mmap(-1, MIB)
-    monkeypatch.setattr(mmap, "mmap", lambda *_: memory)
+    monkeypatch.setattr(mmap, "mmap", lambda *_, **__: memory)
     first, second = PinnedArena(None, chunk_bytes=0), PinnedArena(None, chunk_bytes=0)
     first.allocate(MIB)
     with pytest.raises(StoreError, match="refuses to pin"):

@@ -16,7 +16,7 @@ from memwall.apply.techniques.cpu_step import CpuStepHandler
 from memwall.errors import StoreError
 from memwall.machine.link_speed import probe_link, rates
 from memwall.machine.tiers import Machine, Tier
-from memwall.store.pinned_tier import PinnedArena
+from memwall.store.pinned_arena import PinnedArena
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -21,6 +21,7 @@ from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.offload import LeavingForm
 from memwall.store.closing import Closing
 from memwall.store.disk_tier import ByteRange, DiskTier, StorageTier
+from memwall.store.pinned_arena import NoPinnedRoomError
 from memwall.store.pinned_tier import PinnedTier
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.autograd import execution_is_transformed, version_of
@@ -96,6 +97,8 @@ class ActivationOffload(Closing):
         self._moved_bytes = 0
         self._restored_bytes = 0
         self._stall_seconds = 0.0
+        self.refusal = ""
+        """Why saved tensors stayed on a device that were to leave it; "" if none did."""
         self.failure: MemwallError | None = None
         """The first transfer that failed: autograd passes the error through the caller's code, which may drop it."""
 
@@ -204,6 +207,11 @@ class ActivationOffload(Closing):
                     form = "exact"
                 try:
                     entry = self._park(tensor, storage, start, end, place, form)
+                except NoPinnedRoomError as error:
+                    self.refusal = self.refusal or str(error)
+                    if counts is not None:
+                        counts.stays = counts.stays or str(error)
+                    return Kept(tensor)
                 except MemwallError as error:
                     self._note_failure(error)
                     raise

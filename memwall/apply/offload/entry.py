@@ -16,7 +16,16 @@ from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import has_modes, without_dispatch_modes, without_function_modes
 from memwall.torch_internals.storages import StorageWeakRef
 
-__all__ = ["Entry", "EntryList", "Kept", "Saved", "byte_range", "described", "guard_of", "quiet"]
+__all__ = [
+    "Entry",
+    "EntryList",
+    "Kept",
+    "Saved",
+    "byte_range",
+    "described",
+    "guard_of",
+    "quiet",
+]
 
 _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 _NOTHING_TO_HIDE_FROM = nullcontext()

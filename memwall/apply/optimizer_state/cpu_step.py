@@ -25,7 +25,7 @@ from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError, StoreError
 from memwall.predict.cpu_step_pipeline import NUM_STAGES
 from memwall.store.backend import round_up
-from memwall.store.pinned_tier import PinnedArena
+from memwall.store.pinned_arena import PinnedArena
 from memwall.torch_internals.operators import foreach_div_
 
 __all__ = ["CpuStep"]
@@ -53,7 +53,7 @@ class _Stage:
         """Returns memory for a tensor, as it lies on the device."""
         start = (int(self._memory.storage_offset()) + self._used_bytes) // tensor.element_size()
         self._used_bytes += round_up(tensor.numel() * tensor.element_size(), _ALIGNMENT_BYTES)
-        empty = torch.empty(0, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype, device=_CPU)
         return empty.set_(self._memory.untyped_storage(), start, tensor.size(), tensor.stride())
 
 
@@ -98,7 +98,7 @@ class CpuStep:
         self.step_with(deepspeed=with_deepspeed)
         check_room(optimizer, device, bucket_bytes=bucket_bytes, limit_bytes=limit_bytes)
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._arena = PinnedArena(limit_bytes, chunk_bytes=0)
+        self._arena = PinnedArena(limit_bytes, chunk_bytes=0, device=self._device)
         self._stages: list[_Stage] = []
         self._stage_bytes = 0
         self.bytes_written = self.bytes_read = 0

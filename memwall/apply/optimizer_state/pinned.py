@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memwall.errors import StoreError
 from memwall.store.buckets import Bucket, BucketBuffer
-from memwall.store.pinned_tier import PinnedArena, PinnedSlot
+from memwall.store.pinned_arena import PinnedArena, PinnedSlot
 from memwall.units import format_bytes
 
 __all__ = ["PinnedBucket", "PinnedSpace", "StreamCopy"]
@@ -51,7 +51,7 @@ class PinnedSpace:
     def __init__(self, device: torch.device, *, limit_bytes: int) -> None:
         self.device = device
         self._limit_bytes = limit_bytes
-        self._arena = PinnedArena(limit_bytes, chunk_bytes=0)
+        self._arena = PinnedArena(limit_bytes, chunk_bytes=0, device=device)
         self._outward = torch.cuda.Stream(device)
         self._inward = torch.cuda.Stream(device)
         self.bytes_written = self.bytes_read = 0
