@@ -149,6 +149,20 @@ def test_what_is_set_already_is_enough_even_once_cuda_runs(
     assert any(f"only {name} is set" in message for message in caplog.messages)
 
 
+def test_under_rocm_the_variable_that_wins_is_set_and_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    require_cuda_setting(SETTING)
+    assert os.environ["PYTORCH_HIP_ALLOC_CONF"] == SETTING
+    restore_variables()
+    monkeypatch.setenv("PYTORCH_HIP_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ApplyError, match="the environment has PYTORCH_HIP_ALLOC_CONF=expandable_segments:True"):
+        require_cuda_setting(SETTING)
+    (found,) = lint_variables(
+        {**dict.fromkeys(NAMES, SETTING), "PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:64"}, PROFILE
+    )[:1]
+    assert "PYTORCH_HIP_ALLOC_CONF=max_split_size_mb:64 is what torch for ROCm reads first" in found
+
+
 def test_another_setting_of_the_user_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:32")
     with pytest.raises(ApplyError) as error:

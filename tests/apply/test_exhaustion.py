@@ -25,6 +25,20 @@ MIB = 1 << 20
         (MemoryError(), 0),
         (OSError(12, "Cannot allocate memory"), 0),
         (RuntimeError("CUDA error: out of memory"), 0),
+        (RuntimeError("HIP error: out of memory"), 0),
+        (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"), 0),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), 0),
+        (RuntimeError("miopenStatusAllocFailed"), 0),
+        (
+            RuntimeError(
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+            ),
+            0,
+        ),
+        (
+            RuntimeError("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'invalid'"),
+            None,
+        ),
         (RuntimeError("the loop ran out of memory of its own kind"), None),
         (OSError(28, "No space left on device"), None),
         (ValueError("Tried to allocate 2.00 GiB"), None),

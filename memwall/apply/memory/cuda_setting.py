@@ -15,7 +15,7 @@ import torch
 
 from memwall.errors import ApplyError, UsageError
 from memwall.patches import Patches, note_permanent
-from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, VARIABLES
+from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, HIP_VARIABLE, VARIABLES
 from memwall.predict.cuda_allocator.allocator_settings import (
     AllocatorSettings,
     format_settings,
@@ -47,7 +47,7 @@ def require_cuda_setting(setting: str) -> None:
         parse_settings(setting, profile)
     except UsageError as error:
         raise ApplyError(f"the plan's allocator setting {setting} cannot be used with this torch: {error}") from None
-    present = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    present = {name: os.environ[name] for name in _variables_read() if os.environ.get(name)}
     for name, value in present.items():
         if value != setting:
             raise ApplyError(
@@ -66,8 +66,8 @@ def require_cuda_setting(setting: str) -> None:
                 "`memwall run --plan`"
             )
         return
-    # Both, for this process and those that it starts.
-    for name in VARIABLES:
+    # All, for this process and those that it starts.
+    for name in _variables_read():
         if os.environ.get(name) != setting:
             _variables.environment(name, setting)
     try:
@@ -84,6 +84,11 @@ def require_cuda_setting(setting: str) -> None:
     )
 
 
+def _variables_read() -> tuple[str, ...]:
+    """Returns the names that this build of torch reads, the one that wins first."""
+    return VARIABLES if torch.version.hip is None else (HIP_VARIABLE, *VARIABLES)
+
+
 def restore_variables() -> None:
     """Gives the environment back as it was before `require_cuda_setting`; torch's allocator keeps its settings."""
     _variables.undo()
@@ -95,7 +100,9 @@ def effective_setting() -> str:
     Where this torch cannot tell, what the environment says, which is right unless the setter was called.
     """
     found = settings_in_force()
-    return next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "") if found is None else found
+    if found is not None:
+        return found
+    return next((os.environ[name] for name in _variables_read() if os.environ.get(name)), "")
 
 
 def lint_variables(environment: Mapping[str, str], profile: VersionProfile) -> tuple[str, ...]:
@@ -112,6 +119,9 @@ def lint_variables(environment: Mapping[str, str], profile: VersionProfile) -> t
             f"only {name} is set: torch 2.9.1 ignores PYTORCH_ALLOC_CONF on CUDA, and later releases drop "
             f"PYTORCH_CUDA_ALLOC_CONF; set {other} to the same value"
         )
+    over = environment.get(HIP_VARIABLE)
+    if over and torch.version.hip is not None and any(value != over for value in present.values()):
+        found.append(f"{HIP_VARIABLE}={over} is what torch for ROCm reads first; set the others to the same value")
     if len(set(present.values())) == 2:
         shown = ", ".join(f"{name}={value}" for name, value in present.items())
         found.append(f"{shown}: they differ, and which one counts depends on the release; set both to the same value")

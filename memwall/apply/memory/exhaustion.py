@@ -18,10 +18,14 @@ __all__ = ["Exhaustion", "Phase", "as_error", "exhaustion_of", "forget_frames", 
 Phase = Literal["forward", "backward", "optimizer step", "evaluation", "saving", "between steps"]
 """Says what runs when memory runs out, as far as hooks on the model and its optimizers can tell."""
 
-# Failures of allocation that torch raises as a plain RuntimeError: its CPU allocator, the CUDA driver, cuBLAS, cuDNN.
+# Failures of allocation that torch raises as a plain RuntimeError: its CPU allocator, the driver of CUDA or HIP, and
+# libraries by their own words (aten/src/ATen/cuda/Exceptions.h, aten/src/ATen/miopen/Exceptions.h). NCCL wraps the
+# driver's (ncclUnhandledCudaError), and says the cause in its last error.
 _RUNTIME = re.compile(
-    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|CUDA error: out of memory|"
-    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(?:INTERNAL_ERROR_HOST_)?ALLOC\w*_FAILED"
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|(?:CUDA|HIP) error: out of memory|"
+    r"(?:CU|HIP)(?:BLAS|SOLVER|SPARSE|RAND|FFT)_STATUS_ALLOC\w*|CUSOLVER_STATUS_ALLOC_FAILED|rocblas_status_memory_error|"
+    r"CUDNN_STATUS_(?:INTERNAL_ERROR_HOST_)?ALLOC\w*_FAILED|miopenStatusAllocFailed|"
+    r"ncclUnhandledCudaError[\s\S]*out of memory|Cuda failure 2 'out of memory'|Cuda failure 'out of memory'"
 )
 _ELSEWHERE = {
     "evaluation": "evaluate smaller batches, and keep less of what they give",
