@@ -81,22 +81,23 @@ class Measurements(Struct, kw_only=True):
         self.first_step_peak_bytes = max(self.first_step_peak_bytes, peak_bytes)
         self.note(peak_bytes)
 
-    def end_step(self, seconds: float | None, *, is_first: bool) -> int:
+    def end_step(self, *, is_planned: bool, is_first: bool) -> int:
         """Counts a step that has ended; returns what the process held in it at most.
 
         Args:
-            seconds: that it took; None where it ran under no plan.
+            is_planned: whether it ran under a plan.
             is_first: whether its first optimizer has stepped now, or a further one.
         """
         peak_bytes = self.meter.peak_bytes()
         self.note(peak_bytes)
         self.num_steps += is_first
-        if seconds is not None:
-            if not is_first:
-                self.step_seconds.pop()
-            self.step_seconds.append(seconds)
+        if is_planned:
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
         return peak_bytes
+
+    def note_seconds(self, seconds: float) -> None:
+        """Notes how long a step under the plan took."""
+        self.step_seconds.append(seconds)
 
     def count_moved(self, out_bytes: int, in_bytes: int, *, is_recorded: bool = False) -> None:
         """Counts bytes that were moved to the next tier, and back.

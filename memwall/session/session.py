@@ -6,7 +6,6 @@ The first step runs under the safest plan there is (`recorded_step`). It is a fu
 an evaluation follows it on one of several ranks, the plan waits (`recorded`) for the forward that all of them make.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,8 +35,10 @@ from memwall.session.parallel import check_optimizer, check_parallel
 from memwall.session.ranks import Ranks
 from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
+from memwall.session.refusals import check_is_trainable_here, check_not_captured
 from memwall.session.shared_plan import tell_of_failure
 from memwall.session.step_borders import StepBorders
+from memwall.session.step_clock import StepClock
 from memwall.session.vector_functions import settle_first_calls
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
@@ -107,7 +108,7 @@ class Session:
             self._live.lower_budget(within_bytes)
         self._recovery = Recovery(self._live, self._borders, self.measured)
         self._redo = Redo(self._recovery, self._borders)
-        self._step_begin = 0.0
+        self._clock = StepClock(self.measured.note_seconds)
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
         self._is_applied_inside = False
@@ -144,7 +145,8 @@ class Session:
         """Says which model this session trains, and what steps it. Optimizers may follow at their first steps.
 
         Raises:
-            UsageError: the budget is more than the model's CUDA device has, or others move the parameters about.
+            UsageError: the budget is more than the model\'s CUDA device has, others move the parameters about, or it is
+                no model for memwall.
             PlanError: the plan that was given is for another model, or for a device with more memory.
         """
         if self._borders.model is not None:
@@ -154,6 +156,7 @@ class Session:
             check_plan_is_for(self.plan, model)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         _check_device(self._live.settings.allow, device.type)
+        check_is_trainable_here(model)
         check_device_has(device, self.budget_bytes, self.plan)
         self._borders.attach(model, optimizers_of(optimizers))
 
@@ -197,6 +200,8 @@ class Session:
             return
         self._note_engine_failure()
         try:
+            if completed:
+                self._clock.settle()
             self._live.end_showing()
             self.measured.note_peak()
             if completed and self.failure is None:
@@ -354,7 +359,9 @@ class Session:
         """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""
         close_unneeded()
         applied = self._live.applied
+        device = next((p.device for p in self._borders.attached_model.parameters()), torch.device("cpu"))
         try:
+            check_not_captured(device)
             self._live.end_showing()
             self.end_step()
             if self.state == "running" and self._has_newcomer:
@@ -369,12 +376,13 @@ class Session:
             raise
         if self.state == "running":
             self._recovery.begin_step()
-        if self._live.applied is not applied:  # too late for an optimizer that steps already
-            self._is_applied_inside = self._borders.in_optimizer
+        if self._live.applied is not applied:
+            self._clock.forget()
+            self._is_applied_inside = self._borders.in_optimizer  # too late for an optimizer that steps already
         if self._live.applied is not None:
             self._live.applied.begin_step()
             self._live.device_budget.begin_step(can_be_redone=self._redo.is_used)
-        self._step_begin = time.perf_counter()
+        self._clock.begin(device)
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Moves the state that has no room to disk, in a step that is recorded; in others gradients must be right.
@@ -394,8 +402,9 @@ class Session:
         if is_first:
             self._redo.end_step()
         is_planned = self.state == "running"
-        seconds = time.perf_counter() - self._step_begin if is_planned else None
-        peak_bytes = self.measured.end_step(seconds, is_first=is_first)
+        if is_planned:
+            self._clock.end(is_first=is_first)
+        peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
         if is_planned:
             self._recovery.end_step(peak_bytes)
         if is_first and not self._is_applied_inside:
@@ -409,6 +418,14 @@ class Session:
             if self._live.ranks is None:
                 raise
             # Other ranks go on to the next forward: all of them end there.
+
+    def step_skipped(self) -> None:
+        """Has the next forward begin a step anew; one that was recorded is no step to plan from."""
+        self._live.device_budget.end_step()
+        self._redo.end_step()
+        if self.state == "recording":
+            self._live.stop_recording()
+            self.state = "waiting"
 
     @property
     def _has_newcomer(self) -> bool:

@@ -5,7 +5,7 @@ model, what steps after the first of them, before the next forward, belongs to t
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,9 @@ class StepListener(Protocol):
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Hears that an optimizer of the model is about to step."""
+
+    def step_skipped(self) -> None:
+        """Hears that the step that has begun is over, though no optimizer has stepped: a gradient overflowed."""
 
     def optimizer_stepped(self, *, is_first: bool) -> None:
         """Hears that an optimizer has stepped: the first of a step that was begun, which ends it, or a further one."""
@@ -80,6 +83,7 @@ class StepBorders:
         before = self._before_forward
         self._patches.push(attach_hook(model.register_forward_pre_hook, before, with_kwargs=True, prepend=True))
         self._patches.push(attach_hook(model.register_state_dict_pre_hook, self._before_saving))
+        self._patches.wrap(torch.amp.GradScaler, "update", self._after_scaling)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
 
@@ -147,6 +151,13 @@ class StepBorders:
         if not self.in_step:
             self.phase, self.goes_on = "saving", False
             self._listener.saving_begins()
+
+    def _after_scaling(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Ends a step whose optimizers `GradScaler.step` has not called, as it does where a gradient is not finite."""
+        original(*args, **kwargs)
+        if self.in_step and not self.in_optimizer:
+            self.in_step, self.goes_on, self.phase = False, False, "between steps"
+            self._listener.step_skipped()
 
     def _enter_optimizer(self, *_: Any) -> None:
         self.in_optimizer = True

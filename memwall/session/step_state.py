@@ -50,7 +50,7 @@ class StepState:
         parameters = [*self._model.named_parameters(), *((".".join(key), t) for key, t in self._constant.items())]
         self._versions = [(name.lstrip("."), t, version_of(t)) for name, t in parameters if not t.is_inference()]
         self._gradients = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
-        self._has_gradients = any(g is not None and bool(g.any()) for _, g in self._gradients)
+        self._has_gradients = _any([gradient for _, gradient in self._gradients if gradient is not None])
 
     def drop_constants(self) -> None:
         """Stops copying large buffers that the step which has ended left as they were."""
@@ -79,3 +79,11 @@ class StepState:
             own_buffers(modules[path])[name] = tensor
             if tensor is not None and (path, name) in self._copies:
                 tensor.copy_(self._copies[path, name])
+
+
+def _any(tensors: list[Tensor]) -> bool:
+    """Returns whether there is anything but zeros in them; waits for each device once."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor.any())
+    return any(bool(torch.stack(each).any()) for each in found.values())
