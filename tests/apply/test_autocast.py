@@ -57,7 +57,7 @@ def test_where_nothing_fits_the_next_step_is_recorded_in_the_devices_lower_preci
 
     def fits_in_lower_precision(trace: Trace, settings: Settings) -> Plan:
         traces.append(trace)
-        if settings.autocast is None:
+        if not settings.standing:
             raise InfeasibleError("no", budget_bytes=1, smallest_feasible_bytes=2)
         return lower_precision(model, dtype)
 

@@ -245,9 +245,9 @@ def test_percentage_of_a_run_is_of_its_rank_s_device(monkeypatch: pytest.MonkeyP
 def test_disk_with_and_without_a_size(folder: Path) -> None:
     (folder / "a:5").mkdir()
     assert options.parse_disk(None) is None
-    assert options.parse_disk(str(folder)) == options.DiskTier(directory=folder, limit_bytes=None)
-    assert options.parse_disk(f"{folder}:1MiB") == options.DiskTier(directory=folder, limit_bytes=1 << 20)
-    assert options.parse_disk(f"{folder}/a:5") == options.DiskTier(directory=folder / "a:5", limit_bytes=None)
+    assert options.parse_disk(str(folder)) == options.DiskChoice(directory=folder, limit_bytes=None)
+    assert options.parse_disk(f"{folder}:1MiB") == options.DiskChoice(directory=folder, limit_bytes=1 << 20)
+    assert options.parse_disk(f"{folder}/a:5") == options.DiskChoice(directory=folder / "a:5", limit_bytes=None)
 
 
 def test_allow_is_in_a_fixed_order() -> None:
