@@ -26,9 +26,7 @@ class ExportSummary(Struct, frozen=True, kw_only=True):
 
 def export(
     plan_path: Annotated[Path, typer.Argument(metavar="plan.json", help="Plan written by memwall plan.")],
-    target: Annotated[
-        str, typer.Option("--to", metavar="trainer|accelerate|deepspeed|fsdp|kubernetes|env", help="What reads it.")
-    ],
+    target: Annotated[str, typer.Option("--to", metavar="trainer|accelerate|deepspeed|env", help="What reads it.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the configuration is written.")],
     world_size: Annotated[
         int, typer.Option("--world-size", min=1, metavar="N", help="Ranks that train, each with the plan's batch.")
@@ -53,6 +51,13 @@ def export(
     from memwall.versioned_files import whole_file
 
     found = exported(Plan.load(plan_path), target, output, world_size=world_size, disk=disk)
+    if not found.expresses_any:
+        names = ", ".join(f"{name} ({where})" for name, where, *_ in action_grid(found.kept).rows) or "no action at all"
+        raise UsageError(
+            f"--to {target}: nothing of {plan_path} can be written there, and {output} was not: the plan is {names}; "
+            f"memwall applies it in the process that trains: memwall run --plan {plan_path} SCRIPT, or "
+            "MemwallCallback(plan=...)"
+        )
     for path, content in found.files.items():
         with whole_file(Path(path)) as file:
             file.write(content)

@@ -17,11 +17,6 @@ __all__ = ["TARGETS", "Exported", "Target", "exported"]
 Target = Literal["trainer", "accelerate", "deepspeed", "env"]
 TARGETS: tuple[Target, ...] = ("trainer", "accelerate", "deepspeed", "env")
 
-_LATER = {
-    "fsdp": "sharding and offload to disk both exist under DeepSpeed: --to deepspeed",
-    "kubernetes": "write the peak of `memwall plan --json` into the pod's resources, and start with --to env",
-}
-
 
 class Exported(Struct, frozen=True, kw_only=True):
     """Files by path, and what must be done besides."""
@@ -30,6 +25,8 @@ class Exported(Struct, frozen=True, kw_only=True):
     kept: tuple[Action, ...]
     """Actions that memwall must still apply, in the process that trains."""
     remarks: tuple[str, ...]
+    expresses_any: bool = True
+    """Whether the files say anything of the plan."""
 
 
 def exported(plan: Plan, target: str, output: Path, *, world_size: int = 1, disk: str | None = None) -> Exported:
@@ -41,7 +38,7 @@ def exported(plan: Plan, target: str, output: Path, *, world_size: int = 1, disk
         disk: folder for what DeepSpeed moves to NVMe.
 
     Raises:
-        UsageError: there is no such target, or not yet.
+        UsageError: there is no such target.
         IntegrationError: DeepSpeed cannot do its part.
         StoreError: the disk is unsuitable.
     """
@@ -53,8 +50,6 @@ def exported(plan: Plan, target: str, output: Path, *, world_size: int = 1, disk
         return _accelerate(plan, output, world_size, disk)
     if target == "env":
         return _env(plan, output)
-    if target in _LATER:
-        raise UsageError(f"--to {target} does not exist yet; {_LATER[target]}")
     raise UsageError(f"--to: '{target}' is not known; expected one of {', '.join(TARGETS)}")
 
 
@@ -73,7 +68,9 @@ def _trainer(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exp
         config = deepspeed_config(plan, world_size=world_size, disk=disk, for_hugging_face=True)
         files = {str(output): json_bytes(arguments | {"deepspeed": config})}
         return Exported(files=files, kept=not_expressed(plan), remarks=remarks(plan, config))
-    return Exported(files={str(output): json_bytes(arguments)}, kept=_not_set_by_loop(plan), remarks=())
+    set_here = [name for name in arguments if name != "use_cpu"]
+    files = {str(output): json_bytes(arguments)}
+    return Exported(files=files, kept=_not_set_by_loop(plan), remarks=(), expresses_any=bool(set_here))
 
 
 def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> Exported:

@@ -200,8 +200,6 @@ def test_people_read_what_memwall_must_still_do(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("fsdp", "--to fsdp does not exist yet; sharding and offload to disk both exist under DeepSpeed"),
-        ("kubernetes", "--to kubernetes does not exist yet; write the peak of `memwall plan --json` into the pod's"),
         ("horovod", "--to: 'horovod' is not known; expected one of trainer, accelerate, deepspeed, env"),
     ],
 )
@@ -209,6 +207,18 @@ def test_other_targets_are_refused(target: str, message: str, capsys: pytest.Cap
     assert main(["export", "plan.json", "--to", target, "-o", "out.json"]) == 2
     assert message in capsys.readouterr().err
     assert not Path("out.json").exists()
+
+
+def test_a_plan_of_which_a_target_says_nothing_is_not_written_as_an_empty_file(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    a_plan(Recompute(block="h.0"), Recompute(block="h.1")).save("plan.json")
+    assert main(["export", "plan.json", "--to", "trainer", "-o", "arguments.json"]) == 2
+    message = capsys.readouterr().err
+    assert "nothing of plan.json can be written there" in message
+    assert "recompute (h.0-1)" in message
+    assert "memwall run --plan plan.json SCRIPT" in message
+    assert not Path("arguments.json").exists()
 
 
 def test_the_plan_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
