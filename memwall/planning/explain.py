@@ -68,12 +68,16 @@ def infeasible_message(
     *,
     parameters_stay: str = "",
     is_running: bool = False,
+    evaluation_batch: int = 0,
+    plain_bytes: int | None = None,
 ) -> str:
     """Returns one message: what was asked, what was found, what to do.
 
     Args:
         is_running: a run has begun, and may do other things than its training steps.
+        evaluation_batch: samples of an evaluation that the smallest budget has room for; 0 where none is known.
         parameters_stay: why parameters and gradients cannot be on disk, if they cannot.
+        plain_bytes: what the process is foreseen to hold with nothing done; None where no run has begun.
     """
     parameters = sum(s.nbytes for s in trace.steps[0].storages if s.category == "parameter")
     largest = max(trace.modules, key=lambda module: module.parameter_bytes, default=None)
@@ -84,11 +88,25 @@ def infeasible_message(
         f"of that, {format_bytes(trace.base_bytes)} are the process before the step, "
         f"{format_bytes(parameters)} parameters"
         + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),
-        *(["what the script does outside its training steps, evaluation say, is not in that"] if is_running else []),
+        *([_outside(evaluation_batch)] if is_running else []),
+        *([_too_small(plain_bytes)] if plain_bytes is not None and plain_bytes <= smallest_bytes else []),
         *([f"parameters and gradients stay in memory: {parameters_stay}"] if parameters_stay else []),
         *(f"  - {help_line}" for help_line in helps),
     ]
     return "\n".join(lines)
+
+
+def _too_small(plain_bytes: int) -> str:
+    return (
+        f"with nothing done it would hold about {format_bytes(plain_bytes)}, some 30 MiB of which are memwall's own: "
+        "the script is too small for a plan to pay, run it without memwall"
+    )
+
+
+def _outside(evaluation_batch: int) -> str:
+    if evaluation_batch:
+        return f"an evaluation in batches of {evaluation_batch} samples, the largest of its data loaders, is in that"
+    return "what the script does outside its training steps, evaluation say, is not in that"
 
 
 def levers_of(menus: Sequence[Menu], choice: Choice, fixed: Sequence[Action]) -> tuple[Lever, ...]:

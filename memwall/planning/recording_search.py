@@ -168,7 +168,7 @@ class RecordingSearch:
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""
-        helps, smallest = self._relaxations(), self.smallest_bytes()
+        helps, smallest, first = self._relaxations(), self.smallest_bytes(), self.settings.first_step
         return InfeasibleError(
             infeasible_message(
                 self.trace,
@@ -176,7 +176,9 @@ class RecordingSearch:
                 smallest,
                 helps,
                 parameters_stay=self._offers.stays,
-                is_running=self.settings.first_step is not None,
+                is_running=first is not None,
+                evaluation_batch=0 if first is None else first.evaluation_batch,
+                plain_bytes=None if first is None else self._process.free(self.steady).process_bytes,
             ),
             budget_bytes=self.settings.budget_bytes,
             smallest_feasible_bytes=smallest,

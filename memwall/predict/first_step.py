@@ -12,11 +12,15 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     """The recorded step, as it ran and as it would run under another budget. All in bytes of the process."""
 
     needed_bytes: int
-    """The most that it held as it ran, without free pages, or that planning held."""
+    """The most that it held as it ran, without free pages, or that planning held or an evaluation is going to."""
     in_memory_bytes: int
     """The most that it would hold with parameters and gradients in memory; 0 where they were."""
     stays_from_bytes: int
     """Smallest budget with which a first step keeps parameters and gradients in memory."""
+    evaluation_batch: int = 0
+    """Samples that the script is going to evaluate at once, which is in `needed_bytes`; 0 where that is not known."""
+    evaluation_bytes: int = 0
+    """What the process is foreseen to hold then."""
 
     def least_budget_bytes(self, smallest_bytes: int, *, asked_bytes: int, budget_for: Callable[[int], int]) -> int:
         """The smallest budget that a run can keep to, from its first step on.

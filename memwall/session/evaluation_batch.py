@@ -1,0 +1,42 @@
+"""Finds how many samples a script is going to evaluate at once, before it does: its data loaders say so."""
+
+import gc
+import sys
+from typing import Any
+
+import msgspec
+
+from memwall.predict.evaluation import evaluation_bytes
+from memwall.predict.first_step import FirstStep
+from memwall.trace.records import Trace
+
+__all__ = ["largest_batch", "with_evaluation"]
+
+
+def with_evaluation(first: FirstStep, trace: Trace) -> FirstStep:
+    """Returns what a run needs from its first step on, with an evaluation in the largest batches of its loaders."""
+    batch = largest_batch(trace.micro_batch) if trace.device == "cpu" else 0
+    if not batch:
+        return first
+    needed_bytes = evaluation_bytes(trace, batch=batch)
+    return msgspec.structs.replace(
+        first,
+        needed_bytes=max(first.needed_bytes, needed_bytes),
+        evaluation_batch=batch,
+        evaluation_bytes=needed_bytes,
+    )
+
+
+def largest_batch(trained: int) -> int:
+    """Returns the largest batch of any data loader that is alive; 0 where none is larger than what is trained.
+
+    Args:
+        trained: samples in a batch of the training step. One of the loaders must have that many, or batches are made
+            otherwise than loaders say.
+    """
+    kind: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    if kind is None or trained <= 0:
+        return 0
+    sizes = {getattr(each, "batch_size", None) for each in gc.get_objects() if issubclass(type(each), kind)}
+    found = max((size for size in sizes if size), default=0) if trained in sizes else 0
+    return found if found > trained else 0
