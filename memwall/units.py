@@ -42,11 +42,12 @@ _SHOWN = (
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 
 
-def parse_size(text: str | int, *, whole_bytes: int | None = None) -> int:
+def parse_size(text: str | int, *, whole_bytes: int | None = None, may_be_zero: bool = False) -> int:
     """Returns the bytes of `10GiB`, `800MiB`, `24GB`, plain bytes, or `N%` of `whole_bytes`.
 
     Raises:
-        UsageError: the text is no size, is zero, or is a percentage where nothing is known to take it of.
+        UsageError: the text is no size, is zero where that may not be, or is a percentage where nothing is known to
+            take it of.
 
     >>> parse_size("1.5GiB")
     1610612736
@@ -69,7 +70,7 @@ def parse_size(text: str | int, *, whole_bytes: int | None = None) -> int:
         size_bytes = int(whole_bytes * number / 100)
     else:
         size_bytes = int(number * _SCALES[unit])
-    if size_bytes <= 0:
+    if size_bytes <= 0 and not may_be_zero:
         raise UsageError(f"'{text}' is zero bytes; a size must be positive")
     return size_bytes
 

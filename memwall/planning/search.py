@@ -5,6 +5,8 @@ For each recording `planning.recording_search` finds the cheapest candidate whos
 
 from collections.abc import Sequence
 
+import msgspec
+
 from memwall.errors import UsageError
 from memwall.machine.hardware import Hardware
 from memwall.planning.planfile import Plan
@@ -16,6 +18,11 @@ from memwall.trace.records import Trace
 from memwall.units import parse_size
 
 __all__ = ["make_plan", "plan"]
+
+# What a plan without writes may cost more than one with them, as a share of what that adds to the plain step; and as
+# a share of the step, below which nobody notices.
+_WORTH_WRITING = 1.25
+_AS_LONG = 1.01
 
 
 def plan(
@@ -70,7 +77,7 @@ def plan(
         budget_bytes=parse_size(budget),
         disk=disk,
         tier_capacity_bytes=tier_capacity_bytes,
-        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
+        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes, may_be_zero=True),
         allow=tuple(allow),
         allow_accumulation=global_batch is not None,
         hardware=hardware,
@@ -89,12 +96,32 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
     for has_margin in (True, False):
         found = _best_of(search, has_margin=has_margin)
         if found is not None:
-            return found
+            return _sparing_the_disk(found, trace, settings, has_margin=has_margin)
         for technique in techniques():
             recording = technique.recording_where_nothing_fits(trace, settings)
             if recording is not None:
                 return make_plan(recording.trace, recording.settings)
     raise min((search, *search.others), key=RecordingSearch.smallest_bytes).infeasible()
+
+
+def _sparing_the_disk(found: Plan, trace: Trace, settings: Settings, *, has_margin: bool) -> Plan:
+    """Returns a plan that writes nothing to the disk where that costs little more: writes wear it, day after day."""
+    forecast = found.forecast
+    plain_seconds, seconds = forecast.plain_step_seconds, forecast.step_seconds
+    writes = forecast.link is not None and forecast.link.tier == "disk"
+    if not writes or settings.hardware is not None or plain_seconds is None or seconds is None:
+        return found
+    in_memory = RecordingSearch(trace, msgspec.structs.replace(settings, disk_bytes_per_day=0))
+    other = _best_of(in_memory, has_margin=has_margin)
+    if other is None or other.forecast.step_seconds is None:
+        return found
+    most_seconds = max(plain_seconds + _WORTH_WRITING * (seconds - plain_seconds), _AS_LONG * seconds)
+    if other.forecast.step_seconds > most_seconds:
+        return found
+    smallest_bytes = forecast.smallest_feasible_budget_bytes
+    return msgspec.structs.replace(
+        other, forecast=msgspec.structs.replace(other.forecast, smallest_feasible_budget_bytes=smallest_bytes)
+    )
 
 
 def _best_of(plain: RecordingSearch, *, has_margin: bool) -> Plan | None:

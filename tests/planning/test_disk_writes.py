@@ -84,3 +84,23 @@ def test_a_forecast_lies_between_the_bounds_that_it_states(
 def test_without_a_limit_nothing_is_different(trace: Trace, smallest_bytes: Callable[..., int]) -> None:
     budget_bytes = int(1.2 * smallest_bytes(trace))
     assert plan(trace, budget=budget_bytes, disk_writes="1000000TiB") == plan(trace, budget=budget_bytes)
+
+
+@pytest.mark.parametrize(("speed", "writes"), [(2e10, True), (3.5e9, False)])
+def test_the_disk_is_used_where_computing_again_costs_clearly_more(
+    speed: float,
+    writes: bool,
+    a_trace: Callable[[str], Trace],
+    smallest_bytes: Callable[..., int],
+    plain_bytes: Callable[[Trace], int],
+) -> None:
+    trace = on_machine(a_trace("gpt"), read_bytes_per_second=speed, write_bytes_per_second=speed)
+    budget_bytes = int(0.2 * smallest_bytes(trace) + 0.8 * plain_bytes(trace))
+    found = plan(trace, budget=budget_bytes).forecast
+    none = plan(trace, budget=budget_bytes, disk_writes=0).forecast
+    assert none.link is None
+    assert none.fits
+    assert (found.link is not None) == writes
+    added = (found.step_seconds or 0.0) - (found.plain_step_seconds or 0.0)
+    added_without = (none.step_seconds or 0.0) - (none.plain_step_seconds or 0.0)
+    assert (added_without > 1.25 * added) == writes
