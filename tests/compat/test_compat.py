@@ -1,0 +1,38 @@
+"""Scripts of each kind, unmodified, at 70 % of what they take free and at the smallest budget that they are told.
+
+Their memory is sampled from outside, over the whole process tree. `python benchmarks/compat.py` prints all as a table.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path for path in (ROOT / "tests/compat/scripts").glob("*.py") if path.stem != "conftest")
+_NOT_PLANNED = {"functional": "torch.func allows no hooks", "forward_forward": "its layers are called past their hooks"}
+
+
+def _benchmark() -> Any:
+    found = importlib.util.spec_from_file_location("compat_benchmark", ROOT / "benchmarks/compat.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
+def test_the_budget_that_a_refusal_names_is_kept_with_the_same_weights(script: Path) -> None:
+    row = _benchmark().measured(script)
+    if script.stem in _NOT_PLANNED:
+        assert row["share"]["equal"]
+        return
+    assert row["told"] is not None
+    assert row["told_run"]["status"] == 0, row
+    assert row["told_run"]["held"], row
+    assert row["told_run"]["equal"], row
+    assert row["share"]["status"] in (0, 3), row

@@ -1,0 +1,75 @@
+"""Runs a command and samples from outside what it and its children hold in memory; nothing in them takes part."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Observed", "observed"]
+
+_INTERVAL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """Holds what a command did, as seen from outside."""
+
+    status: int
+    peak_bytes: int
+    """The most resident memory of the process tree in any sample."""
+    seconds: float
+    output: str
+    errors: str
+
+    @property
+    def weights(self) -> str:
+        """Returns the digest of the trained weights, which each script prints last; "" where it did not come so far."""
+        lines = [line for line in self.output.splitlines() if line.startswith("weights ")]
+        return lines[-1].removeprefix("weights ") if lines else ""
+
+
+def observed(script: Path, *options: str, folder: Path, budget: str | None = None, timeout: float = 240) -> Observed:
+    """Returns what a script did: under plain Python, or under `memwall run` where there is a budget.
+
+    Args:
+        folder: where it runs; its output goes there.
+    """
+    command = [sys.executable, str(script)]
+    if budget is not None:
+        command = [sys.executable, "-m", "memwall", "run", "--budget", budget, *options, str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    begin = time.monotonic()
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+        process = psutil.Popen(command, cwd=folder, stdout=out, stderr=err, env=environment)
+        peak_bytes = 0
+        try:
+            while process.poll() is None:
+                peak_bytes = max(peak_bytes, _resident_bytes(process))
+                if time.monotonic() - begin > timeout:
+                    raise subprocess.TimeoutExpired(command, timeout)
+                time.sleep(_INTERVAL_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return Observed(
+        status=process.returncode,
+        peak_bytes=peak_bytes,
+        seconds=time.monotonic() - begin,
+        output=(folder / "stdout").read_text(errors="replace"),
+        errors=(folder / "stderr").read_text(errors="replace"),
+    )
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    total = 0
+    try:
+        for one in (process, *process.children(recursive=True)):
+            total += one.memory_info().rss
+    except psutil.NoSuchProcess:
+        pass  # it has ended between the two looks
+    return total
