@@ -10,7 +10,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["LEVELS", "VARIABLE", "follow_environment", "level_asked_for", "log_to_standard_error", "quiet_libraries"]
+__all__ = [
+    "LEVELS",
+    "VARIABLE",
+    "follow_environment",
+    "level_asked_for",
+    "log_to_standard_error",
+    "quiet_libraries",
+    "tell",
+]
 
 VARIABLE = "MEMWALL_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -34,6 +42,18 @@ class _StandardError(logging.Handler):
             sys.stderr.flush()
         except Exception:
             self.handleError(record)
+
+
+def tell(text: str) -> None:
+    """Says something that a person who runs a script wants to see: as information in the log, or on standard error.
+
+    A script that has set the log of memwall, or one above it, decides there; one that has not sees the line.
+    """
+    if _OWN.isEnabledFor(logging.INFO) and _OWN.hasHandlers():
+        _OWN.info(text)
+    elif _OWN.isEnabledFor(logging.WARNING):
+        sys.stderr.write(f"memwall: {text}\n")
+        sys.stderr.flush()
 
 
 def level_asked_for() -> int | None:

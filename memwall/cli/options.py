@@ -29,6 +29,7 @@ __all__ = [
     "EvalBatchOption",
     "HostOption",
     "JsonOption",
+    "NoDiskOption",
     "MaskShareOption",
     "OptimizerOption",
     "Script",
@@ -65,6 +66,10 @@ DiskWritesOption = Annotated[
     typer.Option(
         "--disk-writes", metavar="SIZE", help="The most that a plan may write to the disk in a day, by its forecast."
     ),
+]
+NoDiskOption = Annotated[
+    bool,
+    typer.Option("--no-disk", help="No plan writes to the disk; a run's first step alone moves tensors there, once."),
 ]
 AllowOption = Annotated[
     str | None,
@@ -188,13 +193,17 @@ def parse_disk(text: str | None) -> DiskChoice | None:
     return DiskChoice(directory=Path(directory), limit_bytes=limit_bytes)
 
 
-def parse_disk_writes(text: str | None) -> int | None:
-    """Returns the bytes of `--disk-writes SIZE`; None where there is no limit.
+def parse_disk_writes(text: str | None, *, no_disk: bool = False) -> int | None:
+    """Returns the bytes of `--disk-writes SIZE`; None where there is no limit, 0 with `--no-disk`.
 
     Raises:
-        UsageError: the size is no size.
+        UsageError: the size is no size, or both were given.
     """
-    return None if text is None else _parse_size_of("--disk-writes", text, None)
+    if no_disk and text is not None:
+        raise UsageError(f"--no-disk writes nothing to the disk, and --disk-writes {text} allows it; leave out one")
+    if no_disk:
+        return 0
+    return None if text is None else _parse_size_of("--disk-writes", text, None, may_be_zero=True)
 
 
 def require_disk() -> None:
@@ -253,6 +262,8 @@ def parse_command(command: Sequence[str], ctx: typer.Context) -> Script:
         UsageError: an option before SCRIPT is not known, or the script or module does not exist.
     """
     first, *rest = command
+    if Path(first).name.startswith("python") and rest and Path(first).suffix != ".py":
+        first, *rest = _after_interpreter(first, rest)
     if first == "-m":
         if not rest:
             raise UsageError("-m needs the name of a module, as in: -m package.train")
@@ -278,6 +289,20 @@ def parse_command(command: Sequence[str], ctx: typer.Context) -> Script:
     if not path.is_file():
         raise UsageError(f"{path} is a folder; expected a Python script, or -m MODULE")
     return Script(name=first, is_module=False, arguments=tuple(rest))
+
+
+def _after_interpreter(interpreter: str, rest: Sequence[str]) -> Sequence[str]:
+    """Returns what an interpreter was to run: memwall runs it in its own.
+
+    Raises:
+        UsageError: the interpreter was given options of its own.
+    """
+    if rest[0].startswith("-") and rest[0] != "-m":
+        raise UsageError(
+            f"memwall runs the script in its own Python, {sys.executable}, without {interpreter}'s option {rest[0]}; "
+            f"leave out {interpreter}, or write {interpreter} {rest[0]} -m memwall ..."
+        )
+    return rest
 
 
 def require_file(path: Path, *, expected: str) -> Path:
@@ -312,8 +337,8 @@ def write_json(value: object) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
-def _parse_size_of(option: str, text: str, whole_bytes: int | None) -> int:
+def _parse_size_of(option: str, text: str, whole_bytes: int | None, *, may_be_zero: bool = False) -> int:
     try:
-        return parse_size(text, whole_bytes=whole_bytes)
+        return parse_size(text, whole_bytes=whole_bytes, may_be_zero=may_be_zero)
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from error

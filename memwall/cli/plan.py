@@ -18,6 +18,7 @@ from memwall.cli.options import (
     HostOption,
     JsonOption,
     MaskShareOption,
+    NoDiskOption,
     OptimizerOption,
     WorstBatchOption,
     parse_allow,
@@ -59,6 +60,7 @@ def plan(
     host: HostOption = None,
     disk: DiskOption = None,
     disk_writes: DiskWritesOption = None,
+    no_disk: NoDiskOption = False,
     allow: AllowOption = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, metavar="N", help="Samples per optimizer step; kept.")
@@ -86,7 +88,7 @@ def plan(
     hardware = _hardware(device)
     budget_bytes = parse_budget(budget, device=device, whole_bytes=None if hardware is None else hardware.usable_bytes)
     disk_tier, allowed, host_bytes = parse_disk(disk), parse_allow(allow), parse_host(host)
-    disk_bytes_per_day = parse_disk_writes(disk_writes)
+    disk_bytes_per_day = parse_disk_writes(disk_writes, no_disk=no_disk)
     if output is not None:
         require_writable(output, option="--output")
     given: dict[str, object] = {"--batch": batch, "--seq": seq, "--optimizer": optimizer, "--dtype": dtype}

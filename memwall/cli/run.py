@@ -14,6 +14,7 @@ from memwall.cli.options import (
     DiskWritesOption,
     HostOption,
     JsonOption,
+    NoDiskOption,
     parse_allow,
     parse_budget,
     parse_command,
@@ -25,6 +26,7 @@ from memwall.cli.options import (
     require_writable,
 )
 from memwall.cli.ranks import check_no_launcher, run_by_torchrun
+from memwall.cli.verbosity import is_verbose
 from memwall.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def run(
     host: HostOption = None,
     disk: DiskOption = None,
     disk_writes: DiskWritesOption = None,
+    no_disk: NoDiskOption = False,
     allow: AllowOption = None,
     report_path: Annotated[
         Path | None, typer.Option("--report", metavar="run.json", help="Write forecast and measurement here.")
@@ -72,7 +75,7 @@ def run(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run SCRIPT so that it fits; its own exit status is passed on."""
+    """Run SCRIPT so that it fits; its own exit status is passed on. -v shows the whole plan and every figure."""
     check_no_launcher(command)
     script = parse_command(command, ctx)
     if num_processes is not None:
@@ -90,7 +93,7 @@ def run(
     if report_path is not None:
         require_writable(report_path, option="--report")
     disk_tier, allowed = parse_disk(disk), parse_allow(allow)
-    host_bytes, disk_bytes_per_day = parse_host(host), parse_disk_writes(disk_writes)
+    host_bytes, disk_bytes_per_day = parse_host(host), parse_disk_writes(disk_writes, no_disk=no_disk)
     if disk_bytes_per_day is not None and plan_path is not None:
         raise UsageError("run: --disk-writes is for a plan that is made in the run; this one is given: --plan")
     if disk_bytes_per_day is not None and checkpoint_path is not None:
@@ -110,6 +113,7 @@ def run(
     from memwall.observe.rank_spread import rank_file_name, report_of_all
     from memwall.planning.planfile import Plan
     from memwall.report.checkpoint_lines import commits_line, recovery_line
+    from memwall.report.summary import plan_summary, run_summary
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
     from memwall.session.next_budget import read_next_budget
@@ -160,8 +164,9 @@ def run(
             # Before the script builds its model: what is there already has no stack.
             history = MemoryHistory(history_path, is_written_at_end=history_at_end)
             history.begin(is_step_recorded=given is None)
+        shown = plan_report if is_verbose() else plan_summary
         session.on_plan = lambda ready: (
-            note(plan_report(ready.plan)) if ready.plan is not None and not (ready.ranks and ready.ranks.rank) else None
+            note(shown(ready.plan)) if ready.plan is not None and not (ready.ranks and ready.ranks.rank) else None
         )
         with script_output(to_error=as_json):
             status = run_script(
@@ -189,7 +194,7 @@ def run(
         report_path = report_path.with_name(rank_file_name(report_path.name))
     if report_path is not None:
         report.save(report_path)
-    show(run_table(report), report, as_json=as_json, to_error=True)
+    show(run_table(report) if is_verbose() else run_summary(report), report, as_json=as_json, to_error=True)
     if status or report.within_budget:
         raise typer.Exit(status)
     here = launched()

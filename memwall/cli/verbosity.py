@@ -8,11 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["with_verbosity"]
+__all__ = ["is_verbose", "with_verbosity"]
 
 _Option = Annotated[
     int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Log what is done and why; -vv more.")
 ]
+
+
+def is_verbose() -> bool:
+    """Tells whether -v, or MEMWALL_LOG, asks for more than warnings."""
+    return logging.getLogger("memwall").isEnabledFor(logging.INFO)
 
 
 def with_verbosity(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,8 @@
-"""Runs an unmodified training script under a session: finds its model and optimizer while it runs.
+"""Runs an unmodified training script under a session: finds its models and optimizers while it runs.
 
-The first module called with gradients on that holds trainable parameters is the model; its optimizers are those that
-step. Nothing in the script changes; what memwall hooks is taken away when the script ends.
+The first module called with gradients on that an optimizer trains is a model, and so are those that hold what else the
+script's optimizers train (`trained_models`). Nothing in the script changes; what memwall hooks is taken away when the
+script ends.
 """
 
 import os
@@ -16,7 +17,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.offload.parking import machine_above_host, measured_machine
@@ -24,74 +24,20 @@ from memwall.checkpoint.resumption import set_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import MemwallError, OutOfMemoryError, StoreError, UsageError
 from memwall.integrations.preflight import check_model
+from memwall.integrations.script_profile import Profile, ScriptEnded
+from memwall.integrations.script_watch import ScriptWatch
 from memwall.machine.disk_location import default_directory
-from memwall.machine.meter import meter_of, return_free_memory
 from memwall.machine.tiers import Machine
 from memwall.observe.history import MemoryHistory
 from memwall.patches import Patches
-from memwall.session.measurements import standing_bytes
 from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
-from memwall.torch_internals.autograd import current_node
-from memwall.trace.optimizers import trains
 from memwall.trace.records import Trace
-from memwall.trace.trace_builder import TraceBuilder
+from memwall.trace.together import models_of
 
 __all__ = ["ScriptEnded", "profile_script", "run_script"]
 
 _INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended: 128 + SIGINT
-
-
-class ScriptEnded(BaseException):
-    """Ends a script early from inside, once enough steps were recorded.
-
-    Not an `Exception`, so that a script which handles those does not go on.
-    """
-
-
-class _Watch:
-    """Waits for the model and the optimizers of a script to show themselves, and remembers what memwall refused."""
-
-    def __init__(self, script: str) -> None:
-        self.script = script
-        self.model: nn.Module | None = None
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.failure: MemwallError | None = None
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Goes around each hook: a script that catches memwall's error meets it again, and it decides the status."""
-        if self.failure is not None:
-            raise self.failure.without_frames()
-        try:
-            yield
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
-
-    def is_model(self, module: nn.Module) -> bool:
-        """Says whether this call is the first one of what is being trained."""
-        return (
-            torch.is_grad_enabled()
-            and current_node() is None
-            and any(parameter.requires_grad for parameter in module.parameters())
-        )
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer of another model: a session plans the step of one.
-
-        Raises:
-            UsageError: it trains none of the model's parameters.
-        """
-        if self.model is not None and not trains(optimizer, self.model):
-            raise UsageError(
-                f"{self.script} called {type(self.model).__name__} with gradients on, but its optimizer "
-                f"{type(optimizer).__name__} trains other parameters; a script that trains two models cannot be "
-                "planned as one: train them in separate scripts, or call the one that is not trained under "
-                "torch.no_grad()"
-            )
-        if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
 
 
 def run_script(
@@ -116,41 +62,47 @@ def run_script(
         The script's own status.
 
     Raises:
-        UsageError: the script finished without a training step, or trains two models.
+        UsageError: the script finished without a training step.
         InfeasibleError: the budget cannot be met.
         OutOfMemoryError: memory ran out.
         MemwallError: whatever else ended the session, even where the script caught it.
     """
-    watch = _Watch(name)
 
-    def before_forward(module: nn.Module, _: Any) -> None:
-        if watch.model is None and watch.is_model(module):
-            with watch.guarded():
-                check_model(module)
-                session.attach(module, None)
-                watch.model = module
-                forward_hook.undo()
-                if checkpoint is not None:
-                    checkpoint.prepare(module)  # before parameters go there
-                # The hook just attached is not in the list this call is going through: call it for this first time.
-                session.first_forward()
-                if history is not None:
-                    history.attach(module)
-                if checkpoint is not None:
-                    checkpoint.plan_in_effect = lambda: None if session.plan is None else session.plan.encode()
-                    checkpoint.attach(module)
+    def begins(model: nn.Module, called: nn.Module, has_optimizer: bool) -> None:
+        for each in models_of(model):
+            check_model(each)
+        if session.state != "waiting":
+            if checkpoint is not None:
+                raise _one_model_only(checkpoint, model)
+            session.train_also(model)
+            session.first_forward(called)
+            return
+        session.attach(model, watch.early_optimizers(model), is_stepped_by_hand=not has_optimizer)
+        if checkpoint is not None:
+            if called is not model:
+                raise _one_model_only(checkpoint, model)
+            checkpoint.prepare(model)  # before parameters go there
+        # The hook just attached is not in the list this call is going through: call it for this first time.
+        session.first_forward(called)
+        if history is not None:
+            history.attach(model)
+        if checkpoint is not None:
+            checkpoint.plan_in_effect = lambda: None if session.plan is None else session.plan.encode()
+            checkpoint.attach(model)
+
+    watch = ScriptWatch(name, begins)
 
     def before_step(optimizer: Any, *_: Any) -> None:
         with watch.guarded():
-            watch.check_optimizer(optimizer)
-            session.add_optimizer(optimizer)
+            if watch.check_optimizer(optimizer):
+                session.add_optimizer(optimizer)
 
     def failed(error: BaseException) -> None:
         if history is not None:
             history.failed(error, session.trace)
 
-    patches = Patches("finds the model and the optimizer of a script")
-    forward_hook = patches.hook(register_module_forward_pre_hook, before_forward)
+    patches = Patches("finds the models and the optimizers of a script")
+    watch.listen(patches)
     patches.hook(register_optimizer_step_pre_hook, before_step)
 
     def spawned(
@@ -205,60 +157,44 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
         The trace, with the speeds of this machine.
 
     Raises:
-        UsageError: the script ended or failed before its first step was complete, or trains two models.
+        UsageError: the script ended or failed before its first step was complete.
     """
-    watch = _Watch(name)
-    builder: TraceBuilder | None = None
-    num_recorded = 0
-    base_bytes: int | None = None
+    profiled = Profile(num_steps)
 
-    def before_forward(module: nn.Module, _: Any) -> None:
-        nonlocal builder, num_recorded, base_bytes
-        with watch.guarded():
-            if watch.model is None and watch.is_model(module):
-                watch.model = module
-                builder = TraceBuilder([module])
-            if module is not watch.model or builder is None or not watch.is_model(module):
-                return
-            if builder.is_recording:
-                if builder.num_optimizer_steps == 0:
-                    return
-                builder.finish_step(watch.optimizers)
-                num_recorded += 1
-            if num_recorded >= num_steps:
-                standing = standing_bytes(module, watch.optimizers, builder.trace(watch.optimizers))
-                return_free_memory()
-                # After the steps: threads, loaded code and caches of the libraries are part of what every further step
-                # finds.
-                base_bytes = meter_of(module).base_bytes(standing)
-                raise ScriptEnded
-            builder.start_step(watch.optimizers, running_root=module)
+    def begins(model: nn.Module, called: nn.Module, has_optimizer: bool) -> None:
+        for optimizer in watch.early_optimizers(model):
+            profiled.add_optimizer(optimizer)
+        profiled.begins(model, called, has_optimizer)
+
+    watch = ScriptWatch(name, begins)
 
     def before_step(optimizer: Any, *_: Any) -> None:
         with watch.guarded():
-            watch.check_optimizer(optimizer)
+            if watch.check_optimizer(optimizer):
+                profiled.add_optimizer(optimizer)
 
     patches = Patches("records the steps of a script")
-    patches.hook(register_module_forward_pre_hook, before_forward)
+    watch.listen(patches)
     patches.hook(register_optimizer_step_pre_hook, before_step)
+    status = 0
     try:
         status = _execute(name, args, is_module=is_module)
-        is_last_whole = builder is not None and builder.is_recording and builder.num_optimizer_steps > 0
-        if status == 0 and watch.failure is None and builder is not None and is_last_whole:
-            builder.finish_step(watch.optimizers)
-            num_recorded += 1
+        if status == 0 and watch.failure is None:
+            profiled.borders.end_run()
+            profiled.end_step()
     except ScriptEnded:
-        status = 0
+        pass
     finally:
         patches.undo()
-        if builder is not None:
-            builder.cancel_step()
+        profiled.close()
     if watch.failure is not None:
         raise watch.failure
-    if builder is None or num_recorded == 0:
+    builder = profiled.builder
+    if builder is None or profiled.num_recorded == 0:
         raise UsageError(_without_step(name, status))
     model = builder.roots[0]
-    trace = builder.trace(watch.optimizers, machine=_machine_of(model))
+    trace = builder.trace(profiled.borders.optimizers, machine=_machine_of(model))
+    base_bytes = profiled.base_bytes
     return trace if base_bytes is None else msgspec.structs.replace(trace, base_bytes=base_bytes)
 
 
@@ -267,6 +203,14 @@ def _spawning(name: str, num_processes: int) -> str:
         f"{name} starts {num_processes} processes by torch.multiprocessing, in which memwall would not be; call what "
         "they run in the script itself, with RANK and WORLD_SIZE from the environment, and start it by memwall run "
         f"--nproc {num_processes} --budget SIZE {name}"
+    )
+
+
+def _one_model_only(checkpoint: StepCheckpoint, model: nn.Module) -> UsageError:
+    names = ", ".join(name for name, _ in model.named_children())
+    return UsageError(
+        f"--checkpoint {checkpoint.directory} commits one model and one optimizer, and this script trains several "
+        f"models ({names}); run it without --checkpoint, and save in the script"
     )
 
 

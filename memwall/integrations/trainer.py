@@ -9,16 +9,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from memwall.apply.technique import handler_of
-from memwall.errors import InfeasibleError, IntegrationError
+from memwall.errors import InfeasibleError, IntegrationError, UsageError
 from memwall.integrations.accelerate import set_by_loop, torch_optimizer
 from memwall.integrations.data_lengths import LengthWatch, longest_sample
 from memwall.integrations.preflight import check_arguments
 from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
+from memwall.logs import tell
 from memwall.observe.history import MemoryHistory
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
@@ -59,12 +60,15 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
         allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
+        on_exceed: what follows where the budget is passed after the first step all the same, in training, evaluation or
+            saving: "warn" says so and trains on, "stop" ends training after that step.
         history: directory; the CUDA allocator is recorded from here on, and a snapshot is written there when memory
             runs out. Build the callback before the model, whose tensors have no stack otherwise (it says so).
         history_at_end: with `history`, write one when training ends as well.
 
     Raises:
-        UsageError: `history` without a CUDA device, or with a directory that cannot be made.
+        UsageError: `history` without a CUDA device, or with a directory that cannot be made; another word for
+            `on_exceed`.
     """
 
     def __init__(
@@ -75,9 +79,13 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         disk: str | None = None,
         disk_writes: str | int | None = None,
         allow: Sequence[str] = (),
+        on_exceed: Literal["warn", "stop"] = "warn",
         history: str | Path | None = None,
         history_at_end: bool = False,
     ) -> None:
+        if on_exceed not in ("warn", "stop"):
+            raise UsageError(f"MemwallCallback(on_exceed={on_exceed!r}): expected 'warn' or 'stop'")
+        self._stops = on_exceed == "stop"
         self._history = None if history is None else MemoryHistory(history, is_written_at_end=history_at_end)
         if self._history is not None:
             # The recording starts CUDA, which takes its settings then.
@@ -170,6 +178,8 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Makes and applies the plan after the first step, before anything is evaluated or saved.
 
+        Later steps end training where the budget was passed and that was asked for.
+
         A longer sample than those of that step, anywhere in the data, is a warning now and not an error later.
 
         Raises:
@@ -185,22 +195,29 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         if self._lengths is not None and self.session.state == "running":
             self._lengths.compare()
             self._lengths = None
+        measured, budget_bytes = self.session.measured, self.session.budget_bytes
+        if self._stops and budget_bytes and measured.has_plan and measured.judged_peak_bytes > budget_bytes:
+            held = format_bytes(measured.judged_peak_bytes, rounding="up")
+            tell(
+                f"training ends after step {state.global_step}: {held} were held, the budget is "
+                f"{format_bytes(budget_bytes, rounding='down')}, and on_exceed='stop'"
+            )
+            control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Closes the session and logs one line."""
+        """Closes the session and says in one line what it came to."""
         self.close()
         session = self.session
         if session is not None and session.plan is not None and state.is_world_process_zero:
             measured, forecast = session.measured, session.plan.forecast
             seconds = f"{median(measured.step_seconds):.3f} s" if measured.step_seconds else "not timed"
-            _log.info(
-                "%d steps (median %s) under %d actions; peak %s, foreseen %s, budget %s",
-                measured.num_steps,
-                seconds,
-                len(session.plan.actions),
-                format_bytes(max(measured.overall_peak_bytes, measured.peak_bytes)),
-                format_bytes(forecast.peak.process_bytes),
-                format_bytes(forecast.budget_bytes or 0),
+            budget_bytes = forecast.budget_bytes or 0
+            peak_bytes = max(measured.overall_peak_bytes, measured.peak_bytes)
+            passed = " (passed)" if budget_bytes and measured.judged_peak_bytes > budget_bytes else ""
+            tell(
+                f"{measured.num_steps} steps (median {seconds}) under {len(session.plan.actions)} actions; peak "
+                f"{format_bytes(peak_bytes)}, foreseen {format_bytes(forecast.peak.process_bytes)}, budget "
+                f"{format_bytes(budget_bytes)}{passed}"
             )
 
     def _open(self, model: nn.Module) -> None:

@@ -47,10 +47,13 @@ __all__ = [
     "comparison",
     "difference_report",
     "estimate_report",
+    "facts",
     "plan_report",
     "plan_verdict",
+    "printable",
     "run_report",
     "run_verdict",
+    "shown_verdict",
     "snapshot_report",
     "trace_report",
     "trace_scope",
@@ -82,7 +85,7 @@ def trace_report(trace: Trace) -> Group:
         op_grid(trace, step),
     ]
     return _report(
-        _verdict(trace_verdict(highest)),
+        shown_verdict(trace_verdict(highest)),
         *(_table(grid) for grid in grids if grid is not None),
         *(Text(line) for line in process_note(trace, highest)),
         Text(trace_scope(trace), style="dim"),
@@ -116,7 +119,7 @@ def snapshot_report(analyses: Sequence[DeviceAnalysis], fits: Sequence[FitOnDevi
     """
     parts: list[RenderableType] = []
     for analysis in analyses:
-        parts.append(_verdict(("no-budget", snapshot_verdict(analysis))))
+        parts.append(shown_verdict(("no-budget", snapshot_verdict(analysis))))
         parts += [_table(grid) for grid in snapshot_grids(analysis)]
         parts += [_table(grid) for grid in fit_grids([fit for fit in fits if fit.recorded_device == analysis.device])]
         if analysis.notes:
@@ -129,7 +132,7 @@ def snapshot_report(analyses: Sequence[DeviceAnalysis], fits: Sequence[FitOnDevi
 def difference_report(difference: Difference) -> Group:
     """Says what changed from one file to another of its kind: `memwall diff`."""
     return _report(
-        _verdict(difference_verdict(difference)),
+        shown_verdict(difference_verdict(difference)),
         *(_table(grid) for grid in difference_grids(difference)),
         Text(difference_scope(difference), style="dim"),
     )
@@ -138,8 +141,8 @@ def difference_report(difference: Difference) -> Group:
 def estimate_report(estimate: "Estimate") -> Group:
     """Returns what a step needs on a device that is not here, and what it is made of: `memwall estimate`."""
     return _report(
-        _verdict(_forecast_verdict(estimate)),
-        _facts(estimate_facts(estimate)),
+        shown_verdict(_forecast_verdict(estimate)),
+        facts(estimate_facts(estimate)),
         *_relaxations(estimate),
         *(_table(grid) for grid in (forecast_phase_grid(estimate), *holder_grids(estimate.in_peak))),
         Text(f"Predicted, not measured. Not modelled: {'; '.join(estimate.not_modelled)}.", style="dim"),
@@ -150,8 +153,8 @@ def plan_report(plan: Plan) -> Group:
     """Shows a plan, why it is so, and what it does: `memwall plan`, `memwall explain plan.json`, `memwall run`."""
     forecast = plan.forecast
     return _report(
-        _verdict(plan_verdict(plan)),
-        _facts(plan_facts(plan)),
+        shown_verdict(plan_verdict(plan)),
+        facts(plan_facts(plan)),
         *_relaxations(forecast),
         _table(forecast_phase_grid(forecast)),
         _table(action_grid(plan.actions)),
@@ -173,17 +176,17 @@ def plan_verdict(plan: Plan) -> Verdict:
 
 def _forecast_verdict(forecast: Forecast) -> Verdict:
     fit, peak_bytes = fit_of(forecast), forecast.peak.process_bytes
-    with_margin = f"{format_bytes(peak_bytes)} predicted + {format_bytes(forecast.margin_bytes)} margin"
+    with_margin = f"{format_bytes(peak_bytes, rounding='up')} predicted + {format_bytes(forecast.margin_bytes)} margin"
     if forecast.budget_bytes is None or fit == "no-budget":
         return "no-budget", f"no budget given: {with_margin}"
-    budget = format_bytes(forecast.budget_bytes)
+    budget = format_bytes(forecast.budget_bytes, rounding="down")
     if fit == "fits":
         return fit, f"fits: {_what_fits(forecast, with_margin)} in a budget of {budget}"
     if fit == "inside-margin":
         return fit, f"fits only inside the margin: {with_margin}, budget {budget}"
     if forecast.passed_phases:
         return fit, f"does not fit: {_what_fits(forecast, with_margin)}, budget {budget}"
-    over = format_bytes(peak_bytes + forecast.margin_bytes - forecast.budget_bytes)
+    over = format_bytes(peak_bytes + forecast.margin_bytes - forecast.budget_bytes, rounding="up")
     return fit, f"does not fit: {with_margin} is {over} over the budget of {budget}"
 
 
@@ -194,9 +197,11 @@ def _what_fits(forecast: Forecast, with_margin: str) -> str:
     if not over or not rest_bytes:
         return with_margin
     passed = ", ".join(
-        f"the {name.replace('_', ' ')}'s measured {format_bytes(phases[name].process_bytes)}" for name in over
+        f"the {name.replace('_', ' ')}'s measured {format_bytes(phases[name].process_bytes, rounding='up')}"
+        for name in over
     )
-    return f"after {passed}, {format_bytes(rest_bytes)} predicted + {format_bytes(forecast.margin_bytes)} margin"
+    rest = format_bytes(rest_bytes, rounding="up")
+    return f"after {passed}, {rest} predicted + {format_bytes(forecast.margin_bytes)} margin"
 
 
 def run_report(report: RunReport) -> Group:
@@ -209,7 +214,7 @@ def run_report(report: RunReport) -> Group:
     if measured.plan_seconds:
         run_facts.append(f"{format_seconds(measured.plan_seconds)} between first and second step for planning")
     return _report(
-        _verdict(run_verdict(report)),
+        shown_verdict(run_verdict(report)),
         _table(run_grid(report)),
         Text(f"Within the budget: {'no' if verify_status(report) == 5 else 'yes'}\nRun: {', '.join(run_facts)}."),
         *([] if report.ranks is None else [Text(ranks_line(report.ranks))]),
@@ -241,13 +246,17 @@ def ranks_line(ranks: RankSpread) -> str:
 
 def run_verdict(report: RunReport) -> Verdict:
     """Returns whether the run kept to its budget and its forecast, in one sentence."""
-    budget = format_bytes(report.budget_bytes)
+    budget = format_bytes(report.budget_bytes, rounding="down")
     status = verify_status(report)
     if status == 5:
         measured_bytes = report.judged_peak_bytes
-        measured = f"{format_bytes(measured_bytes)} measured"
+        measured = f"{format_bytes(measured_bytes, rounding='up')} measured"
         over_bytes = measured_bytes - report.budget_bytes
-        over = f", {format_bytes(over_bytes)} over" if over_bytes > 0 else " in the steps, more outside them"
+        over = (
+            f", {format_bytes(over_bytes, rounding='up')} over"
+            if over_bytes > 0
+            else " in the steps, more outside them"
+        )
         where = ""
         if report.outside_steps_bytes is not None:
             where = (
@@ -294,6 +303,11 @@ class _Printable:
             yield Segment(plain, segment.style, segment.control)
 
 
+def printable(parts: Iterable[RenderableType]) -> Group:
+    """Returns parts to print one below the other, in signs that the output's encoding has."""
+    return Group(_Printable(parts))
+
+
 def _report(*parts: RenderableType) -> Group:
     spaced: list[RenderableType] = []
     for part in parts:
@@ -301,16 +315,18 @@ def _report(*parts: RenderableType) -> Group:
     return Group(_Printable(spaced))
 
 
-def _verdict(verdict: Verdict) -> Text:
+def shown_verdict(verdict: Verdict) -> Text:
+    """Returns a verdict with its sign and colour."""
     sign, colour = _SIGNS[verdict[0]]
     return Text(f"{sign} {verdict[1]}", style=f"bold {colour}".strip())
 
 
-def _facts(facts: Iterable[tuple[str, str]]) -> Table:
+def facts(named: Iterable[tuple[str, str]]) -> Table:
+    """Returns names and values side by side."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in facts:
+    for name, value in named:
         # Text, not str: a module's path may look like rich's markup.
         table.add_row(Text(name), Text(value))
     return table

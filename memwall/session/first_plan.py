@@ -1,6 +1,7 @@
 """A session's first plan: one that was given, or one that knows what planning itself costs."""
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -13,16 +14,56 @@ from memwall.machine.meter import process_bytes, process_peak_bytes, reset_proce
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
+from memwall.planning.technique import techniques
 from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
-__all__ = ["charged", "check_device_has", "check_plan_is_for", "planned"]
+__all__ = ["charged", "asked", "check_device", "check_device_has", "check_plan_is_for", "planned"]
 
 _log = logging.getLogger(__name__)
 
 # Part of the margin that planning may use up before the plan is made again with it known.
 _GROWTH_SHARE = 0.1
+
+
+def asked(
+    budget_bytes: int | None,
+    plan: Plan | None,
+    *,
+    disk: str | None,
+    disk_bytes_per_day: int | None,
+    allow: Sequence[str],
+) -> Settings:
+    """Returns what a session is asked for, checked as far as that goes before it knows the model.
+
+    Raises:
+        UsageError: neither or both of budget and plan; something is allowed that only a CUDA device has.
+        PlanError: the plan is for a device that is not here.
+    """
+    if (budget_bytes is None) == (plan is None):
+        raise UsageError("give either a budget or a plan, not both and not neither")
+    if plan is not None and plan.forecast.device.startswith("cuda") and not torch.cuda.is_available():
+        raise PlanError(
+            f"the plan is for device {plan.forecast.device}, and torch finds no CUDA device here; run it on a "
+            "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
+        )
+    if not torch.cuda.is_available():
+        check_device(allow, "cpu")
+    if budget_bytes is None:
+        budget_bytes = (plan.forecast.budget_bytes or 0) if plan is not None else 0
+    return Settings(budget_bytes=budget_bytes, disk=disk, disk_bytes_per_day=disk_bytes_per_day, allow=tuple(allow))
+
+
+def check_device(allow: Sequence[str], device: str) -> None:
+    """Checks that what is allowed can be done on a kind of device.
+
+    Raises:
+        UsageError: something cannot.
+    """
+    for technique in techniques():
+        if technique.allow in allow:
+            technique.check_device(device)
 
 
 def check_plan_is_for(plan: Plan, model: nn.Module) -> None:
@@ -104,6 +145,15 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
         _log.warning(
             "the plan fits only inside its margin: a step may exceed the budget by the forecast's error; "
             "give a larger budget where that must not happen"
+        )
+    first = settings.first_step
+    if first is not None and first.evaluation_bytes > settings.budget_bytes:
+        _log.warning(
+            "a data loader has batches of %d samples; an evaluation of one is foreseen to hold %s, more than the "
+            "budget of %s, and no plan makes it smaller: give at least that, or evaluate smaller batches",
+            first.evaluation_batch,
+            format_bytes(first.evaluation_bytes + plan.forecast.margin_bytes, rounding="up"),
+            format_bytes(settings.budget_bytes, rounding="down"),
         )
     return trace, plan
 

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from memwall.errors import UsageError
+from memwall.logs import tell
 from memwall.machine.limits import budget_bytes
+from memwall.planning.plan_line import plan_line
 from memwall.planning.planfile import Plan
 from memwall.session.parallel import check_parallel
 from memwall.session.session import Session
@@ -47,7 +49,7 @@ def fit(
         budget: what the process may use: a size, or a percentage of the model's device. Either this or `plan`. Ranks
             that a launcher started on one host have equal parts of a CPU's memory limit.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
+        disk_writes: the most that a plan may write there in a day of training, as "2TiB", or 0; by default no limit.
         allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
 
     Raises:
@@ -88,12 +90,19 @@ def open_session(
         budget_bytes=None if budget is None else budget_bytes(budget, str(device)),
         plan=plan,
         disk=disk,
-        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes),
+        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes, may_be_zero=True),
         allow=allow,
         set_by_loop=set_by_loop,
     )
+    session.on_plan = _tell
     session.attach(model, optimizers)
     return session
+
+
+def _tell(session: Session) -> None:
+    """Says in one line what the plan does: a loop that opens a session has no other place where it is shown."""
+    if session.plan is not None:
+        tell(plan_line(session.plan))
 
 
 def _checked(model: nn.Module, given: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

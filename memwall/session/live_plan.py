@@ -27,6 +27,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.predict.process import ProcessModel
 from memwall.session.device_budget import DeviceBudget
+from memwall.session.evaluation_batch import with_evaluation
 from memwall.session.first_plan import charged, planned
 from memwall.session.measurements import Measurements
 from memwall.session.ranks import Ranks
@@ -111,6 +112,10 @@ class LivePlan:
         parts = (self.recorded, *applied, self.keeper, self.parameters)
         return next((part.failure for part in parts if part and part.failure), None)
 
+    def is_changed_by_hand(self) -> bool:
+        """Returns whether the loop itself has changed parameters after a backward of the step being recorded."""
+        return self.recorded is not None and self.recorded.is_changed_by_hand
+
     def watch_building(self) -> None:
         """Has parameters go to disk as they are made, where there is no room for them."""
         is_possible = not torch.cuda.is_available()
@@ -170,6 +175,8 @@ class LivePlan:
             parameters=self.parameters,
             disk_capacity_bytes=self._disk_capacity_bytes,
             host_limit_bytes=self._host_limit_bytes,
+            called=self._borders.called,
+            begins_step=self._borders.begins_step,
         )
 
     def stop_recording(self) -> None:
@@ -188,6 +195,7 @@ class LivePlan:
         """
         assert self.recorded is not None
         self.trace, first = self.recorded.finish(self._borders.optimizers)
+        first = with_evaluation(first, self.trace)
         self.stop_recording()
         self._measured.note_peak()  # planning begins another one
         self._measured.note_first_step(self.trace.steps[0].process_peak_bytes)

@@ -6,7 +6,7 @@ none for gradients beside parameters, both are on disk already when the step beg
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.optimizers import joint_name
 from memwall.trace.records import Trace
 from memwall.trace.step_recorder import Parking
+from memwall.trace.together import models_of
 from memwall.trace.trace_builder import TraceBuilder
 
 __all__ = ["RecordedStep"]
@@ -44,6 +45,8 @@ class RecordedStep:
     Args:
         disk_capacity_bytes: the most to take of the disk; None for what is free there.
         host_limit_bytes: of a model on CUDA, the most host memory to use, now and by plans.
+        called: the model that is being called, of those that are trained together.
+        begins_step: see `StepRecorder`.
 
     Raises:
         StoreError: the disk cannot be used.
@@ -60,7 +63,10 @@ class RecordedStep:
         parameters: ParameterKeeper,
         disk_capacity_bytes: int | None = None,
         host_limit_bytes: int | None = None,
+        called: nn.Module | None = None,
+        begins_step: Callable[[nn.Module], bool] | None = None,
     ) -> None:
+        self._called, self._begins_step = called or model, begins_step
         self._model, self._settings, self._allocator = model, settings, allocator
         self._keeper, self._parameters = keeper, parameters
         self._peak_before_optimizer_bytes = 0
@@ -91,7 +97,7 @@ class RecordedStep:
         self._builder = TraceBuilder([self._model], _UnderLimit(self._parked.engine, self._allocator))
         # To look at parameters does not bring them in.
         with self._keeper.shown(), without_subclass_functions():
-            self._builder.start_step(optimizers, running_root=self._model)
+            self._builder.start_step(optimizers, running_root=self._called, begins_step=self._begins_step)
         self._parameters.follow(self._builder.stands_for)
         if any(optimizer.state for optimizer in optimizers):
             # The step needs room for gradients and for moving tensors, beside the state that is there.
@@ -102,6 +108,11 @@ class RecordedStep:
     def failure(self) -> MemwallError | None:
         """Returns what failed in a transfer of saved tensors inside autograd, where no hook sees the error pass."""
         return self._parked.engine.failure if self._parked is not None else None
+
+    @property
+    def is_changed_by_hand(self) -> bool:
+        """Returns whether the loop itself has changed parameters after a backward."""
+        return self._builder is not None and self._builder.is_changed_by_hand
 
     def before_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Moves what has no room; to be called before each optimizer's step, with those that are known by then."""
@@ -179,6 +190,9 @@ class RecordedStep:
         if len(optimizers) != 1:
             return False
         own = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
+        models = models_of(self._model)
+        if len(models) > 1 and not all(any(id(p) in own for p in model.parameters()) for model in models):
+            return False
         return all(id(p) in own for p in self._model.parameters() if _may_be_stepped(p))
 
     def _spill(self, optimizers: Sequence[torch.optim.Optimizer], coming_bytes: int = 0) -> None:

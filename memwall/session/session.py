@@ -15,20 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.offload.parking import close_once_unneeded, close_unneeded
-from memwall.errors import (
-    ApplyError,
-    MemwallError,
-    NoEffectError,
-    OutOfMemoryError,
-    PlanError,
-    RankError,
-    UsageError,
-)
+from memwall.errors import ApplyError, MemwallError, NoEffectError, OutOfMemoryError, RankError
 from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
-from memwall.planning.settings import Settings
-from memwall.planning.technique import techniques
-from memwall.session.first_plan import check_device_has, check_plan_is_for
+from memwall.session.budget_watch import BudgetWatch, place_of
+from memwall.session.first_plan import asked, check_device, check_device_has, check_plan_is_for
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.parallel import check_optimizer, check_parallel
@@ -72,21 +63,7 @@ class Session:
             set_by_loop: tags of actions that the training loop itself carries out, by arguments of its own; of a
                 given plan they are not applied a second time.
         """
-        if (budget_bytes is None) == (plan is None):
-            raise UsageError("give either a budget or a plan, not both and not neither")
-        if plan is not None and plan.forecast.device.startswith("cuda") and not torch.cuda.is_available():
-            raise PlanError(
-                f"the plan is for device {plan.forecast.device}, and torch finds no CUDA device here; run it on a "
-                "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
-            )
-        if not torch.cuda.is_available():
-            _check_device(allow, "cpu")
-        settings = Settings(
-            budget_bytes=budget_bytes if budget_bytes is not None else (plan.forecast.budget_bytes or 0) if plan else 0,
-            disk=disk,
-            disk_bytes_per_day=disk_bytes_per_day,
-            allow=tuple(allow),
-        )
+        settings = asked(budget_bytes, plan, disk=disk, disk_bytes_per_day=disk_bytes_per_day, allow=allow)
         self.state: Literal["waiting", "recording", "recorded", "running", "closed"] = "waiting"
         self.measured = Measurements()
         self.on_plan: Callable[[Session], None] | None = None
@@ -109,8 +86,13 @@ class Session:
         self._recovery = Recovery(self._live, self._borders, self.measured)
         self._redo = Redo(self._recovery, self._borders)
         self._clock = StepClock(self.measured.note_seconds)
+        self._watch = BudgetWatch(self.measured, lambda: place_of(self._borders.phase, self.state))
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
+        self._is_outgrown = False
+        """Whether the loop trains other models than the trace and the plan are of."""
+        self._num_checked = 0
+        """Steps whose effects were looked at: once in each, when all that it called has been stepped."""
         self._is_applied_inside = False
         """Whether the present plan was applied from a closure of the optimizer step that runs."""
         self._has_room = True
@@ -141,11 +123,15 @@ class Session:
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module, optimizers: Optimizers) -> None:
+    def attach(self, model: nn.Module, optimizers: Optimizers, *, is_stepped_by_hand: bool = False) -> None:
         """Says which model this session trains, and what steps it. Optimizers may follow at their first steps.
 
+        Args:
+            model: one, or several as `TrainedTogether`.
+            is_stepped_by_hand: there seems to be no optimizer: the loop may change parameters itself.
+
         Raises:
-            UsageError: the budget is more than the model\'s CUDA device has, others move the parameters about, or it is
+            UsageError: the budget is more than the model's CUDA device has, others move the parameters about, or it is
                 no model for memwall.
             PlanError: the plan that was given is for another model, or for a device with more memory.
         """
@@ -155,10 +141,23 @@ class Session:
         if self.plan is not None:
             check_plan_is_for(self.plan, model)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        _check_device(self._live.settings.allow, device.type)
+        check_device(self._live.settings.allow, device.type)
         check_is_trainable_here(model)
         check_device_has(device, self.budget_bytes, self.plan)
         self._borders.attach(model, optimizers_of(optimizers))
+        if is_stepped_by_hand:
+            self._borders.is_changed_by_hand = self._live.is_changed_by_hand
+
+    def train_also(self, model: nn.Module) -> None:
+        """Says that the loop trains more, or other, models from the next step on, which is recorded anew.
+
+        Raises:
+            PlanError: a plan was given, which knows nothing of them.
+        """
+        if self.plan is not None and self._live.is_given:
+            check_plan_is_for(self.plan, model)
+        self._borders.attach_instead(model)
+        self._is_outgrown = True
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Says that an optimizer steps the model, once it shows itself: before its first step.
@@ -203,6 +202,8 @@ class Session:
             if completed:
                 self._clock.settle()
             self._live.end_showing()
+            self._watch.look()
+            self._watch.close()
             self.measured.note_peak()
             if completed and self.failure is None:
                 self.end_last_step()
@@ -280,9 +281,13 @@ class Session:
             self.failure = self.failure or error.without_frames()
             raise
 
-    def first_forward(self) -> None:
-        """Begins the run from within the model's first forward, whose hooks were already collected."""
-        self._borders.enter_forward()
+    def first_forward(self, called: nn.Module | None = None) -> None:
+        """Begins the run from within the model's first forward, whose hooks were already collected.
+
+        Args:
+            called: the one that is being called, of several.
+        """
+        self._borders.enter_forward(called)
 
     def end_step(self) -> None:
         """Says that every optimizer has stepped and gradients are dropped: what runs next is no part of the step.
@@ -310,6 +315,7 @@ class Session:
         Raises:
             InfeasibleError: nothing fits.
         """
+        self._borders.end_run()
         if self._live.ranks is not None:
             self._live.ranks.leave()
         if self.state in ("recording", "recorded"):
@@ -318,7 +324,7 @@ class Session:
 
     def _end_recording(self) -> None:
         """Ends the recorded step, so that nothing else is recorded with it."""
-        if self.state != "recording" or self._borders.in_step:
+        if self.state != "recording" or self._borders.in_step or self._is_outgrown:
             return
         self._redo.before_plan()
         self._num_planned_for = len(self._borders.stepped)
@@ -336,6 +342,8 @@ class Session:
 
     def before_forward(self) -> None:
         """Raises again what ended the run."""
+        self._watch.start(self.budget_bytes)
+        self._watch.look()
         self._note_engine_failure()
         if self.failure is not None:
             self._tell_others()
@@ -351,6 +359,7 @@ class Session:
 
     def saving_begins(self) -> None:
         """Frees what the last step has left."""
+        self._watch.look()
         self._live.end_showing()
         self.measured.note_peak()
         self._make_room()
@@ -364,9 +373,12 @@ class Session:
             check_not_captured(device)
             self._live.end_showing()
             self.end_step()
-            if self.state == "running" and self._has_newcomer:
+            if self._is_outgrown or (self.state == "running" and self._has_newcomer):
+                self._is_outgrown = False
+                self._live.stop_recording()
                 self._live.forget_plan()
                 self._recovery.forget_excess()
+                self._borders.await_all()
                 self.state = "waiting"
             if self.state == "waiting":
                 self._begin_run()
@@ -399,16 +411,18 @@ class Session:
         """Notes what a step that has ended, or went on, needed, and what the plan's actions did in it."""
         self._has_room = False
         self._live.device_budget.end_step()
-        if is_first:
-            self._redo.end_step()
+        self._redo.end_step()
+        self._watch.look()
         is_planned = self.state == "running"
         if is_planned:
             self._clock.end(is_first=is_first)
         peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
         if is_planned:
             self._recovery.end_step(peak_bytes)
-        if is_first and not self._is_applied_inside:
-            self._check_effects()
+        if not self._borders.in_step and self._num_checked < self.measured.num_steps:
+            self._num_checked = self.measured.num_steps
+            if not self._is_applied_inside:
+                self._check_effects()
         self._is_applied_inside = False
 
     def _check_effects(self) -> None:
@@ -457,9 +471,3 @@ class Session:
 
     def _note_engine_failure(self) -> None:
         self.failure = self.failure or self._live.failure
-
-
-def _check_device(allow: Sequence[str], device: str) -> None:
-    for technique in techniques():
-        if technique.allow in allow:
-            technique.check_device(device)

@@ -1,7 +1,9 @@
 """Finds where training steps begin and end in a loop that says nothing of them: hooks on its model and optimizers.
 
 A step begins at the first forward after another step, and is over when an optimizer has stepped. Where several step one
-model, what steps after the first of them, before the next forward, belongs to the same step.
+model, what steps after the first of them, before the next forward, belongs to the same step. Of several models that
+are trained together `turns` says when each has had its turn. A loop without an optimizer changes parameters itself:
+the recording of a step sees that, and later steps have as many forwards as that one had.
 """
 
 import logging
@@ -14,8 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import Phase
 from memwall.patches import Patches
+from memwall.session.turns import Turns
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
 from memwall.trace.attached import attach_hook
+from memwall.trace.optimizers import trains
+from memwall.trace.together import models_of
 
 __all__ = ["StepBorders", "StepListener"]
 
@@ -48,7 +53,7 @@ class StepListener(Protocol):
 
 
 class StepBorders:
-    """Follows one model and its optimizers, which may show themselves later."""
+    """Follows one model, or those that are trained together, and optimizers, which may show themselves later."""
 
     def __init__(self, listener: StepListener) -> None:
         self._listener = listener
@@ -61,9 +66,16 @@ class StepBorders:
         """The part that runs now, or ran last: an evaluation, say, lasts until the next step or saving begins. In a
         step whose optimizers have not stepped it is "forward": a backward tells nobody that it begins."""
         self.in_step = False
-        """Tells whether a step has begun in which no optimizer has stepped yet."""
+        """Tells whether a step has begun in which something that was called has not been stepped yet."""
         self.goes_on = False
         """Tells whether a further optimizer's step would belong to the step that one has ended."""
+        self.is_changed_by_hand: Callable[[], bool] = lambda: False
+        """Tells, while a step is recorded, whether the loop itself has changed parameters after a backward."""
+        self.called: nn.Module | None = None
+        """The model that was called last with gradients on."""
+        self._turns = Turns(())
+        self._has_stepped = False
+        self._num_forwards = self._forwards_by_hand = 0
         self._is_watching = False
         self._is_transformed = False
         self.in_first_forward = False
@@ -79,13 +91,24 @@ class StepBorders:
 
     def attach(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begins to follow a model, and its optimizers as far as they are known."""
-        self.model = model
+        self.model, self._turns = model, Turns(models_of(model))
         before = self._before_forward
-        self._patches.push(attach_hook(model.register_forward_pre_hook, before, with_kwargs=True, prepend=True))
-        self._patches.push(attach_hook(model.register_state_dict_pre_hook, self._before_saving))
+        for each in models_of(model):
+            self._patches.push(attach_hook(each.register_forward_pre_hook, before, with_kwargs=True, prepend=True))
+            self._patches.push(attach_hook(each.register_state_dict_pre_hook, self._before_saving))
         self._patches.wrap(torch.amp.GradScaler, "update", self._after_scaling)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
+
+    def attach_instead(self, model: nn.Module) -> None:
+        """Follows other models from now on, in the step that has begun as well, and the same optimizers."""
+        optimizers, self.optimizers = self.optimizers, ()
+        self.detach()
+        turns = self._turns
+        self.attach(model, [optimizer for optimizer in optimizers if trains(optimizer, model)])
+        self._turns.take_over(turns)
+        if self.stepped and not set(self.stepped) & set(self.optimizers):
+            self.stepped.clear()  # those of models that are gone
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins to follow an optimizer."""
@@ -103,6 +126,7 @@ class StepBorders:
     def detach(self) -> None:
         """Takes all hooks away."""
         self._patches.undo()
+        self._is_watching = False
 
     def begin_part(self) -> None:
         """Says that a part of a step begins: what fails from here on fails in a forward, or in its backward."""
@@ -110,14 +134,31 @@ class StepBorders:
 
     def drop_step(self) -> None:
         """Forgets the step that has begun: the next forward begins it again."""
-        self.in_step = self.in_optimizer = False
+        self.in_step = self.in_optimizer = self._has_stepped = False
 
     def end_step(self) -> None:
         """Says that every optimizer has stepped: no further one belongs to the step that one has ended."""
         self.goes_on = False
 
-    def enter_forward(self) -> None:
+    def end_run(self) -> None:
+        """Says that nothing follows: a step in which something has stepped is over."""
+        self._end_by_hand()
+        if self._has_stepped:
+            self.in_step = False
+
+    def await_all(self) -> None:
+        """Has the steps that follow wait for every model that the last one has stepped."""
+        self._turns.await_all()
+
+    def begins_step(self, model: nn.Module) -> bool:
+        """Tells whether a forward with gradients on begins another step than the one that has begun or ended."""
+        if not self._has_stepped:
+            return not self.in_step or self._is_over_by_hand
+        return not self.in_step and not (self.goes_on and self._turns.goes_on_with(model))
+
+    def enter_forward(self, model: nn.Module | None = None) -> None:
         """Does what the hook before each forward does; to be called where that hook came too late for one."""
+        model = model or self.attached_model
         self._listener.before_forward()
         if execution_is_transformed():
             if not self._is_transformed:
@@ -127,25 +168,44 @@ class StepBorders:
                     "without memwall, and may pass the budget; use loss.backward() to have them planned"
                 )
             return
-        self.goes_on = False
+        is_another = torch.is_grad_enabled() and self.begins_step(model)
+        self._end_by_hand()
         if not torch.is_grad_enabled():
             if not self.in_step:
-                self.phase = "evaluation"
+                self.goes_on, self.phase = False, "evaluation"
                 self._listener.evaluation_begins()
             return
-        self.phase = "forward"
-        if self.in_step:
-            return  # a further micro-batch of the same step
+        self.phase, self.called = "forward", model
+        if not is_another:  # a further micro-batch of the same step, or another model's turn
+            self._num_forwards += 1
+            self._turns.called(model)
+            self.in_step = True
+            return
+        self.goes_on = False
         self.in_first_forward = True
         try:
             self._listener.step_begins()
         finally:
             self.in_first_forward = self.in_optimizer = False
-        self.in_step = True
+        self._turns.begin(model)
+        self.in_step, self._has_stepped, self._num_forwards = True, False, 1
+
+    @property
+    def _is_over_by_hand(self) -> bool:
+        """Tells whether a step is over that no optimizer ends."""
+        is_last = 0 < self._forwards_by_hand <= self._num_forwards
+        return self.in_step and not self._has_stepped and (is_last or self.is_changed_by_hand())
+
+    def _end_by_hand(self) -> None:
+        if self._is_over_by_hand:
+            self._forwards_by_hand = self._num_forwards
+            self._turns.stepped_by_hand()
+            self.in_step, self._has_stepped, self.phase = False, True, "between steps"
+            self._listener.optimizer_stepped(is_first=True)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_node() is None:
-            self.enter_forward()
+            self.enter_forward(module)
 
     def _before_saving(self, *_: Any) -> None:
         if not self.in_step:
@@ -155,7 +215,7 @@ class StepBorders:
     def _after_scaling(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Ends a step whose optimizers `GradScaler.step` has not called, as it does where a gradient is not finite."""
         original(*args, **kwargs)
-        if self.in_step and not self.in_optimizer:
+        if self.in_step and not self.in_optimizer and not self._has_stepped:
             self.in_step, self.goes_on, self.phase = False, False, "between steps"
             self._listener.step_skipped()
 
@@ -173,5 +233,7 @@ class StepBorders:
         if optimizer not in self.stepped:
             self.stepped.append(optimizer)
         if self.in_step or self.goes_on:
-            is_first, self.in_step, self.goes_on, self.phase = self.in_step, False, True, "between steps"
+            self._turns.stepped(optimizer)
+            is_first, self._has_stepped, self._forwards_by_hand = not self._has_stepped, True, 0
+            self.in_step, self.goes_on, self.phase = not self._turns.are_over, True, "between steps"
             self._listener.optimizer_stepped(is_first=is_first)

@@ -117,6 +117,11 @@ class EventLog:
         if storage.category is None or storage.birth >= 0:
             storage.category = category
 
+    def category_of(self, tensor: Tensor) -> Category | None:
+        """Returns what a tensor's storage is known as; None where nothing is known of it."""
+        index = self._find(tensor)
+        return self.storages[index].category if index >= 0 else None
+
     def alias(self, tensor: Tensor, saved_index: int) -> None:
         """Says that this tensor holds the bytes of a saved one that had been moved away."""
         self._stands_for(tensor, self.savings[saved_index].storage)

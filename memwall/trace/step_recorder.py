@@ -27,6 +27,7 @@ from memwall.trace.op_work import OpWork, own_work_of, work_of
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Phase
 from memwall.trace.source_lines import SourceLines, StepLines
+from memwall.trace.together import models_of
 from memwall.trace.workspaces import Workspaces
 
 __all__ = ["Parking", "StepRecorder"]
@@ -84,6 +85,8 @@ class StepRecorder(TorchDispatchMode):
         workspaces: what operators were seen to allocate for themselves, to be shared between steps.
         seconds_of: what an operation takes, where nothing is computed; None measures it.
         lines: the user's lines met so far, to be shared between steps.
+        begins_step: tells whether a call of a root, with gradients on, is the next step's; by default that is so once
+            an optimizer has stepped.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class StepRecorder(TorchDispatchMode):
         workspaces: Workspaces | None = None,
         seconds_of: Callable[[OpWork], float] | None = None,
         lines: SourceLines | None = None,
+        begins_step: Callable[[nn.Module], bool] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seconds_of = seconds_of
@@ -104,11 +108,14 @@ class StepRecorder(TorchDispatchMode):
         self._phase: Phase = "other"
         self._in_optimizer = False
         self.num_optimizer_steps = 0
+        self.is_changed_by_hand = False
+        """Whether a parameter was written after a backward, outside of any optimizer."""
+        self._begins_step = begins_step or (lambda _: self.num_optimizer_steps > 0)
         self._paused = 0
         self._patches = Patches("records a step")
         self._saved_hooks: Any = None
         """While recording; None before and after."""
-        self._root_ids = {id(root) for root in roots}
+        self._root_ids = {id(model) for root in roots for model in models_of(root)}
         self._gathered = Gathered(roots)
         self._cuda_events: list[tuple[int, Any, Any]] = []
 
@@ -140,7 +147,9 @@ class StepRecorder(TorchDispatchMode):
         self._saved_hooks.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
         if running_root is not None:
+            begins_step, self._begins_step = self._begins_step, lambda _: False
             self._enter_module(running_root, ())
+            self._begins_step = begins_step
 
     def stop(self) -> None:
         """Ends recording and takes every hook away; safe to call twice.
@@ -197,7 +206,7 @@ class StepRecorder(TorchDispatchMode):
             return
         node = current_node()
         if node is None and id(module) in self._root_ids and not self.log.call_stack:
-            if self.num_optimizer_steps and torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self._begins_step(module):
                 return  # the next step's: whoever records ends this one in a hook that runs after this
             self._set_phase("forward" if torch.is_grad_enabled() else "eval")
             self._note_input(_tensors(args, []))
@@ -317,9 +326,18 @@ class StepRecorder(TorchDispatchMode):
         if self._seconds_of is not None:
             own = own_work_of(func, args)
             seconds = self._seconds_of(work_of(str(func), flops, inputs, outputs, changed, own=own))
+        if node is None and changed and not self._in_optimizer and log.has_mark("backward"):
+            self._note_by_hand(changed)
         log.end_op(index, seconds, flops, outputs, changed)
         log.workspaces(index, workspace.beyond(log.born_bytes(index)))
         return out
+
+    def _note_by_hand(self, changed: list[Tensor]) -> None:
+        """Notes that parameters change between a backward and the next forward: a loop steps them itself."""
+        if any(self.log.category_of(tensor) == "parameter" for tensor in changed):
+            self.is_changed_by_hand = True
+            if self.num_optimizer_steps == 0:
+                self._set_phase("optimizer")
 
     def _begin_device_timer(self, inputs: list[Tensor]) -> tuple[Any, Any] | None:
         if not inputs or inputs[0].device.type != "cuda":

@@ -74,12 +74,28 @@ class TraceBuilder:
         """Returns whether a step is being recorded now."""
         return self._recorder is not None
 
-    def start_step(self, optimizers: Optimizers, *, running_root: nn.Module | None = None) -> None:
-        """Begins to record a step; `running_root` is the root whose forward is about to begin, if one is."""
+    @property
+    def is_changed_by_hand(self) -> bool:
+        """Returns whether the loop itself has changed parameters after a backward of the step being recorded."""
+        return self._recorder is not None and self._recorder.is_changed_by_hand
+
+    def start_step(
+        self,
+        optimizers: Optimizers,
+        *,
+        running_root: nn.Module | None = None,
+        begins_step: Callable[[nn.Module], bool] | None = None,
+    ) -> None:
+        """Begins to record a step.
+
+        Args:
+            running_root: the root whose forward is about to begin, if one is.
+            begins_step: see `StepRecorder`.
+        """
         states = [optimizer.state for optimizer in optimizers_of(optimizers)]
         self._had_state = bool(states) and all(states)
         self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
-        recorder = StepRecorder(self.roots, self._parking, self._workspaces, self._seconds_of, self._lines)
+        recorder = StepRecorder(self.roots, self._parking, self._workspaces, self._seconds_of, self._lines, begins_step)
         is_first = not self._steps and not self._is_fake
         if is_first:  # once: the pages returned cost the step that needs them again
             # Cycles that have grown old before the run are part of what it begins with.

@@ -72,15 +72,6 @@ def test_a_script_that_never_steps(refused: Refused, command: tuple[str, ...]) -
     )
 
 
-@pytest.mark.parametrize("command", [("run", "--budget", "8GiB"), ("profile",)])
-def test_a_script_that_steps_two_models(refused: Refused, command: tuple[str, ...]) -> None:
-    message = refused(*command, SCRIPTS / "two_models.py")
-    assert message.startswith(
-        f"{SCRIPTS}/two_models.py called Linear with gradients on, but its optimizer Adam trains other parameters; "
-        "a script that trains two models cannot be planned as one: train them in separate scripts"
-    )
-
-
 TWO_OPTIMIZERS = """
 import torch
 model, other = torch.nn.Linear(4, 2), torch.nn.Linear(2, 2)
@@ -92,22 +83,24 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("command", [("run", "--budget", "8GiB"), ("profile",)])
-def test_a_script_whose_second_optimizer_is_another_model_s(
-    refused: Refused, folder: Path, command: tuple[str, ...]
-) -> None:
-    (folder / "two.py").write_text(TWO_OPTIMIZERS.replace("PARAMETERS", "(model.weight, other.weight)"))
-    assert refused(*command, "two.py").startswith(
-        "two.py called Linear with gradients on, but its optimizer SGD trains other parameters; "
-    )
-
-
 def test_steps_of_several_optimizers_are_not_committed(refused: Refused, folder: Path) -> None:
     (folder / "both.py").write_text(TWO_OPTIMIZERS.replace("PARAMETERS", "model.parameters()"))
     assert refused("run", "--budget", "8GiB", "--checkpoint", "kept", "both.py") == (
         "--checkpoint kept commits one model and one optimizer, and this model is stepped by SGD + SGD; run it without "
         "--checkpoint, and save in the script"
     )
+
+
+def test_steps_of_several_models_are_not_committed(refused: Refused) -> None:
+    assert refused("run", "--budget", "8GiB", "--checkpoint", "kept", SCRIPTS / "two_models.py") == (
+        "--checkpoint kept commits one model and one optimizer, and this script trains several models (Linear, "
+        "Linear#2); run it without --checkpoint, and save in the script"
+    )
+
+
+def test_an_interpreter_in_front_of_the_script_is_left_out(refused: Refused) -> None:
+    assert refused("run", "--budget", "8GiB", "python", "missing.py").startswith("there is no script missing.py in ")
+    assert "without python3's option -O" in refused("run", "--budget", "8GiB", "python3", "-O", "train.py")
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------

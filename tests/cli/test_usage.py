@@ -25,14 +25,24 @@ OPTIONS = {
     "export": {"--to", "--output", "--world-size", "--disk", "--json"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}
     | {"--worst-batch", "--data", "--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--torch"},
-    "plan": {"--budget", "--device", "--host", "--disk", "--disk-writes", "--allow", "--global-batch", "--output"}
+    "plan": {
+        "--budget",
+        "--device",
+        "--host",
+        "--disk",
+        "--disk-writes",
+        "--no-disk",
+        "--allow",
+        "--global-batch",
+        "--output",
+    }
     | {"--json"}
     | {"--batch", "--seq", "--optimizer", "--dtype", "--worst-batch", "--data", "--mask-share"}
     | {"--autocast", "--checkpointing", "--eval-batch"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
-    "run": {"--budget", "--plan", "--host", "--disk", "--disk-writes", "--allow", "--report", "--json"}
-    | {"--checkpoint", "--checkpoint-every", "--resume", "--history", "--history-at-end"},
+    "run": {"--budget", "--plan", "--host", "--disk", "--disk-writes", "--no-disk", "--allow", "--report", "--json"}
+    | {"--checkpoint", "--checkpoint-every", "--resume", "--history", "--history-at-end", "--nproc"},
     "verify": {"--json"},
 }
 OPTIONS = {name: {*options, "--verbose"} for name, options in OPTIONS.items()}

@@ -21,6 +21,7 @@ from memwall.machine.meter import process_bytes
 from memwall.planning.menu import WINDOW_BYTES
 from memwall.planning.techniques.parameters import MIN_PARAMETER_BYTES, ParameterPlacement, parameter_window_bytes
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
+from memwall.trace.together import models_of
 from memwall.units import format_bytes
 
 __all__ = ["ParameterKeeper", "is_streamed", "open_parameter_streaming", "why_not_streamed"]
@@ -35,6 +36,8 @@ def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
     """Returns None if a model's parameters can be on disk between their uses, as far as it is known, else why not."""
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return "parameters move to disk from CPU memory only"
+    if len(models_of(model)) > 1:
+        return "several models are trained together, and each is stepped in its own turn"
     optimizers = optimizers_of(given)
     if len(optimizers) > 1:
         return f"several optimizers step the model ({joint_name(optimizers)}), whose state stays in memory"

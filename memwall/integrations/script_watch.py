@@ -1,0 +1,107 @@
+"""Waits for the models and the optimizers of an unmodified script to show themselves."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from memwall.errors import MemwallError
+from memwall.integrations.trained_models import as_one, trained_with
+from memwall.patches import Patches
+from memwall.torch_internals.autograd import current_node
+from memwall.trace.optimizers import trains
+
+__all__ = ["ScriptWatch"]
+
+
+class ScriptWatch:
+    """Waits for the models and the optimizers of a script to show themselves, and remembers what memwall refused.
+
+    Args:
+        begins: called with what is trained, what of it is called right now, and whether there is an optimizer: when the
+            first model is called, and again when it turns out that more is trained.
+    """
+
+    def __init__(self, script: str, begins: Callable[[nn.Module, nn.Module, bool], None]) -> None:
+        self.script, self._begins = script, begins
+        self.model: nn.Module | None = None
+        self._early: list[torch.optim.Optimizer] = []
+        self.failure: MemwallError | None = None
+        self._called: dict[int, nn.Module] = {}
+        """Models that the script calls."""
+        self._known: dict[int, int] = {}
+        """What was looked at, by id: the model that a module is in, or 0 of what is not trained."""
+        self._running = 0
+        """The model that is being called."""
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Goes around each hook: a script that catches memwall's error meets it again, and it decides the status."""
+        if self.failure is not None:
+            raise self.failure.without_frames()
+        try:
+            yield
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+
+    def before_forward(self, module: nn.Module, _: Any = None) -> None:
+        """Looks at a call: of a model that is known, of a part of one, or of something new."""
+        number = id(module)
+        if self._running or number in self._called:
+            self._running = self._running or number
+            return
+        model = self._known.get(number)
+        if model == number and torch.is_grad_enabled():
+            self._called[number], self._running = module, number
+            return
+        if model is not None and (not model or model == number or model in self._called):
+            return  # not trained; or a part of a model that is called as a whole as well, as its embedding
+        if not self._is_trainable(module):
+            return
+        with self.guarded():
+            self._found(module)
+
+    def listen(self, patches: Patches) -> None:
+        """Looks at every call of a module from now on."""
+        patches.hook(register_module_forward_pre_hook, self.before_forward)
+        patches.hook(register_module_forward_hook, self.after_forward, always_call=True)
+
+    def after_forward(self, module: nn.Module, *_: Any) -> None:
+        """Notes that a model has been called."""
+        if self._running == id(module):
+            self._running = 0
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether an optimizer that is about to step trains a model that was called."""
+        if self.model is None and optimizer not in self._early:
+            self._early.append(optimizer)  # its closure is going to call the model
+        return self.model is not None and trains(optimizer, self.model)
+
+    def early_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        """Returns the optimizers of a model whose step has begun before the model was called for the first time."""
+        early, self._early = self._early, []
+        return [optimizer for optimizer in early if trains(optimizer, model)]
+
+    def _is_trainable(self, module: nn.Module) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and current_node() is None
+            and any(parameter.requires_grad for parameter in module.parameters())
+        )
+
+    def _found(self, module: nn.Module) -> None:
+        found = trained_with(module, self._called.values())
+        if not found.is_trained:
+            self._known.update((id(each), 0) for each in module.modules())
+            return
+        alive = {id(model) for model in found.models}
+        self._called = {number: model for number, model in self._called.items() if number in alive}
+        self._called[id(module)] = module
+        self._known.update((id(each), id(model)) for model in found.models for each in model.modules())
+        self.model = as_one(found.models)
+        self._running = id(module)
+        self._begins(self.model, module, found.has_optimizer)

@@ -1,0 +1,98 @@
+"""Finds the models that a script trains, from those that are alive when one of them is called.
+
+A script tells nobody which models it trains, but its optimizers hold their parameters. The garbage collector knows
+both. A model is the largest module that is called; what holds several of them, as a class with the whole loop, is none.
+"""
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from msgspec import Struct
+from torch import nn
+
+from memwall.trace.together import TrainedTogether
+
+__all__ = ["TrainedModels", "as_one", "trained_with"]
+
+
+class TrainedModels(Struct, frozen=True, kw_only=True):
+    """Holds what was found beside a module that is called."""
+
+    models: tuple[nn.Module, ...]
+    """The module, and those that hold the other parameters of the script's optimizers."""
+    is_trained: bool
+    """Whether an optimizer holds a parameter of the module; without any optimizer it counts as trained."""
+    has_optimizer: bool
+    """Whether any optimizer is alive that holds a parameter of a module."""
+
+
+def trained_with(called: nn.Module, known: Iterable[nn.Module] = ()) -> TrainedModels:
+    """Returns the models that a script trains, one of which is about to be called.
+
+    Args:
+        known: models that are trained for sure.
+    """
+    found: list[nn.Module] = []
+    for model in (*known, called):
+        inner = {id(module) for module in model.modules()}
+        found = [other for other in found if id(other) not in inner]
+        if all(id(model) not in {id(module) for module in other.modules()} for other in found):
+            found.append(model)
+    held = {id(parameter) for model in found for parameter in model.parameters()}
+    optimizers, modules = _alive()
+    trained = _parameters_of(optimizers)
+    if trained - held:
+        del optimizers, modules
+        gc.collect()  # of an earlier part of the script, cycles may be left that nobody holds any more
+        optimizers, modules = _alive()
+        trained = _parameters_of(optimizers)
+    is_trained = not trained or any(id(parameter) in trained for parameter in called.parameters())
+    found += _others(modules, found, trained - held)
+    return TrainedModels(models=tuple(found), is_trained=is_trained, has_optimizer=bool(trained))
+
+
+def _alive() -> tuple[list[torch.optim.Optimizer], list[nn.Module]]:
+    """Returns every optimizer and every module. Types are asked: some objects answer for others, and load them."""
+    alive = gc.get_objects()
+    optimizers = [each for each in alive if issubclass(type(each), torch.optim.Optimizer)]
+    return optimizers, [each for each in alive if issubclass(type(each), nn.Module) and _is_model(each)]
+
+
+def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _others(modules: Iterable[nn.Module], found: Iterable[nn.Module], left: set[int]) -> list[nn.Module]:
+    """Returns the largest modules that hold parameters, and nothing of what was found.
+
+    Args:
+        left: ids of the parameters that an optimizer holds and no module that was found.
+    """
+    if not left:
+        return []
+    parts = {id(module) for model in found for module in model.modules()}
+    others: list[tuple[int, int, nn.Module]] = []
+    for module in modules:
+        held = len(left.intersection(map(id, module.parameters())))
+        if held and parts.isdisjoint(map(id, module.modules())):
+            others.append((held, sum(1 for _ in module.modules()), module))
+    chosen = []
+    # The largest first; of two that hold the same, as a wrapper and what is in it, the outer one.
+    for *_, module in sorted(others, key=lambda each: (-each[0], -each[1])):
+        own = left.intersection(map(id, module.parameters()))
+        if own:
+            left = left - own
+            chosen.append(module)
+    return chosen
+
+
+def _is_model(module: nn.Module) -> bool:
+    """Tells whether a module is one of the script's, and made to its end."""
+    return type(module) is not TrainedTogether and "_parameters" in vars(module)
+
+
+def as_one(models: tuple[nn.Module, ...]) -> nn.Module:
+    """Returns one model, or several as one."""
+    return models[0] if len(models) == 1 else TrainedTogether(models)

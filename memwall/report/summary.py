@@ -1,0 +1,67 @@
+"""Shows a run's plan, and what it came to, in a few lines each: `memwall run`; its -v shows all that is known."""
+
+from collections.abc import Iterable
+
+from rich.console import Group
+from rich.text import Text
+
+from memwall.observe.run_report import RunReport
+from memwall.planning.plan_line import actions_text, writes_text
+from memwall.planning.planfile import Plan
+from memwall.report.grid import ratio_text
+from memwall.report.run_grids import time_findings
+from memwall.report.text import facts, plan_verdict, printable, run_verdict, shown_verdict
+from memwall.units import format_bytes, format_seconds
+
+__all__ = ["plan_summary", "run_summary"]
+
+
+def plan_summary(plan: Plan) -> Group:
+    """Says whether a plan fits, what it does, and what that costs."""
+    forecast = plan.forecast
+    peak = format_bytes(forecast.peak.process_bytes, rounding="up")
+    if forecast.plain_peak is not None and plan.actions:
+        peak += f"; without the plan {format_bytes(forecast.plain_peak.process_bytes, rounding='up')}"
+    lines = [("does", actions_text(plan.actions)), ("peak", peak)]
+    if forecast.step_seconds is not None:
+        step = format_seconds(forecast.step_seconds)
+        if forecast.plain_step_seconds and plan.actions:
+            step += f", {ratio_text(forecast.step_seconds, forecast.plain_step_seconds)} the plain one"
+        lines.append(("step", step))
+    writes = writes_text(plan)
+    if writes:
+        lines.append(("disk", writes))
+    smallest_bytes = forecast.smallest_feasible_budget_bytes
+    if smallest_bytes is not None and plan.actions:
+        lines.append(("smallest", f"{format_bytes(smallest_bytes, rounding='up')} would do"))
+    return printable((shown_verdict(plan_verdict(plan)), facts(lines)))
+
+
+def run_summary(report: RunReport) -> Group:
+    """Says whether a run kept to its budget and its forecast, and names what else a person should know."""
+    measured, forecast = report.measured, report.forecast
+    peaks = [f"{format_bytes(report.steady_peak_bytes)} in a step"]
+    peaks[0] += f", foreseen {format_bytes(forecast.steady_process_bytes)}"
+    if measured.first_step_peak_bytes:
+        peaks.append(f"{format_bytes(measured.first_step_peak_bytes)} in the first")
+    if report.outside_steps_bytes is not None:
+        peaks.append(f"{format_bytes(report.outside_steps_bytes)} outside them")
+    steps = f"{measured.steps}"
+    if measured.step_seconds_median is not None:
+        steps += f" of {format_seconds(measured.step_seconds_median)}"
+        if forecast.step_seconds is not None:
+            steps += f", foreseen {format_seconds(forecast.step_seconds)}"
+    lines = [("peak", "; ".join(peaks)), ("steps", steps)]
+    return printable((shown_verdict(run_verdict(report)), facts(lines), *_remarks(report)))
+
+
+def _remarks(report: RunReport) -> Iterable[Text]:
+    measured = report.measured
+    if measured.num_replans:
+        yield Text(f"{measured.num_replans} plans were made again, as a step needed more than foreseen.")
+    if measured.oom_recoveries:
+        yield Text(f"{measured.oom_recoveries} steps were done again after memory ran out.", style="yellow")
+    for line in time_findings(report):
+        yield Text(line, style="yellow")
+    for path, reason in sorted(measured.not_recomputed.items()):
+        yield Text(f"Not recomputed: '{path}': {reason}.", style="yellow")

@@ -1,0 +1,122 @@
+"""Every kind of loop is planned under `memwall run`, and ends with the weights of a run without it."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from combinations import exhaustive
+
+from memwall.cli.app import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+_MODELS = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+def network(inputs, outputs):
+    return nn.Sequential(nn.Linear(inputs, 64), *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)),
+                         nn.Linear(64, outputs))
+"""
+_END = """
+torch.save([p.detach() for model in models for p in model.parameters()], "weights.pt")
+"""
+_LOOPS = {
+    "a gan": """
+models = generator, critic = network(4, 4), network(4, 1)
+optimizer_g, optimizer_c = (torch.optim.Adam(model.parameters(), lr=0.01) for model in models)
+for _ in range(3):
+    fake = generator(torch.randn(32, 4))
+    optimizer_c.zero_grad()
+    critic(torch.randn(32, 4)).mean().backward()
+    critic(fake.detach()).mean().neg().backward()
+    optimizer_c.step()
+    optimizer_g.zero_grad()
+    critic(fake).mean().backward()
+    optimizer_g.step()
+""",
+    "an encoder and a decoder": """
+models = encoder, decoder = network(4, 8), network(8, 4)
+optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)
+for _ in range(3):
+    decoder(encoder(torch.randn(32, 4))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "a teacher that is called with gradients on": """
+teacher, *models = network(4, 4), network(4, 4)
+optimizer = torch.optim.Adam(models[0].parameters(), lr=0.01)
+for _ in range(3):
+    data = torch.randn(32, 4)
+    (models[0](data) - teacher(data).detach()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "steps by hand": """
+models = [network(4, 4)]
+for _ in range(3):
+    models[0](torch.randn(32, 4)).square().mean().backward()
+    for parameter in models[0].parameters():
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+""",
+    "a closure": """
+models = [network(4, 4)]
+optimizer = torch.optim.LBFGS(models[0].parameters(), max_iter=3)
+data = torch.randn(32, 4)
+def closure():
+    optimizer.zero_grad()
+    loss = models[0](data).square().mean()
+    loss.backward()
+    return loss
+for _ in range(3):
+    optimizer.step(closure)
+""",
+    "parts that are called, and no whole": """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = network(4, 8), nn.ModuleList([network(8, 8), network(8, 4)])
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+models = [Model()]
+optimizer = torch.optim.Adam(models[0].parameters(), lr=0.01)
+for _ in range(4):
+    models[0].forward(torch.randn(32, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "a second stage": """
+models = [network(4, 4), network(4, 4)]
+for model in models:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.randn(32, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+}
+
+
+_CHEAPEST = ("a gan", "steps by hand")
+
+
+@pytest.mark.parametrize("name", [name if name in _CHEAPEST else exhaustive(name) for name in _LOOPS])
+def test_a_loop_is_planned_and_trains_as_it_would(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(_MODELS + _LOOPS[name] + _END)
+    runpy.run_path("train.py", run_name="__main__")
+    plain = torch.load("weights.pt")
+    Path("weights.pt").unlink()
+    assert main(["run", "--budget", "8GiB", "--report", "run.json", "train.py"]) == 0, capsys.readouterr().err
+    assert all(map(torch.equal, torch.load("weights.pt"), plain))
+    report = json.loads(Path("run.json").read_text())
+    assert report["within_budget"]
+    assert report["measured"]["steps"] == {"a second stage": 5, "parts that are called, and no whole": 4}.get(name, 3)

@@ -1,0 +1,64 @@
+"""What a script trains is found from what is alive: its optimizers hold parameters, its modules hold them as well."""
+
+import torch
+from torch import nn
+
+from memwall.integrations.trained_models import as_one, trained_with
+from memwall.trace.together import TrainedTogether, models_of
+
+
+def adam(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([parameter for model in models for parameter in model.parameters()])
+
+
+def test_the_models_of_other_optimizers_are_found_with_the_one_that_is_called() -> None:
+    critic, generator = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    optimizers = adam(critic), adam(generator)
+    found = trained_with(critic)
+    assert found.is_trained
+    assert {id(model) for model in found.models} == {id(critic), id(generator)}
+    del optimizers
+
+
+def test_of_one_model_there_is_nothing_else() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = adam(model)
+    assert trained_with(model).models == (model,)
+    assert as_one((model,)) is model
+    del optimizer
+
+
+def test_two_modules_of_one_optimizer_are_trained_together() -> None:
+    encoder, decoder = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = adam(encoder, decoder)
+    together = as_one(trained_with(encoder).models)
+    assert isinstance(together, TrainedTogether)
+    assert [name for name, _ in together.named_children()] == ["Linear", "Linear#2"]
+    assert set(models_of(together)) == {encoder, decoder}
+    del optimizer
+
+
+def test_a_teacher_that_no_optimizer_holds_is_not_trained() -> None:
+    teacher, student = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = adam(student)
+    assert not trained_with(teacher).is_trained
+    del optimizer
+
+
+def test_a_class_around_the_whole_loop_is_no_model() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor, self.critic = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    loop = Loop()
+    optimizers = adam(loop.actor), adam(loop.critic)
+    assert set(trained_with(loop.actor).models) == {loop.actor, loop.critic}
+    del optimizers
+
+
+def test_a_larger_model_takes_the_place_of_its_parts() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = adam(model)
+    assert trained_with(model, known=[model[0]]).models == (model,)
+    del optimizer

@@ -1,0 +1,69 @@
+"""That a budget is passed is said when it happens, once for each part of a run."""
+
+import logging
+
+import pytest
+
+from memwall.session.budget_watch import BudgetWatch
+from memwall.session.measurements import Measurements
+
+MIB = 1 << 20
+
+
+class Meter:
+    """Shows what it is told."""
+
+    device = "cpu"
+    shown = 100 * MIB
+
+    def peak_bytes(self) -> int:
+        return self.shown
+
+
+@pytest.fixture
+def meter() -> Meter:
+    return Meter()
+
+
+def watch_on(meter: Meter, place: list[str], *, is_told_later: bool = False) -> BudgetWatch:
+    return BudgetWatch(Measurements(meter=meter), lambda: (place[0], is_told_later))  # type: ignore[arg-type]
+
+
+def test_the_budget_s_passing_is_said_once_in_each_part(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+    place = ["a training step"]
+    watch = watch_on(meter, place)
+    watch.start(120 * MIB)
+    watch.look()
+    assert not caplog.messages
+    meter.shown = 130 * MIB
+    for where in ("a training step", "a training step", "an evaluation"):
+        place[0] = where
+        watch.look()
+    watch.close()
+    assert caplog.messages == [
+        f"the budget of 120.0 MiB is passed in {where}: the process has held 130.0 MiB, 10.0 MiB more"
+        for where in ("a training step", "an evaluation")
+    ]
+
+
+def test_it_is_said_by_itself_while_nobody_looks(meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    watch = watch_on(meter, ["an evaluation"])
+    meter.shown = 130 * MIB
+    watch.start(120 * MIB)
+    for _ in range(50):
+        if caplog.messages or watch._ended.wait(0.05):
+            break
+    watch.close()
+    assert len(caplog.messages) == 1
+
+
+def test_a_first_step_is_given_time_to_end_and_have_its_plan_say_it(
+    meter: Meter, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = watch_on(meter, ["the first step"], is_told_later=True)
+    meter.shown = 130 * MIB
+    watch.start(120 * MIB)
+    watch.look()
+    watch.close()
+    assert not caplog.messages
