@@ -15,30 +15,34 @@ MIB = 1 << 20
 
 
 def gradient(offload: ActivationOffload | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """The gradient through 40 chained products [2048, 2048], and the allocated bytes at the end of forward."""
+    """The gradient through 40 chained products [512, 512], and what forward leaves allocated of its own."""
+    (torch.zeros(1, 1, device="cuda") @ torch.zeros(1, 1, device="cuda")).sum()  # cuBLAS has its workspace now
+    before_bytes = torch.cuda.memory_allocated()
     generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(2048, 2048, device="cuda", dtype=dtype, generator=generator).div_(46).requires_grad_()
+    x = torch.randn(512, 512, device="cuda", dtype=dtype, generator=generator).div_(23).requires_grad_()
     with offload.hooks() if offload is not None else nullcontext():
         y = x
         for _ in range(40):
             y = (y @ x).sin()
-    allocated_bytes = torch.cuda.memory_allocated()
+    allocated_bytes = torch.cuda.memory_allocated() - before_bytes
     y.float().square().sum().backward()
     assert x.grad is not None
     return x.grad, allocated_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window_bytes", [1 * MIB, 32 * MIB, 1 << 30])
+@pytest.mark.parametrize("window_bytes", [MIB // 16, 2 * MIB, 64 * MIB])
 def test_gradients_are_bitwise_equal_and_device_memory_falls(dtype: torch.dtype, window_bytes: int) -> None:
     plain, plain_bytes = gradient(None, dtype)
-    with ActivationOffload(None, window_bytes=window_bytes, is_excluded=lambda tensor: False) as offload:
+    with ActivationOffload(
+        None, window_bytes=window_bytes, min_bytes=1 << 16, is_excluded=lambda tensor: False
+    ) as offload:
         for _ in range(3):
             offloaded, offloaded_bytes = gradient(offload, dtype)
             assert torch.equal(plain, offloaded)
         assert offload.num_held == 0
         assert offload.bytes_written > 0
-        if window_bytes < 100 * MIB:
+        if window_bytes < 64 * MIB:
             assert offloaded_bytes < plain_bytes / 2
 
 

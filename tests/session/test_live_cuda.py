@@ -43,6 +43,8 @@ def trained(num_rows: int, budget_bytes: int | None) -> tuple[list[float], Plan 
     return losses, None if session is None else session.plan
 
 
+# 24 layers of width 1024: computed on CPUs for the phantom device, it takes minutes.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("num_rows", "kind"), [(8, OptimizerPlacement), (32768, Offload)], ids=["state", "activations"]
 )

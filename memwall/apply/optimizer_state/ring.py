@@ -56,6 +56,9 @@ def _step_in_turn(
     num_bytes = max(share.bucket.num_bytes for share in moving)
     buffers: dict[StateShare, BucketBuffer | None] = {}
     waiting = deque(moving)
+    # A buffer is not freed before the writes from it are waited for: on a device, whoever got its memory next would
+    # write there while the copy out, on a stream of its own, still reads.
+    spent: list[BucketBuffer | None] = []
     try:
         while waiting and len(buffers) < num_buffers:
             share = waiting.popleft()
@@ -74,6 +77,8 @@ def _step_in_turn(
                 buffers[later] = buffer
                 if buffer is not None:
                     later.bucket.begin_read(buffer, after=share.bucket.write)
+            else:
+                spent.append(buffer)
     finally:
         drop_reads([share.bucket for share in moving])
         for share in moving:

@@ -9,7 +9,7 @@ from optimizer_runs import Make, same
 from memwall.apply.optimizer_state.cpu_step import CpuStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
-NUM_STEPS = 20
+NUM_STEPS = 10
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ NUM_STEPS = 20
 )
 def test_parameters_and_state_are_those_of_the_fused_step_on_the_cpu(make: Make) -> None:
     gradients = torch.Generator().manual_seed(0)
-    there = [torch.ones(1024, 1024, device="cuda") for _ in range(6)]
+    there = [torch.ones(256, 1024, device="cuda") for _ in range(6)]
     here = [parameter.cpu() for parameter in there]
     optimizer = make(there)
     settings = {**make.keywords, "foreach": None, "fused": True} if isinstance(make, partial) else {}
     reference = type(optimizer)(here, **settings)
-    stepped = CpuStep(optimizer, torch.device("cuda", 0), bucket_bytes=8 << 20, limit_bytes=1 << 30)
+    stepped = CpuStep(optimizer, torch.device("cuda", 0), bucket_bytes=2 << 20, limit_bytes=1 << 30)
     for _ in range(NUM_STEPS):
         for on_device, on_cpu in zip(there, here, strict=True):
             on_cpu.grad = torch.randn(on_cpu.shape, generator=gradients)

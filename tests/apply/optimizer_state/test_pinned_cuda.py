@@ -15,18 +15,18 @@ from memwall.trace.modules import fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 MIB = 1 << 20
-PLACEMENT = OptimizerPlacement(tier="host", resident_bytes=0, bucket_bytes=16 * MIB, min_bytes=64 << 10)
+PLACEMENT = OptimizerPlacement(tier="host", resident_bytes=0, bucket_bytes=4 * MIB, min_bytes=16 << 10)
 
 
 def trained(make: Make, *actions: OptimizerPlacement) -> tuple[list[Tensor], Any, int]:
     """Parameters and state on the CPU, and the bytes that stand on the device after four steps."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))).cuda()
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))).cuda()
     optimizer = make(in_groups(model))
     plan = a_plan(*actions, device="cuda", model_fingerprint=fingerprint([model]))
     with memwall.fit(model, optimizer, plan=plan):
         for _ in range(4):
-            model(torch.ones(4, 1024, device="cuda")).square().mean().backward()
+            model(torch.ones(4, 512, device="cuda")).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -53,4 +53,4 @@ def test_training_is_bitwise_equal_and_the_device_holds_less(make: Make) -> None
     *plain, plain_bytes = trained(make)
     *pinned, pinned_bytes = trained(make, PLACEMENT)
     assert same(plain, pinned)
-    assert plain_bytes - pinned_bytes > 40 * MIB
+    assert plain_bytes - pinned_bytes > 10 * MIB
