@@ -33,6 +33,10 @@ class Library(NamedTuple):
     is_versioned: bool = True
     """Whether the symbols of the real library carry its name as their version."""
     calls_runtime: bool = False
+    refusing: tuple[str, int] = ("", 0)
+    """Which generated functions fail (a pattern of names), with which status: they would return a size or a pointer."""
+    launching: str = ""
+    """Which generated functions are kernels, as a pattern of names; their first argument is a handle."""
 
 
 RUNTIME = "libcudart.so.13"
@@ -42,19 +46,34 @@ LIBRARIES = {
     "libcuda.so.1": Library(("cuda.cpp",), ("nvidia-cuda-runtime", "nvidia/cu13/include/cuda.h"), is_versioned=False),
     "libnvidia-ml.so.1": Library(("nvml.cpp",), None, is_versioned=False),
     "libcublas.so.13": Library(
-        ("cublas.cpp",), ("nvidia-cublas", "nvidia/cu13/lib/libcublas.so.13"), calls_runtime=True
+        ("cublas.cpp",),
+        ("nvidia-cublas", "nvidia/cu13/lib/libcublas.so.13"),
+        calls_runtime=True,
+        launching=r"(?i)gemm|gemv|ger|trsm|trmm|syrk|symm|dot|axpy|scal|nrm2|geam|dgmm|geqrf|getr|matinv|gels",
     ),
     "libcublasLt.so.13": Library(
         ("cublas.cpp",), ("nvidia-cublas", "nvidia/cu13/lib/libcublasLt.so.13"), ("-DPHANTOM_LT",), calls_runtime=True
     ),
-    "libcudnn.so.9": Library(("cudnn.cpp",), ("nvidia-cudnn-cu13", "nvidia/cudnn/lib/libcudnn.so.9")),
+    "libcudnn.so.9": Library(
+        ("cudnn.cpp",),
+        ("nvidia-cudnn-cu13", "nvidia/cudnn/lib/libcudnn.so.9"),
+        refusing=("Size|RNNWeightParams", 3000),
+    ),
     "libnccl.so.2": Library(
         ("nccl.cpp",), ("nvidia-nccl-cu13", "nvidia/nccl/lib/libnccl.so.2"), is_versioned=False, calls_runtime=True
     ),
-    "libcusparse.so.12": Library((), ("nvidia-cusparse", "nvidia/cu13/lib/libcusparse.so.12")),
+    "libcusparse.so.12": Library(
+        (), ("nvidia-cusparse", "nvidia/cu13/lib/libcusparse.so.12"), refusing=("[bB]ufferSize", 10)
+    ),
     "libcusparseLt.so.0": Library((), ("nvidia-cusparselt-cu13", "nvidia/cusparselt/lib/libcusparseLt.so.0")),
-    "libcusolver.so.12": Library((), ("nvidia-cusolver", "nvidia/cu13/lib/libcusolver.so.12")),
-    "libcufft.so.12": Library((), ("nvidia-cufft", "nvidia/cu13/lib/libcufft.so.12")),
+    "libcusolver.so.12": Library(
+        (), ("nvidia-cusolver", "nvidia/cu13/lib/libcusolver.so.12"), refusing=("[bB]ufferSize", 9)
+    ),
+    "libcufft.so.12": Library(
+        (),
+        ("nvidia-cufft", "nvidia/cu13/lib/libcufft.so.12"),
+        refusing=("MakePlan|Estimate|GetSize|Plan[123]d|PlanMany", 16),
+    ),
 }
 INCLUDES = (
     ("nvidia-cuda-runtime", "nvidia/cu13/include"),
@@ -89,8 +108,15 @@ def defined(binary: Path) -> set[str]:
     return {line.split()[2] for line in run("nm", "--defined-only", binary).splitlines() if line.split()[1] in "TW"}
 
 
+def architectures() -> list[int]:
+    """Returns what torch's kernels were compiled for: 75, 80, ... A kernel runs as the largest that a card can run."""
+    asked = "import torch; print(torch._C._cuda_getArchFlags())"
+    return sorted(int(each) for each in re.findall(r"sm_(\d+)", run(sys.executable, "-c", asked)))
+
+
 def cards() -> str:
     """Returns NVIDIA's devices of hardware.toml as a table in C++."""
+    known = architectures()
     file = tomllib.loads(HARDWARE.read_text(encoding="utf-8"))
     rows = []
     for key, device in file["devices"].items():
@@ -98,10 +124,11 @@ def cards() -> str:
         if capability is None:
             continue  # not NVIDIA's
         major, minor = device["compute_capability"].split(".")
+        binary = max((each for each in known if each <= 10 * int(major) + int(minor)), default=known[0])
         peer = device.get("peer_link_bytes_per_second", device["host_link_bytes_per_second"])
         rows.append(
             f'{{"{key}", "{device["product"]}", {device["usable_bytes"]}ULL, {major}, {minor}, '
-            f"{device['num_multiprocessors']}, {device['l2_cache_bytes']}, "
+            f"{binary}, {device['num_multiprocessors']}, {device['l2_cache_bytes']}, "
             f"{capability['max_threads_per_multiprocessor']}, {capability['max_blocks_per_multiprocessor']}, "
             f"{capability['shared_bytes_per_multiprocessor']}, {capability['max_shared_bytes_per_block']}, "
             f"{device['host_link_bytes_per_second']}, {peer}, {device['memory_bytes_per_second']}}},"
@@ -118,14 +145,31 @@ def compiled(source: str, flags: tuple[str, ...], work: Path) -> Path:
     return made
 
 
+STUBS = (
+    "void called_stub(const char*);",
+    "long refused(const char*, long);",
+    "long launched_blas(void*, const char*);",
+)
+
+
+def _body(symbol: str, parts: Library) -> str:
+    """Returns the parameters and the body of a generated function."""
+    pattern, status = parts.refusing
+    if status and re.search(pattern, symbol):
+        return f'() {{ return phantom::refused("{symbol}", {status}); }}'
+    if parts.launching and re.search(parts.launching, symbol):
+        return f'(void* handle) {{ return phantom::launched_blas(handle, "{symbol}"); }}'
+    return f'() {{ phantom::called_stub("{symbol}"); return 0; }}'
+
+
 def library(name: str, parts: Library, objects: list[Path], folder: Path, work: Path) -> str:
     """Links a stub, and returns what it consists of."""
     own = set().union(*(defined(each) for each in objects))
     stubs = sorted(each for each in (exported(located(*parts.exports)) if parts.exports else set()) - own)
     stubs = [symbol for symbol in stubs if symbol.isidentifier()]
     generated = work / f"{name}.stubs.cpp"
-    lines = ["namespace phantom { void called_stub(const char*); }", 'extern "C" {']
-    lines += [f'long {symbol}() {{ phantom::called_stub("{symbol}"); return 0; }}' for symbol in stubs]
+    lines = [f"namespace phantom {{ {each} }}" for each in STUBS] + ['extern "C" {']
+    lines += [f"long {symbol}{_body(symbol, parts)}" for symbol in stubs]
     generated.write_text("\n".join([*lines, "}", ""]))
     links: list[object] = [folder / DEVICE, *([folder / RUNTIME] if parts.calls_runtime else []), "-ldl"]
     version = ["-Wl,--default-symver"] if parts.is_versioned else []

@@ -13,13 +13,15 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CANNOT = 77
 # Two headers that cuda_runtime_api.h includes; the packages that torch requires leave them out.
 CRT = "nvidia-cuda-crt==13.0.*"
+# From 1.16 on highspy looks for CUDA libraries itself, and crashes in the stubs; constraints.txt asks for this one.
+SOLVER = "highspy==1.15.1"
 SCRIPTS = ("memwall", "pytest", "torchrun", "accelerate")
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
@@ -61,6 +63,9 @@ def main() -> None:
         below.insert(0, purelib_of(options.base))
     else:
         install(folder, options.torch)
+    if version("highspy") != SOLVER.partition("==")[2]:
+        pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", purelib, "--upgrade", SOLVER], check=True)
     lines = ["import site", *(f"site.addsitedir({each!r})" for each in below), "import phantom.start"]
     (purelib / "phantom.pth").write_text("; ".join(lines) + "\n")
     link = purelib / "phantom"

@@ -1,181 +1,32 @@
 """Values for the phantom device: what a kernel that does nothing should have written, computed by torch's CPU kernels.
 
 Device memory of the phantom is host memory, so a CPU tensor can lie over every CUDA tensor. A dispatch mode lets each
-operator run on CUDA first, for its allocations, streams and choices, and then once more on CPU tensors over the same
-memory. Copies between host and device are left to the runtime, which carries them out when their stream gets there:
-with PHANTOM_ORDER=lazy, no sooner than somebody waits for them. So a missing wait shows up as wrong numbers.
+operation run on CUDA first, for its allocations, streams and choices, and then queues the same operation on CPU tensors
+over the same memory, on the stream where its kernels are. It is computed when that stream has come to it
+(PHANTOM_ORDER), as copies are: a missing wait, a use after free or a reuse across streams shows up as wrong numbers.
 """
 
-import ctypes
-import os
-import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_map
+
+from phantom.laid_over import laid_over
+from phantom.own_values import OWN_VALUES
+from phantom.queued import failures, finish, queue
+
+__all__ = ["failures", "install"]
 
 aten = torch.ops.aten
-_device = ctypes.CDLL(os.environ["PHANTOM_LIBRARY"])
-_VERBOSE = bool(os.environ.get("PHANTOM_VERBOSE"))
-failures: dict[str, str] = {}
-"""Operators that no CPU kernel ran for, with the error: what they return holds whatever was there."""
-
-
-def over(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the memory of a CUDA tensor."""
-    storage = tensor.untyped_storage()
-    num_bytes = storage.nbytes()
-    if num_bytes == 0:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    raw = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(storage.data_ptr()), dtype=torch.uint8)
-    made = torch.empty(0, dtype=tensor.dtype)
-    return made.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _is_cuda(value) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda
-
-
-def _finish_stream(leaves) -> None:
-    devices = {value.device for value in leaves if _is_cuda(value)} or {None}
-    for device in devices:
-        stream = torch.cuda.current_stream(device)
-        _device.phantom_finish_stream(ctypes.c_void_p(stream.cuda_stream), stream.device_index)
-
-
-# -- operators that only CUDA has --------------------------------------------------------------------------------------
-
-
-def _scores(q, k, bias, is_causal, scale):
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    found = q.float() @ k.float().transpose(-1, -2) * scale
-    if bias is not None:
-        found = found + bias.float()
-    if is_causal:
-        keep = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
-        found = found.masked_fill(~keep, float("-inf"))
-    return found, scale
-
-
-def _expanded(k, q):
-    return k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-
-
-def _attention(q, k, v, bias, is_causal, scale):
-    scores, _ = _scores(q, _expanded(k, q), bias, is_causal, scale)
-    lse = torch.logsumexp(scores, -1)
-    return (torch.exp(scores - lse[..., None]) @ _expanded(v, q).float()), lse
-
-
-def _attention_backward(grad, q, k, v, bias, out, lse, is_causal, scale):
-    wide_k, wide_v = _expanded(k, q), _expanded(v, q)
-    scores, scale = _scores(q, wide_k, bias, is_causal, scale)
-    lse = lse[..., : scores.shape[-2]].reshape(scores.shape[:-1])
-    p = torch.exp(scores - lse[..., None].float())
-    grad = grad.float()
-    dv = p.transpose(-1, -2) @ grad
-    dp = grad @ wide_v.float().transpose(-1, -2)
-    ds = p * (dp - (grad * out.float()).sum(-1, keepdim=True))
-    dq, dk = ds @ wide_k.float() * scale, ds.transpose(-1, -2) @ q.float() * scale
-    if k.shape[1] != q.shape[1]:
-        shape = (k.shape[0], k.shape[1], -1, *k.shape[2:])
-        dk, dv = dk.reshape(shape).sum(2), dv.reshape(shape).sum(2)
-    return dq, dk, dv, ds
-
-
-def _put(target, value):
-    if target is not None and target.numel():
-        over(target).copy_(value)
-
-
-def _flash(out, q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    value, lse = _attention(q, k, v, None, is_causal, scale)
-    _put(out[0], value)
-    _put(out[1], lse)
-
-
-def _flash_backward(out, grad, q, k, v, o, lse, cq, ck, mq, mk, dropout_p, is_causal, seed, offset, *, scale=None):
-    for target, value in zip(out, _attention_backward(grad, q, k, v, None, o, lse, is_causal, scale), strict=False):
-        _put(target, value)
-
-
-def _efficient(out, q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None):
-    value, lse = _attention(q, k, v, bias, is_causal, scale)
-    _put(out[0], value)
-    if out[1].numel():
-        over(out[1])[..., : lse.shape[-1]].copy_(lse)
-
-
-def _efficient_backward(
-    out, grad, q, k, v, bias, o, lse, seed, offset, dropout_p, mask, is_causal=False, *, scale=None
-):
-    for target, value in zip(out, _attention_backward(grad, q, k, v, bias, o, lse, is_causal, scale), strict=False):
-        _put(target, value)
-
-
-def _cudnn(out, q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    value, lse = _attention(q, k, v, bias, is_causal, scale)
-    _put(out[0], value)
-    if out[1].numel():
-        over(out[1]).copy_(lse.reshape(out[1].shape))
-
-
-def _cudnn_backward(
-    out, grad, q, k, v, o, lse, seed, offset, bias, cq, ck, mq, mk, dropout_p, is_causal, *, scale=None
-):
-    for target, value in zip(out, _attention_backward(grad, q, k, v, bias, o, lse, is_causal, scale), strict=False):
-        _put(target, value)
-
-
-def _rms_norm(out, x, shape, weight, eps):
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    dims = tuple(range(-len(shape), 0))
-    r = torch.rsqrt(x.float().pow(2).mean(dims, keepdim=True) + eps)
-    value = x.float() * r
-    _put(out[0], value if weight is None else value * weight.float())
-    _put(out[1], r)
-
-
-def _rms_norm_backward(out, grad, x, shape, r, weight, mask):
-    dims = tuple(range(-len(shape), 0))
-    g = grad.float() * (1 if weight is None else weight.float())
-    normed = x.float() * r
-    _put(out[0], r * (g - normed * (g * normed).mean(dims, keepdim=True)))
-    if out[1] is not None and out[1].numel():
-        _put(out[1], (grad.float() * normed).flatten(0, -len(shape) - 1).sum(0))
-
-
-def _batch_norm(out, x, weight, bias, mean, var, training, momentum, eps):
-    value = aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
-    for target, each in zip(out[:3], value, strict=False):
-        _put(target, each)
-
-
-def _batch_norm_backward(out, x, grad, weight, mean, var, saved_mean, saved_var, eps, reserve):
-    value = aten.native_batch_norm_backward.default(
-        grad, x, weight, mean, var, saved_mean, saved_var, True, eps, [True] * 3
-    )
-    for target, each in zip(out, value, strict=False):
-        _put(target, each)
-
-
-OWN = {
-    aten._scaled_dot_product_flash_attention.default: _flash,
-    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    aten._scaled_dot_product_efficient_attention.default: _efficient,
-    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-    aten._fused_rms_norm.default: _rms_norm,
-    aten._fused_rms_norm_backward.default: _rms_norm_backward,
-    aten.cudnn_batch_norm.default: _batch_norm,
-    aten.cudnn_batch_norm_backward.default: _batch_norm_backward,
-}
-RANDOM = ("native_dropout.", "bernoulli", "normal", "uniform", "random", "rand", "multinomial", "exponential")
-# Their results have a shape that values decide: the CPU's comes first.
-SHAPED_BY_VALUES = {
+RANDOM = ("native_dropout", "bernoulli", "normal", "uniform", "random", "rand", "multinomial", "exponential")
+"""Beginnings of the names of operations that draw from a generator."""
+# Values decide about the shape of their results, or their result is a number: the CPU's comes first.
+ASKED_FIRST = {
     aten.nonzero.default,
     aten.masked_select.default,
     aten._unique2.default,
@@ -183,143 +34,201 @@ SHAPED_BY_VALUES = {
     aten.unique_consecutive.default,
     aten.bincount.default,
     aten.repeat_interleave.Tensor,
+    aten.equal.default,
 }
-NO_VALUES = (
-    "empty",
-    "new_empty",
-    "resize_",
-    "set_",
-    "record_stream",
-    "detach",
-    "alias",
-    "lift_fresh",
-    "_pin_memory",
-    "is_pinned",
-    "_resize",
-    "sym_",
-    "_efficientzerotensor",
+WITHOUT_VALUES = (
+    *("empty", "new_empty", "resize_", "set_", "record_stream", "detach", "alias", "lift_fresh", "_pin_memory"),
+    *("is_pinned", "_resize", "sym_", "_efficientzerotensor", "_local_scalar_dense", "_record_function"),
 )
+"""Beginnings of the names of operations that write nothing, or read by a copy of the runtime's."""
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces whose operations are the communication library's, which moves the bytes itself."""
 
 
 class Numerics(TorchDispatchMode):
-    """Runs every operator with a CUDA tensor twice: on CUDA for its allocations, on the CPU for its values."""
+    """Lets every operation with a CUDA tensor run on CUDA for its allocations, and queues its values."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         leaves = tree_flatten((args, kwargs))[0]
-        if any(
-            isinstance(v, (FakeTensor, FunctionalTensor)) or (isinstance(v, torch.Tensor) and v.is_meta) for v in leaves
-        ):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if _is_without_memory(tensors):
             return func(*args, **kwargs)
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs)
-        name = func.name().removeprefix("aten::") + "."
-        if (
-            func in SHAPED_BY_VALUES
-            or (
-                func is aten.index.Tensor and any(_is_cuda(i) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-            )
-        ) and any(map(_is_cuda, leaves)):
-            _finish_stream(leaves)
-            return tree_map(lambda v: v.cuda() if isinstance(v, torch.Tensor) else v, self._on_cpu(func, args, kwargs))
-        # Copies of whole memory are the runtime's.
-        is_copy = func is aten.copy_.default and args[0].device != args[1].device
-        if (
-            is_copy
-            and args[0].dtype == args[1].dtype
-            and args[0].shape == args[1].shape
-            and (args[0].is_contiguous() and args[1].is_contiguous())
-        ):
-            return func(*args, **kwargs)
-        seed = None
-        if name.startswith(RANDOM):
-            generator = next((g for g in leaves if isinstance(g, torch.Generator)), None)
-            if generator is None or generator.device.type != "cuda":
-                generator = (
-                    torch.cuda.default_generators[torch.cuda.current_device()] if torch.cuda.is_initialized() else None
-                )
-            if generator is not None:
-                seed = (generator.initial_seed() * 1000003 + generator.get_offset()) % (1 << 62)
+        if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors):
+            return NotImplemented  # its own dispatch comes first, and what it does is seen here then
+        if _is_asked_first(func, args) and any(tensor.is_cuda for tensor in tensors):
+            return _asked_first(func, args, kwargs, tensors)
+        seed = _seed(func, leaves)
         out = func(*args, **kwargs)
-        outs, spec = tree_flatten(out)
-        if not any(map(_is_cuda, leaves)) and not any(map(_is_cuda, outs)):
-            return out
-        if name.startswith(NO_VALUES) or func.is_view:
-            return out
-        if func is aten._to_copy.default:
-            source, target = args[0], out
-            if (
-                source.device != target.device
-                and source.dtype == target.dtype
-                and source.is_contiguous()
-                and target.is_contiguous()
-            ):
-                return out
-        _finish_stream([*leaves, *outs])
-        try:
-            if func in OWN:
-                OWN[func](
-                    outs,
-                    *tree_map(lambda v: over(v) if _is_cuda(v) else v, args),
-                    **tree_map(lambda v: over(v) if _is_cuda(v) else v, kwargs),
-                )
-                return out
-            if seed is not None:
-                before = torch.get_rng_state()
-                torch.manual_seed_cpu(seed) if hasattr(
-                    torch, "manual_seed_cpu"
-                ) else torch.default_generator.manual_seed(seed)
-                try:
-                    found = self._on_cpu(func, args, kwargs)
-                finally:
-                    torch.set_rng_state(before)
-            else:
-                found = self._on_cpu(func, args, kwargs)
-        except Exception as error:
-            if name not in failures:
-                failures[name] = str(error)
-                if _VERBOSE:
-                    traceback.print_exc()
-            return out
-        written = {id(a) for a in leaves if isinstance(a, torch.Tensor)}
-        results = []
-        for mine, value in zip(outs, tree_flatten(found)[0], strict=False):
-            if isinstance(mine, torch.Tensor):
-                if id(mine) not in written and isinstance(value, torch.Tensor) and mine.numel():
-                    (over(mine) if mine.is_cuda else mine).copy_(
-                        value.view(mine.shape) if value.shape != mine.shape else value
-                    )
-                results.append(mine)
-            else:
-                results.append(value)
-        return tree_unflatten(results, spec) if len(results) == len(outs) else out
+        outs = tree_flatten(out)[0]
+        device = _device_of(outs, tensors)
+        if device is not None and not _writes_nothing(func) and not _is_plain_copy(func, args, out):
+            _queue_values(func, args, kwargs, outs, tensors, seed, device)
+        return out
 
-    def _on_cpu(self, func, args, kwargs):
-        def mapped(value):
-            if _is_cuda(value):
-                return over(value)
-            if isinstance(value, torch.device) and value.type == "cuda":
-                return torch.device("cpu")
-            if isinstance(value, torch.Generator):
-                return None
-            return value
 
-        args, kwargs = tree_map(mapped, args), tree_map(mapped, kwargs)
-        kwargs.pop("pin_memory", None)
-        if func in (aten._log_softmax.default, aten._softmax.default) and args[2]:
-            args = (args[0].float(), args[1], False)
-        if func in (aten._log_softmax_backward_data.default, aten._softmax_backward_data.default):
-            return func(*args, **kwargs).to(args[3]) if args[0].dtype != args[3] else func(*args, **kwargs)
+def _is_without_memory(tensors: Sequence[Tensor]) -> bool:
+    if any(isinstance(tensor, FakeTensor | FunctionalTensor) or tensor.is_meta for tensor in tensors):
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _name(func: Any) -> str:
+    return str(func.name()).removeprefix("aten::")
+
+
+def _writes_nothing(func: Any) -> bool:
+    return func.is_view or func.namespace in COLLECTIVES or _name(func).startswith(WITHOUT_VALUES)
+
+
+def _device_of(outs: Sequence[Any], tensors: Sequence[Tensor]) -> torch.device | None:
+    """Returns where an operation ran: on the device of what it wrote, or else of what it read; None: not on CUDA."""
+    for each in (*outs, *tensors):
+        if isinstance(each, Tensor) and each.is_cuda:
+            return each.device
+    return None
+
+
+def _is_asked_first(func: Any, args: tuple[Any, ...]) -> bool:
+    if func in ASKED_FIRST:
+        return True
+    if func is not aten.index.Tensor:
+        return False
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _asked_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    """Returns an operation's results as the CPU has them, brought to the device."""
+    device = next(tensor.device for tensor in tensors if tensor.is_cuda)
+    for each in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        finish(each)
+    found = _computed(func, tree_map(_on_host, args), tree_map(_on_host, kwargs))
+    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, found)
+
+
+def _is_plain_copy(func: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Returns whether an operation is a copy of whole memory between two devices, which is the runtime's."""
+    if func is aten.copy_.default:
+        to, source = args[0], args[1]
+    elif func is aten._to_copy.default:
+        to, source = out, args[0]
+    else:
+        return False
+    if to.device == source.device or to.dtype != source.dtype or to.shape != source.shape:
+        return False
+    return bool(to.is_contiguous() and source.is_contiguous() and not to.is_neg() and not source.is_neg())
+
+
+def _seed(func: Any, leaves: Sequence[Any]) -> int:
+    """Returns a number for the place in the sequence of an operation's generator; 0: it draws nothing."""
+    if not _name(func).startswith(RANDOM) and func not in OWN_VALUES:
+        return 0
+    generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator) and leaf.device.type == "cuda"]
+    if not generators:
+        if not torch.cuda.is_initialized():
+            return 0
+        device = _device_of((), [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        index = torch.cuda.current_device() if device is None else device.index
+        generators = [torch.cuda.default_generators[index]]
+    return (generators[0].initial_seed() * 1000003 + generators[0].get_offset() + 1) % (1 << 62)
+
+
+def _on_host(value: Any) -> Any:
+    """Returns an argument for the CPU: a tensor laid over the same memory, or a copy of what is read at the launch."""
+    if isinstance(value, Tensor):
+        if value.is_cuda or (value.device.type == "cpu" and value.is_pinned()):
+            return laid_over(value)
+        return value.clone() if value.ndim == 0 else value
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return None if isinstance(value, torch.Generator) else value
+
+
+def _queue_values(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outs: Sequence[Any],
+    tensors: Sequence[Tensor],
+    seed: int,
+    device: torch.device,
+) -> None:
+    written = {id(tensor) for tensor in tensors}
+    host_args, host_kwargs = tree_map(_on_host, args), tree_map(_on_host, kwargs)
+    targets = [
+        (laid_over(each) if each.is_cuda or each.is_pinned() else each)
+        if isinstance(each, Tensor) and id(each) not in written
+        else None
+        for each in outs
+    ]
+    # What is written in place is a tensor of the arguments: the operation on the CPU writes it likewise.
+    own = OWN_VALUES.get(func)
+
+    def compute() -> None:
+        if own is not None:
+            own(targets, seed, *host_args, **host_kwargs)
+            return
+        found = tree_flatten(_drawn(seed, lambda: _computed(func, host_args, host_kwargs)))[0]
+        for target, value in zip(targets, found, strict=True):
+            if target is not None and isinstance(value, Tensor) and target.numel():
+                target.copy_(value if value.shape == target.shape else value.view(target.shape))
+
+    queue(_name(func), compute, device)
+    pageable = [
+        each for each in (*outs, *tensors) if isinstance(each, Tensor) and each.device.type == "cpu" and each.ndim > 0
+    ]
+    if any(not each.is_pinned() for each in pageable):
+        finish(device)  # the host goes on only when it was read, or written
+
+
+def _drawn(seed: int, work: Callable[[], Any]) -> Any:
+    """Returns what a function returns whose random numbers depend on the seed alone; 0: it draws none."""
+    if not seed:
+        return work()
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        return work()
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("pin_memory", "non_blocking")}
+    if func in (aten._log_softmax.default, aten._softmax.default) and args[2]:
+        args = (args[0].float(), args[1], False)  # half to float in one kernel
+    if func in (aten._log_softmax_backward_data.default, aten._softmax_backward_data.default):
+        found = func(args[0], args[1].to(args[0].dtype), args[2], args[0].dtype)
+        return found.to(args[3])
+    try:
+        return func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        # Mixed or low precision that the CPU has no kernel for; what is written in place has to be of its own dtype.
+        if func._schema.is_mutable:
+            raise
         try:
-            return func(*args, **kwargs)
+            return func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
         except Exception:
-            # Mixed or low precision that the CPU has no kernel for.
-            wide = tree_map(lambda v: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, args)
-            return func(*wide, **kwargs)
+            raise error from None
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def install() -> Numerics:
-    """From here on, in this thread and in backward, CUDA tensors have values."""
+    """Gives CUDA tensors values from here on, in this thread and in backward."""
     mode = Numerics()
     mode.__enter__()
+    original = torch._tensor_str._str
+
+    def text(tensor: Tensor, **options: Any) -> str:
+        # torch turns all modes off while it writes a tensor, and so its values.
+        if type(tensor) is not Tensor or not tensor.is_cuda:
+            return original(tensor, **options)
+        return f"{original(tensor.detach().cpu(), **options)[:-1]}, device='{tensor.device}')"
+
+    torch._tensor_str._str = text  # type: ignore[assignment]
     return mode

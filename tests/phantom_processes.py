@@ -55,6 +55,7 @@ def run_forked(work: Any, settings: dict[str, Any], item: pytest.Item) -> list[p
             os.close(reading)
             _settle(settings)
             reports = work()
+            _no_value_was_missing(reports)
             hook = item.config.hook
             data = [hook.pytest_report_to_serializable(config=item.config, report=report) for report in reports]
             with os.fdopen(writing, "wb") as pipe:
@@ -75,6 +76,15 @@ def run_forked(work: Any, settings: dict[str, Any], item: pytest.Item) -> list[p
         return [hook.pytest_report_from_serializable(config=item.config, data=each) for each in pickle.loads(said)]
     call = pytest.CallInfo.from_call(lambda: pytest.fail(f"the process ended with status {status}"), "call")
     return [pytest.TestReport.from_item_and_call(item, call)]
+
+
+def _no_value_was_missing(reports: list[pytest.TestReport]) -> None:
+    """Fails a test in which an operation was not computed: what it returned was whatever lay there."""
+    queued = sys.modules.get("phantom.queued")
+    for report in reports:
+        if report.when == "call" and report.passed and queued is not None and queued.failures:
+            report.outcome = "failed"
+            report.longrepr = f"operations without values: {queued.failures}"
 
 
 def _settle(settings: dict[str, Any]) -> None:

@@ -220,7 +220,7 @@ CUresult cuFuncGetAttribute(int* value, CUfunction_attribute which, CUfunction) 
   switch (which) {
     case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = 1024; break;
     case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = 32; break;
-    case CU_FUNC_ATTRIBUTE_PTX_VERSION: case CU_FUNC_ATTRIBUTE_BINARY_VERSION: *value = 10 * card().major + card().minor; break;
+    case CU_FUNC_ATTRIBUTE_PTX_VERSION: case CU_FUNC_ATTRIBUTE_BINARY_VERSION: *value = card().binary; break;
     default: *value = 0;
   }
   return CUDA_SUCCESS;

@@ -112,7 +112,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   memset(found, 0, sizeof(*found));
   found->maxThreadsPerBlock = 1024;
   found->numRegs = 32;
-  found->ptxVersion = found->binaryVersion = 10 * card().major + card().minor;
+  found->ptxVersion = found->binaryVersion = card().binary;
   found->maxDynamicSharedSizeBytes = 49152;
   return cudaSuccess;
 }

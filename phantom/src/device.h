@@ -16,6 +16,7 @@ struct Card {
   const char* name;
   size_t total_bytes;
   int major, minor;
+  int binary;  // the architecture of torch's kernels that such a card runs, 86 on a card of 8.9
   int num_processors;
   size_t l2_bytes;
   int max_threads, max_blocks;              // per multiprocessor
@@ -53,6 +54,8 @@ using Guard = std::lock_guard<std::recursive_mutex>;
 void count(const char* what, const std::string& name);
 // A function was called that is generated: it says success and does nothing.
 void called_stub(const char* name);
+// One was called that would have had to return a size or a pointer: it fails with that status.
+long refused(const char* name, long status);
 
 // -- streams.cpp ------------------------------------------------------------------------------------------------------
 

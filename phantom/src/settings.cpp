@@ -101,7 +101,7 @@ void count(const char* what, const std::string& name) {
   Guard guard(lock());
   if (settings().report.empty()) {
     // Even unasked, what did nothing is kept for whoever asks (phantom_num_stubs).
-    if (what != std::string("stub")) return;
+    if (what == std::string("kernel") || what == std::string("copy") || what == std::string("runtime")) return;
   } else {
     static const bool is_registered = (atexit(write_counts), true);
     (void)is_registered;
@@ -113,6 +113,12 @@ void called_stub(const char* name) {
   static const bool is_loud = getenv("PHANTOM_VERBOSE") != nullptr;
   count("stub", name);
   if (is_loud) fprintf(stderr, "phantom: %s did nothing\n", name);
+}
+
+long refused(const char* name, long status) {
+  count("refused", name);
+  if (getenv("PHANTOM_VERBOSE")) fprintf(stderr, "phantom: %s is not there and fails\n", name);
+  return status;
 }
 
 }  // namespace phantom
