@@ -78,6 +78,14 @@ def chosen_calls(capability: tuple[int, int]) -> Iterator[Row]:
         yield {"operator": "native_layer_norm_backward.default", "args": args}
         args = [layer, layer, [width], column, vector, [True, True]]
         yield {"operator": "_fused_rms_norm_backward.default", "args": args}
+    turned, vector, column = (
+        tensor([64, 250, 192], half, [48000, 1, 250]),
+        tensor([192], half),
+        tensor([64, 250, 1], full),
+    )
+    yield {"operator": "native_layer_norm.default", "args": [turned, [192], vector, vector, 1e-5]}
+    args = [turned, turned, [192], column, column, vector, vector, [True, True, True]]
+    yield {"operator": "native_layer_norm_backward.default", "args": args}
     for batch, channels, size, groups, dtype in ((8, 32, 32, 8, full), (64, 128, 32, 8, half), (200, 128, 1, 8, full)):
         image, vector = tensor([batch, channels, size, size], dtype), tensor([channels], dtype)
         sizes, statistics = [batch, channels, size * size, groups], tensor([batch, groups], dtype)

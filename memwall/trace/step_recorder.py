@@ -328,7 +328,7 @@ class StepRecorder(TorchDispatchMode):
             seconds = self._seconds_of(work_of(str(func), flops, inputs, outputs, changed, own=own))
         if node is None and changed and not self._in_optimizer and log.has_mark("backward"):
             self._note_by_hand(changed)
-        log.end_op(index, seconds, flops, outputs, changed)
+        log.end_op(index, seconds, flops, self.workspaces.in_order(func, outputs), changed)
         log.workspaces(index, workspace.beyond(log.born_bytes(index)))
         return out
 

@@ -52,7 +52,9 @@ def test_the_gradient_of_a_bias_takes_scratch_that_grows_with_the_multiprocessor
 ) -> None:
     """Rows go to as many blocks as have 16 each, 197 or what fills the device, of 4 x 32 threads, in six columns."""
     workload = workload_of(
-        lambda: nn.Linear(8, 768), lambda: torch.zeros(12608, 8), loss=lambda model, batch: model(batch).square().sum()
+        lambda: nn.Linear(8, 768),
+        lambda: torch.zeros(12608, 8),
+        loss=lambda model, batch: model(batch).square().sum(),
     )
 
     def blocks_on(device: str) -> list[int]:
@@ -73,6 +75,18 @@ def test_statistics_of_a_layer_norm_are_in_float32(
     step = trace.steps[-1]
     at = next(n for n, op in enumerate(step.ops) if trace.names[op.name] == "aten.native_layer_norm.default")
     assert [(s.nbytes, s.dtype) for s in step.storages if s.birth == at][1:] == [(400, "float32")] * 2
+
+
+def test_a_dropout_allocates_its_mask_first(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1))
+
+    trace = recorded(workload_of(model, lambda: torch.zeros(100, 8)), "h100-80gb")
+    step = trace.steps[-1]
+    at = next(n for n, op in enumerate(step.ops) if trace.names[op.name] == "aten.native_dropout.default")
+    assert [s.dtype for s in step.storages if s.birth == at] == ["bool", "float32"]
 
 
 def test_the_backward_of_indexing_sorts_positions(

@@ -119,14 +119,19 @@ def _convolution_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dic
 # -- normalisation -----------------------------------------------------------------------------------------------------
 
 
+def _layer_norm(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Counts a copy of what does not lie in memory row by row, as what a convolution returns, transposed."""
+    return _copy(args[0])
+
+
 def _layer_norm_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     gradient, tensor, shape, mask = args[0], args[1], args[2], args[7]
-    return _copy(gradient) + _partial_sums(device, tensor, shape, sum(map(bool, mask[1:])))
+    return _copy(gradient) + _copy(tensor) + _partial_sums(device, tensor, shape, sum(map(bool, mask[1:])))
 
 
 def _rms_norm_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     gradient, tensor, shape, mask = args[0], args[1], args[2], args[5]
-    return _copy(gradient) + _partial_sums(device, tensor, shape, int(bool(mask[1])))
+    return _copy(gradient) + _copy(tensor) + _partial_sums(device, tensor, shape, int(bool(mask[1])))
 
 
 def _partial_sums(device: CudaDevice, tensor: Tensor, shape: Sequence[int], num_gradients: int) -> tuple[int, ...]:
@@ -189,6 +194,7 @@ REDUCING_FORMULAS: dict[Any, Callable[[CudaDevice, tuple[Any, ...], dict[str, An
     _aten.all.dims: _any,
     _aten.mse_loss.default: _mse_loss,
     _aten.convolution_backward.default: _convolution_backward,
+    _aten.native_layer_norm.default: _layer_norm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
     operator_named("_fused_rms_norm_backward.default"): _rms_norm_backward,
     _aten.native_group_norm.default: _group_norm,

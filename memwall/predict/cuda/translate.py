@@ -14,6 +14,7 @@ from memwall.machine.hardware import Hardware
 from memwall.machine.tiers import Machine, Tier
 from memwall.predict.cuda.cuda_device import cuda_device_of
 from memwall.predict.cuda.recording import CudaRecording
+from memwall.predict.gradient_sums import with_sums_in_place
 from memwall.predict.roofline import Roofline, with_least_seconds
 from memwall.trace.records import Op, Step, Storage, Trace
 from memwall.units import format_bytes
@@ -125,6 +126,7 @@ def _on_device(step: Step, number: int, names: tuple[str, ...], hardware: Hardwa
     Step counters of optimizers that are neither fused nor capturable stay in host memory: torch/optim/adam.py and its
     kin, `_init_group`.
     """
+    step = with_sums_in_place(step, names)
     has_host_counters = not any("_fused_" in names[op.name] for op in step.ops if op.phase == "optimizer")
     storages = []
     for storage in step.storages:

@@ -55,6 +55,10 @@ class CudaWorkspaces(Workspaces):
         else:
             yield Workspace(formula(self._device, args, kwargs))
 
+    def in_order(self, func: Any, results: list[Tensor]) -> list[Tensor]:
+        """Returns results in the order of allocation, in which dropout's mask is first: Dropout.cu, `dropout_cuda`."""
+        return results[::-1] if func is _aten.native_dropout.default else results
+
 
 def _embedding_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Sorts indices, and holds their segments and a float32 row per partial segment.
