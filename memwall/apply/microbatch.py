@@ -5,10 +5,12 @@ mean over its own terms therefore counts with its share of the terms; parts are 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memwall.errors import ApplyError
 
@@ -28,6 +30,7 @@ class MicroBatches:
         self.num_left = 0
         """Parts of the present batch that the loop has not taken yet."""
         self._weight: float | None = None
+        self._without_reduction: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._divided: set[tuple[torch.Size, torch.dtype]] = set()
 
     def divide_into(self, micro_batch: int | None) -> None:
@@ -37,13 +40,23 @@ class MicroBatches:
     def follow(self, model: nn.Module) -> None:
         """Counts loss terms from here on as this model does."""
         self.shifts_labels = shifts_labels(model)
+        if isinstance(model, DistributedDataParallel):
+            self._without_reduction = model.no_sync
 
-    def split(self, batch: Any, count: Callable[[Any], int] | None) -> Iterator[Any]:
-        """Yields the parts one after the other; `backward` is to be called within each."""
+    def split(
+        self, batch: Any, count: Callable[[Any], int] | None, *, total_of: Callable[[int], float] = float
+    ) -> Iterator[Any]:
+        """Yields the parts one after the other; `backward` is to be called within each.
+
+        Under DistributedDataParallel gradients are reduced with those of the last part alone.
+
+        Args:
+            total_of: by how many loss terms those of a part are divided, from the number of terms in the batch.
+        """
         counter = count or (lambda part: count_terms(part, is_shifted=self.shifts_labels))
         size = num_samples(batch)
         part = self.micro_batch or size
-        total = counter(batch)
+        total = total_of(counter(batch))
         if total == 0:
             raise ApplyError("the batch has no loss term (all labels are ignored); skip this batch")
         begins = range(0, size, part)
@@ -53,7 +66,8 @@ class MicroBatches:
                 self._weight = counter(micro) / total
                 self.num_left = len(begins) - number - 1
                 self._divided = _kinds_in(batch) - _kinds_in(micro)
-                yield micro
+                with self._without_reduction() if self.num_left else nullcontext():
+                    yield micro
         finally:
             self._weight, self.num_left, self._divided = None, 0, set()
 

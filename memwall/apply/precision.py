@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -241,7 +241,7 @@ class GradientScaling:
             return
         # Of all parameters: where several optimizers step, the first of them leaves the step out for the others, too.
         largest, self._largest = list(self._largest.values()), {}
-        if torch.isfinite(torch.stack([value.to(largest[0].device) for value in largest]).max()):
+        if _on_all_ranks(torch.isfinite(torch.stack([value.to(largest[0].device) for value in largest]).max())):
             self._steps_at_scale += 1
             if self._steps_at_scale == GROWTH_STEPS:
                 self.scale, self._steps_at_scale = self.scale * 2, 0
@@ -255,6 +255,14 @@ class GradientScaling:
         )
         for parameter in self._hooked.values():  # an optimizer passes over parameters without a gradient
             parameter.grad = None
+
+
+def _on_all_ranks(is_finite: Tensor) -> bool:
+    """Returns whether no rank's gradients overflowed: after their reduction every rank has those of all others."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        is_finite = is_finite.to(torch.int32)
+        distributed.all_reduce(is_finite, distributed.ReduceOp.MIN)
+    return bool(is_finite)
 
 
 def _leaves(roots: tuple[Tensor | GradientEdge, ...]) -> Iterator[Tensor]:

@@ -141,6 +141,16 @@ class LivePlan:
             given = self.plan.actions if self.plan is not None else ()
             self.micro.divide_into(next((p[0] for a in given if (p := technique_of(a).batch_parts(a))), None))
 
+    def terms_per_rank(self, num_terms: int) -> float:
+        """Returns by how many loss terms all ranks divide, of a batch with so many on this one.
+
+        Raises:
+            ApplyError: a rank has a batch without one.
+            RankError: a rank is missing.
+        """
+        self.ranks = self.ranks or Ranks.meet()
+        return num_terms if self.ranks is None else self.ranks.terms_per_rank(num_terms)
+
     def begin(self) -> None:
         """Applies the plan that was given, or begins to record, before the run's first step; on all ranks or on none.
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from memwall.errors import RankError
+from memwall.errors import ApplyError, RankError
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.torch_internals.process_groups import store_of_all
 
@@ -68,11 +68,11 @@ class Ranks:
 
     def largest(self, values: Sequence[int]) -> tuple[int, ...]:
         """Returns the largest of all ranks, number by number."""
-        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
-        largest = distributed.AllreduceOptions()
-        largest.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MAX)
-        self._meet_at(lambda group: group.allreduce([numbers], largest))
-        return tuple(numbers.tolist())
+        return self._reduced(values, distributed.ReduceOp.MAX)
+
+    def summed(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Returns the sums over all ranks, number by number."""
+        return self._reduced(values, distributed.ReduceOp.SUM)
 
     def gathered(self, message: bytes) -> list[bytes]:
         """Returns what each rank says, in the order of their numbers."""
@@ -87,6 +87,20 @@ class Ranks:
         whole = _bytes(message) if self.rank == source else torch.empty(int(size), dtype=torch.uint8, device="cpu")
         self._meet_at(lambda group: group.broadcast(whole, source))
         return bytes(whole.tolist())
+
+    def terms_per_rank(self, num_terms: int) -> float:
+        """Returns the mean number of loss terms in the ranks' batches, by which each divides where they take the mean.
+
+        Raises:
+            ApplyError: a rank has none, on all ranks: its mean loss is not a number.
+        """
+        total, num_empty = self.summed((num_terms, num_terms == 0))
+        if num_empty:
+            raise ApplyError(
+                f"{num_empty} of {self.num_ranks} ranks have a batch without a loss term (all labels ignored); skip "
+                "this batch on all of them"
+            )
+        return total / self.num_ranks
 
     def done_by_all(self, what: str, do: Callable[[], _T]) -> _T:
         """Does something on every rank, or ends the run on all of them.
@@ -133,6 +147,13 @@ class Ranks:
             with suppress(RuntimeError, ValueError):  # the script may have closed it with its own
                 distributed.destroy_process_group(group)
 
+    def _reduced(self, values: Sequence[int], operation: Any) -> tuple[int, ...]:
+        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
+        options = distributed.AllreduceOptions()
+        options.reduceOp = distributed.ReduceOp(operation)
+        self._meet_at(lambda group: group.allreduce([numbers], options))
+        return tuple(numbers.tolist())
+
     def _all_of(self, own: Tensor) -> list[Tensor]:
         found = [torch.empty_like(own) for _ in range(self.num_ranks)]
         self._meet_at(lambda group: group.allgather(found, own))
@@ -156,7 +177,7 @@ class Ranks:
             missing = [0]  # the store was with it
         who = _named(missing) if missing else "a rank"
         return RankError(
-            f"{who} of {self.num_ranks} did not come to the beginning of this step, where ranks agree on the plan: it "
+            f"{who} of {self.num_ranks} did not come to the beginning of this step, where ranks agree: it "
             "has ended, or runs something else; a message of its own says why, if it could write one. This rank ends "
             "too, since no rank can train on alone"
         )

@@ -217,7 +217,7 @@ class Session:
 
     # -- micro-batches, for loops that cooperate --------------------------------------------------------------------
 
-    def step(self, batch: Any, *, count: Callable[[Any], int] | None = None) -> Iterator[Any]:
+    def step(self, batch: Any, *, count: Callable[[Any], int] | None = None, over_ranks: bool = False) -> Iterator[Any]:
         """Yields the micro-batches of a batch; their losses, through `backward`, weigh as the undivided batch would.
 
         Example::
@@ -232,16 +232,26 @@ class Session:
                 labels other than -100 if the batch has any, else samples. Of labels [samples, positions] the first
                 position does not count, as for causal language models, unless transformers knows the model as another
                 kind.
+            over_ranks: weigh as the ranks' batches together would, undivided, in one process, where gradients are
+                averaged over ranks (DistributedDataParallel, FSDP2), however many terms each rank has. By default a
+                rank weighs its own terms alone, as the mean loss of a plain script does. Ranks with few terms count
+                too much then.
         """
         self._live.take_batches(is_begun=self.state != "waiting")
-        yield from self._live.micro.split(batch, count)
+        total_of = self._live.terms_per_rank if over_ranks else float
+        yield from self._live.micro.split(batch, count, total_of=total_of)
 
     def backward(self, loss: Tensor) -> None:
         """Runs `loss.backward()`, weighted by the present micro-batch's share of the batch."""
         self._live.micro.backward(loss)
 
     def compute_gradients(
-        self, batch: Any, loss_of: Callable[[Any], Tensor], *, count: Callable[[Any], int] | None = None
+        self,
+        batch: Any,
+        loss_of: Callable[[Any], Tensor],
+        *,
+        count: Callable[[Any], int] | None = None,
+        over_ranks: bool = False,
     ) -> Tensor:
         """Runs forward and backward of a batch, in micro-batches where the plan has them; returns the batch's loss.
 
@@ -256,7 +266,7 @@ class Session:
                 optimizer.zero_grad()
 
         Args:
-            batch, count: as `step` takes them.
+            batch, count, over_ranks: as `step` takes them.
             loss_of: the mean loss of a part of the batch; it may be called several times.
 
         Raises:
@@ -264,7 +274,7 @@ class Session:
         """
 
         def part() -> Tensor:
-            parts = self.step(batch, count=count)
+            parts = self.step(batch, count=count, over_ranks=over_ranks)
             return sum((self._live.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
 
         return self.redoable(part)

@@ -1,5 +1,6 @@
 """Two processes under torchrun plan and end together."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,19 @@ with memwall.fit(model, optimizer, budget="8GiB") as session:
 recorded = [s.nbytes for s in session.trace.steps[0].storages if s.category == "parameter"]
 own = sum(p.to_local().nbytes for p in model.parameters())
 
+from memwall.apply.precision import LowerPrecision
+torch.manual_seed(0)
+whole = nn.Linear(8, 8)
+model, optimizer = DistributedDataParallel(whole), torch.optim.SGD(whole.parameters(), lr=0.1)
+lower = LowerPrecision(whole, "float16")
+for step in range(3):
+    # In the second step the gradients of one rank overflow, and reach the other by the reduction.
+    (model(torch.ones(2, 8)).square().mean() * (1e38 if (rank, step) == (1, 1) else 1.0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+lower.undo()
+scaling = [lower.scaling.num_skipped_steps, lower.scaling.scale, whole.weight.sum().item()]
+
 model, optimizer = made()
 apply, refusal = AppliedPlan.apply, ""
 def apply_or_fail(applied):
@@ -112,7 +126,7 @@ try:
 except MemwallError as error:
     refusal = f"{type(error).__name__}: {error}"
 found(plain=plain, losses=losses, plan=plan.plan_hash, kinds=[type(a).__name__ for a in plan.actions], refusal=refusal,
-      plain_shards=plain_shards, shards=shards, kept=kept, recorded=sum(recorded), own=own,
+      plain_shards=plain_shards, shards=shards, kept=kept, recorded=sum(recorded), own=own, scaling=scaling,
       moved=moved, moved_of_whole=moved_of_whole)
 """
 
@@ -125,6 +139,8 @@ def test_two_ranks_have_one_plan_and_one_end(tmp_path: Path) -> None:
 
     GIVEN a model that fully_shard has divided THEN it trains to the same losses, recorded as under a plan
     AND what is recorded of its parameters are this rank's parts, and of gathered ones nothing is moved.
+
+    GIVEN gradients that overflow in float16 on one rank THEN every rank leaves that step out.
     """
     first, second = found_by_ranks(2, SCRIPT, tmp_path)
     assert "Recompute" in first["kinds"]
@@ -137,3 +153,6 @@ def test_two_ranks_have_one_plan_and_one_end(tmp_path: Path) -> None:
         assert ran["shards"] == ran["kept"] == ran["plain_shards"]
         assert ran["recorded"] == ran["own"]
         assert ran["moved"] == ran["moved_of_whole"]
+    assert first["scaling"] == second["scaling"]
+    assert first["scaling"][0] == 1
+    assert math.isfinite(first["scaling"][2])

@@ -1,13 +1,16 @@
 """Ranks agree, or end together: threads that stand for processes."""
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch import distributed
+import torch
+from torch import Tensor, distributed, nn
 
+from memwall.apply.microbatch import MicroBatches
 from memwall.errors import RankError
 from memwall.session.ranks import Ranks
 from memwall.session.shared_plan import agreed_excess, tell_of_failure
@@ -18,10 +21,10 @@ pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="thi
 def on_ranks(num_ranks: int, do: Callable[[Ranks], Any]) -> list[Any]:
     """What each of the ranks returns, or raises."""
     store = distributed.HashStore()
-    store.set_timeout(timedelta(seconds=0.5))
+    store.set_timeout(timedelta(seconds=2))
 
     def run(rank: int) -> Any:
-        group = distributed.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=0.5))
+        group = distributed.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=2))
         try:
             return do(Ranks(store, group, rank=rank, num_ranks=num_ranks))
         except Exception as error:
@@ -71,6 +74,45 @@ def test_a_rank_that_has_failed_tells_the_others_where_they_begin_their_next_ste
     _, other = on_ranks(2, do)
     assert isinstance(other, RankError)
     assert str(other).startswith("rank 0 of 2 ended its run in the last step")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 6, 8])
+def test_gradients_are_those_of_one_process_with_the_whole_batch(
+    num_ranks: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """GIVEN labels of which many are ignored, shared out unevenly, and parts of which the last one is short
+    AND gradients that are averaged over ranks THEN any number of ranks has the gradient of one.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(6, 9).to(dtype)
+    inputs, labels = torch.randn(24, 6, dtype=dtype), torch.randint(9, (24,))
+    labels[torch.rand(24) < 0.4] = -100
+    labels[torch.linspace(0, 23, 9).long()] = 1  # so that each rank has one
+    cross_entropy = nn.functional.cross_entropy
+    expected = torch.autograd.grad(cross_entropy(model(inputs), labels), list(model.parameters()))
+    bounds = [0, *(24 * (2 * rank + 2) // (2 * num_ranks + 1) for rank in range(num_ranks - 1)), 24]
+
+    def gradients(ranks: Ranks) -> list[Tensor]:
+        replica = copy.deepcopy(model)
+        micro = MicroBatches()
+        micro.divide_into(2)
+        own = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
+        batch = {"inputs": inputs[own], "labels": labels[own]}
+        for part in micro.split(batch, lambda one: int((one["labels"] != -100).sum()), total_of=ranks.terms_per_rank):
+            if (part["labels"] != -100).any():
+                micro.backward(cross_entropy(replica(part["inputs"]), part["labels"]))
+        return [p.grad for p in replica.parameters() if p.grad is not None]
+
+    by_rank = on_ranks(num_ranks, gradients)
+    for ours, theirs in zip(zip(*by_rank, strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.stack(ours).mean(0), theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_a_rank_without_a_loss_term_is_an_error_on_all_ranks() -> None:
+    """GIVEN a batch whose mean loss is not a number on one rank THEN none of them waits for it."""
+    for error in on_ranks(3, lambda ranks: ranks.terms_per_rank(7 * (ranks.rank != 1))):
+        assert str(error).startswith("1 of 3 ranks have a batch without a loss term")
 
 
 def test_the_last_words_of_a_run_need_no_group() -> None:

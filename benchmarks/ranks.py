@@ -1,0 +1,127 @@
+"""Holds, equals, or is refused: frontends by ways to train on several ranks, on two gloo processes of this machine.
+
+    python benchmarks/ranks.py                       # all cells; about 10 minutes on two cores
+    python benchmarks/ranks.py --cells fit-fsdp2
+
+The budget of a cell is what the process holds before it trains, and 60 % of what plain training adds to that on the
+larger rank. A cell holds if no rank exceeded it, in any step; it is equal if every loss and every weight on every rank
+is the plain run's, bit for bit. Writes results/cpu/ranks.json and prints the table of docs/ranks.md.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+FRONTENDS, WRAPPERS = ("fit", "run", "accelerate", "trainer"), ("ddp", "fsdp2")
+SHARE = 0.6
+MIB = 1 << 20
+
+
+def launched(frontend: str, wrapper: str, budget_bytes: int) -> dict[str, Any]:
+    """Runs two ranks; returns what each found, or the last lines of what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = [str(HERE / "ranks_child.py"), frontend, wrapper, str(budget_bytes), folder]
+        through = []
+        if frontend == "run" and budget_bytes:
+            child[3] = "0"
+            report = str(Path(folder) / "run.json")
+            through = ["-m", "memwall", "run", "--budget", str(budget_bytes), "--report", report]
+        result = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *through, *child],
+            capture_output=True,
+            text=True,
+            timeout=580,
+            check=False,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        paths = [Path(folder) / f"{rank}.json" for rank in range(2)]
+        if result.returncode or not all(path.exists() for path in paths):
+            lines = [line for line in result.stderr.splitlines() if "Error" in line or line.startswith("memwall:")]
+            return {"failure": (lines or result.stderr.splitlines()[-1:] or ["no message"])[0]}
+        ranks = [json.loads(path.read_text()) for path in paths]
+        if through:
+            joint = json.loads((Path(folder) / "run.json").read_text())
+            for rank in ranks:
+                rank |= {
+                    "peak_bytes": joint["ranks"]["most_peak_bytes"],
+                    "steady_bytes": joint["measured"]["steady_peak_bytes"],
+                    "predicted_bytes": joint["forecast"]["peak"]["process_bytes"],
+                    "plan": joint["plan_hash"],
+                    "actions": len(joint["forecast"]["actions"]),
+                    "replans": joint["measured"]["num_replans"],
+                }
+        return {"ranks": ranks}
+
+
+def measured(frontend: str, wrapper: str) -> dict[str, Any]:
+    plain = launched(frontend, wrapper, 0)
+    if "failure" in plain:
+        return {"state": "not run", "reason": f"without memwall: {plain['failure']}"}
+    began = max(rank["began_bytes"] for rank in plain["ranks"])
+    peak = max(rank["peak_bytes"] for rank in plain["ranks"])
+    budget = began + int(SHARE * (peak - began))
+    under = launched(frontend, wrapper, budget)
+    cell = {"plain_peak_bytes": peak, "budget_bytes": budget}
+    if "failure" in under:
+        return cell | {"state": "failed", "reason": under["failure"]}
+    same = all(
+        (one["losses"], one["weights"]) == (other["losses"], other["weights"])
+        for one, other in zip(plain["ranks"], under["ranks"], strict=True)
+    )
+    most = max(under["ranks"], key=lambda rank: rank["steady_bytes"])
+    return cell | {
+        "state": ("held" if max(rank["peak_bytes"] for rank in under["ranks"]) <= budget else "exceeded")
+        + (", equal" if same else ", not equal"),
+        "peak_bytes": max(rank["peak_bytes"] for rank in under["ranks"]),
+        "predicted_bytes": most["predicted_bytes"],
+        "steady_bytes": most["steady_bytes"],
+        "actions": most["actions"],
+        "replans": most["replans"],
+        "one_plan": len({rank["plan"] for rank in under["ranks"]}) == 1,
+    }
+
+
+def row(name: str, cell: dict[str, Any]) -> str:
+    frontend, _, wrapper = name.partition("-")
+    if "peak_bytes" not in cell:
+        return f"| {frontend} | {wrapper} | {cell['state']} | {cell['reason']} |"
+    steady = 100 * (cell["predicted_bytes"] / cell["steady_bytes"] - 1)
+    figures = (
+        f"{cell['plain_peak_bytes'] / MIB:.0f} -> {cell['peak_bytes'] / MIB:.0f} of {cell['budget_bytes'] / MIB:.0f}"
+    )
+    return f"| {frontend} | {wrapper} | {cell['state']} | {figures} MiB; {steady:+.1f} %; {cell['actions']} actions |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", nargs="*", default=[f"{one}-{two}" for one in FRONTENDS for two in WRAPPERS])
+    chosen = parser.parse_args().cells
+    cells = {}
+    for name in chosen:
+        frontend, _, wrapper = name.partition("-")
+        cells[name] = measured(frontend, wrapper)
+        print(row(name, cells[name]), flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    result = {
+        "tag": "cpu-measured",
+        "torch": torch.__version__,
+        "num_ranks": 2,
+        "share": SHARE,
+        "commit": commit.stdout.strip(),
+        "cells": cells,
+    }
+    path = HERE / "results" / "cpu" / "ranks.json"
+    known = json.loads(path.read_text())["cells"] if path.exists() else {}
+    path.write_text(json.dumps(result | {"cells": known | cells}, indent=2, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
