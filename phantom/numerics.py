@@ -6,13 +6,15 @@ over the same memory, on the stream where its kernels are. It is computed when t
 (PHANTOM_ORDER), as copies are: a missing wait, a use after free or a reuse across streams shows up as wrong numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -20,7 +22,7 @@ from phantom.laid_over import laid_over
 from phantom.own_values import OWN_VALUES
 from phantom.queued import failures, finish, queue
 
-__all__ = ["failures", "install"]
+__all__ = ["failures", "install", "prepare"]
 
 aten = torch.ops.aten
 RANDOM = ("native_dropout", "bernoulli", "normal", "uniform", "random", "rand", "multinomial", "exponential")
@@ -218,17 +220,25 @@ def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def install() -> Numerics:
+_installed: Numerics | None = None
+_hide_from_modes = _python_dispatch._disable_current_modes
+
+
+@contextmanager
+def _hidden_but_for_values() -> Iterator[None]:
+    """Hides operations from all modes but this one, which is no part of the program: on a device kernels run anyway."""
+    with _hide_from_modes(), _installed or nullcontext():
+        yield
+
+
+def prepare() -> None:
+    """Has what hides operations from modes leave them their values; to be called before others import those names."""
+    _python_dispatch._disable_current_modes = _hidden_but_for_values  # type: ignore[assignment]
+    torch._C._DisableTorchDispatch = _hidden_but_for_values  # type: ignore[assignment,misc]
+
+
+def install() -> None:
     """Gives CUDA tensors values from here on, in this thread and in backward."""
-    mode = Numerics()
-    mode.__enter__()
-    original = torch._tensor_str._str
-
-    def text(tensor: Tensor, **options: Any) -> str:
-        # torch turns all modes off while it writes a tensor, and so its values.
-        if type(tensor) is not Tensor or not tensor.is_cuda:
-            return original(tensor, **options)
-        return f"{original(tensor.detach().cpu(), **options)[:-1]}, device='{tensor.device}')"
-
-    torch._tensor_str._str = text  # type: ignore[assignment]
-    return mode
+    global _installed
+    _installed = Numerics()
+    _installed.__enter__()

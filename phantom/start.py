@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 class _AfterTorch(MetaPathFinder):
-    """Installs the values once torch has been imported."""
+    """Prepares the values, and installs them where they are asked for, once torch has been imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -29,11 +29,13 @@ class _AfterTorch(MetaPathFinder):
             execute(module)
             from phantom import numerics
 
-            numerics.install()
+            numerics.prepare()
+            if os.environ.get("PHANTOM_NUMBERS") == "1":
+                numerics.install()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-if os.environ.get("PHANTOM_NUMBERS") == "1" and "PHANTOM_LIBRARY" in os.environ:
+if "PHANTOM_LIBRARY" in os.environ:
     sys.meta_path.insert(0, _AfterTorch())
