@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -103,7 +104,15 @@ class Script:
 
 
 def run(script: Callable[[], Script], checkpoint: StepCheckpoint | None = None) -> Script:
-    """Runs a script as `memwall run --checkpoint` does; an interruption is the end of its process."""
+    """Runs a script as `memwall run --checkpoint` does; an interruption is the end of its process.
+
+    In a thread, so that the variables of the test are not the script's.
+    """
+    with ThreadPoolExecutor(1) as process:
+        return process.submit(_run, script, checkpoint).result()
+
+
+def _run(script: Callable[[], Script], checkpoint: StepCheckpoint | None) -> Script:
     set_checkpoint(checkpoint)
     completed = False
     made = script()

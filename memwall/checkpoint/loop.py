@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from memwall.checkpoint.companions import Companions, State
 from memwall.checkpoint.training_state import random_states
 from memwall.errors import UsageError
 
@@ -15,7 +16,9 @@ class LoopState:
         is_open: whether the loop is one over `memwall.steps`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, companions: Companions) -> None:
+        self._companions = companions
+        self._beside: State | None = None
         self.is_open = False
         self._position = 0
         self._stateful: dict[str, Any] = {}
@@ -54,6 +57,7 @@ class LoopState:
         """Notes what an iteration begins with, before it fetches its batch; takes it down if a commit is due."""
         self._position = position
         self._at_top = self._taken() if is_due else None
+        self._beside = self._companions.take() if is_due else None
 
     def take(self) -> dict[str, Any] | None:
         """Returns the loop as it was at the top of the present iteration; None of one that shows nothing of itself."""
@@ -61,6 +65,16 @@ class LoopState:
             return None
         taken, self._at_top = self._at_top, None
         return taken if taken is not None else self._taken()
+
+    def take_beside(self) -> State:
+        """Returns what goes with the model, as it was at the top of the present iteration if that is known."""
+        taken, self._beside = self._beside, None
+        return taken if taken is not None else self._companions.take()
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """Returns what the loop names itself."""
+        return tuple(self._stateful.values())
 
     def _taken(self) -> dict[str, Any]:
         return {

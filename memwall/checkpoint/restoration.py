@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.kept_space import KeepsState
 from memwall.apply.optimizer_state.low_bit_form import put_together
-from memwall.checkpoint.discovery import Helpers, find_models
+from memwall.checkpoint.companions import PREFIX, Companions, holder_of
+from memwall.checkpoint.discovery import Helpers, find_models, find_optimizer, objects_of
+from memwall.checkpoint.reachable import reachable
 from memwall.checkpoint.training_state import (
     Part,
     TensorRecord,
@@ -42,6 +44,15 @@ class Content(Struct, frozen=True, kw_only=True):
     """The plan file that was in effect."""
 
 
+class _Beside(NamedTuple):
+    """Holds what went with the model and has not been put back yet."""
+
+    states: dict[str, Any]
+    records: dict[str, TensorRecord]
+    names: frozenset[str]
+    """Names of all of them."""
+
+
 class Restoration:
     """Puts a committed step back, part by part.
 
@@ -70,6 +81,7 @@ class Restoration:
         self.has_state = False
         self._is_checked = False
         self._left: list[tuple[str, dict[str, Any]]] = [(name, state) for name, state in self.objects["helpers"]]
+        self._beside = self._companions_left()
 
     def _written_by_another(self, error: Exception) -> StoreError:
         return StoreError(
@@ -88,10 +100,14 @@ class Restoration:
             raise self._written_by_another(error) from error
 
     def find_model(self) -> nn.Module | None:
-        """Returns the only module of this process that has these parameters; None where there is none, or several."""
+        """Returns the module of this process that has these parameters; of several the only one that is trained."""
         kind = "parameter/"
         shapes = {r.name.removeprefix(kind): r.shape for r in self.content.tensors if _is_of_model(r, kind)}
         models = find_models(shapes)
+        if len(models) > 1:  # copies by moving average, a teacher
+            optimizers = objects_of((torch.optim.Optimizer,))
+            near = {id(value) for _, value in reachable() if isinstance(value, nn.Module)}
+            models = [m for m in models if id(m) in near and find_optimizer(m, optimizers) is not None]
         return models[0] if len(models) == 1 else None
 
     @torch.no_grad()
@@ -195,14 +211,60 @@ class Restoration:
         if self._left:
             self._left = helpers.restore(self._left)
 
-    def check_complete(self, helpers: Helpers) -> None:
+    @torch.no_grad()
+    def restore_companions(self, companions: Companions) -> None:
+        """Loads what went with the model, as far as it has appeared."""
+        if self._beside is None:
+            return
+        companions.restore(self._beside.states)
+        here = {part.name: part.tensor for part in companions.parts()}
+        found = [record for name, record in self._beside.records.items() if name in here]
+        self._check_belongs(found, [part for part in companions.parts() if part.name in self._beside.records])
+        self.read([(record, here[record.name]) for record in found])
+        for record in found:
+            del self._beside.records[record.name]
+
+    def _companions_left(self) -> "_Beside | None":
+        data = self.objects.get("beside")
+        if data is None:
+            return None
+        states = decode_objects(data)
+        if states["uncommitted"]:
+            _log.warning(
+                "the run in %s continues, but begins anew with what was not committed: %s",
+                *(self._journal.directory, "; ".join(states["uncommitted"])),
+            )
+        records = {record.name: record for record in self.content.tensors if record.name.startswith(PREFIX)}
+        names = {*states["generators"], *states["stateful"], *map(holder_of, records)}
+        return _Beside(states, records, frozenset(names))
+
+    def _check_companions(self, companions: Companions) -> None:
+        if self._beside is None:
+            return
+        states = self._beside.states
+        left = [*states["generators"], *states["stateful"], *map(holder_of, self._beside.records)]
+        if left:
+            raise StoreError(
+                f"the checkpoint in {self._journal.directory} holds the state of '{left[0]}', which this script has "
+                "not made before its first update; resume with the script that made it"
+            )
+        new = sorted(companions.names() - self._beside.names)
+        if new:
+            raise StoreError(
+                f"the checkpoint in {self._journal.directory} was made without '{new[0]}', which this script has; "
+                "resume with the script that made it"
+            )
+
+    def check_complete(self, helpers: Helpers, companions: Companions | None = None) -> None:
         """Checks that the script has what the step was made with, no more and no less, before its first update.
 
         Raises:
-            StoreError: it lacks a scheduler or scaler, or has another one.
+            StoreError: it lacks a scheduler, a scaler or what else went with the model, or has another one.
         """
         if self._is_checked:
             return
+        if companions is not None:
+            self._check_companions(companions)
         if self._left:
             raise StoreError(
                 f"the checkpoint in {self._journal.directory} holds the state of a {self._left[0][0]}, which this "

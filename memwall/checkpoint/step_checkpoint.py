@@ -5,6 +5,7 @@ random numbers belong together then, whatever the loop did after the update. The
 and its backward run; the next update waits for them. What a forward changes, buffers, is copied first.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
 from memwall.checkpoint.commits import Commits, find_on_disk
+from memwall.checkpoint.companions import Companions
 from memwall.checkpoint.discovery import HELPERS, Helpers, find_optimizer, objects_of
 from memwall.checkpoint.loop import LoopState
 from memwall.checkpoint.restoration import Restoration
@@ -35,11 +37,13 @@ from memwall.patches import Patches
 from memwall.planning.planfile import Plan
 from memwall.store.backend import SystemBackend
 from memwall.store.journal import Journal
-from memwall.torch_internals.autograd import current_node
+from memwall.torch_internals.autograd import current_node, version_of
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import joint_name, trains
 
 __all__ = ["StepCheckpoint"]
+
+_log = logging.getLogger(__name__)
 
 
 class StepCheckpoint:
@@ -96,7 +100,11 @@ class StepCheckpoint:
         self._helpers = Helpers()
         self._is_between_steps = False
         self._was_asked = False
-        self._loop = LoopState()
+        self._has_companions = True
+        """Whether to look for what goes with the model."""
+        self._named: set[str] = set()
+        self._companions: Companions = Companions()
+        self._loop = LoopState(self._companions)
         self._patches = Patches("commits steps to a checkpoint")
 
     def _open(self, *, is_resuming: bool) -> None:
@@ -153,7 +161,9 @@ class StepCheckpoint:
         begin = self._loop.restore(saved, self.directory)
         # A loop that has nothing left to do never calls its model, and then saves it.
         model = restoration.find_model()
-        if model is not None:
+        if model is None:
+            self._look_beside(None)
+        else:
             restoration.restore_model(model)
             self._look(model)
             if begin >= num_steps and self._optimizer is not None:
@@ -163,6 +173,8 @@ class StepCheckpoint:
 
     def at_loop_top(self, position: int) -> None:
         """Takes down what an iteration begins with; to be called before it fetches its batch."""
+        if self._is_due:
+            self._look_beside(self._model)
         self._loop.at_top(position, is_due=self._is_due)
 
     # -- life cycle --------------------------------------------------------------------------------------------------
@@ -218,6 +230,15 @@ class StepCheckpoint:
             if self._optimizer is not None and not self._restoration.has_options:
                 self._restoration.restore_options(model, self._optimizer)
             self._restoration.restore_helpers(self._helpers)
+        self._look_beside(model)
+
+    def _look_beside(self, model: nn.Module | None) -> None:
+        """Finds what goes with the model, and puts it back."""
+        if not self._has_companions:
+            return
+        self._companions.look(model, self._optimizer, self._loop.given)
+        if self._restoration is not None and not self._restoration.has_state:
+            self._restoration.restore_companions(self._companions)
 
     def finish(self, *, completed: bool) -> None:
         """Commits the last step of a script that has ended well, from where everything lies, and nothing after that.
@@ -230,7 +251,7 @@ class StepCheckpoint:
             if commits is not None and self.failure is None:
                 commits.writer.wait()
                 if completed and self._is_between_steps and self.steps_done > commits.step:
-                    self._commit(commits)
+                    self._commit(commits, is_last=True)
                     commits.writer.wait()
             restoration = self._restoration
             if completed and self.failure is None and restoration is not None and not restoration.has_model:
@@ -284,7 +305,24 @@ class StepCheckpoint:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._model is not None and self._commits is not None:
             with self._noting_failure():
+                if self._optimizer is not None and not trains(optimizer, self._model):
+                    self._commits.writer.wait()  # its parameters may be among what is written
+                    self._check_order(optimizer)
+                    return
                 self._prepare_step(self._model, optimizer, self._commits)
+
+    def _check_order(self, optimizer: torch.optim.Optimizer) -> None:
+        """Checks that another model's step does not fall between this model's and the commit of that.
+
+        Raises:
+            UsageError: it does, and no loop says where an iteration begins.
+        """
+        if self._is_between_steps and not self._loop.is_open and self._companions.trains_with(optimizer):
+            raise UsageError(
+                f"--checkpoint {self.directory}: a {type(optimizer).__name__} of another model steps before the model "
+                "that is committed is called again, so that the two would be committed from different steps; loop over "
+                "`for step in memwall.steps(NUM_STEPS)`, which says where a step begins"
+            )
 
     def _prepare_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits) -> None:
         """Puts the optimizer's state back before its first update, and has every update wait for what is written."""
@@ -297,7 +335,8 @@ class StepCheckpoint:
                 f"{joint_name((self._optimizer, optimizer))}; run it without --checkpoint, and save in the script"
             )
         if self._restoration is not None and not self._restoration.has_state:
-            self._restoration.check_complete(self._helpers)
+            self._look_beside(model)
+            self._restoration.check_complete(self._helpers, self._companions if self._has_companions else None)
             # Not earlier: only now it is certain where the state is to live, and in which form.
             self._restoration.restore_state(model, optimizer, self.space.keeper_of(optimizer))
         commits.writer.wait()
@@ -311,30 +350,49 @@ class StepCheckpoint:
     # -- committing --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _commit(self, commits: Commits) -> None:
-        """Takes down everything of the present step, and begins to write it."""
+    def _commit(self, commits: Commits, *, is_last: bool = False) -> None:
+        """Takes down everything of the present step, and begins to write it; of the last one the script has ended."""
         model, optimizer = self._model, self._optimizer
         assert model is not None
         assert optimizer is not None
         commits.writer.wait()
         self._helpers.look_now_and_then(model, optimizer)
-        parts = [*parts_of_model(model), *parts_of_optimizer(model, optimizer)]
+        if not (self._loop.is_open or is_last):
+            self._look_beside(model)
+        beside = self._loop.take_beside()
+        if any(version_of(p.tensor) != version for p, version in zip(beside.parts, beside.versions, strict=True)):
+            # Of another step than the model is, as of a model that is stepped first: from now on they are copied.
+            self._companions.copies = True
+            return
+        self._name_uncommitted()
+        parts = [*parts_of_model(model), *parts_of_optimizer(model, optimizer), *beside.parts]
         absent = [part for part in parts if part.kind == "away"]
         commits.begin(
             self.steps_done,
             [part for part in parts if part.kind != "away"],
-            partial(self._objects, model, optimizer, commits),
+            partial(self._objects, model, optimizer, commits, beside.objects),
             self.plan_in_effect(),
             lambda first: find_on_disk(model, optimizer, self.space, absent, first=first),
         )
 
-    def _objects(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits) -> bytes:
+    def _name_uncommitted(self) -> None:
+        new = [name for name in self._companions.uncommitted if name not in self._named]
+        if new:
+            self._named.update(new)
+            _log.warning(
+                "--checkpoint %s does not commit %s; a resumed run begins anew with it; hand what has a state_dict to "
+                "memwall.steps(NUM_STEPS, name=object)",
+                *(self.directory, "; ".join(new)),
+            )
+
+    def _objects(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits, beside: bytes) -> bytes:
         return encode_objects(
             {
                 "optimizer": optimizer_objects(model, optimizer),
                 "helpers": self._helpers.states(),
                 "random": random_states(),
                 "loop": self._loop.take(),
+                "beside": beside if self._has_companions else None,
                 "state_dict": commits.state_dict_names(model),
             }
         )
@@ -347,6 +405,7 @@ class StepCheckpoint:
         Raises:
             MemwallError: see `attach`, and the errors of a disk.
         """
+        self._has_companions = False  # the script that goes on has other variables than this one
         self._loop.begin(stateful)
         self._loop.at_top(step, is_due=False)
         self._committed_before = -1

@@ -29,6 +29,7 @@ __all__ = [
     "decode_objects",
     "encode_objects",
     "fingerprint_of",
+    "is_plain",
     "low_bit_of",
     "names_of_parameters",
     "optimizer_objects",
@@ -103,7 +104,7 @@ def parts_of_model(model: nn.Module) -> list[Part]:
     parts = [Part(f"parameter/{name}", value, _kind_of(value)) for name, value in model.named_parameters()]
     parts += [Part(f"buffer/{name}", value, "volatile") for name, value in model.named_buffers()]
     for part in parts:
-        if part.kind != "away" and not _is_plain(part.tensor):
+        if part.kind != "away" and not is_plain(part.tensor):
             raise ApplyError(
                 f"{part.name.replace('/', ' ')} is a {type(part.tensor).__name__} in {part.tensor.layout} on "
                 f"{part.tensor.device}, and only plain strided tensors can be committed; run without --checkpoint"
@@ -154,7 +155,7 @@ def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
         for key, value in state.items():
             pieces = pieces_of(key, value) if is_low_bit(value) else {key: value}
             for piece, tensor in pieces.items():
-                if _is_plain(tensor):
+                if is_plain(tensor):
                     parts.append(Part(f"state/{piece}/{names[id(parameter)]}", tensor, "trained"))
     return parts
 
@@ -175,7 +176,7 @@ def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         rest[name] = {
             key: value
             for key, value in state.items()
-            if not (_is_plain(value) or _is_away(value) or key in low_bit[name])
+            if not (is_plain(value) or _is_away(value) or key in low_bit[name])
         }
     groups = [
         {
@@ -273,7 +274,8 @@ def _not_committed(reason: str) -> ApplyError:
     )
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Returns whether a value is a tensor that can be written out as it lies."""
     return (
         isinstance(value, Tensor)
         and type(value) in (Tensor, nn.Parameter, nn.Buffer)

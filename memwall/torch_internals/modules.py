@@ -10,6 +10,7 @@ from memwall.torch_internals.names import find, instance_attribute
 __all__ = [
     "checkpointing_function_of",
     "is_compiled",
+    "is_loader_iterator",
     "is_running_norm",
     "own_buffers",
     "own_parameters",
@@ -47,6 +48,14 @@ def with_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter | N
     """Gives a copy of a module a dict of own parameters in place of the one that it shares with the original."""
     own_parameters(module)  # a release without it must not get an attribute that nothing reads
     vars(module)["_parameters"] = dict(parameters)
+
+
+_loader_iterator: Any = find("torch.utils.data.dataloader._BaseDataLoaderIter", "naming where in its data a run is")
+
+
+def is_loader_iterator(value: object) -> bool:
+    """Returns whether a value goes through a data loader; False of all where torch has no such class."""
+    return isinstance(_loader_iterator, type) and isinstance(value, _loader_iterator)
 
 
 _PUBLIC_NORMS = (
