@@ -141,11 +141,13 @@ class StoreError(MemwallError):
 
 
 class OffloadIOError(StoreError):
-    """A transfer did not complete: short, failed, or its bytes came back different.
+    """A transfer did not complete: short, failed, or its bytes came back different. The disk is no bad input.
 
     Attributes:
         path: the file; offset, wanted_bytes, got_bytes: the transfer; errno: the system's number, 0 if none.
     """
+
+    exit_status = 6
 
     def __init__(self, message: str, *, path: str, offset: int, wanted_bytes: int, got_bytes: int, errno: int) -> None:
         super().__init__(message)

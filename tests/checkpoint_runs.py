@@ -106,9 +106,9 @@ class Script:
 def run(script: Callable[[], Script], checkpoint: StepCheckpoint | None = None) -> Script:
     """Runs a script as `memwall run --checkpoint` does; an interruption is the end of its process.
 
-    In a thread, so that the variables of the test are not the script's.
+    In a thread, so that the variables of the test are not the script's; each has a number of its own in OpenMP.
     """
-    with ThreadPoolExecutor(1) as process:
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as process:
         return process.submit(_run, script, checkpoint).result()
 
 

@@ -56,6 +56,9 @@ class SimulatedDisk(SystemBackend):
     log: list[Operation] = field(default_factory=list)
     ignores_sync_of: str = "nothing"
 
+    def has_name(self, fd: int, path: str) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._paths: dict[int, str] = {}

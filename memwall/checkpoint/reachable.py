@@ -5,6 +5,7 @@ variable's name tells: those of the functions that are being called, from the sc
 """
 
 import functools
+import inspect
 import itertools
 import random
 import sys
@@ -65,7 +66,20 @@ def _scopes() -> list[tuple[str, dict[str, Any]]]:
     frames.reverse()
     main: dict[str, Any] = {} if not frames else frames[0].f_globals
     inner = [frame for frame in frames if frame.f_locals is not main]
-    return [("", dict(main)), *((f"{frame.f_code.co_name}.", dict(frame.f_locals)) for frame in inner)]
+    return [("", dict(main)), *((f"{frame.f_code.co_name}.", _locals_of(frame)) for frame in inner)]
+
+
+def _locals_of(frame: types.FrameType) -> dict[str, Any]:
+    """Returns the variables of a function that is being called.
+
+    Python before 3.13 makes a dictionary of them that lives as long as the frame: it would keep the tensors of this
+    step from being freed when the function gives its variables the next step's.
+    """
+    made = frame.f_locals
+    found = dict(made)
+    if type(made) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        made.clear()
+    return found
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from memwall.checkpoint.reachable import reachable
 from memwall.checkpoint.training_state import (
     Part,
     TensorRecord,
+    check_records,
     decode_objects,
     dtype_name,
     low_bit_of,
@@ -73,9 +74,13 @@ class Restoration:
         self._journal, self._found = journal, found
         try:
             self.content = msgspec.msgpack.decode(found.content, type=Content)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            check_records(self.content.tensors, [stored.num_bytes for stored in found.buckets])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise self._written_by_another(error) from error
         self.objects = decode_objects(self.content.objects)
+        missing = sorted({"optimizer", "helpers", "random", "loop", "state_dict"} - self.objects.keys())
+        if missing:
+            raise self._written_by_another(ValueError(f"it has no {', '.join(missing)}"))
         self.has_model = False
         self.has_options = False
         self.has_state = False
@@ -96,7 +101,7 @@ class Restoration:
             return None
         try:
             return decoded(msgspec.json.decode(self.content.plan), Plan)
-        except msgspec.ValidationError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError) as error:
             raise self._written_by_another(error) from error
 
     def find_model(self) -> nn.Module | None:

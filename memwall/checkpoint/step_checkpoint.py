@@ -76,8 +76,8 @@ class StepCheckpoint:
         is_resuming: bool = False,
         backend: SystemBackend | None = None,
     ) -> None:
-        self.directory = os.fspath(directory)
-        self._journal = Journal(directory, backend=backend)
+        self.directory = os.path.abspath(directory)  # a script may go to another folder
+        self._journal = Journal(self.directory, backend=backend)
         self._every = every
         self.failure: MemwallError | None = None
         self.plan_in_effect: Callable[[], bytes | None] = lambda: None

@@ -10,7 +10,7 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from memwall.torch_internals.modules import without_state_dict_entry
 __all__ = [
     "Part",
     "TensorRecord",
+    "check_records",
     "decode_objects",
     "encode_objects",
     "fingerprint_of",
@@ -88,6 +89,28 @@ def record_of(name: str, tensor: Tensor, bucket: int, offset: int, *, is_on_host
         bucket=bucket,
         offset=offset,
     )
+
+
+def check_records(records: Iterable[TensorRecord], bucket_bytes: Sequence[int]) -> None:
+    """Checks that tensors can lie where records say: a file may be a stranger's.
+
+    Args:
+        bucket_bytes: what each bucket holds.
+
+    Raises:
+        ValueError: one cannot; the message names it.
+    """
+    for record in records:
+        dtype = getattr(torch, record.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{record.name!r} is of type {record.dtype!r}, which this torch does not have")
+        sizes = [*record.shape, *record.stride, record.offset]
+        if len(record.shape) != len(record.stride) or any(not 0 <= size < 1 << 62 for size in sizes):
+            raise ValueError(f"{record.name!r} has the shape {record.shape} and the strides {record.stride}")
+        span = sum((size - 1) * step for size, step in zip(record.shape, record.stride, strict=True)) + 1
+        end = record.offset + (0 if 0 in record.shape else span * dtype.itemsize)
+        if not 0 <= record.bucket < len(bucket_bytes) or end > bucket_bytes[record.bucket]:
+            raise ValueError(f"{record.name!r} ends at byte {end} of bucket {record.bucket}, which does not hold it")
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -261,7 +284,7 @@ def decode_objects(data: bytes) -> dict[str, Any]:
     """
     try:
         found: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # whatever torch makes of a damaged archive
         line = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), str(error))
         raise _not_committed(line.strip()) from error
     return found

@@ -9,6 +9,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from memwall.store.checksum import crc32
 from memwall.store.journal import Journal, Stored
 from memwall.store.scheduling import schedule_as_batch
 from memwall.store.transfer import Transfer
+from memwall.store.workers import LOOK_SECONDS, stalled_disk
 
 __all__ = ["CommitTimes", "CommitWriter", "PackedBucket", "bytes_of", "packed"]
 
@@ -162,13 +164,14 @@ class CommitWriter:
 
     def _next_staging(self) -> BucketBuffer:
         """Returns a free block: a worker gives each back, however its write ends."""
-        try:
-            return self._staging.get(timeout=_STALL_SECONDS)
-        except queue.Empty:
-            raise StoreError(
-                f"the disk behind {self._journal.directory} has finished nothing for {_STALL_SECONDS:.0f} s; look at "
-                "the kernel log (dmesg), and continue from the last committed step with --resume on a disk that works"
-            ) from None
+        for _ in range(round(_STALL_SECONDS / LOOK_SECONDS)):
+            with suppress(queue.Empty):
+                return self._staging.get(timeout=LOOK_SECONDS)
+        raise stalled_disk(
+            self._journal.directory,
+            f"has finished nothing for {_STALL_SECONDS:.0f} s",
+            "continue from the last committed step with --resume on a disk that works",
+        )
 
     def first_changed(self, written: Iterable[tuple[PackedBucket, Stored]]) -> str | None:
         """Returns the label of the first bucket whose bytes are others now than were written; None if none are."""

@@ -9,6 +9,7 @@ import memwall
 from memwall.cli import checkpoint, demo, diff, doctor, estimate, explain, export, profile, report, run, verify
 from memwall.cli import plan as plan_command
 from memwall.cli.options import PASS_ARGUMENTS
+from memwall.cli.output import plain
 from memwall.cli.verbosity import with_verbosity
 from memwall.errors import MemwallError
 from memwall.logs import log_to_standard_error, quiet_libraries
@@ -22,7 +23,7 @@ app = typer.Typer(
     name="memwall",
     help="Make a PyTorch training run fit a byte budget, as fast as the hardware allows, with the same loss.",
     epilog="Exit status: 0 fits or done; 2 bad input; 3 does not fit, or grew too much; 4 fits only inside the margin; "
-    "5 ran over the budget; otherwise the script's own.",
+    "5 ran over the budget; 6 the disk failed in the run; otherwise the script's own.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.main(args=None if argv is None else list(argv), prog_name="memwall")
     except MemwallError as error:
         # Not wrapped and not styled: paths and sizes in it are copied and searched for.
-        typer.echo(f"memwall: {error}", err=True)
+        typer.echo(plain(f"memwall: {error}"), err=True)
         return error.exit_status
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):

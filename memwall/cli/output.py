@@ -2,6 +2,7 @@
 
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
     from memwall.planning.forecast import Forecast
     from memwall.trace.records import Trace
 
-__all__ = ["TraceSummary", "forecast_status", "note", "script_output", "show", "trace_summary"]
+__all__ = ["TraceSummary", "forecast_status", "Plain", "note", "plain", "script_output", "show", "trace_summary"]
+
+
+_HIDDEN = ("Cc", "Cf", "Zl", "Zp")
+"""Kinds of characters that a terminal acts on, or that turn the order of a line round (Unicode, general category)."""
 
 
 class TraceSummary(Struct, frozen=True, kw_only=True):
@@ -83,7 +88,7 @@ def show(table: "RenderableType", record: Struct, *, as_json: bool, to_error: bo
 
         typer.echo(format(encode(record, order="sorted"), indent=2))
         return
-    _console(to_error=to_error).print(table)
+    _console(to_error=to_error).print(Plain(table))
 
 
 @contextmanager
@@ -105,7 +110,35 @@ def script_output(*, to_error: bool) -> Iterator[None]:
 
 def note(table: "RenderableType") -> None:
     """Shows something to read while a script runs."""
-    _console(to_error=True).print(table)
+    _console(to_error=True).print(Plain(table))
+
+
+def plain(text: str) -> str:
+    """Returns a text in which control characters are written out: names in a file may be a stranger's.
+
+    >>> plain("a\x1b]0;title\x07b\n\tc")
+    'a\\x1b]0;title\\x07b\n\tc'
+    """
+    return "".join(one if one in "\n\t" or unicodedata.category(one) not in _HIDDEN else escaped(one) for one in text)
+
+
+def escaped(character: str) -> str:
+    """Returns what Python writes for a character in a string, as `\x1b`."""
+    return character.encode("unicode_escape").decode()
+
+
+class Plain:
+    """Shows a table, a text or a group of both as they are, but for control characters in what they say."""
+
+    def __init__(self, shown: "RenderableType") -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Yields the pieces of which rich makes what a terminal gets, styles apart."""
+        from rich.segment import Segment
+
+        for piece in console.render(self._shown, options):
+            yield piece if piece.control else Segment(plain(piece.text), piece.style)
 
 
 def _console(*, to_error: bool) -> Any:

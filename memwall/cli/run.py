@@ -101,6 +101,8 @@ def run(
             "run: --disk-writes limits what a plan writes, and --checkpoint writes each step that it commits besides, "
             "which is not counted; leave out one of them (--checkpoint-every N commits fewer steps)"
         )
+    # A script may go to another folder, and what it was started with is meant from here.
+    checkpoint_path, report_path, history_path = map(_from_here, (checkpoint_path, report_path, history_path))
     import torch
 
     from memwall.apply.technique import handler_of
@@ -152,7 +154,7 @@ def run(
         session = Session(
             budget_bytes=budget_bytes if given is None else None,
             plan=given,
-            disk=None if disk_tier is None else str(disk_tier.directory),
+            disk=None if disk_tier is None else str(disk_tier.directory.absolute()),
             disk_capacity_bytes=disk_bytes,
             disk_bytes_per_day=disk_bytes_per_day,
             allow=allowed,
@@ -215,3 +217,7 @@ def over_budget(report: "RunReport", here: "Launched") -> str:
     if report.ranks is None:
         return f"rank {here.rank} of {here.num_ranks}"
     return f"rank {', '.join(map(str, report.ranks.over_budget))} of {report.ranks.num_ranks}"
+
+
+def _from_here(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()

@@ -1,6 +1,7 @@
 """A session's first plan: one that was given, or one that knows what planning itself costs."""
 
 import logging
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -52,7 +53,8 @@ def asked(
         check_device(allow, "cpu")
     if budget_bytes is None:
         budget_bytes = (plan.forecast.budget_bytes or 0) if plan is not None else 0
-    return Settings(budget_bytes=budget_bytes, disk=disk, disk_bytes_per_day=disk_bytes_per_day, allow=tuple(allow))
+    path = None if disk is None else os.path.abspath(disk)  # a script may go to another folder
+    return Settings(budget_bytes=budget_bytes, disk=path, disk_bytes_per_day=disk_bytes_per_day, allow=tuple(allow))
 
 
 def check_device(allow: Sequence[str], device: str) -> None:

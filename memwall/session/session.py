@@ -20,6 +20,7 @@ from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
 from memwall.session.budget_watch import BudgetWatch, place_of
 from memwall.session.first_plan import asked, check_device, check_device_has, check_plan_is_for
+from memwall.session.interruptions import interruptions_put_off
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.parallel import check_optimizer, check_parallel
@@ -211,7 +212,8 @@ class Session:
             take_back = partial(self._live.take_back, keeps_state=not brings_back)
             ends = (self._live.stop_recording, take_back, self._borders.detach, self._live.end, close_once_unneeded)
             try:
-                undo_all(ends[::-1])
+                with interruptions_put_off():
+                    undo_all(ends[::-1])
             finally:
                 self.state = "closed"
 

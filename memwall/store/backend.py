@@ -88,6 +88,13 @@ class SystemBackend:
         """Returns the length of the file."""
         return os.fstat(fd).st_size
 
+    def has_name(self, fd: int, path: str) -> bool:
+        """Returns whether an open file is still the one that a path leads to."""
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(path))
+        except FileNotFoundError:
+            return False
+
     def sync(self, fd: int) -> None:
         """Returns once everything written to the file, and its length, survives a loss of power."""
         os.fdatasync(fd)

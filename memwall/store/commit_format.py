@@ -47,6 +47,7 @@ _SUPERBLOCK_MAGIC, _RECORD_MAGIC = b"MEMWALLS", b"MEMWALLR"
 _SUPERBLOCK = struct.Struct("<8sII16s16s")
 _RECORD = struct.Struct("<8sI4x16sQQQQ32s")
 _DIGEST_BYTES = 32
+_LARGEST_BLOCK_BYTES = 256 << 20
 
 
 class Superblock(Struct, frozen=True, kw_only=True):
@@ -82,6 +83,12 @@ class Extent(Struct, frozen=True, kw_only=True):
     """Counts what is taken from the file."""
     checksums: tuple[int, ...]
     """Has the crc32 of each block of `Superblock.block_bytes`, the last one shorter."""
+
+    def is_sound(self, block_bytes: int) -> bool:
+        """Returns whether these can be the place and size of something: the file may be a stranger's."""
+        is_placed = self.offset >= 0 and self.offset % ALIGNMENT_BYTES == 0
+        is_sized = 0 < self.num_bytes <= self.slot_bytes and self.num_bytes % ALIGNMENT_BYTES == 0
+        return is_placed and is_sized and len(self.checksums) == -(-self.num_bytes // block_bytes)
 
 
 class Meta(Struct, frozen=True, kw_only=True):
@@ -127,6 +134,8 @@ def decode_superblock(block: bytes, path: str) -> Superblock:
             f"{path} has checkpoint format {version}, and this memwall reads format {FORMAT_VERSION}: resume with the "
             "memwall that wrote it, or a newer one"
         )
+    if not 0 < block_bytes <= _LARGEST_BLOCK_BYTES or block_bytes % ALIGNMENT_BYTES:
+        raise StoreError(f"{path} is damaged: it names blocks of {block_bytes} bytes, which memwall does not write")
     return Superblock(run_id=run_id, fingerprint=fingerprint, block_bytes=block_bytes)
 
 
@@ -175,7 +184,7 @@ def decode_meta(data: bytes) -> Meta:
     """
     try:
         return msgspec.msgpack.decode(data, type=Meta)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"a checkpoint's table of contents cannot be read: {error}") from error
 
 

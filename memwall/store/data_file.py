@@ -103,6 +103,11 @@ class DataFile(ScratchFile):
         self._backend.sync(self._fd)
 
     @property
+    def has_name(self) -> bool:
+        """Says whether the file is still where a resumed run looks for it."""
+        return self._backend.has_name(self._fd, self.path)
+
+    @property
     def length_bytes(self) -> int:
         """Is the length that the file has on disk."""
         return self._backend.size_bytes(self._fd)

@@ -225,6 +225,7 @@ class Journal(Closing):
         )
         self._write_block(encode_record(record), record_offset(number))
         self._sync_commit()
+        self._check_is_there()
         return Generation(number, step, buckets, content, slot)
 
     def _extent(self, stored: Stored) -> Extent:
@@ -235,6 +236,28 @@ class Journal(Closing):
             slot_bytes=slot.num_bytes,
             checksums=tuple(slot.checksums[offset] for offset in offsets),
         )
+
+    def _check_is_there(self) -> None:
+        """Checks that somebody who looks for the checkpoint finds it: a file that was deleted can be written to.
+
+        Raises:
+            OffloadIOError: its files are gone, or others have taken their names.
+        """
+        for path, is_there in (
+            (self._commit_path, self._backend.has_name(self._fd, self._commit_path)),
+            (self.data.path, self.data.has_name),
+        ):
+            if not is_there:
+                raise OffloadIOError(
+                    f"the checkpoint's file {path} is gone: it was deleted or moved while the run committed steps to "
+                    "it, so that nothing could be continued from; begin again with a --checkpoint DIR that nobody "
+                    "else touches",
+                    path=path,
+                    offset=0,
+                    wanted_bytes=0,
+                    got_bytes=0,
+                    errno=errno.ENOENT,
+                )
 
     def _write_block(self, block: bytes, offset: int) -> None:
         page = _pages(ALIGNMENT_BYTES)
@@ -310,6 +333,8 @@ class Journal(Closing):
 
     def _verified(self, record: Record) -> Generation:
         padded_bytes = round_up(record.meta_bytes)
+        if record.meta_bytes == 0 or record.meta_offset % ALIGNMENT_BYTES:
+            raise self._damaged("the table of contents", record.meta_offset, padded_bytes)
         meta_slot = Slot(record.meta_offset, padded_bytes)
         self._check_inside(meta_slot.offset, padded_bytes, "the table of contents")
         pages = _pages(padded_bytes)
@@ -318,6 +343,9 @@ class Journal(Closing):
         if digest_of(data) != record.meta_digest:
             raise self._damaged("the table of contents", record.meta_offset, padded_bytes)
         meta = decode_meta(data)
+        for number, extent in enumerate(meta.buckets):
+            if not extent.is_sound(self._block_bytes):
+                raise self._damaged(f"the place of bucket {number}", record.meta_offset, padded_bytes)
         buckets = tuple(self._stored(extent) for extent in meta.buckets)
         pages = _pages(self._block_bytes)
         for number, stored in enumerate(buckets):

@@ -18,9 +18,12 @@ from memwall.store.scheduling import schedule_as_batch
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
-__all__ = ["Piece", "Transfer", "WorkState", "run_worker", "shut_down"]
+__all__ = ["LOOK_SECONDS", "Piece", "Transfer", "WorkState", "run_worker", "shut_down", "stalled_disk"]
 
 _JOIN_SECONDS = 5.0
+LOOK_SECONDS = 1.0
+"""Of a wait for the disk this much is counted at a time, however long it takes by the clock: while a process is
+suspended (Ctrl-Z, a paused container) its disk threads do nothing either."""
 # To wake a thread costs the one that wakes it 50 us on a virtual machine, where a core that idles has to be called from
 # its host. So for a while after work one worker looks for more by itself, and the training thread need not wake it.
 _LOOK_SECONDS, _MAX_LOOKS = 0.002, 25
@@ -195,6 +198,7 @@ class WorkState:
     def wait_for(self, is_ready: Callable[[], bool]) -> float:
         """Blocks until `is_ready()`, asked again whenever a piece is finished; returns the seconds that took."""
         started = time.perf_counter()
+        left_seconds = self.stall_seconds
         with self.lock:
             self.questions.append(is_ready)
             if self.pieces:
@@ -203,11 +207,17 @@ class WorkState:
                 while not is_ready():
                     self.raise_failure()
                     num_finished = self.num_finished
-                    if not self.work_done.wait(self.stall_seconds) and self.num_finished == num_finished:
-                        self.failure = StoreError(
-                            f"the disk behind {self.scratch.path} has finished nothing for {self.stall_seconds:.0f} s "
-                            f"with {len(self.pieces) + 1} transfers waiting; look at the kernel "
-                            f"log (dmesg) and give another {self.scratch.option} DIR"
+                    seconds = min(LOOK_SECONDS, left_seconds)
+                    if self.work_done.wait(seconds) or self.num_finished != num_finished:
+                        left_seconds = self.stall_seconds
+                        continue
+                    left_seconds -= seconds
+                    if left_seconds <= 0:
+                        self.failure = stalled_disk(
+                            self.scratch.path,
+                            f"has finished nothing for {self.stall_seconds:.0f} s with {len(self.pieces) + 1} "
+                            "transfers waiting",
+                            f"give another {self.scratch.option} DIR",
                         )
             finally:
                 self.questions.remove(is_ready)
@@ -259,6 +269,18 @@ class WorkState:
                 got_bytes=size,
                 errno=0,
             )
+
+
+def stalled_disk(path: str, what: str, way_out: str) -> OffloadIOError:
+    """Returns the error of a disk that does nothing any more."""
+    return OffloadIOError(
+        f"the disk behind {path} {what}; look at the kernel log (dmesg) and {way_out}",
+        path=path,
+        offset=0,
+        wanted_bytes=0,
+        got_bytes=0,
+        errno=0,
+    )
 
 
 def run_worker(state: WorkState) -> None:

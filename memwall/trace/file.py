@@ -7,6 +7,7 @@ import zstandard
 
 from memwall.errors import TraceError
 from memwall.trace.records import Trace
+from memwall.trace.soundness import check_sound
 from memwall.units import format_bytes
 from memwall.versioned_files import FileKind, whole_file
 
@@ -56,13 +57,7 @@ def load_trace(path: Path) -> Trace:
         ) from error
     try:
         trace = msgspec.msgpack.decode(data, type=Trace)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        check_sound(trace)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise TraceError(f"{path} is not a valid trace: {error}; record it again") from error
-    for index, module in enumerate(trace.modules):
-        # Whoever goes from a module to the root would otherwise not arrive there.
-        if not -1 <= module.parent < index:
-            raise TraceError(
-                f"{path} is not a valid trace: module {index} has parent {module.parent}, expected one before it, or "
-                "-1 - at `$.modules`; record it again"
-            )
     return trace

@@ -6,6 +6,7 @@ import logging
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, RandomSampler
 
 import memwall
+from memwall.checkpoint.reachable import reachable
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train_companions.py"
@@ -196,6 +198,19 @@ def test_what_cannot_be_committed_is_named_at_the_first_commit_and_when_the_run_
         caplog.clear()
         run(lambda: Kept(made), StepCheckpoint(tmp_path, is_resuming=True))
         assert "continues, but begins anew with what was not committed: the position in" in caplog.records[0].message
+
+
+def test_what_a_function_no_longer_holds_is_not_kept_alive() -> None:
+    def forgets() -> "weakref.ref[Tensor]":
+        large = torch.ones(3)
+        found = dict(reachable())
+        assert any(value is holder for value in found.values())
+        reference = weakref.ref(large)
+        del large, found
+        return reference if reference() is None else weakref.ref(holder[0])
+
+    holder = [torch.ones(2)]
+    assert forgets()() is None
 
 
 class Adversary:

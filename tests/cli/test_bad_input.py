@@ -86,8 +86,8 @@ for _ in range(2):
 def test_steps_of_several_optimizers_are_not_committed(refused: Refused, folder: Path) -> None:
     (folder / "both.py").write_text(TWO_OPTIMIZERS.replace("PARAMETERS", "model.parameters()"))
     assert refused("run", "--budget", "8GiB", "--checkpoint", "kept", "both.py") == (
-        "--checkpoint kept commits one model and one optimizer, and this model is stepped by SGD + SGD; run it without "
-        "--checkpoint, and save in the script"
+        f"--checkpoint {Path('kept').absolute()} commits one model and one optimizer, and this model is stepped by "
+        "SGD + SGD; run it without --checkpoint, and save in the script"
     )
 
 

@@ -56,3 +56,16 @@ def test_a_rank_that_cannot_fit_is_a_failure_under_a_launcher_too(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     assert main(["run", "--budget", "1MiB", PLAIN]) == 3
+
+
+@pytest.mark.slow
+def test_paths_are_meant_from_where_the_command_was_given(folder: Path) -> None:
+    """GIVEN a script that goes to another folder before it trains."""
+    (folder / "inner").mkdir()
+    (folder / "disk").mkdir()
+    script = folder / "moves.py"
+    script.write_text(f"import os\nos.chdir('inner')\n{Path(PLAIN).read_text()}")
+    options = ["--disk", "disk", "--checkpoint", "kept", "--report", "run.json"]
+    assert main(["run", "--budget", "8GiB", *options, str(script)]) == 0
+    assert {path.name for path in folder.iterdir()} >= {"run.json", "kept"}
+    assert list((folder / "inner").iterdir()) == []

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from journals import found_step, get, refusal
+from journals import found_step, get, put, refusal
 
+from memwall.errors import OffloadIOError
 from memwall.store.journal import Journal
 
 
@@ -113,3 +114,18 @@ def test_a_run_and_a_reader_keep_each_other_out(store: Path) -> None:
     with Journal(store, is_read_only=True):
         assert "is in use by" in problem()
         assert problem("reads") == ""
+
+
+@pytest.mark.parametrize("name", ["memwall.data", "memwall.commit"])
+def test_a_file_that_was_deleted_or_replaced_is_noticed_at_the_next_commit(store: Path, name: str) -> None:
+    with Journal(store) as journal:
+        (store / name).unlink()
+        with pytest.raises(OffloadIOError, match=f"{name} is gone: it was deleted or moved while the run") as error:
+            journal.commit(4, [put(journal, 4)], b"4")
+    assert error.value.exit_status == 6
+    with Journal(store.parent / "other") as journal:
+        journal.begin(b"f" * 16)
+        (store.parent / "other" / name).rename(store / "moved")
+        (store.parent / "other" / name).write_bytes(b"")
+        with pytest.raises(OffloadIOError, match=f"{name} is gone"):
+            journal.commit(1, [put(journal, 1)], b"1")

@@ -246,6 +246,32 @@ def test_a_disk_that_stands_still_is_not_waited_for_for_ever(tmp_path: Path) -> 
     pool.close()
 
 
+def test_a_process_that_was_suspended_has_not_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN waits that end by the clock, as after Ctrl-Z, before the threads have run again."""
+    released = threading.Event()
+
+    def waiting(count: int, fd: int, data: memoryview, offset: int) -> int:
+        released.wait(20)
+        return len(data)
+
+    pool = TransferPool(ScratchFile(tmp_path, backend=Faulty(waiting)), block_bytes=BLOCK, stall_seconds=60)
+    num_suspended = 0
+    wait = pool._state.work_done.wait
+
+    def suspended(seconds: float) -> bool:
+        nonlocal num_suspended
+        num_suspended += 1
+        if num_suspended < 5:
+            return False
+        released.set()
+        return wait(seconds)
+
+    monkeypatch.setattr(pool._state.work_done, "wait", suspended)
+    pool.write(pool.scratch.allocate(BLOCK), pages(BLOCK)).wait()
+    assert num_suspended >= 5
+    pool.close()
+
+
 def test_closing_drops_what_is_queued_and_ends_the_threads(tmp_path: Path) -> None:
     def slow(count: int, fd: int, data: memoryview, offset: int) -> int:
         time.sleep(0.05)

@@ -1,5 +1,6 @@
 """The trace file: what is written comes back, and what is none of ours is refused with what to do about it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,46 @@ def test_a_header_that_claims_more_than_there_is_takes_no_memory(path: Path) -> 
     frame = bytes([0x28, 0xB5, 0x2F, 0xFD, 0xE0]) + (1 << 60).to_bytes(8, "little") + b"\x01\x00\x00"
     path.write_bytes(b"memwall.trace/2\n" + frame)
     assert refusal(path).startswith(f"{path} is cut short or damaged (")
+
+
+def _changed(trace: Trace, place: str, value: Any) -> Trace:
+    """The trace with one number of its first step, or its own, replaced."""
+    if "." not in place:
+        return msgspec.structs.replace(trace, **{place: value})
+    rows, field = place.split(".")
+    step = trace.steps[0]
+    row = msgspec.structs.replace(getattr(step, rows)[0], **{field: value})
+    step = msgspec.structs.replace(step, **{rows: (row, *getattr(step, rows)[1:])})
+    return msgspec.structs.replace(trace, steps=(step, *trace.steps[1:]))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("ops.name", 10**9),
+        ("ops.name", -1),
+        ("ops.module", 10**9),
+        ("ops.seconds", float("nan")),
+        ("ops.seconds", float("inf")),
+        ("ops.inputs", (-1,)),
+        ("ops.outputs", (10**9,)),
+        ("storages.nbytes", -1),
+        ("storages.line", 10**9),
+        ("storages.death", 10**9),
+        ("saved.storage", 10**9),
+        ("calls.inputs", (10**9,)),
+        ("calls.end", 10**9),
+        ("base_bytes", -1),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(place: str, value: Any, trace: Trace, tmp_path: Path) -> None:
+    target = written(tmp_path / "crafted", msgspec.msgpack.encode(_changed(trace, place, value)))
+    field = place.replace(".", "[...].")
+    assert re.search(rf"is not a valid trace: Expected a number from .* - at `\$.*{re.escape(field)}`", refusal(target))
+
+
+def test_a_name_that_is_no_text_is_refused(trace: Trace, tmp_path: Path) -> None:
+    payload = msgspec.msgpack.encode(trace)
+    name = trace.names[0].encode()
+    target = written(tmp_path / "crafted", payload.replace(name, b"\xff" * len(name)))
+    assert "is not a valid trace" in refusal(target)

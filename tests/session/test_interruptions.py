@@ -1,0 +1,76 @@
+"""Ctrl-C, and again, while a session closes: what is on disk is back in memory before the script hears of it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from block_models import WIDTH, Model, train
+from plans import plan_of
+
+from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.parameters import ParameterPlacement
+from memwall.session.interruptions import interruptions_put_off
+from memwall.session.session import Session
+
+PLACED = (
+    ParameterPlacement(
+        tier="disk", blocks=("blocks.0", "blocks.1"), window_bytes=1 << 16, min_bytes=1024, written_bytes=0
+    ),
+    OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=1 << 16, min_bytes=1024),
+)
+
+
+@pytest.fixture
+def _sigint() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_sigint")
+def test_parameters_are_whole_after_two_interruptions_while_they_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model = (Model() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    with Session(plan=plan_of(plain, *PLACED), disk=str(tmp_path)) as session:
+        train(session, plain)
+    give_up = ParameterTier.give_up
+    num_given_up = 0
+
+    def interrupted(tier: ParameterTier, member: object) -> None:
+        nonlocal num_given_up
+        num_given_up += 1
+        if num_given_up in (1, 3):
+            os.kill(os.getpid(), signal.SIGINT)
+        give_up(tier, member)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ParameterTier, "give_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):  # noqa: SIM117
+        with Session(plan=plan_of(model, *PLACED), disk=str(tmp_path)) as session:
+            train(session, model)
+    assert num_given_up > 3
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert model(torch.ones(2, WIDTH)).isfinite().all()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_sigint")
+def test_one_who_insists_is_heard() -> None:
+    done: list[int] = []
+
+    def closes() -> None:
+        with interruptions_put_off():
+            for number in range(10):
+                done.append(number)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        closes()
+    assert done == [0, 1, 2, 3]
