@@ -93,8 +93,8 @@ def test_steps_of_several_optimizers_are_not_committed(refused: Refused, folder:
 
 def test_steps_of_several_models_are_not_committed(refused: Refused) -> None:
     assert refused("run", "--budget", "8GiB", "--checkpoint", "kept", SCRIPTS / "two_models.py") == (
-        "--checkpoint kept commits one model and one optimizer, and this script trains several models (Linear, "
-        "Linear#2); run it without --checkpoint, and save in the script"
+        f"--checkpoint {Path('kept').absolute()} commits one model and one optimizer, and this script trains several "
+        "models (Linear, Linear#2); run it without --checkpoint, and save in the script"
     )
 
 

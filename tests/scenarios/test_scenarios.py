@@ -6,7 +6,17 @@ import pytest
 from combinations import exhaustive
 
 from memwall.errors import MemwallError
-from scenarios import autograd, calls, hooks, loops, modules, python_state, weights  # noqa: F401  (they register)
+from scenarios import (  # noqa: F401  (they register)
+    autograd,
+    calls,
+    hooks,
+    layers,
+    loops,
+    modules,
+    procedures,
+    python_state,
+    weights,
+)
 from scenarios.arms import ARMS, Result, train
 from scenarios.corpus import SCENARIOS
 

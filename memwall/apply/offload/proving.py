@@ -44,6 +44,8 @@ class Proving:
         with quiet():
             now = [digest_of(one.source) for one in left if one.source is not None]
         changed = {one.packed.entry for one, digest in zip(left, now, strict=True) if one.is_changed(digest)}
+        # Of a storage that is saved twice the bytes leave once: what is written in between would be missing.
+        changed.update(one.packed.entry for one in left if one.is_shared and not one.is_whole())
         for one in left:
             if one.packed.entry not in changed:
                 one.source = None  # else that is what backward reads, as it would without a plan
@@ -73,22 +75,36 @@ class _Plain:
 class _Left:
     """Holds what has left: its bits then, and where it lay."""
 
-    __slots__ = ("_call", "_engine", "_place", "digest", "packed", "source")
+    __slots__ = ("_call", "_engine", "_place", "digest", "is_shared", "packed", "source")
 
     def __init__(self, engine: OffloadEngine, call: BlockCall, packed: Saved, source: Tensor, digest: Digest) -> None:
         self._engine, self._call, self.packed, self.digest = engine, call, packed, digest
         self.source: Tensor | None = source
+        self.is_shared = packed.entry.num_handles > 1
         self._place = Place.of(source)
 
     def is_changed(self, now: Digest) -> bool:
         """Returns whether the source has other bits by now than when it left; then the block stays from now on."""
         if not difference([self.digest], [now]):
             return False
-        reason = f"{self.packed.label} is written past autograd, by .data or through numpy"
+        self._lose(f"{self.packed.label} is written past autograd, by .data or through numpy")
+        return True
+
+    def is_whole(self) -> bool:
+        """Returns whether what has left are the bytes of this tensor too; else the block stays from now on."""
+        if self.packed.was_modified():
+            return True  # autograd says so when it wants the tensor
+        tensor = self._engine.unpack(self.packed)
+        with quiet():
+            if not difference([self.digest], [digest_of(tensor)]):
+                return True
+        self._lose(f"the storage of {self.packed.label} is saved twice, and written in between past autograd")
+        return False
+
+    def _lose(self, reason: str) -> None:
         if not self._call.counts.stays:
             self._call.counts.stays = reason
             _log.warning("'%s' keeps what it saves and is not offloaded: %s", self._call.key[0], reason)
-        return True
 
     def unpack(self) -> Tensor:
         if self.packed.was_modified():
