@@ -14,6 +14,7 @@ from memwall.apply.blocks.executor import BlockLayer
 from memwall.apply.effect import Effect
 from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.technique import Handler, Target
+from memwall.trace.attached import forward_of
 
 __all__ = ["BlockEffect", "BlockHandler"]
 
@@ -31,7 +32,7 @@ class BlockEffect(Effect):
 
     def __init__(self, action: Any, target: Target) -> None:
         self._module, self._counts = target.blocks.wrapped(action.block)
-        self._wrapper = self._module.forward
+        self._wrapper = forward_of(self._module)
         self._num_gradients = 0
         weight = _own_weight(target.model, self._module)
         self._handle = (
@@ -46,7 +47,7 @@ class BlockEffect(Effect):
         if self._counts.num_calls or not self._num_gradients:
             return ""
         name = type(self._module).__name__
-        if self._module.__dict__.get("forward") is not self._wrapper:
+        if forward_of(self._module) is not self._wrapper:
             return f"its gradients arrived, but something replaced its forward after memwall wrapped {name}.forward"
         return f"its gradients arrived, but its forward was not called: the model calls {name}.forward or a part of it"
 

@@ -32,12 +32,17 @@ from memwall.observe.history import MemoryHistory
 from memwall.patches import Patches
 from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
+from memwall.torch_internals.compiler import has_compiler
 from memwall.trace.records import Trace
 from memwall.trace.together import models_of
 
 __all__ = ["ScriptEnded", "profile_script", "run_script"]
 
 _INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended: 128 + SIGINT
+
+_OF_COMPILED = (
+    ". If torch.compile was given the function that calls the model, give it the model: memwall plans what calls it"
+)
 
 
 def run_script(
@@ -218,7 +223,7 @@ def _without_step(name: str, status: int) -> str:
     ending = f"ended with status {status}" if status else "finished"
     return (
         f"{name} {ending} without a whole training step (forward of a module with gradients on, backward, step of a "
-        "torch optimizer); there is nothing to plan"
+        f"torch optimizer); there is nothing to plan{_OF_COMPILED if has_compiler() else ''}"
     )
 
 

@@ -1,5 +1,6 @@
 """Waits for the models and the optimizers of an unmodified script to show themselves."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,13 @@ from memwall.errors import MemwallError
 from memwall.integrations.trained_models import as_one, trained_with
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node
+from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains
 
 __all__ = ["ScriptWatch"]
+
+_OF_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
+"""What torch says at calls of compiled models. The hooks here do nothing a second time."""
 
 
 class ScriptWatch:
@@ -50,6 +55,8 @@ class ScriptWatch:
 
     def before_forward(self, module: nn.Module, _: Any = None) -> None:
         """Looks at a call: of a model that is known, of a part of one, or of something new."""
+        if torch.compiler.is_compiling():
+            return  # within compiled code, whose module was looked at
         number = id(module)
         if self._running or number in self._called:
             self._running = self._running or number
@@ -70,8 +77,18 @@ class ScriptWatch:
         patches.hook(register_module_forward_pre_hook, self.before_forward)
         patches.hook(register_module_forward_hook, self.after_forward, always_call=True)
 
+        def compiled_in_place(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)  # from now on the compiler sees torch's own hooks of it, and nobody else
+            patches.push(attach_hook(module.register_forward_pre_hook, self.before_forward))
+            patches.push(attach_hook(module.register_forward_hook, self.after_forward, always_call=True))
+
+        patches.wrap(nn.Module, "compile", compiled_in_place)
+        _ignore_warning(patches, _OF_GLOBAL_HOOKS)
+
     def after_forward(self, module: nn.Module, *_: Any) -> None:
         """Notes that a model has been called."""
+        if torch.compiler.is_compiling():
+            return
         if self._running == id(module):
             self._running = 0
 
@@ -105,3 +122,14 @@ class ScriptWatch:
         self.model = as_one(found.models)
         self._running = id(module)
         self._begins(self.model, module, found.has_optimizer)
+
+
+def _ignore_warning(patches: Patches, begin: str) -> None:
+    warnings.filterwarnings("ignore", message=begin)
+    entry = warnings.filters[0]
+
+    def undo() -> None:
+        if entry in warnings.filters:
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]
+
+    patches.add("warning filter", begin, undo)

@@ -9,7 +9,6 @@ from memwall.torch_internals.names import find, instance_attribute
 
 __all__ = [
     "checkpointing_function_of",
-    "is_compiled",
     "is_loader_iterator",
     "is_running_norm",
     "own_buffers",
@@ -71,11 +70,6 @@ def is_running_norm(module: nn.Module) -> bool:
     Without torch's common base, the public classes stand for it, and those that users derive from the base are missed.
     """
     return isinstance(module, _PUBLIC_NORMS if _norm_base is None else _norm_base) and bool(module.track_running_stats)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Returns whether `torch.compile` made this module of another one; False where this torch marks it otherwise."""
-    return hasattr(module, "_orig_mod")
 
 
 def checkpointing_function_of(module: nn.Module) -> Any:

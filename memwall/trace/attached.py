@@ -3,19 +3,25 @@
 A loop may keep its best weights by `copy.deepcopy(model)`, or save by `torch.save(model)`. Both ask the module for its
 state, by `__getstate__`; a module that something is attached to answers as if nothing were. Such a file needs no
 memwall to be loaded, nor anything that a `weights_only` load would not take.
+
+Of a module that was compiled in place the compiler would trace hooks and forward; there what is attached stands before
+the compiled call (`compiled_call`).
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from memwall.errors import ApplyError
 from memwall.patches import Patch, Patches
+from memwall.torch_internals.compiler import compiled_form
+from memwall.trace.compiled_call import CompiledCall
 
-__all__ = ["attach_hook", "wrap_forward"]
+__all__ = ["attach_hook", "forward_of", "wrap_forward"]
 
 _ASKED = "__getstate__"
 
@@ -28,6 +34,8 @@ def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., An
         options: for that method.
     """
     module: nn.Module = register.__self__  # type: ignore[attr-defined]
+    if compiled_form(module) == "in place" and register.__name__ in CompiledCall.HOOKS:
+        return CompiledCall.before(module).hook(register.__name__, hook, why=_purpose_of(hook), **options)
     handle = register(_Hook(hook), **options)
     _hide(module)
 
@@ -39,6 +47,13 @@ def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., An
     return Patch("hook", where, why=_purpose_of(hook), undo=undo, owner=module)
 
 
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Returns what a call of the module runs after its hooks: its forward, or what was compiled in place."""
+    if compiled_form(module) == "in place":
+        return CompiledCall.run_of(module)
+    return module.forward
+
+
 def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Callable[[], None]:
     """Puts a forward on this one module that calls `run(original, *args, **kwargs)`; copies have the original.
 
@@ -48,6 +63,8 @@ def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Calla
     Raises:
         ApplyError: the module takes none, as scripted ones; `name` is what it is called.
     """
+    if compiled_form(module) == "in place":
+        return CompiledCall.before(module).wrap(run, why=_purpose_of(run))
     forward = _Forward(module.forward, run, was_own="forward" in module.__dict__)
     patches = Patches(_purpose_of(run))
     try:
@@ -75,6 +92,8 @@ class _Hook:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # called by compiled code: this is what the compiler makes of it
+            return None
         return self._function(*args, **kwargs)
 
 
@@ -85,7 +104,8 @@ class _Forward:
         self.__wrapped__ = original  # its signature is this one's (inspect.signature)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.patch is not None and self.patch.is_over:  # somebody else has wrapped it in turn
+        is_over = self.patch is not None and self.patch.is_over  # somebody else has wrapped it in turn
+        if is_over or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
         return self._run(self.__wrapped__, *args, **kwargs)
 

@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from memwall.torch_internals.modules import is_compiled, is_running_norm
+from memwall.torch_internals.compiler import inside_compiled
+from memwall.torch_internals.modules import is_running_norm
 from memwall.trace.records import Module
 
 __all__ = ["ModuleTable", "fingerprint"]
@@ -22,6 +23,7 @@ class ModuleTable:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.roots = tuple(roots)
+        self._inside_compiled = {id(module) for root in self.roots for module in inside_compiled(root)}
         self._index: dict[int, int] = {}
         self._modules: list[nn.Module] = []
         records: list[Module] = []
@@ -55,7 +57,7 @@ class ModuleTable:
                 is_leaf=not children,
                 has_batch_norm=any(is_running_norm(child) for child in module.modules()),
                 is_wrappable=not isinstance(module, (torch.jit.ScriptModule, nn.ModuleList, nn.ModuleDict))
-                and not is_compiled(module),
+                and id(module) not in self._inside_compiled,
                 parameter_bytes=sum(p.nbytes for p in module.parameters(recurse=False)),
             )
         )

@@ -11,6 +11,7 @@ from msgspec import Struct
 from memwall.machine.tiers import Machine
 
 __all__ = [
+    "COMPILED_CODE",
     "Category",
     "Module",
     "ModuleCall",
@@ -21,6 +22,9 @@ __all__ = [
     "Storage",
     "Trace",
 ]
+
+COMPILED_CODE = "inductor_compiled_code"
+"""The name of the operation that a call of compiled code is: of a whole graph, forward or backward."""
 
 Category = Literal["parameter", "gradient", "optimizer_state", "activation", "temporary", "input", "buffer"]
 Phase = Literal["forward", "loss", "backward", "optimizer", "eval", "other"]
@@ -110,7 +114,7 @@ class Module(Struct, frozen=True, array_like=True):
     has_batch_norm: bool
     """Whether it or a descendant keeps running statistics of its batches."""
     is_wrappable: bool
-    """Whether its forward can be replaced (not so for scripted or compiled modules)."""
+    """Whether its forward can be replaced (not so for scripted modules, and inside of compiled ones)."""
     parameter_bytes: int
 
 

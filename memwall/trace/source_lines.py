@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memwall.torch_internals.autograd import next_sequence_number, sequence_number_of
+from memwall.torch_internals.compiler import is_region
 from memwall.torch_internals.operators import packet_of
 
 __all__ = ["SourceLines", "StepLines", "user_frame"]
@@ -108,7 +109,7 @@ class StepLines:
         newest = _newest_node()
         if newest > self._newest_node:
             self._newest_node = newest
-            self._made_in_forward[newest] = (line, func)
+            self._made_in_forward[newest] = (line, None if is_region(func) else func)
         return line
 
     def _of_node(self, node: Any) -> int:
@@ -121,7 +122,7 @@ class StepLines:
         line = self._line_of_node.get(sequence)
         if line is None:
             line, func = self._made_in_forward.pop(sequence, (-1, None))
-            if line >= 0 and _node_name(func) != _NODE_NAME.sub("", node.name()).lower():
+            if line >= 0 and func is not None and _node_name(func) != _NODE_NAME.sub("", node.name()).lower():
                 line = -1
             self._line_of_node[sequence] = line
         return line

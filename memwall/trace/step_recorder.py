@@ -17,9 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memwall.errors import TraceError
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
+from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region, unseen
 from memwall.torch_internals.dispatch import TorchDispatchMode
 from memwall.torch_internals.operators import flop_formulas, packet_of, schema_of
 from memwall.torch_internals.sharding import local_part
+from memwall.trace.attached import attach_hook
 from memwall.trace.event_log import EventLog
 from memwall.trace.gathered import Gathered
 from memwall.trace.modules import ModuleTable
@@ -76,6 +78,23 @@ def _state_of(optimizers: Optimizers) -> list[Tensor]:
     return found
 
 
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    formula: Callable[..., int] | None = flop_formulas.get(packet_of(func))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operator writes into, besides those that it makes."""
+    written = [
+        value
+        for argument, value in zip(schema_of(func).arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if "out" in kwargs:
+        written.append(kwargs["out"])
+    return _tensors(written, []) if written else []
+
+
 class StepRecorder(TorchDispatchMode):
     """Records from `start()` to `finish()`; between them at least one forward, backward and optimizer step run.
 
@@ -88,6 +107,13 @@ class StepRecorder(TorchDispatchMode):
         begins_step: tells whether a call of a root, with gradients on, is the next step's; by default that is so once
             an optimizer has stepped.
     """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets torch.compile compile while a step is recorded: compiled code is one operation."""
+        return True
 
     def __init__(
         self,
@@ -136,14 +162,12 @@ class StepRecorder(TorchDispatchMode):
                 self.log.existing(local_part(buffer), "buffer")
         for tensor in _state_of(optimizers):
             self.log.existing(tensor, "optimizer_state")
-        hooks = torch.nn.modules.module
-        self._patches.hook(hooks.register_module_forward_pre_hook, self._enter_module)
-        leave = self._leave_module
-        self._patches.hook(hooks.register_module_forward_hook, leave, with_kwargs=True, always_call=True)
+        self._follow_modules()
+        self._patches.enter("setting", "torch.compile", calls_as_one())
         self._patches.hook(register_optimizer_step_pre_hook, self._enter_optimizer)
         self._patches.hook(register_optimizer_step_post_hook, self._leave_optimizer)
         self._thread = threading.get_ident()
-        self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(unseen(self._pack), unseen(self._unpack))
         self._saved_hooks.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
         if running_root is not None:
@@ -200,7 +224,23 @@ class StepRecorder(TorchDispatchMode):
 
     # -- module, optimizer and autograd hooks ----------------------------------------------------------------------
 
+    def _follow_modules(self) -> None:
+        """Hooks calls of modules: of all by torch's own hooks, or one by one where the compiler would trace those."""
+        leave, options = self._leave_module, {"with_kwargs": True, "always_call": True}
+        called = [module for root in self.table.roots for module in root.modules()]
+        inside = {id(inner) for root in self.table.roots for inner in inside_compiled(root)}
+        if not any(map(is_compiled, called)):
+            hooks = torch.nn.modules.module
+            self._patches.hook(hooks.register_module_forward_pre_hook, self._enter_module)
+            self._patches.hook(hooks.register_module_forward_hook, leave, **options)
+            return
+        for module in {id(module): module for module in called if id(module) not in inside}.values():
+            self._patches.push(attach_hook(module.register_forward_pre_hook, self._enter_module, prepend=True))
+            self._patches.push(attach_hook(module.register_forward_hook, leave, **options))
+
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # called by a function that is compiled: what it makes of this is nothing
+            return
         index = self.table.index_of(module)
         if index < 0:
             return
@@ -221,6 +261,8 @@ class StepRecorder(TorchDispatchMode):
             self.log.input_dtype = str(first.dtype).removeprefix("torch.")
 
     def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         # torch passes (kwargs, output); after an exception in forward only the output, which is None.
         kwargs, output = rest if len(rest) == 2 else ({}, None)
         index = self.table.index_of(module)
@@ -303,26 +345,22 @@ class StepRecorder(TorchDispatchMode):
         inputs = _tensors(args, [])
         if kwargs:
             _tensors(kwargs.values(), inputs)
-        index = log.begin_op(str(func), self._phase, sequence, self._lines.of_op(func, node), inputs)
+        is_code = is_region(func)
+        name = func.__name__ if is_code else str(func)
+        index = log.begin_op(name, self._phase, sequence, self._lines.of_op(func, node), inputs)
         device_timer = self._begin_device_timer(inputs)
         begin = time.perf_counter()
-        with self.workspaces.measuring(func, inputs, args, kwargs) as workspace:
+        with self.workspaces.measuring(args[0] if is_code else func, inputs, args, kwargs) as workspace:
+            if is_code:
+                inputs.clear()  # the code lets go of what it needs no longer, and so must whoever watches
             out = func(*args, **kwargs)
         seconds = time.perf_counter() - begin
         if device_timer is not None:
             device_timer[1].record()
             self._cuda_events.append((index, *device_timer))
-        flop_formula: Callable[..., int] | None = flop_formulas.get(packet_of(func))
-        flops = int(flop_formula(*args, **kwargs, out_val=out)) if flop_formula is not None else 0
+        flops = 0 if is_code else _flops(func, args, kwargs, out)
         outputs = _tensors((out,), [])
-        written = [
-            value
-            for argument, value in zip(schema_of(func).arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        if "out" in kwargs:
-            written.append(kwargs["out"])
-        changed = _tensors(written, []) if written else []
+        changed = [] if is_code else _written(func, args, kwargs)
         if self._seconds_of is not None:
             own = own_work_of(func, args)
             seconds = self._seconds_of(work_of(str(func), flops, inputs, outputs, changed, own=own))

@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 
 from memwall.torch_internals import (
     autograd,
+    compiler,
     dispatch,
     fake,
     modules,
@@ -275,8 +276,42 @@ def test_what_is_put_into_a_modules_dicts_is_the_modules() -> None:
 def test_running_norms_and_compiled_modules_are_told() -> None:
     assert modules.is_running_norm(nn.BatchNorm2d(1))
     assert not modules.is_running_norm(nn.LayerNorm(1))
-    assert modules.is_compiled(torch.compile(nn.Linear(1, 1)))
-    assert not modules.is_compiled(nn.Linear(1, 1))
+    in_place, forward = nn.Linear(1, 1), nn.Linear(1, 1)
+    in_place.compile(backend="eager")
+    forward.forward = torch.compile(forward.forward, backend="eager")  # type: ignore[method-assign]
+    of = compiler.compiled_form
+    assert of(torch.compile(nn.Linear(1, 1))) == "wrapper"  # type: ignore[arg-type]
+    assert (of(in_place), of(forward), of(nn.Linear(1, 1))) == ("in place", "forward", None)
+    wrapper = torch.compile(nn.Sequential(nn.Linear(1, 1)))
+    assert len(list(compiler.inside_compiled(nn.Sequential(wrapper, nn.Linear(1, 1))))) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_compiled_code_is_a_region_and_hooks_run_outside_of_the_compiler() -> None:
+    import torch._dynamo
+    from torch._higher_order_ops.wrap import inductor_compiled_code
+    from torch._inductor import config
+
+    assert compiler.has_compiler()
+    assert compiler.is_region(inductor_compiled_code)
+    assert not compiler.is_region(torch.ops.aten.add.Tensor)
+    with compiler.calls_as_one():
+        assert config.wrap_inductor_compiled_regions
+    assert not config.wrap_inductor_compiled_regions
+    frames: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        frames.append(str(graph.code))
+        return graph.forward
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    hidden = compiler.unseen(double)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch._dynamo.graph_break() or hidden(x), backend=backend)
+    assert float(compiled(torch.ones(()))) == 2
+    assert not any("mul" in code or "* 2" in code for code in frames)
 
 
 def test_distributed_data_parallel_says_when_it_has_made_its_buckets_anew(tmp_path: Path) -> None:

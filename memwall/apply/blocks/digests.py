@@ -15,6 +15,7 @@ from memwall.store.checksum import crc32
 from memwall.store.room import with_room
 from memwall.store.transfer import memory_at
 from memwall.torch_internals.autograd import innermost_saved_tensor_hooks, version_of
+from memwall.torch_internals.compiler import unseen
 from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import own_buffers
 
@@ -190,7 +191,7 @@ class Digesting:
         self._passed_by = frozenset(buffer.data_ptr() for buffer in buffers)
         outer: tuple[Any, Any] = innermost_saved_tensor_hooks() or (_same, _same)
         self._pack_outer, self._unpack_outer = outer
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(unseen(self._pack), unseen(self._unpack))
         self._hooks.__enter__()
         return self
 

@@ -16,7 +16,7 @@ from memwall.apply.blocks.counts import BlockCounts
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import LeavingForm
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
-from memwall.trace.attached import wrap_forward
+from memwall.trace.attached import forward_of, wrap_forward
 
 __all__ = ["BlockCall", "BlockExecutor", "BlockLayer", "Forward", "OffloadEngine", "resolve_blocks"]
 
@@ -154,7 +154,7 @@ class BlockExecutor:
     def _wrap(self, path: str, layers: Sequence[BlockLayer]) -> None:
         module = self._modules[path]
         counts = self._counts[path] = BlockCounts()
-        inner = module.forward
+        inner = forward_of(module)
         for layer in layers:
             inner = layer.wrapped(module, inner, counts)
 

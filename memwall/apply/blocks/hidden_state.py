@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from memwall.apply.blocks.numpy_random import numpy_state, set_numpy_state
 from memwall.apply.blocks.outer_variables import Variable, hook_owners, variables_of_hooks
 from memwall.torch_internals.autograd import version_of
+from memwall.torch_internals.compiler import COMPILER_ATTRIBUTES
 from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import is_running_norm, own_buffers
 from memwall.units import format_bytes
@@ -27,8 +28,8 @@ __all__ = ["MAX_CLONED_BYTES", "HiddenState"]
 MAX_CLONED_BYTES = 1 << 20
 """A larger tensor that forward writes into is not remembered: there may be one in each block."""
 
-# A module's attributes that are not its own: parameters, submodules, hooks, and what memwall attaches.
-_NOT_PLAIN = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__"}
+# A module's attributes that are not its own: parameters, submodules, hooks, the compiler's, and what memwall attaches.
+_NOT_PLAIN = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__"} | COMPILER_ATTRIBUTES
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 _SEARCHED = (list, dict)
 _GENERATORS = (torch.Generator, random.Random)

@@ -25,6 +25,7 @@ from memwall.store.pinned_arena import NoPinnedRoomError
 from memwall.store.pinned_tier import PinnedTier
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.autograd import execution_is_transformed, version_of
+from memwall.torch_internals.compiler import unseen
 from memwall.torch_internals.storages import StorageWeakRef, identity_of
 
 __all__ = ["ActivationOffload", "SavedTensorModifiedError"]
@@ -149,7 +150,7 @@ class ActivationOffload(Closing):
 
     def hooks(self) -> saved_tensors_hooks:
         """Returns the context inside which tensors saved for backward are offloaded."""
-        return saved_tensors_hooks(self.pack, self.unpack)
+        return saved_tensors_hooks(unseen(self.pack), unseen(self.unpack))
 
     @contextmanager
     def group(self, key: Hashable, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Iterator[None]:

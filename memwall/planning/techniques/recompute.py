@@ -12,7 +12,7 @@ from memwall.planning.paths import block_ranges
 from memwall.planning.technique import Technique
 from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.treatment import StepModel
-from memwall.trace.records import ModuleCall, Trace
+from memwall.trace.records import COMPILED_CODE, ModuleCall, Trace
 
 __all__ = ["TECHNIQUE", "Recompute", "can_recompute"]
 
@@ -118,6 +118,8 @@ def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ..
     operation that is kept draws nothing when the others run again, so none may come after it.
     """
     step, call, saved = model.step, block.calls[0], block.saved[0]
+    if any(model.names[op.name] == COMPILED_CODE for op in step.ops[call.start : call.end]):
+        return []  # compiled code runs as a whole
     again = set(model.recomputed_ops(call, saved, Treatment(recompute=True)))
     last_random = max((op for op in again if _is_random(model.names[step.ops[op].name])), default=-1)
     candidates: list[tuple[float, int, int, float]] = []

@@ -1,0 +1,172 @@
+"""Compiled models train under a budget: compiled blocks are kept, recomputed or offloaded as a whole, to the same bits.
+
+Dynamo, AOTAutograd and its partitioner are torch's own. The graphs that they make run as they are, in place of code
+that g++ would take seconds to minutes for; each call is one operation, as that of inductor's code is.
+"""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from plans import plan_of
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops.wrap import InductorCompiledCallable, inductor_compiled_code
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+import memwall
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.recompute import Recompute
+from memwall.torch_internals.compiler import compiled_call_of
+from memwall.trace.compiled_call import CompiledCall
+from memwall.trace.records import COMPILED_CODE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+WIDTH, BATCH = 32, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def region(graph: torch.fx.GraphModule, _: Any) -> Any:
+    """Runs the graph as inductor runs its code (torch/_inductor/output_code.py, `wrapped_callable`)."""
+
+    def run(inputs: list[Any]) -> Any:
+        given = tuple(inputs)
+        inputs.clear()
+        return graph(*given)
+
+    code = InductorCompiledCallable(run)
+
+    def call(inputs: list[Any]) -> Any:
+        return inductor_compiled_code(code, inputs) if is_in_torch_dispatch_mode() else run(inputs)
+
+    return make_boxed_func(lambda *inputs: call(list(inputs)))
+
+
+REGIONS = aot_autograd(fw_compiler=region, partition_fn=min_cut_rematerialization_partition)
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend=REGIONS)
+    return model
+
+
+def wrappers(model: nn.Module) -> nn.Module:
+    for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        model.blocks[number] = torch.compile(block, backend=REGIONS)  # type: ignore[operator, index]
+    return model
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend=REGIONS)  # type: ignore[return-value]
+
+
+def whole_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend=REGIONS)
+    return model
+
+
+def train(model: nn.Module, num_steps: int = 4, **fit: Any) -> tuple[list[Tensor], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1)
+    batches = [torch.randn(BATCH, WIDTH) for _ in range(num_steps)]
+
+    def loop() -> None:
+        for batch in batches:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    session = None
+    if fit:
+        with memwall.fit(model, optimizer, **fit) as session:
+            loop()
+    else:
+        loop()
+    return [parameter.detach().clone() for parameter in model.parameters()], session
+
+
+def num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.fixture
+def made(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
+    """Two equal models, compiled in the same way, in a compiler that has seen nothing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = Net()
+    compiled: Callable[[nn.Module], nn.Module] = request.param
+    return compiled(copy.deepcopy(model)), compiled(model)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What memwall warned of; the compiler has a log of its own."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("memwall")]
+
+
+@pytest.mark.parametrize("made", [in_place, wrappers], indirect=True)
+def test_compiled_blocks_are_recomputed_and_offloaded_to_the_same_bits(
+    made: tuple[nn.Module, nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = made
+    expected, _ = train(plain)
+    compiled = num_graphs()
+    plan = plan_of(
+        model,
+        Recompute(block="blocks.0"),
+        Recompute(block="blocks.1"),
+        Offload(block="blocks.1", scope="inputs", tier="disk", min_bytes=1024, window_bytes=8 << 20),
+        Offload(block="blocks.2", scope="saved", tier="disk", min_bytes=1024, window_bytes=8 << 20),
+    )
+    with caplog.at_level(logging.WARNING):
+        found, session = train(model, plan=plan)
+    assert said(caplog) == []
+    assert all(map(torch.equal, found, expected))
+    assert session.measured.bytes_to_tier > 0
+    assert num_graphs() <= 2 * compiled, "the compiler saw memwall's own code"
+
+
+@pytest.mark.parametrize(("made", "num_regions"), [(in_place, 3), (whole, 1), (whole_in_place, 1)], indirect=["made"])
+def test_a_compiled_model_is_recorded_as_it_runs(
+    made: tuple[nn.Module, nn.Module], num_regions: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = made
+    expected, _ = train(plain)
+    with caplog.at_level(logging.WARNING):
+        found, session = train(model, budget="20GiB")
+    assert said(caplog) == []
+    assert all(map(torch.equal, found, expected))
+    step, names = session.trace.steps[0], session.trace.names
+    calls = [number for number, op in enumerate(step.ops) if names[op.name] == COMPILED_CODE]
+    assert [step.ops[number].phase for number in calls] == ["forward"] * num_regions + ["backward"] * num_regions
+    saved = {save.storage for save in step.saved if step.storages[save.storage].category == "activation"}
+    assert {step.storages[index].birth for index in saved} <= set(calls) | {0, 1}, "saved tensors come out of the code"
+    assert not [module for module in model.modules() if isinstance(compiled_call_of(module), CompiledCall)]
