@@ -1,5 +1,7 @@
 """Gives a callback to transformers' Trainer, a plugin to Accelerate, and three functions to users of DeepSpeed.
 
+The callback for Lightning has the same name, and lies in `memwall.integrations.lightning`.
+
 As in `memwall` itself the names are loaded on first use: importing this loads no framework.
 """
 

@@ -59,30 +59,29 @@ class MemwallPlugin:
             open_session, budget=budget, plan=plan, disk=disk, disk_writes=disk_writes, allow=tuple(allow)
         )
 
-    def prepare(self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *rest: Any) -> Any:
-        """Returns what `accelerator.prepare(model, optimizer, *rest)` does, with a session on the model.
+    def prepare(self, accelerator: Any, *parts: Any) -> Any:
+        """Returns what `accelerator.prepare(*parts)` does, with a session on the model among the parts.
 
-        Further optimizers of the model may be among the rest.
+        The parts, one model, its optimizers and whatever else, come in any order.
 
         Raises:
             IntegrationError: the accelerator or the data loader is not what the plan needs, the model is wrapped in a
-                way that fails, or this plugin trains a model already.
+                way that fails, there is not one model or no optimizer, or this plugin trains a model already.
             PlanError: the plan was made for another model.
         """
         if self.session is not None and self.session.state != "closed":
             raise IntegrationError("this MemwallPlugin already trains a model; close it, or use one plugin for each")
         check_accelerator(accelerator)
+        place = _place_of_model(parts)
         if self._plan is not None:
-            _check(self._plan, accelerator, rest)
-        prepared = accelerator.prepare(model, optimizer, *rest)
+            _check(self._plan, accelerator, parts)
+        prepared = accelerator.prepare(*parts)
         self._accelerator = accelerator
         # A wrapper (DDP) calls the module within it, whose paths are those of the plan and whose hooks it runs.
-        check_model(prepared[0])
-        trained = accelerator.unwrap_model(prepared[0])
+        check_model(prepared[place])
+        trained = accelerator.unwrap_model(prepared[place])
         self.session = self._session_on(
-            trained,
-            [torch_optimizer(prepared[1]), *_optimizers_among(prepared[2:])],
-            set_by_loop=set_by_loop() if self._plan is not None else (),
+            trained, _optimizers_among(prepared), set_by_loop=set_by_loop() if self._plan is not None else ()
         )
         return prepared
 
@@ -144,6 +143,23 @@ class MemwallPlugin:
 def set_by_loop() -> tuple[str, ...]:
     """Returns the tags of actions that loops of Accelerate's, and the Trainer's, carry out of a plan they are given."""
     return tuple(technique.tag for technique in techniques() if technique.is_set_by_loop)
+
+
+def _place_of_model(parts: Sequence[Any]) -> int:
+    """Returns the number of the part that is a model.
+
+    Raises:
+        IntegrationError: there is none, or another one beside it, or no optimizer.
+    """
+    models = [place for place, part in enumerate(parts) if isinstance(part, nn.Module)]
+    has_optimizer = any(isinstance(part, torch.optim.Optimizer) for part in parts)
+    if len(models) == 1 and has_optimizer:
+        return models[0]
+    found = ", ".join(type(part).__name__ for part in parts) or "nothing"
+    raise IntegrationError(
+        f"plugin.prepare(accelerator, ...) was given {found}; expected one model and what optimizes it, in any order. "
+        "Prepare a further model, one that is not trained say, by accelerator.prepare"
+    )
 
 
 def _optimizers_among(prepared: Iterable[Any]) -> list[torch.optim.Optimizer]:

@@ -53,6 +53,10 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
     A training step that runs out of memory is done again under a plan that needs less, up to three times in a run;
     what runs out elsewhere ends in `memwall.OutOfMemoryError`. However training ends, the model is given back.
 
+    With `auto_find_batch_size=True` no batch size is tried out: a plan divides batches into the largest micro-batches
+    that fit, at the same global batch. With `torch_compile=True` the compiled model is planned, and with `model_init`
+    each model that the Trainer trains.
+
     Args:
         budget: what the process may use: a size, or a percentage of the model's device. Either this or `plan`. Ranks
             that a launcher started on one host have equal parts of a CPU's memory limit.
@@ -141,10 +145,11 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         self._model = model
         if self._history is not None:
             self._history.attach(model)
-        self._open(model)
+        if not args.torch_compile:
+            self._open(model)
         trainer = trainer_of(self)
         if trainer is not None:
-            self._steps = TrainerSteps(trainer, self)
+            self._steps = TrainerSteps(trainer, self, divides=args.auto_find_batch_size)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -154,21 +159,26 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             IntegrationError: the callback came too late, or the model is not the one the Trainer was built with.
         """
-        if self._model is None or self.session is None:
+        if self._model is None:
             raise IntegrationError(
                 "MemwallCallback was added to a Trainer that was already built; its model may be wrapped by now. "
                 "Pass it when building: Trainer(..., callbacks=[MemwallCallback(...)])"
             )
+        trainer = trainer_of(self)
         if not any(module is self._model for module in model.modules()):
             self.close(completed=False)
-            raise IntegrationError(
-                f"the Trainer replaced the {type(self._model).__name__} it was built with, as it does with "
-                "model_init=...; memwall follows one model: build it first and pass model=..."
-            )
+            if trainer is None or getattr(trainer, "model_init", None) is None:
+                raise IntegrationError(
+                    f"the Trainer replaced the {type(self._model).__name__} it was built with by a "
+                    f"{type(model).__name__}, though it was given no model_init; memwall follows one model"
+                )
+            self._model, self.session = model, None
         check_parallel(model)
-        if self.session.state != "waiting":
+        called = trainer.model_wrapped if args.torch_compile and trainer is not None else self._model
+        if self.session is None or self.session.state != "waiting":
             self.close(completed=False)
-            self._open(self._model)
+            self._open(called)
+        assert self.session is not None
         self.session.add_optimizer(torch_optimizer(optimizer))
         longest = longest_sample(getattr(kwargs.get("train_dataloader"), "dataset", None))
         self._lengths = None if longest is None else LengthWatch(self._model, longest)
@@ -253,16 +263,6 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
 
 def _check_arguments(args: Any) -> None:
     """Refuses what would train behind memwall's back."""
-    if args.auto_find_batch_size:
-        raise IntegrationError(
-            "auto_find_batch_size=True restarts training with another batch size when memory runs out, unseen by "
-            "memwall and without adjusting accumulation; set TrainingArguments(auto_find_batch_size=False)"
-        )
-    if args.torch_compile:
-        raise IntegrationError(
-            "torch_compile=True moves saved tensors and recomputation into the compiler, where memwall does not see "
-            "them; set TrainingArguments(torch_compile=False)"
-        )
     if args.n_gpu > 1:
         raise IntegrationError(
             f"one process drives {args.n_gpu} devices (DataParallel), memwall plans one device per process; "

@@ -5,16 +5,19 @@ callers of the callback's first event, and two of its methods are overridden, fo
 """
 
 import copy
+import logging
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
+from memwall.apply.microbatch import num_samples
 from memwall.patches import Patches
 from memwall.session.session import Session
 
 __all__ = ["TrainerSteps", "trainer_of"]
 
+_log = logging.getLogger(__name__)
 
 _LASTS = "a second train() of this Trainer is followed as well; it ends with the Trainer"
 
@@ -47,10 +50,11 @@ class TrainerSteps:
     Args:
         trainer: whose class is changed.
         owner: who has the session of the present `train()`.
+        divides: whether a plan may divide the Trainer's batches.
     """
 
-    def __init__(self, trainer: Any, owner: _Owner) -> None:
-        self._owner, self._is_running_steps = owner, False
+    def __init__(self, trainer: Any, owner: _Owner, *, divides: bool = False) -> None:
+        self._owner, self._is_running_steps, self._divides = owner, False, divides
         kind = type(trainer)
         named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         trainer._memwall_steps = self
@@ -70,8 +74,25 @@ class TrainerSteps:
         session = self._owner.session
         if not self._is_running_steps or session is None or session.state == "closed":
             return method(model, inputs, *args, **kwargs)
-        # A loss may take its labels out of the inputs, which must be there the next time.
-        return session.redoable(lambda: method(model, copy.copy(inputs), *args, **kwargs))
+        if self._divides and not any(given is not None for given in (*args[:1], kwargs.get("num_items_in_batch"))):
+            self._divides = False
+            _log.warning(
+                "auto_find_batch_size: %s is not told how many labels a whole batch has, so that the losses of its "
+                "parts cannot be added up, and plans do not divide batches; set per_device_train_batch_size and "
+                "gradient_accumulation_steps where the budget is too small",
+                type(model).__name__,
+            )
+        divided = session if self._divides else None
+
+        def step() -> Any:
+            # A loss may take its labels out of the inputs, which must be there the next time.
+            if divided is None:
+                return method(model, copy.copy(inputs), *args, **kwargs)
+            # Each part's loss is a sum over its labels, divided by the number of those of the whole batch.
+            parts = divided.step(inputs, count=num_samples)
+            return sum(method(model, copy.copy(part), *args, **kwargs) for part in parts)
+
+        return session.redoable(step)
 
     def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Gives the model back whatever ends training, and explains a lack of memory."""

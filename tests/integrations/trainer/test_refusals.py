@@ -52,37 +52,6 @@ class TestRefusals:
             build(callback, **settings)
         return str(caught.value)
 
-    def test_auto_find_batch_size(self, build: Any):
-        from memwall.integrations.trainer import MemwallCallback
-
-        text = self.refused(build, MemwallCallback(budget="1TiB"), auto_find_batch_size=True)
-        assert text == (
-            "auto_find_batch_size=True restarts training with another batch size when memory runs out, unseen by "
-            "memwall and without adjusting accumulation; set TrainingArguments(auto_find_batch_size=False)"
-        )
-
-    def test_torch_compile(self, build: Any):
-        from memwall.integrations.trainer import MemwallCallback
-
-        text = self.refused(build, MemwallCallback(budget="1TiB"), torch_compile=True)
-        assert text == (
-            "torch_compile=True moves saved tensors and recomputation into the compiler, where memwall does not see "
-            "them; set TrainingArguments(torch_compile=False)"
-        )
-
-    def test_a_model_that_is_built_anew(self, build: Any, make_model: Any):
-        from memwall.integrations.trainer import MemwallCallback
-
-        callback = MemwallCallback(budget="1TiB")
-        trainer = build(callback, model_init=make_model)
-        with pytest.raises(IntegrationError) as caught:
-            trainer.train()
-        assert str(caught.value) == (
-            "the Trainer replaced the LlamaForCausalLM it was built with, as it does with model_init=...; "
-            "memwall follows one model: build it first and pass model=..."
-        )
-        assert callback.session.state == "closed"
-
     def test_a_callback_added_later(self, build: Any):
         from memwall.integrations.trainer import MemwallCallback
 

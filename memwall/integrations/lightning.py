@@ -1,0 +1,180 @@
+"""Puts memwall into Lightning's Trainer, by one callback.
+
+Lightning calls `training_step` of its module, not the module, and does so within the optimizer's step, as a closure.
+Here `training_step` is called through the module, as Lightning itself does where a strategy wraps it, and the closure
+before the optimizer's step, as optimizers do themselves: so the hooks that find a step's parts see them.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memwall.errors import IntegrationError
+from memwall.observe.measure import run_report
+from memwall.observe.run_report import RunReport
+from memwall.patches import Patches
+from memwall.planning.planfile import Plan
+from memwall.session.fit import open_session
+from memwall.session.session import Session
+from memwall.units import format_bytes
+
+try:
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        from pytorch_lightning.callbacks import Callback
+    else:
+        from lightning.pytorch.callbacks import Callback
+except ImportError as error:
+    raise ImportError("the callback for Lightning needs it: pip install 'torch-memwall[lightning]'") from error
+
+__all__ = ["MemwallCallback"]
+
+_log = logging.getLogger(__name__)
+
+_SHARDING = ("DeepSpeed", "FSDP", "ModelParallel")
+
+
+class MemwallCallback(Callback):  # type: ignore[misc]
+    """Makes a fit of Lightning's Trainer fit a budget, or follow a plan made before.
+
+    Example::
+
+        from memwall.integrations.lightning import MemwallCallback
+
+        trainer = lightning.Trainer(max_epochs=1, callbacks=[MemwallCallback(budget="10GiB")])
+        trainer.fit(module, loader)
+
+    However training ends, the module is given back. What runs out of memory ends in `memwall.OutOfMemoryError`.
+
+    Args:
+        budget: what the process may use: a size, or a percentage of the module's device. Either this or `plan`. Ranks
+            that a launcher started on one host have equal parts of a CPU's memory limit.
+        plan: a plan made for this module.
+        disk: directory for bytes that leave memory; the system's temporary directory by default.
+        disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
+        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: str | int | None = None,
+        plan: Plan | None = None,
+        disk: str | None = None,
+        disk_writes: str | int | None = None,
+        allow: Sequence[str] = (),
+    ) -> None:
+        self.session: Session | None = None
+        """The session of the present or last `fit`; None before training starts."""
+        self._session_on = partial(
+            open_session, budget=budget, plan=plan, disk=disk, disk_writes=disk_writes, allow=tuple(allow)
+        )
+        self._patches = Patches("calls training_step through its module")
+
+    def close(self, *, completed: bool = True) -> None:
+        """Ends the session: the module is as it was. Done by itself when training ends."""
+        self._patches.undo()
+        if self.session is not None:
+            self.session.close(completed=completed)
+
+    def report(self) -> RunReport:
+        """Returns forecast and measurement.
+
+        Raises:
+            IntegrationError: nothing was trained.
+            TraceError: not one whole step ran.
+        """
+        if self.session is None:
+            raise IntegrationError("no trainer.fit() was seen; pass the callback as Trainer(callbacks=[...])")
+        return run_report(self.session)
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Opens a session on the module and its optimizers, which Lightning has made by now.
+
+        Raises:
+            IntegrationError: a strategy shards the module.
+            PlanError: the plan was made for another module.
+            UsageError: neither or both of budget and plan; a budget that is no size.
+        """
+        strategy = type(trainer.strategy).__name__
+        if strategy.startswith(_SHARDING):
+            raise IntegrationError(
+                f"{strategy} shards the module, which memwall does not follow under Lightning; take strategy='auto' or "
+                "'ddp', or make the strategy's own configuration with `memwall plan`"
+            )
+        self.close(completed=False)
+        self.session = self._session_on(pl_module, trainer.optimizers)
+        self._patches.wrap(pl_module, "training_step", partial(_called_through, pl_module))
+        for optimizer in trainer.optimizers:
+            if not isinstance(optimizer, torch.optim.LBFGS):  # which calls its closure several times
+                self._patches.wrap(optimizer, "step", _closure_first)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        """Makes and applies the plan after the first step, before anything is evaluated or saved.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        if self.session is not None:
+            self.session.end_step()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Closes the session and logs one line."""
+        self.close()
+        session = self.session
+        if session is not None and session.plan is not None and trainer.is_global_zero:
+            _log.info(
+                "%d steps under %d actions; peak %s, budget %s",
+                session.measured.num_steps,
+                len(session.plan.actions),
+                format_bytes(max(session.measured.overall_peak_bytes, session.measured.peak_bytes)),
+                format_bytes(session.budget_bytes),
+            )
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Gives the module back.
+
+        Raises:
+            OutOfMemoryError: that is what the exception was; this says what to do.
+        """
+        explained = None if self.session is None else self.session.explained(exception)
+        self.close(completed=False)
+        if explained is not None:
+            raise explained from exception
+
+
+def _closure_first(step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    """Steps an optimizer with the gradients that its closure has computed; returns the closure's loss."""
+    if closure is None:
+        return step(**kwargs)
+    with torch.enable_grad():
+        loss = closure()
+    step(**kwargs)
+    return loss
+
+
+def _called_through(module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a step of the module as its forward, whose place is free again before the step calls that itself."""
+    own = vars(module).get("forward")
+
+    def put_back() -> None:
+        if own is None:
+            vars(module).pop("forward", None)
+        else:
+            vars(module)["forward"] = own
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        put_back()
+        return step(*args, **kwargs)
+
+    vars(module)["forward"] = run
+    try:
+        return module(*args, **kwargs)
+    finally:
+        put_back()
