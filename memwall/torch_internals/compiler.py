@@ -112,5 +112,5 @@ def unseen(function: _F) -> _F:
     """Returns a function that the compiler does not compile, though compiled code calls it: as autograd calls hooks."""
     if not has_compiler():
         return function
-    hidden: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    hidden: _F = torch.compiler.disable(function)
     return hidden
