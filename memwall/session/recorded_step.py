@@ -66,7 +66,7 @@ class RecordedStep:
         called: nn.Module | None = None,
         begins_step: Callable[[nn.Module], bool] | None = None,
     ) -> None:
-        self._called, self._begins_step = called or model, begins_step
+        self._called, self._begins_step = model if called is None else called, begins_step
         self._model, self._settings, self._allocator = model, settings, allocator
         self._keeper, self._parameters = keeper, parameters
         self._peak_before_optimizer_bytes = 0

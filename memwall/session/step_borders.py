@@ -158,7 +158,7 @@ class StepBorders:
 
     def enter_forward(self, model: nn.Module | None = None) -> None:
         """Does what the hook before each forward does; to be called where that hook came too late for one."""
-        model = model or self.attached_model
+        model = self.attached_model if model is None else model
         self._listener.before_forward()
         if execution_is_transformed():
             if not self._is_transformed:
