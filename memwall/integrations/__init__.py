@@ -1,6 +1,4 @@
-"""Gives a callback to transformers' Trainer, a plugin to Accelerate, and three functions to users of DeepSpeed.
-
-The callback for Lightning has the same name, and lies in `memwall.integrations.lightning`.
+"""Gives callbacks to the Trainers of transformers and Lightning, a plugin to Accelerate, functions to DeepSpeed.
 
 As in `memwall` itself the names are loaded on first use: importing this loads no framework.
 """
@@ -13,9 +11,11 @@ if TYPE_CHECKING:
     from memwall.integrations.deepspeed import apply_rest as apply_rest
     from memwall.integrations.deepspeed import check_resume as check_resume
     from memwall.integrations.deepspeed import load_checkpoint as load_checkpoint
+    from memwall.integrations.lightning import LightningCallback as LightningCallback
     from memwall.integrations.trainer import MemwallCallback as MemwallCallback
 
 _HOMES = {
+    "LightningCallback": "memwall.integrations.lightning",
     "MemwallCallback": "memwall.integrations.trainer",
     "MemwallPlugin": "memwall.integrations.accelerate",
     "apply_rest": "memwall.integrations.deepspeed",

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,29 +24,31 @@ from memwall.session.fit import open_session
 from memwall.session.session import Session
 from memwall.units import format_bytes
 
-try:
-    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-        from pytorch_lightning.callbacks import Callback
-    else:
-        from lightning.pytorch.callbacks import Callback
-except ImportError as error:
-    raise ImportError("the callback for Lightning needs it: pip install 'torch-memwall[lightning]'") from error
 
-__all__ = ["MemwallCallback"]
+def _base() -> Any:
+    """Returns the base of Lightning's callbacks, of the package of it that the script uses; else object."""
+    is_old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    try:
+        return import_module(f"{'pytorch_lightning' if is_old else 'lightning.pytorch'}.callbacks").Callback
+    except ImportError:
+        return object  # said where a callback is made
+
+
+__all__ = ["LightningCallback", "MemwallCallback"]
 
 _log = logging.getLogger(__name__)
 
 _SHARDING = ("DeepSpeed", "FSDP", "ModelParallel")
 
 
-class MemwallCallback(Callback):  # type: ignore[misc]
+class LightningCallback(_base()):  # type: ignore[misc]
     """Makes a fit of Lightning's Trainer fit a budget, or follow a plan made before.
 
     Example::
 
-        from memwall.integrations.lightning import MemwallCallback
+        from memwall.integrations import LightningCallback
 
-        trainer = lightning.Trainer(max_epochs=1, callbacks=[MemwallCallback(budget="10GiB")])
+        trainer = lightning.Trainer(max_epochs=1, callbacks=[LightningCallback(budget="10GiB")])
         trainer.fit(module, loader)
 
     However training ends, the module is given back. What runs out of memory ends in `memwall.OutOfMemoryError`.
@@ -68,6 +71,8 @@ class MemwallCallback(Callback):  # type: ignore[misc]
         disk_writes: str | int | None = None,
         allow: Sequence[str] = (),
     ) -> None:
+        if LightningCallback.__base__ is object:
+            raise ImportError("the callback for Lightning needs it: pip install 'torch-memwall[lightning]'")
         self.session: Session | None = None
         """The session of the present or last `fit`; None before training starts."""
         self._session_on = partial(
@@ -147,6 +152,10 @@ class MemwallCallback(Callback):  # type: ignore[misc]
         self.close(completed=False)
         if explained is not None:
             raise explained from exception
+
+
+MemwallCallback = LightningCallback
+"""The same, under the name that the Trainer of transformers has for its own."""
 
 
 def _closure_first(step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
