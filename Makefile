@@ -49,7 +49,7 @@ UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and n
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv reference phantom test-phantom test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
+.PHONY: venv reference phantom test-phantom test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -158,6 +158,10 @@ wheel: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/memwall demo
+
+# Scripts of every kind, free, at 70 % of that and at the smallest budget that they are told; half an hour.
+compat: $(STAMP)
+	$(BIN)/python benchmarks/compat.py
 
 bench-knobs: $(STAMP)
 	$(BIN)/python benchmarks/knobs.py

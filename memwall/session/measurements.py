@@ -6,12 +6,13 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.machine.meter import HostMeter, Meter, meter_of
+from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.torch_internals.storages import sparse_indices, sparse_values
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
-__all__ = ["Measurements", "standing_bytes"]
+__all__ = ["Measurements", "standing_bytes", "trained_parameters"]
 
 
 class Measurements(Struct, kw_only=True):
@@ -136,6 +137,12 @@ def standing_bytes(model: nn.Module, optimizers: Optimizers, trace: Trace) -> in
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in dense if t.device.type == "cpu"}
     batch = sum(s.nbytes for s in trace.steps[0].storages if s.category == "input" and s.device == "cpu")
     return sum(storages.values()) + batch
+
+
+def trained_parameters(model: nn.Module) -> tuple[bool, ...]:
+    """Returns of each parameter whether it takes gradients."""
+    with without_subclass_functions():  # to look at parameters on disk does not bring them in
+        return tuple(parameter.requires_grad for parameter in model.parameters())
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:

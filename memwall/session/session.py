@@ -22,7 +22,7 @@ from memwall.session.budget_watch import BudgetWatch, place_of
 from memwall.session.first_plan import asked, check_device, check_device_has, check_plan_is_for
 from memwall.session.interruptions import interruptions_put_off
 from memwall.session.live_plan import LivePlan
-from memwall.session.measurements import Measurements
+from memwall.session.measurements import Measurements, trained_parameters
 from memwall.session.parallel import check_optimizer, check_parallel
 from memwall.session.ranks import Ranks
 from memwall.session.recovery import Recovery
@@ -90,6 +90,8 @@ class Session:
         self._watch = BudgetWatch(self.measured, lambda: place_of(self._borders.phase, self.state))
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
+        self._trained_then: tuple[bool, ...] = ()
+        """Which parameters took gradients when the step was recorded."""
         self._is_outgrown = False
         """Whether the loop trains other models than the trace and the plan are of."""
         self._num_checked = 0
@@ -385,7 +387,7 @@ class Session:
             check_not_captured(device)
             self._live.end_showing()
             self.end_step()
-            if self._is_outgrown or (self.state == "running" and self._has_newcomer):
+            if self._is_outgrown or (self.state == "running" and (self._has_newcomer or self._has_other_stage)):
                 self._is_outgrown = False
                 self._live.stop_recording()
                 self._live.forget_plan()
@@ -458,9 +460,15 @@ class Session:
         """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
         return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
 
+    @property
+    def _has_other_stage(self) -> bool:
+        """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph."""
+        return not self._live.is_given and self._trained_then != trained_parameters(self._borders.attached_model)
+
     def _begin_run(self) -> None:
         self.measured.begin_run(self._borders.attached_model)
         self._borders.watch_optimizers()
+        self._trained_then = trained_parameters(self._borders.attached_model)
         self._live.begin()
         self.state = "running" if self._live.is_given else "recording"
 

@@ -8,6 +8,7 @@ import torch
 from plans import plan_of
 from torch import nn
 
+import memwall
 from memwall.machine.meter import process_bytes, reset_process_peak, return_free_memory
 from memwall.observe.measure import run_report
 from memwall.planning.techniques.allocator import AllocatorReuse
@@ -111,3 +112,21 @@ def test_an_evaluation_inside_a_step_returns_nothing(monkeypatch: pytest.MonkeyP
         optimizer.step()
 
     peak_of(nothing)
+
+
+def test_a_stage_that_trains_more_parameters_is_planned_anew() -> None:
+    """GIVEN a body that is frozen WHEN it is unfrozen for the same optimizer THEN the next step is recorded again."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plans = []
+    model[0].requires_grad_(False)
+    with memwall.fit(model, optimizer, budget=1 << 40) as session:
+        session.on_plan = lambda session: plans.append(session.trace)
+        for step in range(6):
+            if step == 3:
+                model[0].requires_grad_(True)
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(plans) == 2
+    assert session.measured.num_steps == 6
