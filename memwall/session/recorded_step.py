@@ -36,6 +36,9 @@ from memwall.trace.trace_builder import TraceBuilder
 
 __all__ = ["RecordedStep"]
 
+# Looked at whenever a tensor is saved or asked for, a process grows by so much between two looks, outside the heap.
+_BETWEEN_LOOKS_BYTES = 4 << 20
+
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +96,8 @@ class RecordedStep:
     def _start(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         assert self._parked is not None
         if self._is_on_cpu:
-            self._allocator.apply_tight(self._settings.budget_bytes, WINDOW_BYTES)
+            limit_bytes = self._settings.budget_bytes
+        self._allocator.apply_tight(limit_bytes and max(limit_bytes - _BETWEEN_LOOKS_BYTES, 1), WINDOW_BYTES)
         self._builder = TraceBuilder([self._model], _UnderLimit(self._parked.engine, self._allocator))
         # To look at parameters does not bring them in.
         with self._keeper.shown(), without_subclass_functions():
