@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -313,7 +314,20 @@ class LivePlan:
         def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
             return trace, make_plan(trace, settings)
 
+        if held_bytes is not None and not self._divides_batch:
+            # The step that failed is to give the bits of one that did not: first without dividing its batch.
+            whole = msgspec.structs.replace(settings, allow_accumulation=False)
+            with suppress(InfeasibleError):
+                revision = Revision(*self._solved(trace, whole, solve), settings.budget_bytes)
+                if self.plan is None or revision.plan.actions != self.plan.actions:
+                    return revision
         return Revision(*self._solved(trace, settings, solve), settings.budget_bytes)
+
+    @property
+    def _divides_batch(self) -> bool:
+        """Tells whether the present plan has the loop take the batch in parts."""
+        present = () if self.plan is None else self.plan.actions
+        return any(technique_of(action).batch_parts(action) for action in present)
 
     def change_to(self, revision: Revision) -> None:
         """Applies another plan in place of the present one.

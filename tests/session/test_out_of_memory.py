@@ -155,14 +155,18 @@ class TestRecovery:
         assert found == expected[2]
         assert session.measured.oom_recoveries == 1
 
-    def test_smaller_parts_keep_the_batch(self, tmp_path: Path) -> None:
-        """GIVEN a model whose batch may be divided WHEN a step fails THEN its parts are the whole batch, and so is the
-        gradient."""
+    @pytest.mark.parametrize(("asked", "is_divided"), [("4.00 MiB", False), ("44.00 MiB", True)])
+    def test_the_batch_is_divided_only_where_nothing_else_helps(
+        self, asked: str, is_divided: bool, tmp_path: Path
+    ) -> None:
+        """GIVEN a model whose batch may be divided WHEN a step fails THEN it is done again, to the same bits;
+        where only parts fit, they are the whole batch, and so is the gradient."""
         found = []
         for fails in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 64)) for _ in "123"))
             bomb = Bomb()
+            bomb.asked = asked
             model[2].register_forward_pre_hook(lambda *_, bomb=bomb: bomb.passes("forward"))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             batch = torch.randn(SAMPLES, 64)
@@ -175,9 +179,12 @@ class TestRecovery:
                     optimizer.step()
                 found.append([loss, *(p.grad for p in model.parameters())])
         assert session.plan is not None
-        parts = next(action for action in session.plan.actions if isinstance(action, Accumulate))
-        assert parts.micro_batch * parts.num_micro_batches == SAMPLES
-        torch.testing.assert_close(found[1], found[0])
+        parts = [action for action in session.plan.actions if isinstance(action, Accumulate)]
+        assert [each.micro_batch * each.num_micro_batches for each in parts] == [SAMPLES] * is_divided
+        if is_divided:
+            torch.testing.assert_close(found[1], found[0])
+        else:
+            assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
     def test_attempts_are_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """GIVEN a step that fails whatever the plan WHEN it was recovered as often as may be THEN the run ends."""
