@@ -190,6 +190,10 @@ def test_devices_are_told_apart(tmp_path: Path) -> None:
         ((), "(no stack recorded)"),
         ((Frame("/a/b/c.py", 3, "f"),), "b/c.py:3 f"),
         ((Frame("x/torch/nn/linear.py", 3, "f"), Frame("t.py", 4, "g"), Frame("u.py", 5, "h")), "t.py:4 g"),
+        (
+            (Frame("/src/memwall/memwall/trace/step_recorder.py", 3, "f"), Frame("/src/memwall/t.py", 4, "g")),
+            "memwall/t.py:4 g",
+        ),
         ((Frame("C:\\run\\torch\\nn.py", 3, "f"), Frame("C:\\run\\t.py", 4, "g")), "run/t.py:4 g"),
         ((Frame("a.cpp", 0, "at::add"), Frame("??", 0, "??")), "a.cpp:0 at::add"),
         ((Frame("??", 0, "?"), Frame("<frozen runpy>", 1, "r"), Frame("/t.py", 2, "g")), "/t.py:2 g"),
