@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SelectiveCheckpointContext
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import MODELS
 
@@ -297,11 +298,17 @@ def test_where_other_operations_run_nothing_is_kept_instead_of_the_wrong_thing(
         block.has_mask = True
     expected = after_a_step(model, lambda: model(batch).square().sum())
     # By number alone it is the zeros that are kept, which the next operation overwrites: wrong, and torch is silent.
-    with recomputed(model, *(Recompute(block=block, kept_ops=(number,)) for block in "01")):
-        assert_same_bits(after_a_step(model, lambda: model(batch).square().sum()), expected)
-    assert [record.message.partition(": ")[0] for record in caplog.records] == [
-        f"'{block}' keeps what it saves and is not recomputed" for block in "01"
-    ]
+    unnamed = [Recompute(block=block, kept_ops=(number,)) for block in "01"]
+    if hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output"):
+        with recomputed(model, *unnamed):
+            assert_same_bits(after_a_step(model, lambda: model(batch).square().sum()), expected)
+        assert [record.message.partition(": ")[0] for record in caplog.records] == [
+            f"'{block}' keeps what it saves and is not recomputed" for block in "01"
+        ]
+    else:  # torch 2.11 does not show the result that is kept: what differs is found in backward
+        with recomputed(model, *unnamed), pytest.raises(ApplyError, match="what it saves differs"):
+            after_a_step(model, lambda: model(batch).square().sum())
+        model.zero_grad()
     caplog.clear()
     named = [Recompute(block=block, kept_ops=(number,), kept_names=("aten.sin.default",)) for block in "01"]
     with recomputed(model, *named):

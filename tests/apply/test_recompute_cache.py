@@ -81,7 +81,10 @@ def test_the_operations_are_those_that_were_recorded_with_the_cache(recomputed: 
     with recomputed(model, Recompute(block=blocks[1])), Listening():
         model(**batch)  # the first call is proven by a second run
         model(**batch)
-    assert tuple(name for name in names[1] if name != "aten.detach.default") == menu.op_names
+    ran = [name for name in names[1] if name != "aten.detach.default"]
+    while ran[0] == "aten.empty.memory_format":  # checkpoint's own, in torch 2.11
+        del ran[0]
+    assert tuple(ran) == menu.op_names
 
 
 def test_a_cache_that_holds_a_past_is_refused(recomputed: Recomputed) -> None:

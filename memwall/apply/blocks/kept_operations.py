@@ -59,7 +59,8 @@ class KeptOperations:
         if _is_random(op):
             self._kept_random = str(op)
         if not context.is_recompute:
-            for result in _tensors_in(context.op_output):
+            # Before 2.12 torch asks before the operation has run, and leaves it to itself to find such writes.
+            for result in _tensors_in(getattr(context, "op_output", None)):
                 self._storages[identity_of(result.untyped_storage())] = str(op)
         return CheckpointPolicy.MUST_SAVE
 
