@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
+from torch import Size, Tensor
+
 from memwall.torch_internals.names import REGISTRY, Name, attribute, error, find, function
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "foreach_div_",
     "has_kernel",
     "library_for_now",
+    "num_flops",
     "operator_named",
     "packet_of",
     "schema_of",
@@ -81,6 +84,28 @@ flop_formulas: Mapping[Any, Callable[..., int]] = (
 """How many floating-point operations a packet takes; empty in a torch without it: every operation then counts 0."""
 
 _register_formula = find("torch.utils.flop_counter.register_flop_formula", "counting floating-point operations")
+
+
+def num_flops(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Returns how many floating-point operations a call takes; 0 where torch has no formula for its operator."""
+    formula = flop_formulas.get(packet_of(operator))
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **kwargs, out_val=out))
+    except AssertionError:
+        # Torch 2.11 refuses attention whose keys have fewer heads than its queries, each of which serves several.
+        num_heads = max((arg.shape[1] for arg in args if isinstance(arg, Tensor) and arg.ndim == 4), default=0)
+        if not num_heads:
+            raise
+        return int(formula(*(_with_heads(arg, num_heads) for arg in args), **kwargs, out_val=out))
+
+
+def _with_heads(arg: Any, num_heads: int) -> Any:
+    """Returns the shape that a tensor of four dimensions would have with so many heads; anything else as it is."""
+    if not isinstance(arg, Tensor) or arg.ndim != 4:
+        return arg
+    return Size((arg.shape[0], num_heads, *arg.shape[2:]))
 
 
 def flop_formula_of(packet: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

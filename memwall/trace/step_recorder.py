@@ -19,7 +19,7 @@ from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region, unseen
 from memwall.torch_internals.dispatch import TorchDispatchMode
-from memwall.torch_internals.operators import flop_formulas, packet_of, schema_of
+from memwall.torch_internals.operators import num_flops, schema_of
 from memwall.torch_internals.sharding import local_part
 from memwall.trace.attached import attach_hook
 from memwall.trace.event_log import EventLog
@@ -76,11 +76,6 @@ def _state_of(optimizers: Optimizers) -> list[Tensor]:
     for optimizer in optimizers_of(optimizers):
         _tensors(optimizer.state.values(), found)
     return found
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    formula: Callable[..., int] | None = flop_formulas.get(packet_of(func))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -358,7 +353,7 @@ class StepRecorder(TorchDispatchMode):
         if device_timer is not None:
             device_timer[1].record()
             self._cuda_events.append((index, *device_timer))
-        flops = 0 if is_code else _flops(func, args, kwargs, out)
+        flops = 0 if is_code else num_flops(func, args, kwargs, out)
         outputs = _tensors((out,), [])
         changed = [] if is_code else _written(func, args, kwargs)
         if self._seconds_of is not None:

@@ -165,6 +165,11 @@ def test_an_operator_tells_what_it_is_called_and_what_it_writes() -> None:
     assert operators.schema_of(add_).is_mutable
     assert operators.operator_named("_grouped_mm.default") is torch.ops.aten._grouped_mm.default
     assert operators.flop_formulas[torch.ops.aten.mm]((2, 3), (3, 4)) == 48
+    # Keys of fewer heads than queries, which the formula of torch 2.11 refuses; every head of the query does its part.
+    query, key = torch.empty(2, 8, 16, 4, device="meta"), torch.empty(2, 2, 16, 4, device="meta")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert operators.num_flops(attention, (query, key, key), {}, query) == 2 * (2 * 2 * 8 * 16 * 16 * 4)
+    assert operators.num_flops(torch.ops.aten.view.default, (query, [-1]), {}, query) == 0
 
 
 def test_a_kernel_for_autocast_can_be_added_for_a_time_and_passed_by() -> None:

@@ -178,18 +178,20 @@ class _Call:
         """Says where that lay."""
         self._block, self._forward = block, forward
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._failure: BaseException | None = None
+        """Holds the error of the first run until torch has taken its hooks back, which 2.11 does where none passes."""
 
     def begin(self, tensors: Sequence[Tensor]) -> Any:
         """Runs the forward for the first time."""
         kept = self.kept
-        if kept is None:
-            return checkpoint(self._run, *tensors, use_reentrant=False)
-        return checkpoint(
-            self._run,
-            *tensors,
-            use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts(kept),
-        )
+        settings: dict[str, Any] = {}
+        if kept is not None:
+            settings["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
+        out = checkpoint(self._run, *tensors, use_reentrant=False, **settings)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return out
 
     def _run(self, *tensors: Tensor) -> Any:
         if self._given is not None:
@@ -199,6 +201,9 @@ class _Call:
             try:
                 with digesting or nullcontext():
                     return self._forward(*args, **kwargs)
+            except BaseException as error:
+                self._failure = error
+                return None
             finally:
                 self.hidden.settle()
         args, kwargs = self.arguments.filled(tensors)
