@@ -42,7 +42,7 @@ DEEPSPEED_OPS := AsyncIOBuilder CPUAdamBuilder ShareMemCommBuilder
 PHANTOM := .venv/phantom
 PHANTOM_BASE ?=
 PHANTOM_PYTEST = OMP_NUM_THREADS=1 PHANTOM_ENV=$(PHANTOM) phantom/run python -m pytest $(ON_TWO_CORES)
-# A release of torch beside that of .venv: `make test-torch RELEASE=2.15.0`.
+# A release of torch beside that of .venv: `make test-torch RELEASE=2.14.1`.
 RELEASE ?= 2.11.0
 RELEASE_FOLDER = .venv/torch-$(RELEASE)
 UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and not phantom and not cgroup and not deepspeed"
