@@ -7,6 +7,7 @@ the recording of a step sees that, and later steps have as many forwards as that
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -96,7 +97,7 @@ class StepBorders:
         for each in models_of(model):
             self._patches.push(attach_hook(each.register_forward_pre_hook, before, with_kwargs=True, prepend=True))
             self._patches.push(attach_hook(each.register_state_dict_pre_hook, self._before_saving))
-        self._patches.wrap(torch.amp.GradScaler, "update", self._after_scaling)
+        self._patches.wrap(torch.amp.GradScaler, "update", _weakly(self._after_scaling))
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
 
@@ -237,3 +238,17 @@ class StepBorders:
             is_first, self._has_stepped, self._forwards_by_hand = not self._has_stepped, True, 0
             self.in_step, self.goes_on, self.phase = not self._turns.are_over, True, "between steps"
             self._listener.optimizer_stepped(is_first=is_first)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Returns what calls a method for a change of a class, which does not keep alive whom nobody closes."""
+    found = weakref.WeakMethod(method)
+
+    def run(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        bound = found()
+        if bound is None:
+            original(*args, **kwargs)
+        else:
+            bound(original, *args, **kwargs)
+
+    return run

@@ -34,7 +34,7 @@ class TestTraining:
         path = next(action.block for action in plan.actions if isinstance(action, Recompute))
         model, callback = make_model(), MemwallCallback(plan=plan)
         calls = count_calls(model.get_submodule(path).mlp)
-        with caplog.at_level(logging.INFO, logger="memwall.integrations.trainer"):
+        with caplog.at_level(logging.INFO, logger="memwall"):
             train(callback, model=model)
         assert digest(model) == recorded.digest
         assert len(calls) == 1 + 2 * NUM_STEPS, "the first call is proven by a second run"
