@@ -11,6 +11,7 @@
 #   make test-deepspeed   real DeepSpeed on CPUs, in an environment of its own
 #   make test-phantom   the tests marked `gpu` and those of the phantom CUDA device, for which `make phantom` makes an
 #       environment (the CUDA build of torch, 5 GB once; phantom/README.md)
+#   make races   memwall's stream code on the phantom device: 500 random orders of work, and faults that have to be found
 #   make reference   write docs/reference.md anew, from the code
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
@@ -49,7 +50,7 @@ UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and n
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv reference phantom test-phantom test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
+.PHONY: venv reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -111,6 +112,11 @@ test-phantom: | $(STAMP)
 	@$(BIN)/python phantom/environment.py $(PHANTOM) --torch '$(TORCH)' $(if $(PHANTOM_BASE),--base $(PHANTOM_BASE)); \
 	    status=$$?; [ $$status -ne 77 ] || exit 0; [ $$status -eq 0 ] || exit $$status; \
 	    $(PHANTOM_PYTEST) -m "(gpu or phantom) and not exhaustive" tests
+
+# Stream code in random orders of work, and with faults brought back, on the phantom device.
+races: $(PHANTOM)/.installed
+	PHANTOM_ENV=$(PHANTOM) PHANTOM_NUMBERS=1 PHANTOM_ORDER=random OMP_NUM_THREADS=1 \
+	    phantom/run python tests/phantom/race_finder.py $(ARGUMENTS)
 
 bench-cpu-adam: $(DEEPSPEED)/.installed
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python benchmarks/cpu_adam.py

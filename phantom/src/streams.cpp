@@ -163,20 +163,36 @@ std::vector<Stream*> all_streams() {
 
 }  // namespace
 
+namespace {
+std::mt19937_64& generator() {
+  static auto* made = new std::mt19937_64(settings().seed);
+  return *made;
+}
+}  // namespace
+
 void progress_at_random() {
   if (settings().order != Order::kRandom) return;
-  static std::mt19937_64 random(settings().seed);
+  auto& random = generator();
   static bool is_inside = false;
   WithoutGil without;
   std::lock_guard<std::recursive_mutex> only(doing());
   if (is_inside) return;
+  // There are times in which nothing goes on, in which only the stream that was first does, or all but that one, so
+  // that one is far behind the others, or far ahead.
+  enum Phase { kNothing, kFirst, kOthers, kAll };
+  static int phase = kAll, calls_left = 0;
+  if (calls_left-- <= 0) {
+    phase = static_cast<int>(random() % 4);
+    calls_left = static_cast<int>(random() % 48);
+  }
+  if (phase == kNothing) return;
   is_inside = true;
-  // A phase in which little happens, or much: what is launched piles up, and is caught up with.
   while (random() % 4 != 0) {
     std::vector<Stream*> ready;
     {
       Guard guard(lock());
       for (auto* stream : streams()) {
+        if ((phase == kFirst && stream != streams().front()) || (phase == kOthers && stream == streams().front())) continue;
         if (stream->work.empty()) {
           // Kernels that write nothing are queued by their number only.
           if (random() % 2) stream->num_done = stream->num_queued;
@@ -357,6 +373,12 @@ extern "C" {
 // Queues a function of the program's, as a kernel would be: what it writes is there when its stream has come to it.
 void phantom_call(void* stream, int device, void (*function)(void*), void* data) {
   phantom::call(phantom::stream_of(stream, device), function, data);
+}
+
+// Begins another random order of work; everything queued is done first.
+void phantom_seed(uint64_t seed) {
+  phantom::finish_all();
+  phantom::generator().seed(seed);
 }
 
 void phantom_finish_stream(void* stream, int device) { phantom::finish(phantom::stream_of(stream, device)); }
