@@ -16,6 +16,7 @@ from memwall.cli.options import (
     TorchOption,
     WorstBatchOption,
     parse_budget,
+    parse_count,
     parse_worst_batch,
 )
 
@@ -28,10 +29,23 @@ def estimate(
             help="package.module:factory, path/file.py:factory, or a Hugging Face model folder or its config.json.",
         ),
     ],
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="Device to estimate for, as h100-80gb.")],
-    batch: Annotated[int | None, typer.Option("--batch", min=1, metavar="N", help="Samples per forward.")] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", metavar="NAME", help="Device to estimate for, as h100-80gb; several, with commas, are compared."
+        ),
+    ],
+    batch: Annotated[
+        str | None,
+        typer.Option("--batch", metavar="N|max", help="Samples per forward; max finds the most that fit."),
+    ] = None,
     seq: Annotated[
-        int | None, typer.Option("--seq", min=1, metavar="N", help="Tokens per sample; longer ones of --data are cut.")
+        str | None,
+        typer.Option(
+            "--seq",
+            metavar="N|max",
+            help="Tokens per sample; longer ones of --data are cut. max finds the most that fit.",
+        ),
     ] = None,
     worst_batch: WorstBatchOption = None,
     data: DataOption = None,
@@ -55,33 +69,42 @@ def estimate(
 
     Only a step that hangs on values of its tensors is run for real, on this CPU, where there is room.
 
+    Of several devices the status is that of the one where it fits best.
+
     What no option says, as LoRA, an 8-bit optimizer or a loss of one's own, a factory does: it returns the Workload.
     """
     from memwall.machine.hardware import hardware_named
 
-    hardware = hardware_named(device)
-    budget_bytes = None if budget is None else parse_budget(budget, whole_bytes=hardware.usable_bytes)
+    devices = [hardware_named(name.strip()) for name in device.split(",")]
+    budgets = [None if budget is None else parse_budget(budget, whole_bytes=each.usable_bytes) for each in devices]
     rule = parse_worst_batch(worst_batch, data)
+    num_samples, num_tokens = parse_count(batch, "--batch"), parse_count(seq, "--seq")
+    from memwall.cli.estimate_search import Question, searched
     from memwall.cli.output import forecast_status, show
-    from memwall.integrations.estimate import estimate as predict
+    from memwall.report.estimate_comparison import compared
     from memwall.report.text import estimate_report
 
-    found = predict(
-        spec,
-        device,
-        budget=budget_bytes,
-        batch=batch,
-        sequence=seq,
-        accumulate=accumulate,
-        eval_batch=eval_batch,
-        dtype=dtype,
-        optimizer=optimizer,
-        autocast=autocast,
-        checkpointing=checkpointing,
-        mask_share=mask_share,
-        worst_batch=rule,
-        data=data,
-        torch_version=torch_version,
+    question = Question(
+        spec=spec,
+        batch=num_samples,
+        sequence=num_tokens,
+        options={
+            "accumulate": accumulate,
+            "eval_batch": eval_batch,
+            "dtype": dtype,
+            "optimizer": optimizer,
+            "autocast": autocast,
+            "checkpointing": checkpointing,
+            "mask_share": mask_share,
+            "worst_batch": rule,
+            "data": data,
+            "torch_version": torch_version,
+        },
     )
-    show(estimate_report(found), found, as_json=as_json)
-    raise typer.Exit(forecast_status(found))
+    found = [searched(question, each.name, size) for each, size in zip(devices, budgets, strict=True)]
+    if len(found) == 1:
+        show(estimate_report(found[0].estimate, found[0].searched), found[0].estimate, as_json=as_json)
+    else:
+        table, record = compared(found)
+        show(table, record, as_json=as_json)
+    raise typer.Exit(min(forecast_status(each.estimate) for each in found))

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -38,6 +38,7 @@ __all__ = [
     "parse_allow",
     "parse_budget",
     "parse_command",
+    "parse_count",
     "parse_disk",
     "parse_disk_writes",
     "parse_host",
@@ -237,6 +238,15 @@ def parse_allow(text: str | None) -> tuple[str, ...]:
         if kind not in known:
             raise UsageError(f"--allow: '{kind}' is not known; expected one or more of {', '.join(known)}")
     return tuple(kind for kind in known if kind in kinds)
+
+
+def parse_count(text: str | None, option: str) -> int | Literal["max"] | None:
+    """Returns the number that an option gives, or "max" for one to be found."""
+    if text is None or text == "max":
+        return text  # type: ignore[return-value]
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{option} {text}: expected a whole number from 1 on, or max for the largest that fits")
+    return int(text)
 
 
 def parse_worst_batch(rule: str | None, data: Path | None) -> BatchRule | None:

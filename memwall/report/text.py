@@ -16,7 +16,7 @@ from memwall.predict.snapshot.analysis import DeviceAnalysis
 from memwall.predict.snapshot.fit_on_device import FitOnDevice
 from memwall.report.difference import Difference
 from memwall.report.difference_grids import difference_grids, difference_scope, difference_verdict
-from memwall.report.estimate_grids import estimate_facts
+from memwall.report.estimate_grids import estimate_facts, workload_row
 from memwall.report.grid import Grid
 from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, lever_grid, plan_facts
 from memwall.report.run_grids import (
@@ -41,6 +41,7 @@ from memwall.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memwall.planning.estimate import Estimate
+    from memwall.trace.workload_facts import WorkloadFacts
 
 __all__ = [
     "Verdict",
@@ -55,6 +56,7 @@ __all__ = [
     "run_verdict",
     "shown_verdict",
     "snapshot_report",
+    "tables_of",
     "trace_report",
     "trace_scope",
     "trace_verdict",
@@ -138,10 +140,20 @@ def difference_report(difference: Difference) -> Group:
     )
 
 
-def estimate_report(estimate: "Estimate") -> Group:
-    """Returns what a step needs on a device that is not here, and what it is made of: `memwall estimate`."""
+def tables_of(grids: Iterable[Grid], workload: "WorkloadFacts | None") -> Group:
+    """Returns tables, below the training step that they are for."""
+    return _report(facts(workload_row(workload)), *(_table(grid) for grid in grids))
+
+
+def estimate_report(estimate: "Estimate", searched: str = "") -> Group:
+    """Returns what a step needs on a device that is not here, and what it is made of: `memwall estimate`.
+
+    Args:
+        searched: says which size was searched for and found; "" for none.
+    """
     return _report(
         shown_verdict(_forecast_verdict(estimate)),
+        *((Text(searched),) if searched else ()),
         facts(estimate_facts(estimate)),
         *_relaxations(estimate),
         *(_table(grid) for grid in (forecast_phase_grid(estimate), *holder_grids(estimate.in_peak))),

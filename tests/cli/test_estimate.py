@@ -226,3 +226,38 @@ def test_another_release_of_torch_has_another_allocator(
     assert found["torch_version"].startswith("2.11")
     assert main(["estimate", config, "--device", "l4", "--torch", "newest"]) == 2
     assert "'newest' is not a torch version" in capsys.readouterr().err
+
+
+@pytest.mark.requires("transformers")
+def test_devices_are_compared_and_the_largest_batch_is_found(
+    run: Run, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN two cards WHEN the largest batch is asked for THEN each has its own; forecasts vary one real one."""
+    _, one = estimated(run, config)
+    real = msgspec.convert(one, memwall.planning.estimate.Estimate)
+
+    def forecast(spec: str, device: str, *, batch: int, **_: Any) -> Any:
+        budget = hardware_named(device).usable_bytes
+        peak = msgspec.structs.replace(real.peak, process_bytes=batch * 2**30)
+        fits = batch * 2**30 + real.margin_bytes <= budget
+        return msgspec.structs.replace(
+            real, device=device, micro_batch=batch, peak=peak, budget_bytes=budget, fits=fits
+        )
+
+    monkeypatch.setattr("memwall.cli.estimate_search.estimate", forecast)
+    status, found = run("estimate", config, "--device", "l4, h100-80gb", "--batch", "max")
+    assert (status, found["schema"], found["tag"]) == (0, "memwall.estimates/1", "simulated")
+    assert (without_unit(found), untagged(found)) == ([], [])
+    for device, each in zip(("l4", "h100-80gb"), found["estimates"], strict=True):
+        assert each["device"] == device
+        assert each["micro_batch"] == (hardware_named(device).usable_bytes - real.margin_bytes) // 2**30
+    capsys.readouterr()
+    assert main(["estimate", config, "--device", "l4", "--batch", "max"]) == 0
+    assert "is the largest batch that fits" in capsys.readouterr().out
+    assert main(["estimate", config, "--device", "l4", "--batch", "max", "--seq", "max"]) == 2
+
+
+@pytest.mark.parametrize("size", ["0", "many"])
+def test_a_batch_that_is_no_number_is_refused(size: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", config, "--device", "l4", "--batch", size]) == 2
+    assert f"--batch {size}: expected a whole number from 1 on, or max" in " ".join(capsys.readouterr().err.split())
