@@ -97,7 +97,7 @@ class RecordedStep:
         assert self._parked is not None
         if self._is_on_cpu:
             limit_bytes = self._settings.budget_bytes
-        self._allocator.apply_tight(limit_bytes and max(limit_bytes - _BETWEEN_LOOKS_BYTES, 1), WINDOW_BYTES)
+            self._allocator.apply_tight(limit_bytes and max(limit_bytes - _BETWEEN_LOOKS_BYTES, 1), WINDOW_BYTES)
         self._builder = TraceBuilder([self._model], _UnderLimit(self._parked.engine, self._allocator))
         # To look at parameters does not bring them in.
         with self._keeper.shown(), without_subclass_functions():
