@@ -10,6 +10,7 @@ from typing import Any
 
 import knob_report
 import pytest
+import ranks
 
 ROOT = Path(__file__).parents[1]
 # One line for all of them: which page a figure is on is the reader's matter.
@@ -40,6 +41,11 @@ def frontier_rows() -> list[dict[str, Any]]:
 
 def cells_of(workload: dict[str, Any]) -> list[dict[str, Any]]:
     return [cell for race in workload["races"] for cell in race["cells"]]
+
+
+def test_the_table_of_ranks_is_the_measured_one() -> None:
+    for name, cell in result("ranks")["cells"].items():
+        assert ranks.row(name, cell) in PAGE
 
 
 def test_the_table_of_knobs_is_the_measured_one(knobs: dict[str, Any]) -> None:

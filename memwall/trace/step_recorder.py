@@ -20,7 +20,7 @@ from memwall.torch_internals.autograd import current_node, next_sequence_number,
 from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region, unseen
 from memwall.torch_internals.dispatch import TorchDispatchMode
 from memwall.torch_internals.operators import num_flops, schema_of
-from memwall.torch_internals.sharding import local_part
+from memwall.torch_internals.sharding import is_sharding_unit, local_part
 from memwall.trace.attached import attach_hook
 from memwall.trace.event_log import EventLog
 from memwall.trace.gathered import Gathered
@@ -138,6 +138,7 @@ class StepRecorder(TorchDispatchMode):
         """While recording; None before and after."""
         self._root_ids = {id(model) for root in roots for model in models_of(root)}
         self._gathered = Gathered(roots)
+        self._units: set[int] = set()
         self._cuda_events: list[tuple[int, Any, Any]] = []
 
     # -- life cycle ------------------------------------------------------------------------------------------------
@@ -161,6 +162,11 @@ class StepRecorder(TorchDispatchMode):
         self._patches.enter("setting", "torch.compile", calls_as_one())
         self._patches.hook(register_optimizer_step_pre_hook, self._enter_optimizer)
         self._patches.hook(register_optimizer_step_post_hook, self._leave_optimizer)
+        for unit in (module for root in self.table.roots for module in root.modules() if is_sharding_unit(module)):
+            if unit is not running_root:
+                # After fully_shard's own hook, which gathers: a plan counts operations within the forward.
+                self._units.add(id(unit))
+                self._patches.push(attach_hook(unit.register_forward_pre_hook, self._enter))
         self._thread = threading.get_ident()
         self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(unseen(self._pack), unseen(self._unpack))
         self._saved_hooks.__enter__()
@@ -234,6 +240,10 @@ class StepRecorder(TorchDispatchMode):
             self._patches.push(attach_hook(module.register_forward_hook, leave, **options))
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self._units:
+            self._enter(module, args)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # called by a function that is compiled: what it makes of this is nothing
             return
         index = self.table.index_of(module)
