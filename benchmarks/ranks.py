@@ -44,8 +44,9 @@ def launched(frontend: str, wrapper: str, budget_bytes: int) -> dict[str, Any]:
         )
         paths = [Path(folder) / f"{rank}.json" for rank in range(2)]
         if result.returncode or not all(path.exists() for path in paths):
-            lines = [line for line in result.stderr.splitlines() if "Error" in line or line.startswith("memwall:")]
-            return {"failure": (lines or result.stderr.splitlines()[-1:] or ["no message"])[0]}
+            lines = [line for line in result.stderr.splitlines() if "Error: " in line or line.startswith("memwall:")]
+            said = (lines or result.stderr.splitlines()[-1:] or ["no message"])[0]
+            return {"failure": said.partition("Error: ")[2] or said}
         ranks = [json.loads(path.read_text()) for path in paths]
         if through:
             joint = json.loads((Path(folder) / "run.json").read_text())
@@ -104,23 +105,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", nargs="*", default=[f"{one}-{two}" for one in FRONTENDS for two in WRAPPERS])
     chosen = parser.parse_args().cells
-    cells = {}
+    path = HERE / "results" / "cpu" / "ranks.json"
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
     for name in chosen:
         frontend, _, wrapper = name.partition("-")
-        cells[name] = measured(frontend, wrapper)
-        print(row(name, cells[name]), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    result = {
-        "tag": "cpu-measured",
-        "torch": torch.__version__,
-        "num_ranks": 2,
-        "share": SHARE,
-        "commit": commit.stdout.strip(),
-        "cells": cells,
-    }
-    path = HERE / "results" / "cpu" / "ranks.json"
-    known = json.loads(path.read_text())["cells"] if path.exists() else {}
-    path.write_text(json.dumps(result | {"cells": known | cells}, indent=2, sort_keys=True) + "\n")
+        cell = measured(frontend, wrapper) | {"commit": commit.stdout.strip()}
+        print(row(name, cell), flush=True)
+        cells = json.loads(path.read_text())["cells"] if path.exists() else {}
+        about = {"tag": "cpu-measured", "torch": torch.__version__, "num_ranks": 2, "share": SHARE}
+        path.write_text(json.dumps(about | {"cells": cells | {name: cell}}, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def by_trainer(wrapper: str, budget_bytes: int) -> tuple[Losses, nn.Module, Any]
             losses.extend([logs["loss"]] if "loss" in logs else [])
 
     rows = [{"input_ids": row, "labels": row} for rank in range(2) for tokens in batches(rank) for row in tokens]
-    fsdp = {"version": 2, "auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+    fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
     fsdp["transformer_layer_cls_to_wrap"] = ["LlamaDecoderLayer"]  # type: ignore[assignment]
     args = TrainingArguments(
         output_dir=str(Path(sys.argv[4]) / "trainer"),
