@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.entry import Saved
 from memwall.errors import ApplyError
+from memwall.store.scratch import ScratchFile
+from memwall.store.transfer import TransferPool
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -305,3 +308,22 @@ def test_an_active_dispatch_mode_does_not_see_the_engine(pool: Pool) -> None:
     with offload_for(pool, model) as offload:
         assert recorded(offload) == recorded(None)
         assert offload.bytes_written > 0
+
+
+def test_what_an_operation_saves_before_it_writes_it_stays(tmp_path: Path) -> None:
+    """GIVEN rrelu, which saves the noise that it has yet to draw, in a step that parks all that it saves."""
+
+    def gradients(engine: ActivationOffload | None) -> Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64)
+        with nullcontext() if engine is None else engine.hooks():
+            loss = F.rrelu(layer(torch.ones(512, 64)), training=True).square().mean()
+        loss.backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    with TransferPool(ScratchFile(tmp_path)) as pool:
+        engine = ActivationOffload(pool, min_bytes=1, is_excluded=lambda _: False)
+        assert torch.equal(gradients(engine), gradients(None))
+        assert engine.bytes_written > 0
+        engine.close()

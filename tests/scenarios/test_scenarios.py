@@ -23,15 +23,11 @@ from scenarios.corpus import SCENARIOS
 pytestmark = pytest.mark.usefixtures("one_thread")
 _plain: dict[str, Result] = {}
 
-_OTHERS = [arm for arm in ARMS if arm != "recompute"]
-# Each script under recompute and under one other technique; the rest in `make test-all`.
+# Each script under one technique; the rest in `make test-all`.
 CASES = [
-    *((name, "recompute") for name in SCENARIOS),
-    *(
-        (name, arm) if number % len(_OTHERS) == _OTHERS.index(arm) else exhaustive(name, arm)
-        for number, name in enumerate(SCENARIOS)
-        for arm in _OTHERS
-    ),
+    (name, arm) if number % len(ARMS) == place else exhaustive(name, arm)
+    for number, name in enumerate(SCENARIOS)
+    for place, arm in enumerate(ARMS)
 ]
 
 

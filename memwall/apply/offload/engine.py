@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.offload.entry import Entry, EntryList, Kept, Saved, byte_range, described, guard_of, quiet
+from memwall.apply.offload.filled_later import is_filled_later
 from memwall.apply.offload.packed import PackedTier, can_leave_packed
 from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.offload import LeavingForm
@@ -269,7 +270,7 @@ class ActivationOffload(Closing):
             and (tensor.is_cuda or (tensor.is_cpu and self._pool is not None))
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-            and not execution_is_transformed()
+            and not (execution_is_transformed() or is_filled_later())
         )
 
     def _tier(self, device: torch.device) -> StorageTier[Any, Any]:

@@ -26,6 +26,8 @@ class OffloadLayer(BlockLayer):
     def __init__(self, engine: OffloadEngine, form: LeavingForm = "exact") -> None:
         self._engine, self._form = engine, form
         self._is_proving = False
+        self._knows_all = False
+        """Whether a call was proven in which the block was not recomputed any more: then all that it saves leaves."""
 
     def set_proving(self, is_proving: bool) -> None:
         self._is_proving = is_proving and self._form == "exact"
@@ -38,7 +40,9 @@ class OffloadLayer(BlockLayer):
 
     @contextmanager
     def _moving(self, call: BlockCall) -> Iterator[None]:
-        hooks = Proving(self._engine, call).hooks() if self._is_proving else self._engine.hooks()
+        is_new = bool(call.counts.dropped) and not self._knows_all and self._form == "exact"
+        hooks = Proving(self._engine, call).hooks() if self._is_proving or is_new else self._engine.hooks()
+        self._knows_all |= is_new
         with self._engine.group(call.key, call.counts, self._form), hooks:
             yield
 
