@@ -178,7 +178,9 @@ class RecordingSearch:
                 parameters_stay=self._offers.stays,
                 is_running=first is not None,
                 evaluation_batch=0 if first is None else first.evaluation_batch,
-                plain_bytes=None if first is None else self._process.free(self.steady).process_bytes,
+                plain_bytes=None
+                if first is None or first.evaluation_batch
+                else self._process.free(self.steady).process_bytes,
             ),
             budget_bytes=self.settings.budget_bytes,
             smallest_feasible_bytes=smallest,

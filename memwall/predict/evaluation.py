@@ -22,7 +22,8 @@ def evaluation_bytes(trace: Trace, *, batch: int) -> int:
     scale = max(1.0, batch / trace.micro_batch) if trace.micro_batch else 1.0
     storages = tuple(_evaluated(storage, scale, end, len(step.ops)) for storage in step.storages)
     forward = msgspec.structs.replace(step, ops=step.ops[:end], storages=storages)
-    return trace.base_bytes + live_peak_bytes(forward, trace.device)
+    # What operators need for themselves grows with the batch as well, for all that is known.
+    return trace.base_bytes + int(trace.workspace_bytes * scale) + live_peak_bytes(forward, trace.device)
 
 
 def _end_of_forward(step: Step) -> int:

@@ -27,6 +27,7 @@ def place_of(phase: str, state: str) -> tuple[str, bool]:
     return {
         "waiting": ("what runs before a step that memwall can record", True),
         "recording": ("the first step, before there is a plan", True),
+        "recorded": ("the first step, before there is a plan", True),
     }.get(state, ("a training step", False))
 
 

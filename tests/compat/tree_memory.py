@@ -66,10 +66,12 @@ def observed(script: Path, *options: str, folder: Path, budget: str | None = Non
 
 
 def _resident_bytes(process: psutil.Process) -> int:
+    """Returns what the tree holds: a child that was just forked shows its parent's pages as its own, and has few."""
     total = 0
     try:
-        for one in (process, *process.children(recursive=True)):
-            total += one.memory_info().rss
-    except psutil.NoSuchProcess:
+        total += process.memory_info().rss
+        for child in process.children(recursive=True):
+            total += child.memory_full_info().uss
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         pass  # it has ended between the two looks
     return total
