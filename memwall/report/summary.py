@@ -10,7 +10,7 @@ from memwall.planning.plan_line import actions_text, writes_text
 from memwall.planning.planfile import Plan
 from memwall.report.grid import ratio_text
 from memwall.report.run_grids import time_findings
-from memwall.report.text import facts, plan_verdict, printable, run_verdict, shown_verdict
+from memwall.report.text import facts, plan_verdict, printable, ranks_text, run_verdict, shown_verdict
 from memwall.units import format_bytes, format_seconds
 
 __all__ = ["plan_summary", "run_summary"]
@@ -52,6 +52,8 @@ def run_summary(report: RunReport) -> Group:
         if forecast.step_seconds is not None:
             steps += f", foreseen {format_seconds(forecast.step_seconds)}"
     lines = [("peak", "; ".join(peaks)), ("steps", steps)]
+    if report.ranks is not None:
+        lines.append(("ranks", ranks_text(report.ranks)))
     return printable((shown_verdict(run_verdict(report)), facts(lines), *_remarks(report)))
 
 

@@ -52,6 +52,7 @@ __all__ = [
     "plan_report",
     "plan_verdict",
     "printable",
+    "ranks_text",
     "run_report",
     "run_verdict",
     "shown_verdict",
@@ -229,7 +230,7 @@ def run_report(report: RunReport) -> Group:
         shown_verdict(run_verdict(report)),
         _table(run_grid(report)),
         Text(f"Within the budget: {'no' if verify_status(report) == 5 else 'yes'}\nRun: {', '.join(run_facts)}."),
-        *([] if report.ranks is None else [Text(ranks_line(report.ranks))]),
+        *([] if report.ranks is None else [Text(f"Ranks: {ranks_text(report.ranks)}.")]),
         *(Text(line, style="yellow") for line in time_findings(report)),
         *(Text(f"Not recomputed: '{path}': {reason}.", style="yellow") for path, reason in not_recomputed),
         *(Text(f"Dropped: {name}: {reason}.", style="yellow") for name, reason in sorted(measured.lost.items())),
@@ -241,11 +242,11 @@ def run_report(report: RunReport) -> Group:
     )
 
 
-def ranks_line(ranks: RankSpread) -> str:
+def ranks_text(ranks: RankSpread) -> str:
     """Returns what the ranks of a run have measured, from the least to the most."""
     least, middle, most = map(format_bytes, (ranks.least_peak_bytes, ranks.median_peak_bytes, ranks.most_peak_bytes))
     line = (
-        f"Ranks: {ranks.num_ranks}; peak from {least} (rank {ranks.least_rank}) over {middle} (median) to {most} "
+        f"{ranks.num_ranks}; peak from {least} (rank {ranks.least_rank}) over {middle} (median) to {most} "
         f"(rank {ranks.most_rank}, which binds and is shown above)"
     )
     if ranks.least_step_seconds is not None and ranks.most_step_seconds is not None:
@@ -253,7 +254,7 @@ def ranks_line(ranks: RankSpread) -> str:
         line += f"; median step from {format_seconds(ranks.least_step_seconds)} to {slowest}"
     if ranks.without_report:
         line += f"; no report from rank {', '.join(map(str, ranks.without_report))}"
-    return f"{line}."
+    return line
 
 
 def run_verdict(report: RunReport) -> Verdict:
