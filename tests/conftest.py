@@ -103,6 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs the phantom device: make test-phantom"))
         elif item.get_closest_marker("gpu") is not None and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif is_phantom() and any("triton" in mark.args for mark in item.iter_markers("requires")):
+            item.add_marker(pytest.mark.skip(reason="Triton's kernels compute nothing on the phantom device"))
 
 
 def _has_gpu() -> bool:
