@@ -55,13 +55,13 @@ MUTATIONS = (
     Mutation(
         "a complete run over its budget fails the job of its launcher",
         "memwall/cli/run.py",
-        "    if rank is None:\n        raise typer.Exit(5)",
+        "    if not here.by_launcher:\n        raise typer.Exit(5)",
         "    raise typer.Exit(5)",
         ("tests/cli/test_run_status.py",),
     ),
     Mutation(
         "a trace whose modules are each other's parents is read, and never left",
-        "memwall/trace/file.py",
+        "memwall/trace/soundness.py",
         "if not -1 <= module.parent < index:",
         "if not -1 <= module.parent:",
         ("tests/trace/test_file.py",),
@@ -90,8 +90,8 @@ MUTATIONS = (
     Mutation(
         "a commit is over before its record is on disk",
         JOURNAL,
-        "        self._sync_commit()\n        return Generation(",
-        "        return Generation(",
+        "        self._sync_commit()\n        self._check_is_there()\n        return Generation(",
+        "        self._check_is_there()\n        return Generation(",
         ("tests/store/test_journal_crashes.py", "tests/store/test_journal.py"),
     ),
     Mutation(
