@@ -54,7 +54,7 @@ def trained(model, optimizer, evaluates=False):
     losses = []
     for step in range(3):
         torch.manual_seed(10 * step + rank)
-        loss = model(torch.randn(1024, 64)).square().mean()
+        loss = model(torch.randn(4096, 64)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
