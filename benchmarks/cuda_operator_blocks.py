@@ -1,4 +1,5 @@
-"""What operators allocate for themselves on the CUDA device that is there, block by block, as torch's allocator saw it.
+"""Records what operators allocate for themselves on the CUDA device that is there, block by block, as torch's
+allocator saw it.
 
     phantom/run python benchmarks/cuda_operator_blocks.py h100-80gb [--seed 0] [--rows 60]
 

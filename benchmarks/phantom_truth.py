@@ -1,4 +1,4 @@
-"""What memwall forecasts for a card against what torch's own allocator counts on the phantom one. All simulated.
+"""Compares forecasts for a card with what torch's own allocator counts on the phantom one. All simulated.
 
     PHANTOM_CARD=NAME phantom/run python benchmarks/phantom_truth.py NAME [--seconds 600] [--every N] [CASE ...]
 

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 CANNOT = 77
 # Two headers that cuda_runtime_api.h includes; the packages that torch requires leave them out.
 CRT = "nvidia-cuda-crt==13.0.*"
-# From 1.16 on highspy looks for CUDA libraries itself, and crashes in the stubs; constraints.txt asks for this one.
+# From 1.16 on highspy looks for CUDA libraries itself, and crashes in the stubs; this release does not.
 SOLVER = "highspy==1.15.1"
 SCRIPTS = ("memwall", "pytest", "torchrun", "accelerate")
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"

@@ -1,4 +1,4 @@
-"""What operations compute that only CUDA has: attention kernels, fused norms, cuDNN's batch norm; in plain float32.
+"""Computes, in plain float32, the operations that only CUDA has: attention kernels, fused norms, cuDNN's batch norm.
 
 A function gets the tensors that the operation returned, the seed that stands for the place in its generator's sequence,
 and the operation's arguments; the tensors of all of these are laid over the device's.

@@ -1,6 +1,6 @@
-"""What training depends on beside the model and its optimizer: copies by moving average, teachers, generators.
+"""Finds what training depends on beside the model and its optimizer: moving averages, teachers, generators.
 
-They are found by the script's variables (`reachable`), so that a new process finds the same ones under the same names.
+It is found by the script's variables (`reachable`), so that a new process finds the same ones under the same names.
 What cannot be committed is named: the position in a data loader, or in a generator function.
 """
 
@@ -44,7 +44,7 @@ class Companions:
         self._tensors: dict[str, Tensor] = {}
         self._known: set[int] = set()
         self._refused: dict[tuple[str, int], str] = {}
-        """By name and identity, why the state of an object cannot be committed; "" where it can."""
+        """Reasons why the state of an object cannot be committed, by its name and identity; "" where it can."""
         self.uncommitted: list[str] = []
         """Names what a resumed run begins anew with."""
         self.copies = False

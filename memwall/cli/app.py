@@ -22,8 +22,8 @@ _RUNS_SCRIPTS = ("profile", "run")
 app = typer.Typer(
     name="memwall",
     help="Make a PyTorch training run fit a byte budget, as fast as the hardware allows, with the same loss.",
-    epilog="Exit status: 0 fits or done; 2 bad input; 3 does not fit, or grew too much; 4 fits only inside the margin; "
-    "5 ran over the budget; 6 the disk failed in the run; otherwise the script's own.",
+    epilog="Exit status: 0 fits or done; 1 another rank failed; 2 bad input; 3 does not fit, or grew too much; 4 fits "
+    "only inside the margin; 5 ran over the budget; 6 the disk failed in the run; otherwise the script's own.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after `memwall`; by default those of the process.
 
     Returns:
-        The exit status, as DESIGN fixes it.
+        The exit status; docs/limits.md has the list.
     """
     command = typer.main.get_command(app)
     try:

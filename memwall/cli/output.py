@@ -68,7 +68,7 @@ def trace_summary(trace: "Trace") -> TraceSummary:
 
 
 def forecast_status(forecast: "Forecast") -> int:
-    """Returns the exit status, as DESIGN fixes it: 0 fits, 3 does not, 4 fits only inside the margin."""
+    """Returns the exit status: 0 fits, 3 does not, 4 fits only inside the margin."""
     if forecast.fits:
         return 0
     return 4 if forecast.budget_bytes is not None and forecast.peak.process_bytes <= forecast.budget_bytes else 3

@@ -39,7 +39,7 @@ class MemwallPlugin:
             that a launcher started on one host have equal parts of a CPU's memory limit.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
+        disk_writes: the most that a plan may write there in a day of training, as "2TiB", or 0; by default no limit.
         allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
     """
 

@@ -34,7 +34,7 @@ def _base() -> Any:
         return object  # said where a callback is made
 
 
-__all__ = ["LightningCallback", "MemwallCallback"]
+__all__ = ["LightningCallback"]
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
             that a launcher started on one host have equal parts of a CPU's memory limit.
         plan: a plan made for this module.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
+        disk_writes: the most that a plan may write there in a day of training, as "2TiB", or 0; by default no limit.
         allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
     """
 
@@ -152,10 +152,6 @@ class LightningCallback(_base()):  # type: ignore[misc]
         self.close(completed=False)
         if explained is not None:
             raise explained from exception
-
-
-MemwallCallback = LightningCallback
-"""The same, under the name that the Trainer of transformers has for its own."""
 
 
 def _closure_first(step: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

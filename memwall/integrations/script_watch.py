@@ -19,7 +19,7 @@ from memwall.trace.optimizers import trains
 __all__ = ["ScriptWatch"]
 
 _OF_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
-"""What torch says at calls of compiled models. The hooks here do nothing a second time."""
+"""Beginning of torch's warning at calls of compiled models. The hooks here do nothing a second time."""
 
 
 class ScriptWatch:
@@ -38,7 +38,7 @@ class ScriptWatch:
         self._called: dict[int, nn.Module] = {}
         """Models that the script calls."""
         self._known: dict[int, int] = {}
-        """What was looked at, by id: the model that a module is in, or 0 of what is not trained."""
+        """Id of the model that a module is in, by the module's id; 0 where it is not trained."""
         self._running = 0
         """The model that is being called."""
 

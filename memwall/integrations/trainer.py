@@ -30,6 +30,7 @@ from memwall.planning.technique import technique_of
 from memwall.session.fit import open_session
 from memwall.session.parallel import check_parallel
 from memwall.session.session import Session
+from memwall.session.shared_plan import agreed_excess
 from memwall.units import format_bytes
 
 try:
@@ -62,10 +63,11 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             that a launcher started on one host have equal parts of a CPU's memory limit.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        disk_writes: the most that a plan may write there in a day of training, as "2TiB"; by default no limit.
+        disk_writes: the most that a plan may write there in a day of training, as "2TiB", or 0; by default no limit.
         allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
-        on_exceed: what follows where the budget is passed after the first step all the same, in training, evaluation or
-            saving: "warn" says so and trains on, "stop" ends training after that step.
+        on_exceed: what follows where the budget is passed all the same, in training, evaluation or saving (on a CUDA
+            device after the first step): "warn" says so and trains on, "stop" ends training after the step, on all
+            ranks.
         history: directory; the CUDA allocator is recorded from here on, and a snapshot is written there when memory
             runs out. Build the callback before the model, whose tensors have no stack otherwise (it says so).
         history_at_end: with `history`, write one when training ends as well.
@@ -205,14 +207,8 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         if self._lengths is not None and self.session.state == "running":
             self._lengths.compare()
             self._lengths = None
-        measured, budget_bytes = self.session.measured, self.session.budget_bytes
-        if self._stops and budget_bytes and measured.has_plan and measured.judged_peak_bytes > budget_bytes:
-            held = format_bytes(measured.judged_peak_bytes, rounding="up")
-            tell(
-                f"training ends after step {state.global_step}: {held} were held, the budget is "
-                f"{format_bytes(budget_bytes, rounding='down')}, and on_exceed='stop'"
-            )
-            control.should_training_stop = True
+        if self._stops and self.session.budget_bytes and self.session.measured.has_plan:
+            control.should_training_stop = self._is_exceeded(state) or control.should_training_stop
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Closes the session and says in one line what it came to."""
@@ -229,6 +225,24 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
                 f"{format_bytes(peak_bytes)}, foreseen {format_bytes(forecast.peak.process_bytes)}, budget "
                 f"{format_bytes(budget_bytes)}{passed}"
             )
+
+    def _is_exceeded(self, state: Any) -> bool:
+        """Returns whether the run has passed its budget, on any rank: all of them end training, or none does."""
+        assert self.session is not None
+        peak_bytes, budget_bytes = self.session.measured.judged_peak_bytes, self.session.budget_bytes
+        excess_bytes = peak_bytes - budget_bytes
+        if self.session.ranks is not None:
+            excess_bytes = agreed_excess(self.session.ranks, excess_bytes)
+        if excess_bytes <= 0:
+            return False
+        found = f"{format_bytes(peak_bytes, rounding='up')} were held"
+        if peak_bytes <= budget_bytes:
+            found = f"another rank held {format_bytes(excess_bytes, rounding='up')} more than its budget"
+        tell(
+            f"training ends after step {state.global_step}: {found}, the budget is "
+            f"{format_bytes(budget_bytes, rounding='down')}, and on_exceed='stop'"
+        )
+        return True
 
     def _open(self, model: nn.Module) -> None:
         self.session = self._session_on(model, None, set_by_loop=set_by_loop() if self._plan is not None else ())

@@ -38,9 +38,9 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_multiprocessors: Annotated[int, Meta(gt=0)]
     """Streaming multiprocessors of NVIDIA, compute units of AMD: `multi_processor_count` of torch's properties."""
     max_threads_per_multiprocessor: Annotated[int, Meta(gt=0)] | None = None
-    """Resident on each at once, as the compute capability has it; None where the file has no such capability."""
+    """Threads resident on each at once, by the compute capability; None where the file has no such capability."""
     l2_cache_bytes: _Bytes
-    """As torch's device properties have it; on AMD that of one die."""
+    """Bytes of the L2 cache in torch's device properties; on AMD those of one die."""
     pcie_generation: Literal[3, 4, 5, 6]
     host_link_bytes_per_second: _Rate
     """Between device and host, in one direction."""

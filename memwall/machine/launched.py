@@ -1,4 +1,4 @@
-"""What the launcher of this process says of it: which one of how many it is, here and in all.
+"""Reads what the launcher of this process says of it: which one of how many it is, here and in all.
 
 torchrun, accelerate and deepspeed say so by the same variables, srun and mpirun by their own. Those that sbatch sets
 for a whole allocation do not count: a process that it starts without srun is alone.

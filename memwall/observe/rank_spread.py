@@ -12,7 +12,7 @@ from memwall.session.ranks import Ranks
 __all__ = ["rank_file_name", "report_of_all", "spread_over"]
 
 _PATIENCE = timedelta(seconds=60)
-"""How long rank 0 waits for the others' reports: they end their scripts at about the same time."""
+"""Time that rank 0 waits for the others' reports: they end their scripts at about the same time."""
 
 
 def rank_file_name(name: str) -> str:

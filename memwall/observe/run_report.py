@@ -54,16 +54,23 @@ class RankSpread(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Says how far the ranks of a run lie apart; peaks are process bytes of what has to keep to the budget."""
 
     num_ranks: int
+    """Number of ranks, with those that did not report."""
     least_peak_bytes: int
+    """Peak of the rank with the lowest one."""
     median_peak_bytes: int
+    """Median of the ranks' peaks."""
     most_peak_bytes: int
+    """Peak of the rank with the highest one."""
     least_rank: int
+    """The rank with the lowest peak."""
     most_rank: int
-    """The rank that binds: the rest of the report is about it."""
+    """The rank with the highest peak, which binds: the rest of the report is about it."""
     least_step_seconds: float | None
+    """Median seconds of a step on the fastest rank; None where no step was timed."""
     most_step_seconds: float | None
-    """Medians of steps, of the fastest and of the slowest rank."""
+    """Median seconds of a step on the slowest rank; None where no step was timed."""
     over_budget: tuple[int, ...]
+    """Ranks that exceeded their budget."""
     without_report: tuple[int, ...]
     """Ranks that had ended, or did not end in time."""
 
@@ -80,7 +87,7 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the peak was, of several ranks that of each; on a CUDA device that of the steps after the recorded one,
     which has all state there."""
     ranks: RankSpread | None = None
-    """None where one process has trained."""
+    """Spread over the ranks of a run; None where one process has trained."""
 
     @property
     def steady_peak_bytes(self) -> int:

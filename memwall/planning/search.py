@@ -47,7 +47,7 @@ def plan(
         tier_capacity_bytes: the most to take of that tier; by default all that is free.
         disk_writes: the most to write to it in a day of training, in bytes or as a size such as "2TiB": writes wear a
             disk. By default there is no limit.
-        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --help` explains.
+        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.cuda.translate), where it is not here.

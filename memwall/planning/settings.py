@@ -41,7 +41,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     standing: tuple[Action, ...] = ()
     """Actions that the recorded step ran under, memwall having been allowed to."""
     recordings: Recordings | None = None
-    """What records the same step in other forms; None where that is not possible from here."""
+    """Records the same step in other forms; None where that is not possible from here."""
 
     def with_standing(self, record: type[Action], action: Action | None) -> "Settings":
         """Returns these with the action as the one of its record that the recorded step ran under; None for none."""

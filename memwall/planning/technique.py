@@ -78,7 +78,7 @@ class Technique(Generic[A]):
     allow: ClassVar[str] = ""
     """The word of --allow without which it is never chosen; "" where it needs none."""
     allow_means: ClassVar[str] = ""
-    """What the word allows, for people."""
+    """Says what the word allows, for people."""
     is_set_by_loop: ClassVar[bool] = False
     """Whether a training loop of Accelerate or the Trainer carries its action out by itself."""
     uses_tier: ClassVar[bool] = False

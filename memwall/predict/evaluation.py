@@ -1,4 +1,4 @@
-"""What an evaluation holds, foreseen from a recorded training step: its forward, without what backward would need."""
+"""Foresees what an evaluation holds from a recorded training step: its forward, without what backward would need."""
 
 import msgspec
 

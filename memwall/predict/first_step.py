@@ -20,7 +20,7 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     evaluation_batch: int = 0
     """Samples that the script is going to evaluate at once, which is in `needed_bytes`; 0 where that is not known."""
     evaluation_bytes: int = 0
-    """What the process is foreseen to hold then."""
+    """Bytes that the process is foreseen to hold then."""
 
     def least_budget_bytes(self, smallest_bytes: int, *, asked_bytes: int, budget_for: Callable[[int], int]) -> int:
         """The smallest budget that a run can keep to, from its first step on.

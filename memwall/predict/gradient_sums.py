@@ -22,7 +22,7 @@ def with_sums_in_place(step: Step, names: Sequence[str]) -> Step:
     """Returns a recorded step whose backward adds to gradients that die of it, instead of making new ones."""
     storages = list(step.storages)
     sum_of: dict[int, int] = {}
-    """By the storage of a gradient, that of the sum which takes its place."""
+    """Storage of the sum that takes a gradient's place, by the storage of the gradient."""
     saved = {saving.storage for saving in step.saved}
     for number, op in enumerate(step.ops):
         if op.phase != "backward" or names[op.name] != _SUM or not op.inputs or not op.outputs:

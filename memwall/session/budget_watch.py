@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 _INTERVAL_SECONDS = 0.2
 _PATIENCE_SECONDS = 5.0
-"""How long a step that is being recorded may hold more: when it ends in time, its plan says so with more to go by."""
+"""Time that a step being recorded may hold more: when it ends in time, its plan says so with more to go by."""
 
 
 def place_of(phase: str, state: str) -> tuple[str, bool]:

@@ -95,7 +95,7 @@ class LivePlan:
         self.recorded: RecordedStep | None = None
         self.applied: AppliedPlan | None = None
         self.ranks: Ranks | None = None
-        """What this process agrees with others by; None where it trains alone."""
+        """The group by which this process agrees with others; None where it trains alone."""
         self.plans_alone = False
         """Whether a plan is for this rank's report alone, since no step follows it."""
         self._borders, self._measured, self._on_plan, self._set_by_loop = borders, measured, on_plan, set_by_loop

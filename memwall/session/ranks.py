@@ -20,7 +20,7 @@ __all__ = ["Ranks"]
 
 _T = TypeVar("_T")
 _GRACE = timedelta(seconds=5)
-"""How long a rank that knows that another one is missing waits for those that are only late, to tell them apart."""
+"""Time that a rank that knows that another one is missing waits for those that are only late, to tell them apart."""
 
 
 class Ranks:

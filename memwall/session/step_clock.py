@@ -1,4 +1,4 @@
-"""How long steps take: on a CPU by the clock, on a CUDA device by events at their borders, which are read a step later.
+"""Times steps: on a CPU by the clock, on a CUDA device by events at their borders, which are read a step later.
 
 The host runs ahead of a device. Its own clock would measure launches; to wait for the device would have it stand idle.
 """

@@ -33,7 +33,7 @@ class Turns:
         self._stepped: set[int] = set()
         self._counts: dict[int, int] = {}
         self._joined: set[int] = set()
-        """What was called once a further model had joined a step in which another one was stepped already."""
+        """Models called once a further one had joined a step in which another one was stepped already."""
         self._awaited: set[int] = set()
         self._idle: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""What is closed where a `with` block ends."""
+"""Gives classes the two methods by which a `with` block closes them where it ends."""
 
 from typing import Self
 

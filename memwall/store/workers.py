@@ -22,8 +22,8 @@ __all__ = ["LOOK_SECONDS", "Piece", "Transfer", "WorkState", "run_worker", "shut
 
 _JOIN_SECONDS = 5.0
 LOOK_SECONDS = 1.0
-"""Of a wait for the disk this much is counted at a time, however long it takes by the clock: while a process is
-suspended (Ctrl-Z, a paused container) its disk threads do nothing either."""
+"""Most seconds of a wait for the disk that are counted at a time, however long it takes by the clock: while a process
+is suspended (Ctrl-Z, a paused container) its disk threads do nothing either."""
 # To wake a thread costs the one that wakes it 50 us on a virtual machine, where a core that idles has to be called from
 # its host. So for a while after work one worker looks for more by itself, and the training thread need not wake it.
 _LOOK_SECONDS, _MAX_LOOKS = 0.002, 25

@@ -39,7 +39,7 @@ COMPILED_CALL = "_compiled_call_impl"
 COMPILER_ATTRIBUTES = frozenset(
     {COMPILED_CALL, "dynamo_ctx", "get_compiler_config", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"}
 )
-"""What a compiled module holds that is the compiler's, not the module's state."""
+"""Attributes of a compiled module that are the compiler's, and not the module's state."""
 
 CompiledForm = Literal["wrapper", "in place", "forward"]
 

@@ -1,4 +1,4 @@
-"""What torch.distributed keeps to itself: the store that the processes of a run met at."""
+"""Reaches what torch.distributed keeps to itself: the store that the processes of a run met at."""
 
 from collections.abc import Callable
 from typing import Any

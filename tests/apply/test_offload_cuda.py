@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def gradient(offload: ActivationOffload | None, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """The gradient through 40 chained products [512, 512], and what forward leaves allocated of its own."""
+    """Returns the gradient through 40 chained products [512, 512], and what forward leaves allocated of its own."""
     (torch.zeros(1, 1, device="cuda") @ torch.zeros(1, 1, device="cuda")).sum()  # cuBLAS has its workspace now
     before_bytes = torch.cuda.memory_allocated()
     generator = torch.Generator("cuda").manual_seed(0)

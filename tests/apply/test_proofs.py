@@ -168,7 +168,7 @@ def test_a_block_that_changes_later_is_dropped_then(tmp_path: Path, monkeypatch:
 
 @pytest.fixture
 def num_digests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many digests were taken so far."""
+    """Returns how many digests were taken so far."""
     from memwall.apply.blocks import digests
     from memwall.apply.offload import proving
 

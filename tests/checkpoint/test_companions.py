@@ -1,4 +1,4 @@
-"""What training depends on beside the model goes on with a run; what cannot be committed is named, or refused."""
+"""A run goes on with what training depends on beside the model; what cannot be committed is named, or refused."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ class Counter:
 
 
 class Kept(Script):
-    """A script with one thing beside its model: `made` makes it, `used` is called before the model in each step."""
+    """Has one thing beside its model: `made` makes it, `used` is called before the model in each step."""
 
     def __init__(
         self,

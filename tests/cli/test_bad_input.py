@@ -1,4 +1,4 @@
-"""Every way to ask for what cannot be: one message that says what to do, and the exit status that DESIGN fixes."""
+"""Every way to ask for what cannot be: one message that says what to do, and the right exit status."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What comes from a file reaches a terminal as text: no name in it moves the cursor, or sets a window's title."""
+"""A file's content reaches a terminal as text: no name in it moves the cursor, or sets a window's title."""
 
 import io
 

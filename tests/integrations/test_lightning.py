@@ -60,12 +60,12 @@ def fit(module: Any, callback: Any = None, **settings: Any) -> list[Tensor]:
 def test_a_fit_is_recorded_and_planned_and_learns_the_same_bits(calls_forward: bool, accumulated: int) -> None:
     from plans import plan_of
 
-    from memwall.integrations.lightning import MemwallCallback
+    from memwall.integrations.lightning import LightningCallback
     from memwall.planning.techniques.recompute import Recompute
 
     settings = {"accumulate_grad_batches": accumulated}
     expected = fit(made(calls_forward=calls_forward), **settings)
-    recorded = MemwallCallback(budget="8GiB")
+    recorded = LightningCallback(budget="8GiB")
     module = made(calls_forward=calls_forward)
     assert all(map(torch.equal, fit(module, recorded, **settings), expected))
     assert recorded.report().measured.steps == 4 // accumulated
@@ -75,18 +75,18 @@ def test_a_fit_is_recorded_and_planned_and_learns_the_same_bits(calls_forward: b
     assert "training_step" not in vars(module), "the module is as it was"
     module = made(calls_forward=calls_forward)
     plan = plan_of(module, Recompute(block="blocks.0"), Recompute(block="blocks.2"))
-    planned = MemwallCallback(plan=plan)
+    planned = LightningCallback(plan=plan)
     assert all(map(torch.equal, fit(module, planned, **settings), expected))
 
 
 def test_what_it_cannot_follow_is_refused() -> None:
     from types import SimpleNamespace
 
-    from memwall.integrations.lightning import MemwallCallback
+    from memwall.integrations.lightning import LightningCallback
 
     class FSDPStrategy: ...
 
     with pytest.raises(IntegrationError, match="FSDPStrategy shards the module, which memwall does not follow"):
-        MemwallCallback(budget="8GiB").on_train_start(SimpleNamespace(strategy=FSDPStrategy()), nn.Linear(1, 1))
+        LightningCallback(budget="8GiB").on_train_start(SimpleNamespace(strategy=FSDPStrategy()), nn.Linear(1, 1))
     with pytest.raises(IntegrationError, match=r"no trainer.fit\(\) was seen"):
-        MemwallCallback(budget="8GiB").report()
+        LightningCallback(budget="8GiB").report()

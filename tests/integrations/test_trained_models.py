@@ -1,4 +1,4 @@
-"""What a script trains is found from what is alive: its optimizers hold parameters, its modules hold them as well."""
+"""The models of a script are found from what is alive: its optimizers hold parameters, its modules hold them too."""
 
 import torch
 from torch import nn

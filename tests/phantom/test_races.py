@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def digests(program: str, num_schedules: int) -> set[str]:
-    """The different digests of a program in so many schedules."""
+    """Returns the different digests of a program in so many schedules."""
     device = ctypes.CDLL(os.environ["PHANTOM_LIBRARY"])
     found = set()
     for seed in range(num_schedules):

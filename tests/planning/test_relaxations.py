@@ -66,7 +66,7 @@ def traced(
 
 
 def in_precision(lower: Trace) -> Recordings:
-    """The same step under autocast, which was recorded already."""
+    """Returns the same step under autocast, which was recorded already."""
     return Recordings(frozenset({"precision"}), lambda _: (lower, None))
 
 

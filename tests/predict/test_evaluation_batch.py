@@ -1,4 +1,4 @@
-"""What an evaluation in larger batches holds, foreseen from a recorded training step."""
+"""An evaluation in larger batches is foreseen from a recorded training step."""
 
 import msgspec
 import torch

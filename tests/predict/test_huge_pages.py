@@ -48,7 +48,7 @@ def written(heap: TensorHeap, nbytes: int) -> int:
 
 
 def mapped_bytes(base: int) -> int:
-    """The pages that the kernel has mapped of the heap that begins at `base`: bit 63 of each page's entry."""
+    """Returns the pages that the kernel has mapped of the heap that begins at `base`: bit 63 of each page's entry."""
     entries = os.open("/proc/self/pagemap", os.O_RDONLY)
     try:
         found = np.frombuffer(os.pread(entries, RESERVED // PAGE * 8, base // PAGE * 8), dtype=np.uint64)
@@ -58,7 +58,7 @@ def mapped_bytes(base: int) -> int:
 
 
 def huge_bytes(base: int) -> int:
-    """What the kernel has mapped of that heap in huge pages."""
+    """Returns what the kernel has mapped of that heap in huge pages."""
     total, is_inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()

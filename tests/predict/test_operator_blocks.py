@@ -16,7 +16,7 @@ OPERATORS = sorted({row["operator"] for row in ROWS})
 
 
 def made(value: Any) -> Any:
-    """An argument without bytes."""
+    """Returns an argument without bytes."""
     if not isinstance(value, dict):
         return value
     last = sum((size - 1) * stride for size, stride in zip(value["shape"], value["strides"], strict=True))
@@ -26,7 +26,7 @@ def made(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_blocks_are_those_that_torch_allocates(name: str) -> None:
-    """To the byte, on devices with different numbers of multiprocessors and of threads on each."""
+    """Each block is right to the byte, on devices with different numbers of multiprocessors and of threads on each."""
     packet, _, overload = name.partition(".")
     formula = FORMULAS[getattr(getattr(torch.ops.aten, packet), overload)]
     wrong = []

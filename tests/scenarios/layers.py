@@ -13,7 +13,7 @@ from scenarios.corpus import BATCH, NUM_CLASSES, WIDTH, Mlp, Net, Script, batch_
 
 
 class _Between(Mlp):
-    """A block with one layer or function in its middle."""
+    """Is a block with one layer or function in its middle."""
 
     def __init__(self, made: Callable[[], Any]) -> None:
         super().__init__()

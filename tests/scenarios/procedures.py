@@ -19,7 +19,7 @@ def _script(
     others: tuple[nn.Module, ...] = (),
     after_step: Callable[[int], object] | None = None,
 ) -> Script:
-    """A loop whose gradients a function computes."""
+    """Returns a loop whose gradients a function computes."""
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:

@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Temperature:
-    """A schedule of the script's own."""
+    """Is a schedule of the script's own."""
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -48,7 +48,7 @@ class Temperature:
 
 
 class Average:
-    """A moving average as many scripts have it."""
+    """Is a moving average as many scripts have it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shadow = {name: value.detach().clone() for name, value in model.named_parameters()}

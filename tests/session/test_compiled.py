@@ -118,7 +118,7 @@ def num_graphs() -> int:
 
 @pytest.fixture
 def made(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
-    """Two equal models, compiled in the same way, in a compiler that has seen nothing."""
+    """Returns two equal models, compiled in the same way, in a compiler that has seen nothing."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def made(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What memwall warned of; the compiler has a log of its own."""
+    """Returns what memwall warned of; the compiler has a log of its own."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("memwall")]
 
 

@@ -1,4 +1,4 @@
-"""What others divide or copy is refused before it is touched, and the message has the way out."""
+"""Models that others divide or copy are refused before they are touched, and the message has the way out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from memwall.errors import UsageError
 
 
 def named(module: str, name: str, *bases: type) -> Any:
-    """A class that a library has under this name."""
+    """Returns a class that a library has under this name."""
     return type(name, bases, {"__module__": module})
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="thi
 
 
 def on_ranks(num_ranks: int, do: Callable[[Ranks], Any]) -> list[Any]:
-    """What each of the ranks returns, or raises."""
+    """Returns what each of the ranks returns, or raises."""
     store = distributed.HashStore()
     store.set_timeout(timedelta(seconds=2))
 

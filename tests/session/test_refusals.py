@@ -1,4 +1,4 @@
-"""What a session refuses to train is refused in words, before the first step."""
+"""Models that a session does not train are refused in words, before the first step."""
 
 import pytest
 import torch

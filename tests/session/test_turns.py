@@ -1,4 +1,4 @@
-"""Where a step ends in which several models have their turns: what a GAN, actor and critic, or stages of layers do."""
+"""A step ends in which several models have their turns, as those of a GAN, actor and critic, or stages of layers."""
 
 import gc
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def borders_of(heard: Heard) -> StepBorders:
 
 
 class Loop:
-    """Two models with an optimizer each, and what their loop does next."""
+    """Holds two models with an optimizer each, and what their loop does next."""
 
     def __init__(self) -> None:
         self.heard = Heard()

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 class Driver(SimpleNamespace):
-    """What a CUDA runtime was asked."""
+    """Notes what a CUDA runtime was asked."""
 
     def __init__(self) -> None:
         super().__init__(registered=[], flags=set(), status=0)

@@ -200,7 +200,7 @@ def test_a_header_that_claims_more_than_there_is_takes_no_memory(path: Path) -> 
 
 
 def _changed(trace: Trace, place: str, value: Any) -> Trace:
-    """The trace with one number of its first step, or its own, replaced."""
+    """Returns the trace with one number of its first step, or its own, replaced."""
     if "." not in place:
         return msgspec.structs.replace(trace, **{place: value})
     rows, field = place.split(".")

@@ -35,7 +35,7 @@ def recorded(model: nn.Module) -> Trace:
 
 
 def forward_of(trace: Trace, path: str) -> list[str]:
-    """The operations of a block's forward, by the number that a plan names them by."""
+    """Returns the operations of a block's forward, by the number that a plan names them by."""
     step = trace.steps[0]
     call = next(call for call in step.calls if trace.modules[call.module].path == path)
     return [trace.names[op.name] for op in step.ops[call.start : call.end]]

@@ -53,7 +53,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """Returns that of a strided tensor."""
+        """Returns the place of a strided tensor."""
         storage = weakref.ref(tensor.untyped_storage())
         return cls(storage, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 

@@ -9,7 +9,7 @@ __all__ = ["is_filled_later"]
 
 _RRELU = functional.rrelu.__code__
 _MOST_FRAMES = 4
-"""From the operation to who asks: hooks of one engine, and what watches them."""
+"""Most frames from the operation to who asks: hooks of one engine, and what watches them."""
 
 
 def is_filled_later() -> bool:

@@ -93,4 +93,4 @@ ATTENTION_FORMULAS: dict[Any, Callable[[CudaDevice, tuple[Any, ...], dict[str, A
     _attention_backward("efficient"): _efficient_backward,
     _attention_backward("cudnn"): _cudnn_backward,
 }
-"""By operator; called with its arguments, returns the bytes of each block."""
+"""Functions by operator: called with its arguments, each returns the bytes of each block."""

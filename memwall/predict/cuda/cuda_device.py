@@ -1,4 +1,4 @@
-"""What of a device decides which kernels torch launches there and what they allocate."""
+"""Describes what of a device decides which kernels torch launches there and what they allocate."""
 
 from typing import NamedTuple
 

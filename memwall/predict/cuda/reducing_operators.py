@@ -200,4 +200,4 @@ REDUCING_FORMULAS: dict[Any, Callable[[CudaDevice, tuple[Any, ...], dict[str, An
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
-"""By operator; called with its arguments, returns the bytes of each block."""
+"""Functions by operator: called with its arguments, each returns the bytes of each block."""

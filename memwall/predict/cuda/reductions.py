@@ -28,16 +28,16 @@ class Multiprocessors(NamedTuple):
 
     number: int
     threads: int
-    """Resident on each at once."""
+    """Threads resident on each at once."""
 
 
 class ReductionKernel(NamedTuple):
     """Describes the types that a reduction is compiled for."""
 
     element_bytes: int
-    """Of the input."""
+    """Bytes of one element of the input."""
     partial_bytes: int
-    """Of what one thread has found so far."""
+    """Bytes of what one thread has found so far."""
     vector: int = 4
     """Numbers that a thread loads at once."""
     sums_in_result: bool = True

@@ -126,4 +126,4 @@ FORMULAS: dict[Any, Formula] = {
     _aten.index_put_.default: _index_put,
     operator_named("_index_put_impl_.default"): _index_put,
 }
-"""By operator; called with its arguments, returns the bytes of each block."""
+"""Functions by operator: called with its arguments, each returns the bytes of each block."""

@@ -22,7 +22,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both must have the same value: 2.9.1 ignores the first on CUDA, 2.13 prefers the second, later ones may drop it."""
 
 HIP_VARIABLE = "PYTORCH_HIP_ALLOC_CONF"
-"""What a build of torch for ROCm reads as well, before the others (c10/core/AllocatorConfig.cpp)."""
+"""Variable that a build of torch for ROCm reads as well, before the others (c10/core/AllocatorConfig.cpp)."""
 
 EXPANDABLE_GUARDS = (
     "tensors shared with other processes over CUDA IPC (vllm 42609)",

@@ -31,7 +31,7 @@ def test_a_model_that_the_trainer_builds_is_planned(build: Any, make_model: Any,
 
 
 class Tiny(nn.Module):
-    """A model as the Trainer wants it, which takes the compiler no time."""
+    """Is a model as the Trainer wants it, which takes the compiler no time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What follows where a Trainer's run passes its budget after the first step all the same."""
+"""A Trainer's run that passes its budget all the same trains on, or ends on every rank, as it was asked to."""
 
 from types import SimpleNamespace
 
@@ -27,6 +27,32 @@ def test_training_ends_where_that_was_asked_for(
     assert control.should_training_stop == ends
     said = "memwall: training ends after step 7: 3.0 MiB were held, the budget is 2.0 MiB, and on_exceed='stop'\n"
     assert capsys.readouterr().err == (said if ends else "")
+
+
+@pytest.mark.parametrize(("most_excess", "ends"), [(MIB, True), (0, False)])
+def test_a_rank_that_passes_its_budget_ends_training_on_all(
+    most_excess: int, ends: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN a rank within its budget AND another one THEN both stop after the same step, or the others would wait."""
+    said: list[tuple[int, ...]] = []
+
+    def largest(values: tuple[int, ...]) -> tuple[int, ...]:
+        said.append(values)
+        return (most_excess, 0)
+
+    callback = MemwallCallback(budget=2 * MIB, on_exceed="stop")
+    callback.session = SimpleNamespace(
+        end_step=lambda: None,
+        state="running",
+        measured=SimpleNamespace(has_plan=True, judged_peak_bytes=MIB),
+        budget_bytes=2 * MIB,
+        ranks=SimpleNamespace(largest=largest),
+    )
+    control = SimpleNamespace(should_training_stop=False)
+    callback.on_step_end(None, SimpleNamespace(global_step=7), control)
+    assert said == [(-MIB, 0)]
+    assert control.should_training_stop == ends
+    assert ("another rank held 1.0 MiB more than its budget" in capsys.readouterr().err) == ends
 
 
 def test_another_word_is_refused() -> None:
