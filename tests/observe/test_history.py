@@ -336,7 +336,8 @@ class TestOnACpu:
         assert status == 3
         assert [path.name for path in Path("found").iterdir()] == ["oom.trace"]
         assert main(["explain", "found/oom.trace"]) == 0
-        said = "memwall: history: memory ran out; the recorded step was written to found/oom.trace"
+        written = tmp_path / "found" / "oom.trace"
+        said = f"memwall: history: memory ran out; the recorded step was written to {written}"
         assert said in capsys.readouterr().err.splitlines()
 
     @pytest.mark.slow
