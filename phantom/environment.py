@@ -23,6 +23,7 @@ CRT = "nvidia-cuda-crt==13.0.*"
 # From 1.16 on highspy looks for CUDA libraries itself, and crashes in the stubs; this release does not.
 SOLVER = "highspy==1.15.1"
 SCRIPTS = ("memwall", "pytest", "torchrun", "accelerate")
+CUDA_OF_TORCH = "import torch; print(torch.version.cuda)"
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
@@ -38,10 +39,15 @@ def refuse(why: str) -> None:
 
 def install(folder: Path, torch: str) -> None:
     """Installs the CUDA build of torch from the package index, about 5 GB."""
-    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"]
-    done = subprocess.run([*pip, torch, CRT], stderr=subprocess.PIPE, text=True, check=False)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    # A build for the CPU alone, 2.13.0+cpu, is ==2.13.0 as well where pip knows of one; it is not ===2.13.0.
+    exact = torch.replace("===", "==").replace("==", "===")
+    done = subprocess.run([*pip, exact, CRT], stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         refuse(f"the CUDA build of {torch} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+    if subprocess.check_output([python, "-c", CUDA_OF_TORCH], text=True).strip() == "None":
+        refuse(f"pip installed a build of {torch} without CUDA; `pip index versions torch` lists what there is")
 
 
 def main() -> None:
