@@ -43,13 +43,17 @@ class AppliedPlan(Target):
                 found = [(each, each.effect(self)) for each in self.handlers]
                 self._watched = [(handler, effect) for handler, effect in found if effect is not None]
                 self.effects = Effects([effect for _, effect in self._watched])
-                self.on_undo(self.effects.close)
+                self.on_undo(self._end_watch)
         except BaseException as error:
             try:
                 self.undo()
             except BaseException as further:
                 error.add_note(f"taking the plan back failed as well: {further!r}")
             raise
+
+    def _end_watch(self) -> None:
+        self.effects.close()
+        self._watched = []  # effects refer to forwards, and by them to parameters, which would seem to be in use
 
     def undo(self, *, keeps_state: bool = False) -> None:
         """Takes everything back, last first, whatever of it fails.

@@ -151,7 +151,7 @@ def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
     monkeypatch.setattr(live_plan, "AppliedPlan", taken)
     monkeypatch.setattr(Measurements, "begin_plan", lambda *_: None)
     live._borders.model = OnCuda()
-    live.record()
+    live.begin()
     made_with = live._present_settings()
     # What the host has free may change: what the plan was made with counts.
     monkeypatch.setattr(live_plan, "pinnable_bytes", lambda: 3)

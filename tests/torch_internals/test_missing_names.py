@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from memwall.errors import NotAvailableError
 from memwall.torch_internals import (
     allocator,
     autograd,
+    compiler,
     dispatch,
     fake,
     modules,
@@ -72,6 +74,9 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         "torch._C._functions.AccumulateGrad._input_metadata": (lambda door: door.input_dtypes(node()), RAISES),
         "torch.Tensor._post_accumulate_grad_hooks": (lambda door: door.accumulation_hooks(leaf()), RAISES),
     },
+    compiler: {
+        "torch._ops.HigherOrderOperator": (lambda door: door.is_region(torch.ops.higher_order.cond), False),
+    },
     dispatch: {
         f"{DISPATCH}.TorchDispatchMode": (lambda door: door.TorchDispatchMode(), RAISES),
         f"{DISPATCH}._disable_current_modes": (lambda door: door.without_dispatch_modes(), RAISES),
@@ -103,6 +108,10 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         "torch.nn.Module._non_persistent_buffers_set": (
             lambda door: door.without_state_dict_entry(torch.Generator()),
             RAISES,
+        ),
+        "torch.utils.data.dataloader._BaseDataLoaderIter": (
+            lambda door: door.is_loader_iterator(iter(DataLoader([1]))),
+            False,
         ),
         "torch.nn.modules.batchnorm._NormBase": (lambda door: door.is_running_norm(nn.BatchNorm2d(1)), True),
     },

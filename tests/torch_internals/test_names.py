@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader
 
 from memwall.torch_internals import (
     autograd,
@@ -275,6 +276,13 @@ def test_what_is_put_into_a_modules_dicts_is_the_modules() -> None:
     assert modules.without_state_dict_entry(norm) == {"scratch"}
     modules.with_parameters(norm, {"weight": None})
     assert norm.weight is None
+
+
+def test_what_goes_through_a_data_loader_is_told() -> None:
+    loader = DataLoader([1])
+    assert modules.is_loader_iterator(iter(loader))
+    assert not modules.is_loader_iterator(loader)
+    assert not modules.is_loader_iterator(iter([1]))
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def test_parameters_stay_away_while_one_plan_follows_another(
         session.on_plan = lambda ready: setattr(ready._live, "plan", plan_for(model))
         train(model, optimizer, scheduler, num_steps=2)
         assert session.trace is not None
-        session._live.change_to(Revision(session.trace, session.budget_bytes, plan_for(model)))
+        session._live.change_to(Revision(session.trace, plan_for(model), session.budget_bytes))
         train(model, optimizer, scheduler, first=2, num_steps=2)
     assert len(opened) == 1
     assert differing(plain, everything(model, optimizer)) == []

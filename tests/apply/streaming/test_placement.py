@@ -90,7 +90,7 @@ def test_what_stays_may_change_from_plan_to_plan(tmp_path: Path) -> None:
         train(model, optimizer, scheduler, num_steps=2)
         for first, staying in ((2, ()), (4, BLOCKS[:1])):
             away.append(session._live.parameters.away_bytes)
-            session._live.change_to(Revision(session.trace, session.budget_bytes, plan_with(*staying)))  # type: ignore[arg-type]
+            session._live.change_to(Revision(session.trace, plan_with(*staying), session.budget_bytes))  # type: ignore[arg-type]
             train(model, optimizer, scheduler, first=first, num_steps=2)
         away.append(session._live.parameters.away_bytes)
     assert away[0] < away[2] < away[1]
