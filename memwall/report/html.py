@@ -18,7 +18,7 @@ from memwall.report.curves import Curve
 from memwall.report.grid import Grid, ratio_text
 from memwall.report.plan_grids import action_grid, forecast_phase_grid, lever_grid, plan_facts
 from memwall.report.run_grids import Outcome, comparison_grid, run_grid
-from memwall.report.text import Verdict, plan_verdict, run_verdict
+from memwall.report.text import Verdict, plan_verdict, ranks_text, run_findings, run_verdict
 from memwall.report.trace_grids import holder_grids, place_of
 from memwall.units import format_bytes, format_seconds
 from memwall.versioned_files import whole_file
@@ -210,8 +210,10 @@ def _holders(curve: Curve, peak: Peak) -> _Holders:
 
 
 def _scope(page: Page) -> list[str]:
-    """Says what the figures count, with which margin, and what they leave out."""
-    lines = []
+    """Says what was not as planned, what the figures count, with which margin, and what they leave out."""
+    lines = [] if page.run is None else run_findings(page.run)
+    if page.run is not None and page.run.ranks is not None:
+        lines.append(f"Ranks: {ranks_text(page.run.ranks)}.")
     forecast = page.plan.forecast if page.plan is not None else page.run.forecast if page.run is not None else None
     if forecast is not None:
         lines.append(

@@ -53,6 +53,7 @@ __all__ = [
     "plan_verdict",
     "printable",
     "ranks_text",
+    "run_findings",
     "run_report",
     "run_verdict",
     "shown_verdict",
@@ -220,7 +221,6 @@ def _what_fits(forecast: Forecast, with_margin: str) -> str:
 def run_report(report: RunReport) -> Group:
     """Shows what a run measured beside what was predicted: `memwall run`, `memwall verify`."""
     measured, forecast = report.measured, report.forecast
-    not_recomputed = sorted(measured.not_recomputed.items())
     run_facts = [f"{measured.steps} steps", f"{measured.oom_recoveries} recoveries from out of memory"]
     if measured.num_replans:
         run_facts.append(f"{measured.num_replans} plans made again")
@@ -231,15 +231,22 @@ def run_report(report: RunReport) -> Group:
         _table(run_grid(report)),
         Text(f"Within the budget: {'no' if verify_status(report) == 5 else 'yes'}\nRun: {', '.join(run_facts)}."),
         *([] if report.ranks is None else [Text(f"Ranks: {ranks_text(report.ranks)}.")]),
-        *(Text(line, style="yellow") for line in time_findings(report)),
-        *(Text(f"Not recomputed: '{path}': {reason}.", style="yellow") for path, reason in not_recomputed),
-        *(Text(f"Dropped: {name}: {reason}.", style="yellow") for name, reason in sorted(measured.lost.items())),
+        *(Text(line, style="yellow") for line in run_findings(report)),
         Text(
             f"Counted: bytes of the process on {forecast.device}; margin {format_bytes(forecast.margin_bytes)}. "
             f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.",
             style="dim",
         ),
     )
+
+
+def run_findings(report: RunReport) -> list[str]:
+    """Returns what of a run was not as the plan has it: times, blocks that were not recomputed, actions dropped."""
+    return [
+        *time_findings(report),
+        *(f"Not recomputed: '{path}': {reason}." for path, reason in sorted(report.measured.not_recomputed.items())),
+        *(f"Dropped: {name}: {reason}." for name, reason in sorted(report.measured.lost.items())),
+    ]
 
 
 def ranks_text(ranks: RankSpread) -> str:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from memwall.errors import UsageError
-from memwall.observe.run_report import RunReport
+from memwall.observe.run_report import RankSpread, RunReport
 from memwall.planning.planfile import Plan
 from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import curve_of
@@ -117,6 +117,20 @@ class TestPage:
         at = text.index("measured step")
         assert text[at + 1 : at + 3] == ["1.80 s", "1.50x the free run"]
         assert "1.80 s (1.50x)" in text
+
+    def test_what_a_run_dropped_and_how_far_its_ranks_lie_apart_is_said(self, page: Page) -> None:
+        assert page.run is not None
+        measured = msgspec.structs.replace(
+            page.run.measured, lost={"recompute of 'blocks.1'": "its second run differs"}
+        )
+        ranks = RankSpread(
+            num_ranks=2, least_peak_bytes=1 << 20, median_peak_bytes=2 << 20, most_peak_bytes=3 << 20, least_rank=1,
+            most_rank=0, least_step_seconds=None, most_step_seconds=None, over_budget=(), without_report=(),
+        )  # fmt: skip
+        run = msgspec.structs.replace(page.run, measured=measured, ranks=ranks)
+        text = "\n".join(_Content(page_html(msgspec.structs.replace(page, run=run))).text)
+        assert "Dropped: recompute of 'blocks.1': its second run differs." in text
+        assert "Ranks: 2; peak from 1.0 MiB (rank 1) over 2.0 MiB (median) to 3.0 MiB (rank 0" in text
 
     def test_sizes_are_in_binary_units(self, page: Page) -> None:
         text = "\n".join(_Content(page_html(page)).text)
