@@ -19,8 +19,10 @@ from torch._higher_order_ops.wrap import InductorCompiledCallable, inductor_comp
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import memwall
+from memwall.apply.memory.yielding import Yielding
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
+from memwall.store.room import CudaLimit
 from memwall.torch_internals.compiler import compiled_call_of
 from memwall.trace.compiled_call import CompiledCall
 from memwall.trace.records import COMPILED_CODE
@@ -170,3 +172,16 @@ def test_a_compiled_model_is_recorded_as_it_runs(
     saved = {save.storage for save in step.saved if step.storages[save.storage].category == "activation"}
     assert {step.storages[index].birth for index in saved} <= set(calls) | {0, 1}, "saved tensors come out of the code"
     assert not [module for module in model.modules() if isinstance(compiled_call_of(module), CompiledCall)]
+
+
+def test_compiled_code_ends_the_limit_of_a_device_where_that_gives_way() -> None:
+    """GIVEN the first step under a plan on CUDA WHEN it runs code compiled in the recorded step THEN it runs."""
+    limit = CudaLimit()
+    limit.place = torch.device("cuda", 0)
+    yielding = Yielding(limit)
+    try:
+        (out,) = inductor_compiled_code(InductorCompiledCallable(lambda inputs: [inputs[0] + 1]), [torch.ones(2)])
+    finally:
+        yielding.stop()
+    assert out.tolist() == [2, 2]
+    assert limit.place is None

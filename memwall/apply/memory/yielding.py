@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from memwall.store.room import CudaLimit, with_room
+from memwall.torch_internals.compiler import is_region
 from memwall.torch_internals.dispatch import TorchDispatchMode
 from memwall.torch_internals.operators import schema_of
 
@@ -15,8 +16,16 @@ __all__ = ["Yielding"]
 class Yielding(TorchDispatchMode):
     """Has a limit give way from construction until `stop`.
 
-    Operations that write into a tensor are not repeated: they may have begun to.
+    Operations that write into a tensor are not repeated: they may have begun to. Nor is compiled code, which lets go of
+    what it was given, nor another operation that stands for a function: the limit ends where the step has one.
     """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets torch.compile compile in the step."""
+        return True
 
     def __init__(self, limit: CudaLimit) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,6 +44,9 @@ class Yielding(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_region(func):
+            self._limit.lift()
+            return func(*args, **kwargs)
         if self._is_stopped or schema_of(func).is_mutable:
             return func(*args, **kwargs)
         random = self._random_of(func, kwargs)
