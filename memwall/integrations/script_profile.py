@@ -90,4 +90,6 @@ class Profile:
         """Has nothing to do after an optimizer's step."""
 
     def step_skipped(self) -> None:
-        """Has nothing to do after a step that gradient scaling leaves out."""
+        """Forgets the recording of a step that gradient scaling leaves out: no optimizer has stepped in it."""
+        if self.builder is not None:
+            self.builder.cancel_step()

@@ -78,6 +78,8 @@ class StepBorders:
         self._has_stepped = False
         self._num_forwards = self._forwards_by_hand = 0
         self._is_watching = False
+        self._is_left_out = False
+        """Whether loss scaling has left out an optimizer's step since the present step began."""
         self._is_transformed = False
         self.in_first_forward = False
         """Tells whether the model's forward is about to be called, from within the hook before it."""
@@ -97,6 +99,7 @@ class StepBorders:
         for each in models_of(model):
             self._patches.push(attach_hook(each.register_forward_pre_hook, before, with_kwargs=True, prepend=True))
             self._patches.push(attach_hook(each.register_state_dict_pre_hook, self._before_saving))
+        self._patches.wrap(torch.amp.GradScaler, "step", _weakly(self._around_scaled_step))
         self._patches.wrap(torch.amp.GradScaler, "update", _weakly(self._after_scaling))
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
@@ -190,6 +193,7 @@ class StepBorders:
             self.in_first_forward = self.in_optimizer = False
         self._turns.begin(model)
         self.in_step, self._has_stepped, self._num_forwards = True, False, 1
+        self._is_left_out = False
 
     @property
     def _is_over_by_hand(self) -> bool:
@@ -213,10 +217,20 @@ class StepBorders:
             self.phase, self.goes_on = "saving", False
             self._listener.saving_begins()
 
-    def _after_scaling(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Ends a step whose optimizers `GradScaler.step` has not called, as it does where a gradient is not finite."""
+    def _around_scaled_step(
+        self, original: Callable[..., Any], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Notes that `GradScaler.step` has not called an optimizer, as it does where a gradient is not finite."""
+        result = original(scaler, optimizer, *args, **kwargs)
+        if self.in_step and not self._has_stepped and trains(optimizer, self.attached_model):
+            self._is_left_out = True
+        return result
+
+    def _after_scaling(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Ends a step whose optimizers were all left out; another model's scaler ends nothing of this one."""
         original(*args, **kwargs)
-        if self.in_step and not self.in_optimizer and not self._has_stepped:
+        is_left_out, self._is_left_out = self._is_left_out, False
+        if is_left_out and self.in_step and not self.in_optimizer and not self._has_stepped:
             self.in_step, self.goes_on, self.phase = False, False, "between steps"
             self._listener.step_skipped()
 
@@ -240,15 +254,12 @@ class StepBorders:
             self._listener.optimizer_stepped(is_first=is_first)
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what calls a method for a change of a class, which does not keep alive whom nobody closes."""
     found = weakref.WeakMethod(method)
 
-    def run(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = found()
-        if bound is None:
-            original(*args, **kwargs)
-        else:
-            bound(original, *args, **kwargs)
+        return original(*args, **kwargs) if bound is None else bound(original, *args, **kwargs)
 
     return run
