@@ -356,6 +356,8 @@ class Session:
 
     def before_forward(self) -> None:
         """Raises again what ended the run."""
+        if self.state == "waiting":  # what comes first may be an evaluation
+            self.measured.begin_run(self._borders.attached_model)
         self._watch.start(self.budget_bytes)
         self._watch.look()
         self._note_engine_failure()

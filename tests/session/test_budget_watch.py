@@ -3,7 +3,11 @@
 import logging
 
 import pytest
+import torch
+from torch import nn
 
+import memwall
+from memwall.session import measurements
 from memwall.session.budget_watch import BudgetWatch
 from memwall.session.measurements import Measurements
 
@@ -67,3 +71,17 @@ def test_a_first_step_is_given_time_to_end_and_have_its_plan_say_it(
     watch.look()
     watch.close()
     assert not caplog.messages
+
+
+def test_before_the_first_step_of_a_device_the_host_s_bytes_are_not_held_against_its_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meter = Meter()
+    meter.device = "cuda"
+    monkeypatch.setattr(measurements, "meter_of", lambda model: meter)
+    model = nn.Linear(2, 2)
+    session = memwall.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget=MIB)
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert session._watch._thread is None
+    session.close(completed=False)
