@@ -235,6 +235,8 @@ def _largest(steps: Sequence[FirstStep]) -> FirstStep:
         needed_bytes=max(step.needed_bytes for step in steps),
         in_memory_bytes=max(step.in_memory_bytes for step in steps),
         stays_from_bytes=max(step.stays_from_bytes for step in steps),
+        evaluation_batch=max(step.evaluation_batch for step in steps),
+        evaluation_bytes=max(step.evaluation_bytes for step in steps),
     )
 
 
