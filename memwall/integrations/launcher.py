@@ -32,7 +32,7 @@ from memwall.observe.history import MemoryHistory
 from memwall.patches import Patches
 from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
-from memwall.torch_internals.compiler import has_compiler
+from memwall.torch_internals.compiler import num_compiled
 from memwall.trace.records import Trace
 from memwall.trace.together import models_of
 
@@ -119,7 +119,7 @@ def run_script(
     # What the public function calls, and notebook launchers too.
     patches.wrap(sys.modules["torch.multiprocessing.spawn"], "start_processes", spawned)
     patches.wrap(torch.multiprocessing, "start_processes", spawned)
-    status = 1
+    status, num_before = 1, num_compiled()
     if checkpoint is None:
         session.watch_building()
     set_checkpoint(checkpoint)
@@ -151,7 +151,7 @@ def run_script(
     if failure is not None:
         raise failure
     if session.measured.num_steps == 0 and status == 0 and (checkpoint is None or checkpoint.is_new):
-        raise UsageError(_without_step(name, status))
+        raise UsageError(_without_step(name, status, compiles=num_compiled() > num_before))
     return status
 
 
@@ -181,7 +181,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
     patches = Patches("records the steps of a script")
     watch.listen(patches)
     patches.hook(register_optimizer_step_pre_hook, before_step)
-    status = 0
+    status, num_before = 0, num_compiled()
     try:
         status = _execute(name, args, is_module=is_module)
         if status == 0 and watch.failure is None:
@@ -196,7 +196,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
         raise watch.failure
     builder = profiled.builder
     if builder is None or profiled.num_recorded == 0:
-        raise UsageError(_without_step(name, status))
+        raise UsageError(_without_step(name, status, compiles=num_compiled() > num_before))
     model = builder.roots[0]
     trace = builder.trace(profiled.borders.optimizers, machine=_machine_of(model))
     base_bytes = profiled.base_bytes
@@ -219,11 +219,11 @@ def _one_model_only(checkpoint: StepCheckpoint, model: nn.Module) -> UsageError:
     )
 
 
-def _without_step(name: str, status: int) -> str:
+def _without_step(name: str, status: int, *, compiles: bool) -> str:
     ending = f"ended with status {status}" if status else "finished"
     return (
         f"{name} {ending} without a whole training step (forward of a module with gradients on, backward, step of a "
-        f"torch optimizer); there is nothing to plan{_OF_COMPILED if has_compiler() else ''}"
+        f"torch optimizer); there is nothing to plan{_OF_COMPILED if compiles else ''}"
     )
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "inside_compiled",
     "is_compiled",
     "is_region",
+    "num_compiled",
     "unseen",
 ]
 
@@ -87,6 +88,12 @@ def is_region(operator: Any) -> bool:
 def has_compiler() -> bool:
     """Returns whether this process has imported the compiler, as it has where something was compiled."""
     return "torch._dynamo" in sys.modules
+
+
+def num_compiled() -> int:
+    """Returns how many functions the compiler was given in this process: an optimizer's step imports it, too."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["total"])
 
 
 @contextmanager

@@ -72,6 +72,25 @@ def test_a_script_that_never_steps(refused: Refused, command: tuple[str, ...]) -
     )
 
 
+COMPILED_LOSS = """
+import torch
+model = torch.nn.Linear(4, 2)
+loss = torch.compile(lambda batch: model(batch).sum(), backend="eager")
+loss(torch.ones(3, 4)).backward()  # no optimizer: the compiler would hold it until the process ends
+"""
+
+
+@pytest.mark.slow
+def test_a_script_whose_model_is_called_in_compiled_code_alone(refused: Refused, folder: Path) -> None:
+    (folder / "compiled.py").write_text(COMPILED_LOSS)
+    said = refused("run", "--budget", "8GiB", "compiled.py")
+    assert said.startswith("compiled.py finished without a whole training step")
+    assert said.endswith(
+        "there is nothing to plan. If torch.compile was given the function that calls the model, give it the model: "
+        "memwall plans what calls it"
+    )
+
+
 TWO_OPTIMIZERS = """
 import torch
 model, other = torch.nn.Linear(4, 2), torch.nn.Linear(2, 2)
