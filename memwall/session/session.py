@@ -212,7 +212,7 @@ class Session:
                 self.end_last_step()
         finally:
             take_back = partial(self._live.take_back, keeps_state=not brings_back)
-            ends = (self._live.stop_recording, take_back, self._borders.detach, self._live.end, close_once_unneeded)
+            ends = (self._live.stop_recording, take_back, self._borders.let_go, self._live.end, close_once_unneeded)
             try:
                 with interruptions_put_off():
                     undo_all(ends[::-1])

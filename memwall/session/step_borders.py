@@ -132,6 +132,12 @@ class StepBorders:
         self._patches.undo()
         self._is_watching = False
 
+    def let_go(self) -> None:
+        """Takes all hooks away and forgets the optimizers: whoever keeps a session that has ended keeps no state."""
+        self.detach()
+        self.optimizers = ()
+        self.stepped.clear()
+
     def begin_part(self) -> None:
         """Says that a part of a step begins: what fails from here on fails in a forward, or in its backward."""
         self.phase = "forward"

@@ -1,12 +1,14 @@
 """A step ends in which several models have their turns, as those of a GAN, actor and critic, or stages of layers."""
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
+import memwall
 from memwall.session.step_borders import StepBorders
 from memwall.trace.together import TrainedTogether
 
@@ -104,3 +106,18 @@ def test_what_is_trained_together_is_let_go_with_its_loop() -> None:
     del loop
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is nn.Linear and id(each) in models]
+
+
+def test_a_session_that_has_ended_keeps_no_optimizer() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with memwall.fit(model, optimizer, budget=8 << 30) as session:
+        for _ in range(2):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    held = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert held() is None
+    assert session.measured.num_steps == 2
