@@ -77,7 +77,7 @@ class StepBorders:
         self._turns = Turns(())
         self._has_stepped = False
         self._num_forwards = self._forwards_by_hand = 0
-        self._is_watching = False
+        self._is_watching = self._is_watching_scaling = False
         self._is_left_out = False
         """Whether loss scaling has left out an optimizer's step since the present step began."""
         self._is_transformed = False
@@ -99,8 +99,6 @@ class StepBorders:
         for each in models_of(model):
             self._patches.push(attach_hook(each.register_forward_pre_hook, before, with_kwargs=True, prepend=True))
             self._patches.push(attach_hook(each.register_state_dict_pre_hook, self._before_saving))
-        self._patches.wrap(torch.amp.GradScaler, "step", _weakly(self._around_scaled_step))
-        self._patches.wrap(torch.amp.GradScaler, "update", _weakly(self._after_scaling))
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
 
@@ -130,7 +128,7 @@ class StepBorders:
     def detach(self) -> None:
         """Takes all hooks away."""
         self._patches.undo()
-        self._is_watching = False
+        self._is_watching = self._is_watching_scaling = False
 
     def let_go(self) -> None:
         """Takes all hooks away and forgets the optimizers: whoever keeps a session that has ended keeps no state."""
@@ -185,6 +183,7 @@ class StepBorders:
                 self.goes_on, self.phase = False, "evaluation"
                 self._listener.evaluation_begins()
             return
+        self._watch_scaling()
         self.phase, self.called = "forward", model
         if not is_another:  # a further micro-batch of the same step, or another model's turn
             self._num_forwards += 1
@@ -213,6 +212,13 @@ class StepBorders:
             self._turns.stepped_by_hand()
             self.in_step, self._has_stepped, self.phase = False, True, "between steps"
             self._listener.optimizer_stepped(is_first=True)
+
+    def _watch_scaling(self) -> None:
+        """Hears of steps that loss scaling leaves out, from a class of torch's: hence only while something trains."""
+        if not self._is_watching_scaling:
+            self._is_watching_scaling = True
+            self._patches.wrap(torch.amp.GradScaler, "step", _weakly(self._around_scaled_step))
+            self._patches.wrap(torch.amp.GradScaler, "update", _weakly(self._after_scaling))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_node() is None:

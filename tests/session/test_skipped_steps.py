@@ -80,3 +80,21 @@ def test_a_profile_has_no_step_that_was_left_out(tmp_path: Path) -> None:
     trace = profile_script(str(tmp_path / "train.py"), [], num_steps=2)
     assert len(trace.steps) == 2
     assert trace.num_micro_batches == 1
+
+
+def test_scaling_is_watched_while_a_session_trains() -> None:
+    def methods() -> list[object]:
+        return [vars(torch.amp.GradScaler)[name] for name in ("step", "update")]
+
+    before = methods()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = memwall.fit(model, optimizer, budget=8 * GIB)
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert methods() == before, "one that never trains has nothing to close"
+    model(torch.ones(1, 2)).sum().backward()
+    assert not set(methods()) & set(before)
+    optimizer.step()
+    session.close()
+    assert methods() == before
