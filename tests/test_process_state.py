@@ -26,6 +26,7 @@ STATE = {
     "memwall.apply.optimizer_state.kept_space._present": "set_kept_space(None), when a run ends",
     "memwall.apply.streaming.guard._guards": "unguarded, when a parameter leaves its tier",
     "memwall.apply.streaming.gradients._plain_gradients": "the end of the tensor: it holds none",
+    "memwall.checkpoint.reachable._caller": "set_checkpoint(None), when a run ends",
     "memwall.checkpoint.resumption._present": "set_checkpoint(None), when a run ends",
     "memwall.observe.history._recording": "MemoryHistory.close",
     "memwall.patches._active": "Patch.undo, and the end of the object that was changed",

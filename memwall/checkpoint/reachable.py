@@ -4,7 +4,6 @@ A generator of random numbers is not known to the garbage collector, and two cop
 variable's name tells: those of the functions that are being called, from the script's own on, and its globals.
 """
 
-import functools
 import inspect
 import itertools
 import random
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-__all__ = ["is_generator", "reachable"]
+__all__ = ["is_generator", "reachable", "set_caller"]
 
 # Modules whose frames lie outside of a script: what has called it.
 _CALLERS = ("runpy", "pluggy", "_pytest", "threading", "concurrent")
@@ -27,6 +26,14 @@ _MAX_ITEMS, _MAX_DEPTH, _MAX_FOUND = 64, 5, 20_000
 _LOADER_PARTS = ("generator", "sampler", "batch_sampler", "dataset")
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, types.FunctionType, types.ModuleType, Tensor)
 _PARTS_OF_MODULES = frozenset(vars(nn.Module()))
+
+_caller: types.FrameType | None = None
+
+
+def set_caller(frame: types.FrameType | None) -> None:
+    """Says which function runs the script: those that have called it are not the script's; None where nobody does."""
+    global _caller
+    _caller = frame
 
 
 def reachable() -> Iterator[tuple[str, Any]]:
@@ -62,6 +69,8 @@ def _scopes() -> list[tuple[str, dict[str, Any]]]:
             break
         if package not in (*_HIDDEN, *_CALLERS):
             frames.append(frame)
+        if frame is _caller:
+            break
         frame = frame.f_back
     frames.reverse()
     main: dict[str, Any] = {} if not frames else frames[0].f_globals
@@ -99,7 +108,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", part) for key, part in vars(value).items())
 
 
-@functools.cache
 def _is_foreign(module: str) -> bool:
     """Returns whether a class's module is a library's, whose objects are not searched."""
     top = module.partition(".")[0]

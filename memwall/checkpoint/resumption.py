@@ -2,10 +2,12 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from memwall.apply.optimizer_state.kept_space import set_kept_space
+from memwall.checkpoint.reachable import set_caller
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import UsageError
 from memwall.machine.launched import launched
@@ -29,9 +31,10 @@ _present: StepCheckpoint | None = None
 
 
 def set_checkpoint(checkpoint: StepCheckpoint | None) -> None:
-    """Says which checkpoint the loops of this process ask."""
+    """Says which checkpoint the loops of this process ask, in a script that the calling function runs."""
     global _present
     _present = checkpoint
+    set_caller(None if checkpoint is None else sys._getframe(1))
     set_kept_space(None if checkpoint is None else checkpoint.space)
 
 

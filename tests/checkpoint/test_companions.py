@@ -9,7 +9,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import memwall
 from memwall.checkpoint.reachable import reachable
+from memwall.checkpoint.resumption import set_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train_companions.py"
@@ -211,6 +213,25 @@ def test_what_a_function_no_longer_holds_is_not_kept_alive() -> None:
 
     holder = [torch.ones(2)]
     assert forgets()() is None
+
+
+def test_the_variables_of_what_runs_a_script_are_no_companions_of_its_model() -> None:
+    """GIVEN a function that keeps an earlier run's state WHEN another one runs a script THEN it is not found."""
+
+    def run_one() -> dict[str, Any]:
+        own = Counter()
+        set_checkpoint(checkpoint)
+        try:
+            found = dict(reachable())
+        finally:
+            set_checkpoint(None)
+        assert any(value is own for value in found.values())
+        return found
+
+    earlier = Counter()
+    checkpoint = cast(StepCheckpoint, SimpleNamespace(space=None))
+    assert not any(value is earlier for value in run_one().values())
+    assert any(value is earlier for _, value in reachable())
 
 
 class Adversary:
