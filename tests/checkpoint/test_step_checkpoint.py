@@ -165,9 +165,19 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
     )
 
 
-def test_another_model_is_refused_with_its_differences(tmp_path: Path) -> None:
-    run(lambda: Script(stop_in=2), StepCheckpoint(tmp_path))
-    error = failure_of(lambda: Script(width=32), StepCheckpoint(tmp_path, is_resuming=True))
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_another_model_is_refused_with_its_differences(tmp_path: Path, is_frozen: bool) -> None:
+    """GIVEN the committed model as garbage WHEN the run is resumed with another one THEN the garbage is left alone."""
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    gc.disable()
+    try:
+        run(lambda: Script(stop_in=2), StepCheckpoint(tmp_path))
+        error = failure_of(lambda: Script(width=32), StepCheckpoint(tmp_path, is_resuming=True))
+    finally:
+        gc.enable()
     assert isinstance(error, StoreError)
     assert str(error) == (
         f"the checkpoint in {tmp_path} is of another model: buffer norm.running_mean is float32 [24] in the checkpoint "
