@@ -13,7 +13,7 @@ from memwall.errors import StoreError
 
 def restoration(content: bytes) -> Restoration:
     """GIVEN a journal in DIR whose fourth step has this content."""
-    journal, found = SimpleNamespace(directory="DIR"), SimpleNamespace(step=4, content=content)
+    journal, found = SimpleNamespace(directory="DIR"), SimpleNamespace(step=4, content=content, buckets=())
     return Restoration(cast(Any, journal), cast(Any, found))
 
 
