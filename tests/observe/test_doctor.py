@@ -159,7 +159,8 @@ def test_foreign_distribution_is_found_by_its_metadata(tmp_path: Path, monkeypat
     assert subject._version_of("memwall") == "0.6.1"
 
 
-def test_this_machine_as_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_as_an_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(patches, "_active", {})  # as in a process of its own
     assert main(["doctor", "--json", "--disk", str(Path(__file__).parent)]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["schema"] == "memwall.doctor/1"
