@@ -1,7 +1,7 @@
 """One plan for ranks that are alike: made by the one that needs the most, for the least that any of them has.
 
-Ranks are alike if they train the same modules by the same optimizer; stages of a pipeline are not, and each kind of
-rank has a plan of its own. What a plan decides where a block has a collective is then the same on all that wait for it.
+Ranks are alike if they train the same modules by the same optimizer; each kind of rank has a plan of its own. What a
+plan decides where a block has a collective is then the same on all that wait for it.
 """
 
 import hashlib
