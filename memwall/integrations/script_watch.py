@@ -1,6 +1,7 @@
 """Waits for the models and the optimizers of an unmodified script to show themselves."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from memwall.errors import MemwallError
-from memwall.integrations.trained_models import as_one, trained_with
+from memwall.integrations.trained_models import as_one, optimizers_alive, trained_with
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
@@ -34,6 +35,8 @@ class ScriptWatch:
         self.script, self._begins = script, begins
         self.model: nn.Module | None = None
         self._early: list[torch.optim.Optimizer] = []
+        self._foreign = weakref.WeakSet(optimizers_alive())
+        """Holds optimizers that were there before the script began, where it is not alone in the process."""
         self.failure: MemwallError | None = None
         self._called: dict[int, nn.Module] = {}
         """Models that the script calls."""
@@ -111,7 +114,7 @@ class ScriptWatch:
         )
 
     def _found(self, module: nn.Module) -> None:
-        found = trained_with(module, self._called.values())
+        found = trained_with(module, self._called.values(), foreign=self._foreign)
         if not found.is_trained:
             self._known.update((id(each), 0) for each in module.modules())
             return

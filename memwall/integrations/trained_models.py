@@ -5,7 +5,7 @@ both. A model is the largest module that is called; what holds several of them, 
 """
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from msgspec import Struct
@@ -13,7 +13,7 @@ from torch import nn
 
 from memwall.trace.together import TrainedTogether
 
-__all__ = ["TrainedModels", "as_one", "trained_with"]
+__all__ = ["TrainedModels", "as_one", "optimizers_alive", "trained_with"]
 
 
 class TrainedModels(Struct, frozen=True, kw_only=True):
@@ -27,11 +27,14 @@ class TrainedModels(Struct, frozen=True, kw_only=True):
     """Whether any optimizer is alive that holds a parameter of a module."""
 
 
-def trained_with(called: nn.Module, known: Iterable[nn.Module] = ()) -> TrainedModels:
+def trained_with(
+    called: nn.Module, known: Iterable[nn.Module] = (), *, foreign: Container[torch.optim.Optimizer] = ()
+) -> TrainedModels:
     """Returns the models that a script trains, one of which is about to be called.
 
     Args:
         known: models that are trained for sure.
+        foreign: optimizers that are not the script's: they were there before it began.
     """
     found: list[nn.Module] = []
     for model in (*known, called):
@@ -40,22 +43,27 @@ def trained_with(called: nn.Module, known: Iterable[nn.Module] = ()) -> TrainedM
         if all(id(model) not in {id(module) for module in other.modules()} for other in found):
             found.append(model)
     held = {id(parameter) for model in found for parameter in model.parameters()}
-    optimizers, modules = _alive()
+    optimizers, modules = _alive(foreign)
     trained = _parameters_of(optimizers)
     if trained - held:
         del optimizers, modules
         gc.collect()  # of an earlier part of the script, cycles may be left that nobody holds any more
-        optimizers, modules = _alive()
+        optimizers, modules = _alive(foreign)
         trained = _parameters_of(optimizers)
     is_trained = not trained or any(id(parameter) in trained for parameter in called.parameters())
     found += _others(modules, found, trained - held)
     return TrainedModels(models=tuple(found), is_trained=is_trained, has_optimizer=bool(trained))
 
 
-def _alive() -> tuple[list[torch.optim.Optimizer], list[nn.Module]]:
-    """Returns every optimizer and every module. Types are asked: some objects answer for others, and load them."""
+def optimizers_alive() -> list[torch.optim.Optimizer]:
+    """Returns every optimizer of the process. Types are asked: some objects answer for others, and load them."""
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+
+
+def _alive(foreign: Container[torch.optim.Optimizer]) -> tuple[list[torch.optim.Optimizer], list[nn.Module]]:
+    """Returns every optimizer that is the script's, and every module."""
     alive = gc.get_objects()
-    optimizers = [each for each in alive if issubclass(type(each), torch.optim.Optimizer)]
+    optimizers = [each for each in optimizers_alive() if each not in foreign]
     return optimizers, [each for each in alive if issubclass(type(each), nn.Module) and _is_model(each)]
 
 

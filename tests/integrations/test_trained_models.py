@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from memwall.integrations.trained_models import as_one, trained_with
+from memwall.integrations.trained_models import as_one, optimizers_alive, trained_with
 from memwall.trace.together import TrainedTogether, models_of
 
 
@@ -62,3 +62,11 @@ def test_a_larger_model_takes_the_place_of_its_parts() -> None:
     optimizer = adam(model)
     assert trained_with(model, known=[model[0]]).models == (model,)
     del optimizer
+
+
+def test_optimizers_that_were_there_before_the_script_are_not_its_own() -> None:
+    before, own = nn.Linear(2, 2), nn.Linear(2, 2)
+    other, mine = torch.optim.SGD(before.parameters(), lr=0.1), torch.optim.SGD(own.parameters(), lr=0.1)
+    assert set(trained_with(own, foreign=set(optimizers_alive()) - {mine}).models) == {own}
+    assert before in trained_with(own).models
+    assert other is not mine
