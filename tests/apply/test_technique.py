@@ -231,7 +231,7 @@ def test_what_is_given_the_rest_of_the_memory_is_applied_last() -> None:
     order: list[str] = []
     applied.on_undo = lambda undo, **_: order.append(undo.__qualname__.split(".")[0])  # type: ignore[method-assign]
     applied.apply()
-    assert order == ["RemovableHandle", "AllocatorHandler", "Effects"]
+    assert order == ["RemovableHandle", "AllocatorHandler", "AppliedPlan"]
 
 
 def test_saved_tensors_have_what_other_techniques_leave_of_a_tier() -> None:
