@@ -56,8 +56,8 @@ def launched(frontend: str, wrapper: str, budget_bytes: int) -> dict[str, Any]:
                     "steady_bytes": joint["measured"]["steady_peak_bytes"],
                     "predicted_bytes": joint["forecast"]["peak"]["process_bytes"],
                     "plan": joint["plan_hash"],
-                    "actions": len(joint["forecast"]["actions"]),
-                    "replans": joint["measured"]["num_replans"],
+                    "num_actions": len(joint["forecast"]["actions"]),
+                    "num_replans": joint["measured"]["num_replans"],
                 }
         return {"ranks": ranks}
 
@@ -84,8 +84,8 @@ def measured(frontend: str, wrapper: str) -> dict[str, Any]:
         "peak_bytes": max(rank["peak_bytes"] for rank in under["ranks"]),
         "predicted_bytes": most["predicted_bytes"],
         "steady_bytes": most["steady_bytes"],
-        "actions": most["actions"],
-        "replans": most["replans"],
+        "num_actions": most["num_actions"],
+        "num_replans": most["num_replans"],
         "one_plan": len({rank["plan"] for rank in under["ranks"]}) == 1,
     }
 
@@ -98,7 +98,9 @@ def row(name: str, cell: dict[str, Any]) -> str:
     figures = (
         f"{cell['plain_peak_bytes'] / MIB:.0f} -> {cell['peak_bytes'] / MIB:.0f} of {cell['budget_bytes'] / MIB:.0f}"
     )
-    return f"| {frontend} | {wrapper} | {cell['state']} | {figures} MiB; {steady:+.1f} %; {cell['actions']} actions |"
+    return (
+        f"| {frontend} | {wrapper} | {cell['state']} | {figures} MiB; {steady:+.1f} %; {cell['num_actions']} actions |"
+    )
 
 
 def main() -> None:

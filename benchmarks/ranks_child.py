@@ -185,8 +185,8 @@ def main() -> None:
             "steady_bytes": session.measured.peak_bytes,
             "predicted_bytes": session.plan.forecast.peak.process_bytes,
             "plan": session.plan.plan_hash,
-            "actions": len(session.plan.actions),
-            "replans": session.measured.num_replans,
+            "num_actions": len(session.plan.actions),
+            "num_replans": session.measured.num_replans,
         }
     (folder / f"{distributed.get_rank()}.json").write_text(json.dumps(found))
     sys.stdout.flush()
