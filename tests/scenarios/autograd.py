@@ -7,30 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from scenarios.corpus import Mlp, Net, Script, adamw, batch_of, scenario, supervised
-
-
-def _net() -> Net:
-    return Net(Mlp(), Mlp())
-
-
-def _stepping(model: Net, loss_of: Any) -> Script:
-    optimizer = adamw(model)
-
-    def step(number: int) -> Tensor:
-        x, y = batch_of(number)
-        loss: Tensor = loss_of(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return Script(model, (optimizer,), step)
+from scenarios.corpus import Mlp, Net, Script, adamw, batch_of, learning, net, scenario, supervised
 
 
 @scenario(refused={"parameters-on-disk": "create_graph=True"})
 def gradient_penalty() -> Script:
-    model = _net()
+    model = net()
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         x.requires_grad_()
@@ -38,12 +20,12 @@ def gradient_penalty() -> Script:
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + gradient.pow(2).sum()
 
-    return _stepping(model, loss_of)
+    return learning(model, loss_of)
 
 
 @scenario()
 def two_losses_one_after_the_other() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:
@@ -61,13 +43,13 @@ def two_losses_one_after_the_other() -> Script:
 
 @scenario()
 def two_forwards_one_backward() -> Script:
-    model = _net()
-    return _stepping(model, lambda x, y: F.mse_loss(model(x), model(x.flip(0)).detach()) + F.cross_entropy(model(x), y))
+    model = net()
+    return learning(model, lambda x, y: F.mse_loss(model(x), model(x.flip(0)).detach()) + F.cross_entropy(model(x), y))
 
 
 @scenario()
 def backward_of_two_graphs_in_reverse() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:
@@ -84,7 +66,7 @@ def backward_of_two_graphs_in_reverse() -> Script:
 
 @scenario()
 def gradients_by_autograd_grad() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
     parameters = list(model.parameters())
 
@@ -102,7 +84,7 @@ def gradients_by_autograd_grad() -> Script:
 
 @scenario()
 def gradients_by_torch_func() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -223,14 +205,14 @@ def autocast_inside_a_block() -> Script:
 
 @scenario()
 def autocast_around_the_model() -> Script:
-    model = _net()
+    model = net()
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             out = model(x)
         return F.cross_entropy(out.float(), y)
 
-    return _stepping(model, loss_of)
+    return learning(model, loss_of)
 
 
 @scenario()
@@ -244,13 +226,13 @@ def complex_numbers() -> Script:
 
 @scenario()
 def double_precision() -> Script:
-    model = _net().double()
-    return _stepping(model, lambda x, y: F.cross_entropy(model(x.double()), y))
+    model = net().double()
+    return learning(model, lambda x, y: F.cross_entropy(model(x.double()), y))
 
 
 @scenario()
 def per_sample_gradients_of_the_head() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:

@@ -91,6 +91,49 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def net() -> Net:
+    return Net(Mlp(), Mlp())
+
+
+def stepping(
+    model: nn.Module,
+    gradients: Callable[[torch.optim.Optimizer, int], Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    after_step: Callable[[int], object] | None = None,
+    others: Sequence[nn.Module] = (),
+) -> Script:
+    """The loop whose gradients a function computes, of the step by its number."""
+    optimizer = optimizer or adamw(model)
+
+    def step(number: int) -> Tensor:
+        loss = gradients(optimizer, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        if after_step is not None:
+            after_step(number)
+        return loss.detach()
+
+    return Script(model, (optimizer,), step, others)
+
+
+def learning(
+    model: nn.Module,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    *,
+    after_step: Callable[[int], object] | None = None,
+    others: Sequence[nn.Module] = (),
+) -> Script:
+    """The loop with another loss, of the batch and its labels."""
+
+    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
+        loss = loss_of(*batch_of(number))
+        loss.backward()
+        return loss
+
+    return stepping(model, gradients, after_step=after_step, others=others)
+
+
 def supervised(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -101,18 +144,13 @@ def supervised(
     others: Sequence[nn.Module] = (),
 ) -> Script:
     """The plain loop; a scenario adds one thing to it."""
-    optimizer = optimizer or adamw(model)
 
-    def step(number: int) -> Tensor:
+    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
         x, y = batch(number)
         loss = F.cross_entropy(model(x), y)
         if after_forward is not None:
             after_forward(number)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if after_step is not None:
-            after_step(number)
-        return loss.detach()
+        return loss
 
-    return Script(model, (optimizer,), step, others)
+    return stepping(model, gradients, optimizer, after_step=after_step, others=others)

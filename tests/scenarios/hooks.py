@@ -6,16 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scenarios.corpus import Mlp, Net, Script, adamw, batch_of, scenario, supervised
-
-
-def _net() -> Net:
-    return Net(Mlp(), Mlp())
+from scenarios.corpus import Mlp, Net, Script, adamw, batch_of, learning, net, scenario, supervised
 
 
 @scenario()
 def records_activations() -> Script:
-    model, seen = _net(), []
+    model, seen = net(), []
     for block in model.blocks:
         block.register_forward_hook(lambda _, __, out: seen.append(float(out.detach().norm())))
     return supervised(model)
@@ -23,21 +19,21 @@ def records_activations() -> Script:
 
 @scenario()
 def changes_an_input_by_a_hook() -> Script:
-    model = _net()
+    model = net()
     model.blocks[1].register_forward_pre_hook(lambda _, args: (args[0] * 0.9,))
     return supervised(model)
 
 
 @scenario()
 def changes_an_output_by_a_hook() -> Script:
-    model = _net()
+    model = net()
     model.blocks[0].register_forward_hook(lambda _, __, out: out.clamp(-2, 2))
     return supervised(model)
 
 
 @scenario()
 def hooks_of_layers_inside_a_block() -> Script:
-    model, seen = _net(), []
+    model, seen = net(), []
     for block in model.blocks:
         block.up.register_forward_hook(lambda _, __, out: seen.append(float(out.detach().mean())))
         block.down.register_forward_hook(lambda _, __, out: out * 1.01)
@@ -46,27 +42,22 @@ def hooks_of_layers_inside_a_block() -> Script:
 
 @scenario()
 def auxiliary_loss_collected_by_a_hook() -> Script:
-    model = _net()
-    optimizer = adamw(model)
+    model = net()
     collected: list[Tensor] = []
     for block in model.blocks:
         block.register_forward_hook(lambda _, __, out: collected.append(out.pow(2).mean()))
 
-    def step(number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y) + 0.1 * sum(collected, torch.zeros(()))
         collected.clear()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
-    return Script(model, (optimizer,), step)
+    return learning(model, loss_of)
 
 
 @scenario()
 def auxiliary_loss_collected_inside_a_block() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
     collected: list[Tensor] = []
     for block in model.blocks:
@@ -87,7 +78,7 @@ def auxiliary_loss_collected_inside_a_block() -> Script:
 
 @scenario()
 def scales_gradients_in_backward() -> Script:
-    model = _net()
+    model = net()
     model.blocks[0].register_full_backward_hook(
         lambda _, given, __: tuple(None if g is None else g * 0.5 for g in given)
     )
@@ -107,7 +98,7 @@ def changes_the_gradient_of_an_activation() -> Script:
 
 @scenario()
 def changes_the_gradient_of_a_parameter() -> Script:
-    model = _net()
+    model = net()
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient * 0.7)
     return supervised(model)
@@ -118,7 +109,7 @@ def changes_the_gradient_of_a_parameter() -> Script:
 )
 def steps_each_parameter_as_its_gradient_arrives() -> Script:
     """The optimizer steps in backward, as in PyTorch's tutorial; the one of the loop has nothing left to do."""
-    model = _net()
+    model = net()
     own = {p: torch.optim.SGD([p], lr=0.05) for p in model.blocks.parameters()}
 
     def stepped(parameter: nn.Parameter) -> None:
@@ -132,7 +123,7 @@ def steps_each_parameter_as_its_gradient_arrives() -> Script:
 
 @scenario()
 def counts_calls_of_all_modules() -> Script:
-    model, names = _net(), []
+    model, names = net(), []
 
     def step_of(script: Script) -> Any:
         def step(number: int) -> Tensor | float:
@@ -160,7 +151,7 @@ def saves_tensors_through_hooks_of_its_own() -> Script:
 
 @scenario()
 def optimizer_hooks() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
     counted = [0]
 

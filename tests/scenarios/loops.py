@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scenarios.corpus import WIDTH, Mlp, Net, Script, adamw, batch_of, scenario, supervised
+from scenarios.corpus import WIDTH, Mlp, Net, Script, adamw, batch_of, learning, net, scenario, supervised
 
 
 def _net(*, dropout: float = 0.0) -> Net:
@@ -25,7 +25,7 @@ def dropout() -> Script:
 
 @scenario()
 def clips_gradients() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:
@@ -42,7 +42,7 @@ def clips_gradients() -> Script:
 
 @scenario()
 def accumulates_by_hand() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:
@@ -61,7 +61,7 @@ def accumulates_by_hand() -> Script:
 
 @scenario()
 def zeroes_gradients_in_place() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:
@@ -77,7 +77,7 @@ def zeroes_gradients_in_place() -> Script:
 
 @scenario()
 def follows_a_schedule() -> Script:
-    model = _net()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
     return supervised(model, optimizer, after_step=lambda _: schedule.step())
@@ -117,32 +117,26 @@ def goes_to_eval_before_backward() -> Script:
 
 @scenario()
 def generates_without_gradients_inside_the_step() -> Script:
-    model = _net()
-    optimizer = adamw(model)
+    model = net()
 
-    def step(number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.inference_mode():
             sampled = model(x).argmax(1)
-        loss = F.cross_entropy(model(x), torch.where(sampled == y, y, sampled.clone()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return F.cross_entropy(model(x), torch.where(sampled == y, y, sampled.clone()))
 
-    return Script(model, (optimizer,), step)
+    return learning(model, loss_of)
 
 
 @scenario()
 def keeps_a_moving_average() -> Script:
-    model = _net()
+    model = net()
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     return supervised(model, after_step=lambda _: average.update_parameters(model), others=(average,))
 
 
 @scenario()
 def learns_from_a_teacher() -> Script:
-    model = _net()
+    model = net()
     teacher = copy.deepcopy(model).requires_grad_(False)
     optimizer = adamw(model)
 
@@ -164,7 +158,7 @@ def learns_from_a_teacher() -> Script:
 
 @scenario(refused=dict.fromkeys(("state-on-disk", "parameters-on-disk"), "is stepped by several"))
 def two_optimizers_for_two_parts() -> Script:
-    model = _net()
+    model = net()
     head = torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9)
     body = adamw(model.blocks)
 
@@ -216,7 +210,7 @@ def generator_and_critic_in_turn() -> Script:
 
 @scenario()
 def closure_of_adamw() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:
@@ -235,7 +229,7 @@ def closure_of_adamw() -> Script:
 
 @scenario(refused=dict.fromkeys(("state-on-disk", "parameters-on-disk"), "LBFGS cannot be kept on disk"))
 def closure_of_lbfgs() -> Script:
-    model = _net()
+    model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 
     def step(number: int) -> Tensor:
@@ -254,7 +248,7 @@ def closure_of_lbfgs() -> Script:
 
 @scenario()
 def sharpness_aware_steps() -> Script:
-    model = _net()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def gradients(number: int) -> Tensor:
@@ -283,7 +277,7 @@ def sharpness_aware_steps() -> Script:
 
 @scenario()
 def skips_a_step() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:
@@ -332,19 +326,13 @@ def fails_in_forward_and_goes_on() -> Script:
 
 @scenario()
 def forward_whose_backward_never_comes() -> Script:
-    model = _net()
-    optimizer = adamw(model)
+    model = net()
 
-    def step(number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         model(x).sum()  # thrown away, with its graph
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return F.cross_entropy(model(x), y)
 
-    return Script(model, (optimizer,), step)
+    return learning(model, loss_of)
 
 
 @scenario()
@@ -352,7 +340,7 @@ def batches_of_many_lengths() -> Script:
     def batch(number: int) -> tuple[Tensor, Tensor]:
         return batch_of(number, 2 + 5 * number, WIDTH)
 
-    return supervised(_net(), batch=batch)
+    return supervised(net(), batch=batch)
 
 
 @scenario()
@@ -369,7 +357,7 @@ def calls_forward_directly() -> Script:
 
 @scenario()
 def detects_anomalies() -> Script:
-    script = supervised(_net())
+    script = supervised(net())
 
     def step(number: int) -> Tensor | float:
         with torch.autograd.detect_anomaly(check_nan=True):

@@ -2,44 +2,18 @@
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scenarios.corpus import NUM_CLASSES, WIDTH, Mlp, Net, Script, adamw, batch_of, scenario
-
-
-def _script(
-    model: nn.Module,
-    gradients: Callable[[torch.optim.Optimizer, int], Tensor],
-    *,
-    others: tuple[nn.Module, ...] = (),
-    after_step: Callable[[int], object] | None = None,
-) -> Script:
-    """Returns a loop whose gradients a function computes."""
-    optimizer = adamw(model)
-
-    def step(number: int) -> Tensor:
-        loss = gradients(optimizer, number)
-        optimizer.step()
-        optimizer.zero_grad()
-        if after_step is not None:
-            after_step(number)
-        return loss.detach()
-
-    return Script(model, (optimizer,), step, others)
-
-
-def _net() -> Net:
-    return Net(Mlp(), Mlp())
+from scenarios.corpus import NUM_CLASSES, WIDTH, Mlp, Net, Script, adamw, batch_of, learning, net, scenario, stepping
 
 
 @scenario()
 def three_losses_in_one_backward() -> Script:
-    model = _net()
+    model = net()
 
     def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
         x, y = batch_of(number)
@@ -48,28 +22,25 @@ def three_losses_in_one_backward() -> Script:
         torch.autograd.backward(losses, [torch.tensor(1.0), torch.tensor(0.1), torch.tensor(-0.2)])
         return sum(losses, start=torch.zeros(()))
 
-    return _script(model, gradients)
+    return stepping(model, gradients)
 
 
 @scenario()
 def losses_weighted_by_learned_uncertainty() -> Script:
-    model = _net()
+    model = net()
     model.register_parameter("log_variances", nn.Parameter(torch.zeros(2)))
 
-    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         out = model(x)
         losses = torch.stack([F.cross_entropy(out, y), out.square().mean()])
-        loss = (losses * (-model.log_variances).exp() + model.log_variances).sum()
-        loss.backward()
-        return loss
+        return (losses * (-model.log_variances).exp() + model.log_variances).sum()
 
-    return _script(model, gradients)
+    return learning(model, loss_of)
 
 
 @scenario()
 def gradients_of_two_tasks_projected() -> Script:
-    model = _net()
+    model = net()
 
     def gradients(optimizer: torch.optim.Optimizer, number: int) -> Tensor:
         x, y = batch_of(number)
@@ -82,26 +53,23 @@ def gradients_of_two_tasks_projected() -> Script:
             parameter.grad = one + other - along * one
         return out.detach().sum()
 
-    return _script(model, gradients)
+    return stepping(model, gradients)
 
 
 @scenario()
 def a_contrastive_loss_of_two_views() -> Script:
-    model = _net()
+    model = net()
 
-    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
-        x, _y = batch_of(number)
+    def loss_of(x: Tensor, _: Tensor) -> Tensor:
         one, other = (F.normalize(model(x + 0.1 * torch.randn_like(x))) for _ in range(2))
-        loss = F.cross_entropy(one @ other.t() / 0.5, torch.arange(len(x)))
-        loss.backward()
-        return loss
+        return F.cross_entropy(one @ other.t() / 0.5, torch.arange(len(x)))
 
-    return _script(model, gradients)
+    return learning(model, loss_of)
 
 
 @scenario()
 def a_triplet_loss_of_three_calls() -> Script:
-    model = _net()
+    model = net()
 
     def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
         outs = [model(batch_of(number + 10 * k)[0]) for k in range(3)]
@@ -109,12 +77,12 @@ def a_triplet_loss_of_three_calls() -> Script:
         loss.backward()
         return loss
 
-    return _script(model, gradients)
+    return stepping(model, gradients)
 
 
 @scenario()
 def a_target_network_that_is_copied_now_and_then() -> Script:
-    model = _net()
+    model = net()
     target = copy.deepcopy(model).requires_grad_(False)
 
     def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
@@ -128,22 +96,19 @@ def a_target_network_that_is_copied_now_and_then() -> Script:
         if number % 2:
             target.load_state_dict(model.state_dict())
 
-    return _script(model, gradients, others=(target,), after_step=copied)
+    return stepping(model, gradients, others=(target,), after_step=copied)
 
 
 @scenario()
 def a_policy_gradient_with_draws() -> Script:
-    model = _net()
+    model = net()
 
-    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         chosen = torch.distributions.Categorical(logits=model(x))
         action = chosen.sample()
-        loss = -(chosen.log_prob(action) * (action == y).float()).mean() - 0.01 * chosen.entropy().mean()
-        loss.backward()
-        return loss
+        return -(chosen.log_prob(action) * (action == y).float()).mean() - 0.01 * chosen.entropy().mean()
 
-    return _script(model, gradients)
+    return learning(model, loss_of)
 
 
 @scenario()
@@ -158,67 +123,55 @@ def a_variational_bottleneck() -> Script:
 
     model = Bottleneck(Mlp(), Mlp())
 
-    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
-        x, y = batch_of(number)
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
 
-    return _script(model, gradients)
+    return learning(model, loss_of)
 
 
 @scenario()
 def an_adversarial_example_within_the_step() -> Script:
-    model = _net()
+    model = net()
 
-    def gradients(optimizer: torch.optim.Optimizer, number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         x.requires_grad_()
         (slope,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
-        loss = F.cross_entropy(model((x + 0.05 * slope.sign()).detach()), y)
-        loss.backward()
-        return loss
+        return F.cross_entropy(model((x + 0.05 * slope.sign()).detach()), y)
 
-    return _script(model, gradients)
+    return learning(model, loss_of)
 
 
 @scenario()
 def virtual_adversarial_training() -> Script:
-    model = _net()
+    model = net()
 
-    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = model(x).softmax(1)
         move = torch.randn_like(x).requires_grad_()
         distance = F.kl_div(model(x + 0.1 * move).log_softmax(1), wanted, reduction="batchmean")
         (slope,) = torch.autograd.grad(distance, move)
         moved = model(x + 0.1 * F.normalize(slope)).log_softmax(1)
-        loss = F.cross_entropy(model(x), y) + F.kl_div(moved, wanted, reduction="batchmean")
-        loss.backward()
-        return loss
+        return F.cross_entropy(model(x), y) + F.kl_div(moved, wanted, reduction="batchmean")
 
-    return _script(model, gradients)
+    return learning(model, loss_of)
 
 
 @scenario()
 def mixes_samples() -> Script:
-    model = _net()
+    model = net()
 
-    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         share, order = torch.rand(()), torch.randperm(len(x))
         out = model(share * x + (1 - share) * x[order])
-        loss = share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
-        loss.backward()
-        return loss
+        return share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
 
-    return _script(model, gradients)
+    return learning(model, loss_of)
 
 
 @scenario()
 def a_gradient_that_is_not_finite_is_skipped() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:
@@ -247,7 +200,7 @@ def fails_in_backward_and_goes_on() -> Script:
                 raise ValueError("a bad batch")
             return gradient, None
 
-    model = _net()
+    model = net()
     optimizer = adamw(model)
 
     def step(number: int) -> Tensor:
@@ -294,7 +247,7 @@ def fails_inside_a_block_and_goes_on() -> Script:
 
 @scenario()
 def backward_twice_through_a_retained_graph() -> Script:
-    model = _net()
+    model = net()
 
     def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
         x, y = batch_of(number)
@@ -303,12 +256,12 @@ def backward_twice_through_a_retained_graph() -> Script:
         (0.5 * loss).backward()
         return loss
 
-    return _script(model, gradients)
+    return stepping(model, gradients)
 
 
 @scenario()
 def backward_in_another_thread() -> Script:
-    model = _net()
+    model = net()
 
     def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
         x, y = batch_of(number)
@@ -318,12 +271,12 @@ def backward_in_another_thread() -> Script:
         thread.join()
         return loss
 
-    return _script(model, gradients)
+    return stepping(model, gradients)
 
 
 @scenario()
 def a_thread_that_reads_weights_meanwhile() -> Script:
-    model = _net()
+    model = net()
 
     def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
         x, y = batch_of(number)
@@ -335,12 +288,12 @@ def a_thread_that_reads_weights_meanwhile() -> Script:
         thread.join()
         return loss + 0 * found[0]
 
-    return _script(model, gradients)
+    return stepping(model, gradients)
 
 
 @scenario()
 def evaluates_in_the_middle_of_accumulation() -> Script:
-    model = _net()
+    model = net()
 
     def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
         total = torch.zeros(())
@@ -353,12 +306,12 @@ def evaluates_in_the_middle_of_accumulation() -> Script:
                 model(x)
         return total
 
-    return _script(model, gradients)
+    return stepping(model, gradients)
 
 
 @scenario()
 def gradients_clipped_by_value_and_noise_added() -> Script:
-    model = _net()
+    model = net()
 
     def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
         x, y = batch_of(number)
@@ -370,12 +323,12 @@ def gradients_clipped_by_value_and_noise_added() -> Script:
                 parameter.grad.add_(0.01 * torch.randn_like(parameter.grad))
         return loss
 
-    return _script(model, gradients)
+    return stepping(model, gradients)
 
 
 @scenario()
 def layers_that_are_frozen_and_thawed_in_turn() -> Script:
-    model = _net()
+    model = net()
 
     def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
         for index, block in enumerate(model.blocks):
@@ -385,53 +338,44 @@ def layers_that_are_frozen_and_thawed_in_turn() -> Script:
         loss.backward()
         return loss
 
-    return _script(model, gradients)
+    return stepping(model, gradients)
 
 
 @scenario()
 def input_gradients_in_a_physics_loss() -> Script:
-    model = _net()
+    model = net()
 
-    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         x.requires_grad_()
         out = model(x).tanh().sum()
         (slope,) = torch.autograd.grad(out, x)
-        loss = slope.square().mean() + F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
+        return slope.square().mean() + F.cross_entropy(model(x), y)
 
-    return _script(model, gradients)
+    return learning(model, loss_of)
 
 
 @scenario()
 def jacobian_vector_products_of_the_head() -> Script:
-    model = _net()
+    model = net()
 
-    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         hidden = x
         for block in model.blocks:
             hidden = block(hidden)
         _out, moved = torch.func.jvp(model.head, (hidden.detach(),), (torch.ones_like(hidden),))
-        loss = F.cross_entropy(model.head(hidden), y) + 0.1 * moved.square().mean()
-        loss.backward()
-        return loss
+        return F.cross_entropy(model.head(hidden), y) + 0.1 * moved.square().mean()
 
-    return _script(model, gradients)
+    return learning(model, loss_of)
 
 
 @scenario()
 def an_ensemble_by_vmap_beside_training() -> Script:
-    model = _net()
+    model = net()
     heads = torch.randn(3, NUM_CLASSES, WIDTH, generator=torch.Generator().manual_seed(2))
 
-    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
-        x, y = batch_of(number)
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         hidden = model.blocks[1](model.blocks[0](x))
         outs = torch.func.vmap(lambda head: hidden @ head.t())(heads)
-        loss = F.cross_entropy(outs.mean(0) + model.head(hidden), y)
-        loss.backward()
-        return loss
+        return F.cross_entropy(outs.mean(0) + model.head(hidden), y)
 
-    return _script(model, gradients)
+    return learning(model, loss_of)

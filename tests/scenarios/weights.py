@@ -8,16 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scenarios.corpus import Mlp, Net, Script, adamw, batch_of, scenario, supervised
-
-
-def _net() -> Net:
-    return Net(Mlp(), Mlp())
+from scenarios.corpus import Script, adamw, batch_of, net, scenario, supervised
 
 
 @scenario()
 def freezes_a_block_after_two_steps() -> Script:
-    model = _net()
+    model = net()
 
     def freeze(number: int) -> None:
         if number == 1:
@@ -28,14 +24,14 @@ def freezes_a_block_after_two_steps() -> Script:
 
 @scenario()
 def trains_the_head_alone() -> Script:
-    model = _net()
+    model = net()
     model.blocks.requires_grad_(False)
     return supervised(model, adamw(model.head))
 
 
 @scenario()
 def adds_a_parameter_group() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model.head)
 
     def grow(number: int) -> None:
@@ -47,7 +43,7 @@ def adds_a_parameter_group() -> Script:
 
 @scenario()
 def saves_and_loads_in_mid_run() -> Script:
-    model = _net()
+    model = net()
     optimizer = adamw(model)
     file = io.BytesIO()
 
@@ -65,7 +61,7 @@ def saves_and_loads_in_mid_run() -> Script:
 
 @scenario()
 def copies_the_model_in_mid_run() -> Script:
-    model, kept = _net(), nn.ModuleList()
+    model, kept = net(), nn.ModuleList()
 
     def keep(number: int) -> None:
         kept.append(copy.deepcopy(model))
@@ -75,7 +71,7 @@ def copies_the_model_in_mid_run() -> Script:
 
 @scenario()
 def writes_weights_by_hand() -> Script:
-    model = _net()
+    model = net()
 
     def shrink(_: int) -> None:
         with torch.no_grad():
@@ -87,7 +83,7 @@ def writes_weights_by_hand() -> Script:
 
 @scenario()
 def reads_weights_as_numpy() -> Script:
-    model = _net()
+    model = net()
     seen: list[float] = []
 
     def read(_: int) -> None:
@@ -98,7 +94,7 @@ def reads_weights_as_numpy() -> Script:
 
 @scenario()
 def logs_gradient_norms() -> Script:
-    model, norms = _net(), []
+    model, norms = net(), []
 
     def log() -> None:
         norms.append([float(p.grad.norm()) for p in model.parameters() if p.grad is not None])
@@ -118,7 +114,7 @@ def logs_gradient_norms() -> Script:
 
 
 def _stepped_by(kind: type[torch.optim.Optimizer], **options: Any) -> Script:
-    model = _net()
+    model = net()
     return supervised(model, kind(model.parameters(), **options))
 
 
@@ -162,5 +158,5 @@ def an_optimizer_of_ones_own() -> Script:
                         mean.mul_(0.9).add_(p.grad, alpha=0.1)
                         p.sub_(mean.sign(), alpha=group["lr"])
 
-    model = _net()
+    model = net()
     return supervised(model, Signs(model.parameters()))
