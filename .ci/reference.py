@@ -190,6 +190,7 @@ def _files() -> Iterator[str]:
     from memwall.observe.run_report import RunReport
     from memwall.planning.planfile import Plan
     from memwall.planning.technique import techniques
+    from memwall.session.step_metrics import StepMetrics
     from memwall.trace.records import Trace
 
     seen: set[type[Struct]] = set()
@@ -203,6 +204,9 @@ def _files() -> Iterator[str]:
     yield "### Run report (`memwall run --report`)\n"
     yield "JSON with sorted keys; its forecast is that of a plan.\n"
     yield from _records(RunReport, seen)
+    yield "### Steps (`memwall run --metrics`)\n"
+    yield "One object a line; a field that is not known is null.\n"
+    yield from _records(StepMetrics, seen)
     yield "### Trace (`memwall profile -o`)\n"
     (schema,) = typing.get_args(typing.get_type_hints(Trace)["schema"])
     yield f"A first line `{schema}`, then the record as MessagePack, compressed with zstandard and its checksum."

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import memwall
-from memwall.cli import checkpoint, demo, diff, doctor, estimate, explain, export, profile, report, run, verify
+from memwall.cli import checkpoint, demo, diff, doctor, estimate, explain, export, profile, report, run, top, verify
 from memwall.cli import plan as plan_command
 from memwall.cli.options import PASS_ARGUMENTS
 from memwall.cli.output import plain
@@ -35,6 +35,7 @@ app.command("profile", context_settings=PASS_ARGUMENTS)(with_verbosity(profile.p
 app.command("estimate")(with_verbosity(estimate.estimate))
 app.command("plan")(with_verbosity(plan_command.plan))
 app.command("run", context_settings=PASS_ARGUMENTS)(with_verbosity(run.run))
+app.command("top")(with_verbosity(top.top))
 app.command("verify")(with_verbosity(verify.verify))
 app.command("explain")(with_verbosity(explain.explain))
 app.command("diff")(with_verbosity(diff.diff))

@@ -51,6 +51,15 @@ def run(
     report_path: Annotated[
         Path | None, typer.Option("--report", metavar="run.json", help="Write forecast and measurement here.")
     ] = None,
+    metrics_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--metrics",
+            metavar="FILE",
+            help="Write each step's figures here as JSON lines, for memwall top; FILE.prom is for Prometheus, and a "
+            "folder for TensorBoard.",
+        ),
+    ] = None,
     checkpoint_path: Annotated[
         Path | None, typer.Option("--checkpoint", metavar="DIR", help="Commit every step into this folder.")
     ] = None,
@@ -103,6 +112,7 @@ def run(
         )
     # A script may go to another folder, and what it was started with is meant from here.
     checkpoint_path, report_path, history_path = map(_from_here, (checkpoint_path, report_path, history_path))
+    metrics_path = _from_here(metrics_path)
     import torch
 
     from memwall.apply.technique import handler_of
@@ -113,6 +123,7 @@ def run(
     from memwall.observe.history import MemoryHistory
     from memwall.observe.measure import run_report
     from memwall.observe.rank_spread import rank_file_name, report_of_all
+    from memwall.observe.step_metrics_files import open_metrics
     from memwall.planning.planfile import Plan
     from memwall.report.checkpoint_lines import commits_line, recovery_line
     from memwall.report.summary import plan_summary, run_summary
@@ -170,6 +181,10 @@ def run(
         session.on_plan = lambda ready: (
             note(shown(ready.plan)) if ready.plan is not None and not (ready.ranks and ready.ranks.rank) else None
         )
+        if metrics_path is not None:
+            metrics = open_metrics(metrics_path.with_name(rank_file_name(metrics_path.name)))
+            opened.callback(metrics.close)
+            session.on_step = metrics.write
         with script_output(to_error=as_json):
             status = run_script(
                 script.name,

@@ -94,6 +94,19 @@ class TrainerSteps:
 
         return session.redoable(step)
 
+    def logged(self) -> dict[str, float]:
+        """Returns what the Trainer logs beside its own figures: what the last step needed, and may need."""
+        session = self._owner.session
+        if session is None or session.state != "running" or session.plan is None:
+            return {}
+        figures = {
+            "memwall/peak_bytes": session.measured.last_peak_bytes,
+            "memwall/budget_bytes": session.budget_bytes,
+            "memwall/forecast_bytes": session.plan.forecast.steady_process_bytes,
+        }
+        seconds = session.measured.step_seconds
+        return figures | ({"memwall/step_seconds": seconds[-1]} if seconds else {})
+
     def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Gives the model back whatever ends training, and explains a lack of memory."""
         try:
@@ -117,3 +130,7 @@ class _Watched:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._memwall_steps.training_step(super().training_step, *args, **kwargs)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        found = {} if "train_runtime" in logs else self._memwall_steps.logged()
+        return super().log(logs | found, *args, **kwargs)  # type: ignore[misc]

@@ -411,6 +411,13 @@ class LivePlan:
         self.settings = msgspec.structs.replace(self.settings, lost=present)
         return present != known
 
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Returns the bytes that the run has moved to the next tier so far, and back."""
+        self._count_state(is_recorded=self.recorded is not None)
+        out_bytes, in_bytes = (0, 0) if self.applied is None else self.applied.moved_bytes
+        return self._measured.bytes_to_tier + out_bytes, self._measured.bytes_from_tier + in_bytes
+
     def end_showing(self) -> None:
         """Ends what was shown of parameters on disk, to save them: it is no part of the step that follows."""
         shown_bytes = self.parameters.end_showing()

@@ -23,6 +23,8 @@ class Measurements(Struct, kw_only=True):
     first_step_peak_bytes: int = 0
     peak_bytes: int = 0
     """Highest process bytes of the steps under the plan."""
+    last_peak_bytes: int = 0
+    """Highest process bytes of the last step."""
     overall_peak_bytes: int = 0
     judged_peak_bytes: int = 0
     """Highest process bytes of what has to keep to the budget: on a CPU of the whole run, on a CUDA device of what
@@ -91,6 +93,7 @@ class Measurements(Struct, kw_only=True):
         """
         peak_bytes = self.meter.peak_bytes()
         self.note(peak_bytes)
+        self.last_peak_bytes = peak_bytes if is_first else max(self.last_peak_bytes, peak_bytes)
         self.num_steps += is_first
         if is_planned:
             self.peak_bytes = max(self.peak_bytes, peak_bytes)

@@ -31,6 +31,7 @@ from memwall.session.refusals import check_is_trainable_here, check_not_captured
 from memwall.session.shared_plan import tell_of_failure
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
+from memwall.session.step_metrics import StepLog, StepMetrics
 from memwall.session.vector_functions import settle_first_calls
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
@@ -86,7 +87,8 @@ class Session:
             self._live.lower_budget(within_bytes)
         self._recovery = Recovery(self._live, self._borders, self.measured)
         self._redo = Redo(self._recovery, self._borders)
-        self._clock = StepClock(self.measured.note_seconds)
+        self._log = StepLog(self.measured, lambda: self._live.moved_bytes)
+        self._clock = StepClock(self._log.note_seconds)
         self._watch = BudgetWatch(self.measured, lambda: place_of(self._borders.phase, self.state))
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
@@ -123,6 +125,16 @@ class Session:
     def ranks(self) -> Ranks | None:
         """Returns what this process agrees with others by; None before the first step, and where it trains alone."""
         return self._live.ranks
+
+    @property
+    def on_step(self) -> Callable[[StepMetrics], None] | None:
+        """Returns what is called with the figures of each training step, a step later; to be set by who wants them."""
+        return self._log.on_step
+
+    @on_step.setter
+    def on_step(self, called: Callable[[StepMetrics], None] | None) -> None:
+        """Has the figures of steps from now on handed to this function; to nobody with None."""
+        self._log.on_step = called
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
@@ -204,6 +216,7 @@ class Session:
         try:
             if completed:
                 self._clock.settle()
+            self._log.flush()
             self._live.end_showing()
             self._watch.look()
             self._watch.close()
@@ -410,6 +423,7 @@ class Session:
         if self._live.applied is not None:
             self._live.applied.begin_step()
             self._live.device_budget.begin_step(can_be_redone=self._redo.is_used)
+        self._log.begin_step()
         self._clock.begin(device)
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -433,6 +447,14 @@ class Session:
         if is_planned:
             self._clock.end(is_first=is_first)
         peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
+        self._log.end_step(
+            peak_bytes,
+            is_first=is_first,
+            is_planned=is_planned,
+            budget_bytes=self.budget_bytes,
+            forecast_bytes=None if self.plan is None else self.plan.forecast.steady_process_bytes,
+            num_actions=0 if self.plan is None else len(self.plan.actions),
+        )
         if is_planned:
             self._recovery.end_step(peak_bytes)
         if not self._borders.in_step and self._num_checked < self.measured.num_steps:

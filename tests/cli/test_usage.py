@@ -42,7 +42,8 @@ OPTIONS = {
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
     "run": {"--budget", "--plan", "--host", "--disk", "--disk-writes", "--no-disk", "--allow", "--report", "--json"}
-    | {"--checkpoint", "--checkpoint-every", "--resume", "--history", "--history-at-end", "--nproc"},
+    | {"--checkpoint", "--checkpoint-every", "--resume", "--history", "--history-at-end", "--nproc", "--metrics"},
+    "top": {"--once", "--every", "--json"},
     "verify": {"--json"},
 }
 OPTIONS = {name: {*options, "--verbose"} for name, options in OPTIONS.items()}
