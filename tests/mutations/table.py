@@ -61,7 +61,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a trace whose modules are each other's parents is read, and never left",
-        "memwall/trace/soundness.py",
+        "memwall/trace/file.py",
         "if not -1 <= module.parent < index:",
         "if not -1 <= module.parent:",
         ("tests/trace/test_file.py",),

@@ -1,6 +1,6 @@
 """Limits on live bytes to solve for, most first."""
 
-from memwall.planning.live_limits import LiveLimits
+from memwall.planning.solver.live_limits import LiveLimits
 
 
 def test_the_next_limit_is_smaller_by_what_the_replay_was_over() -> None:

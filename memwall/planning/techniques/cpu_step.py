@@ -8,8 +8,7 @@ from msgspec import UNSET, UnsetType
 from memwall.errors import UsageError
 from memwall.machine.tiers import Machine
 from memwall.planning.action import Action, Exactness
-from memwall.planning.location import Location
-from memwall.planning.movable_state import can_move_optimizer_state
+from memwall.planning.location import Location, can_move_optimizer_state
 from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.technique import DeepSpeedPart, Technique
 from memwall.predict.cpu_step_pipeline import gradient_bytes, pipelined_seconds, staging_bytes

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from memwall.planning.action import Action
-from memwall.planning.location import Location
-from memwall.planning.movable_state import can_move_optimizer_state
+from memwall.planning.location import Location, can_move_optimizer_state
 from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.technique import DeepSpeedPart, Technique
 from memwall.predict.state_on_disk import (
