@@ -1,7 +1,8 @@
 """Finds what training depends on beside the model and its optimizer: moving averages, teachers, generators.
 
 It is found by the script's variables (`reachable`), so that a new process finds the same ones under the same names.
-What cannot be committed is named: the position in a data loader, or in a generator function.
+What cannot be committed is named: the position in a data loader, or in a generator function, and what a run makes after
+its first update, which a resumed run does not have yet.
 """
 
 import random
@@ -45,6 +46,8 @@ class Companions:
         self._known: set[int] = set()
         self._refused: dict[tuple[str, int], str] = {}
         """Reasons why the state of an object cannot be committed, by its name and identity; "" where it can."""
+        self._early: set[str] | None = None
+        """Names of those that were there before the first update; None until that."""
         self.uncommitted: list[str] = []
         """Names what a resumed run begins anew with."""
         self.copies = False
@@ -81,6 +84,16 @@ class Companions:
                     self._add_tensors(name, value, own)
             elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
                 self._add_stateful(name, value)
+        if self._early is not None:
+            self._leave_out(self.names() - self._early)
+
+    def settle(self) -> None:
+        """Says that the first update begins: what comes later, as a best state, is named and not committed.
+
+        A resumed run makes it only when it has something to put there, and could not be told from one that lacks it.
+        """
+        if self._early is None:
+            self._early = self.names()
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether an optimizer is one of them."""
@@ -112,6 +125,12 @@ class Companions:
     def names(self) -> set[str]:
         """Returns the names of all of them; of tensors those of what holds them."""
         return {*self._generators, *self._stateful, *(holder_of(name) for name in self._tensors)}
+
+    def _leave_out(self, late: set[str]) -> None:
+        self._generators = {name: value for name, value in self._generators.items() if name not in late}
+        self._stateful = {name: value for name, value in self._stateful.items() if name not in late}
+        self._tensors = {name: value for name, value in self._tensors.items() if holder_of(name) not in late}
+        self.uncommitted += [f"'{name}', which was made after the first update" for name in sorted(late)]
 
     def _add_module(self, name: str, module: nn.Module, own: "_Own") -> None:
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -334,8 +334,10 @@ class StepCheckpoint:
                 f"--checkpoint {self.directory} commits one model and one optimizer, and this model is stepped by "
                 f"{joint_name((self._optimizer, optimizer))}; run it without --checkpoint, and save in the script"
             )
-        if self._restoration is not None and not self._restoration.has_state:
+        if self.steps_done == self.resumed_steps:
             self._look_beside(model)
+            self._companions.settle()
+        if self._restoration is not None and not self._restoration.has_state:
             self._restoration.check_complete(self._helpers, self._companions if self._has_companions else None)
             # Not earlier: only now it is certain where the state is to live, and in which form.
             self._restoration.restore_state(model, optimizer, self.space.keeper_of(optimizer))

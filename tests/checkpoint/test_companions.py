@@ -202,6 +202,31 @@ def test_what_cannot_be_committed_is_named_at_the_first_commit_and_when_the_run_
         assert "continues, but begins anew with what was not committed: the position in" in caplog.records[0].message
 
 
+def _made_later(script: Kept) -> None:
+    state = {name: value.detach().clone() for name, value in script.model.state_dict().items()}
+    script.beside |= {"best": state, "model": copy.deepcopy(script.model), "schedule": Counter()}
+
+
+def test_what_a_run_makes_after_its_first_update_does_not_keep_it_from_being_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GIVEN a best state and a best model that improvements make WHEN the run is resumed THEN it goes on, and says."""
+
+    def script(**options: Any) -> Kept:
+        return Kept(lambda script: {"best": script.model.state_dict()}, updated=_made_later, **options)
+
+    with caplog.at_level(logging.WARNING):
+        resumed = interrupted_and_resumed(script, tmp_path)
+    names = ("['best']", "['model']", "['schedule']")
+    late = "; ".join(f"'_run.made.beside{name}', which was made after the first update" for name in names)
+    assert f"does not commit {late}; a resumed run begins anew with it" in caplog.text
+    assert caplog.text.count("does not commit") == 2  # once in each process
+    assert f"continues, but begins anew with what was not committed: {late}" in caplog.text
+    plain = run(script)
+    assert isinstance(plain, Kept)
+    assert_same(resumed, plain)
+
+
 def test_what_a_function_no_longer_holds_is_not_kept_alive() -> None:
     def forgets() -> "weakref.ref[Tensor]":
         large = torch.ones(3)
