@@ -20,6 +20,7 @@ from memwall.checkpoint.training_state import Part, decode_objects, encode_objec
 from memwall.errors import ApplyError
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.modules import is_loader_iterator
+from memwall.trace.together import models_of
 
 __all__ = ["PREFIX", "Companions", "State", "holder_of"]
 
@@ -166,7 +167,8 @@ class _Own:
         tensors = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
         trained = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
         modules = [] if model is None else model.modules()
-        self.names = {name for name, _ in tensors}
+        each = () if model is None else models_of(model)  # a script names the tensors of one as that does
+        self.names = {name for one in each for name, _ in (*one.named_parameters(), *one.named_buffers())}
         self.numbers = {id(one) for one in (optimizer, *given, *modules, *trained, *(one for _, one in tensors))}
         self.addresses = {one.data_ptr() for _, one in tensors if is_plain(one)} - {0}
 

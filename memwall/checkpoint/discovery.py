@@ -5,7 +5,7 @@ some commits, for what a script makes later.
 """
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memwall.apply.precision import GradientScaling
 from memwall.torch_internals.optimizers import inner_schedulers
+from memwall.trace.together import TrainedTogether
 
-__all__ = ["HELPERS", "Helpers", "find_models", "find_optimizer", "objects_of"]
+__all__ = ["HELPERS", "Helpers", "find_models", "find_optimizer", "find_together", "objects_of"]
 
 HELPERS = (LRScheduler, torch.amp.GradScaler, GradientScaling)
 """Classes of objects that have a state of their own beside the optimizer."""
@@ -37,11 +38,32 @@ def find_optimizer(model: nn.Module, objects: Iterable[Any]) -> torch.optim.Opti
 
 def find_models(shapes: Mapping[str, tuple[int, ...]]) -> list[nn.Module]:
     """Returns modules in use whose parameters have exactly these names and shapes."""
-    return [
-        value
-        for value in objects_of((nn.Module,), without_garbage=True)
-        if {name: tuple(parameter.shape) for name, parameter in value.named_parameters()} == shapes
-    ]
+    return [value for value in objects_of((nn.Module,), without_garbage=True) if _shapes_of(value) == shapes]
+
+
+def find_together(shapes: Mapping[str, tuple[int, ...]], trained: Sequence[str]) -> nn.Module | None:
+    """Returns the modules in use that have these parameters together; None where no single optimizer tells which.
+
+    Args:
+        shapes: of all parameters, by the names that they have together.
+        trained: names of those that the optimizer trains, in its order.
+    """
+    optimizers = objects_of((torch.optim.Optimizer,), without_garbage=True)
+    held = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+    matching = [parameters for parameters in held if len(parameters) == len(trained)]
+    if len(matching) != 1:
+        return None
+    parameters = dict(zip(trained, matching[0], strict=True))
+    models = []
+    for root in dict.fromkeys(name.partition(".")[0] for name in shapes):
+        own = {name.partition(".")[2]: shape for name, shape in shapes.items() if name.partition(".")[0] == root}
+        models += [
+            model
+            for model in find_models(own)
+            if any(parameters.get(f"{root}.{name}") is parameter for name, parameter in model.named_parameters())
+        ]
+    together = TrainedTogether(models)
+    return together if _shapes_of(together) == shapes else None
 
 
 class Helpers:
@@ -122,6 +144,10 @@ def objects_of(kinds: tuple[type, ...], *, without_garbage: bool = False) -> lis
     if is_frozen:
         gc.freeze()
     return found
+
+
+def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _belongs(value: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:

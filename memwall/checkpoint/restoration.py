@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memwall.apply.optimizer_state.kept_space import KeepsState
 from memwall.apply.optimizer_state.low_bit_form import put_together
 from memwall.checkpoint.companions import PREFIX, Companions, holder_of
-from memwall.checkpoint.discovery import Helpers, find_models, find_optimizer, objects_of
+from memwall.checkpoint.discovery import Helpers, find_models, find_optimizer, find_together, objects_of
 from memwall.checkpoint.reachable import reachable
 from memwall.checkpoint.training_state import (
     Part,
@@ -105,7 +105,7 @@ class Restoration:
             raise self._written_by_another(error) from error
 
     def find_model(self) -> nn.Module | None:
-        """Returns the module of this process that has these parameters; of several the only one that is trained."""
+        """Returns what of this process has these parameters; of several modules the only one that is trained."""
         kind = "parameter/"
         shapes = {r.name.removeprefix(kind): r.shape for r in self.content.tensors if _is_of_model(r, kind)}
         models = find_models(shapes)
@@ -113,6 +113,9 @@ class Restoration:
             optimizers = objects_of((torch.optim.Optimizer,))
             near = {id(value) for _, value in reachable() if isinstance(value, nn.Module)}
             models = [m for m in models if id(m) in near and find_optimizer(m, optimizers) is not None]
+        elif not models:
+            groups = self.objects["optimizer"]["groups"]
+            return find_together(shapes, [name for group in groups for name in group["parameters"]])
         return models[0] if len(models) == 1 else None
 
     @torch.no_grad()

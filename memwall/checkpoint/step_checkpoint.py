@@ -40,6 +40,7 @@ from memwall.store.journal import Journal
 from memwall.torch_internals.autograd import current_node, version_of
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import joint_name, trains
+from memwall.trace.together import models_of
 
 __all__ = ["StepCheckpoint"]
 
@@ -47,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepCheckpoint:
-    """Commits the steps of one model and one optimizer into a directory.
+    """Commits the steps of what one optimizer trains, a model or several together, into a directory.
 
     Args:
         directory: of this run alone; made where it is missing.
@@ -197,7 +198,8 @@ class StepCheckpoint:
         """
         with self._noting_failure():
             self._begin(model)
-        self._patches.push(attach_hook(model.register_forward_pre_hook, self._before_forward))
+        for each in models_of(model):
+            self._patches.push(attach_hook(each.register_forward_pre_hook, self._before_forward))
         self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
         self._patches.hook(register_optimizer_step_post_hook, self._after_step)
 
@@ -331,7 +333,7 @@ class StepCheckpoint:
             self._look(model)
         elif optimizer is not self._optimizer and trains(optimizer, model):
             raise UsageError(
-                f"--checkpoint {self.directory} commits one model and one optimizer, and this model is stepped by "
+                f"--checkpoint {self.directory} commits what one optimizer trains, and this model is stepped by "
                 f"{joint_name((self._optimizer, optimizer))}; run it without --checkpoint, and save in the script"
             )
         if self.steps_done == self.resumed_steps:

@@ -78,14 +78,12 @@ def run_script(
             check_model(each)
         if session.state != "waiting":
             if checkpoint is not None:
-                raise _one_model_only(checkpoint, model)
+                raise _trains_later(checkpoint, model)
             session.train_also(model)
             session.first_forward(called)
             return
         session.attach(model, watch.early_optimizers(model), is_stepped_by_hand=not has_optimizer)
         if checkpoint is not None:
-            if called is not model:
-                raise _one_model_only(checkpoint, model)
             checkpoint.prepare(model)  # before parameters go there
         # The hook just attached is not in the list this call is going through: call it for this first time.
         session.first_forward(called)
@@ -211,11 +209,11 @@ def _spawning(name: str, num_processes: int) -> str:
     )
 
 
-def _one_model_only(checkpoint: StepCheckpoint, model: nn.Module) -> UsageError:
-    names = ", ".join(name for name, _ in model.named_children())
+def _trains_later(checkpoint: StepCheckpoint, model: nn.Module) -> UsageError:
+    names = ", ".join(type(each).__name__ for each in models_of(model))
     return UsageError(
-        f"--checkpoint {checkpoint.directory} commits one model and one optimizer, and this script trains several "
-        f"models ({names}); run it without --checkpoint, and save in the script"
+        f"--checkpoint {checkpoint.directory} commits what one optimizer trains from the first step on, and this "
+        f"script goes on to train {names}; run it without --checkpoint, and save in the script"
     )
 
 

@@ -4,13 +4,13 @@ A script tells nobody which models it trains, but its optimizers hold their para
 both. A model is the largest module that is called; what holds several of them, as a class with the whole loop, is none.
 """
 
-import gc
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from msgspec import Struct
 from torch import nn
 
+from memwall.checkpoint.discovery import objects_of
 from memwall.trace.together import TrainedTogether
 
 __all__ = ["TrainedModels", "as_one", "optimizers_alive", "trained_with"]
@@ -45,50 +45,55 @@ def trained_with(
     held = {id(parameter) for model in found for parameter in model.parameters()}
     optimizers, modules = _alive(foreign)
     trained = _parameters_of(optimizers)
-    if trained - held:
+    if trained.keys() - held:
         del optimizers, modules
-        gc.collect()  # of an earlier part of the script, cycles may be left that nobody holds any more
-        optimizers, modules = _alive(foreign)
+        # Of an earlier part of the script, cycles may be left that nobody holds any more.
+        optimizers, modules = _alive(foreign, without_garbage=True)
         trained = _parameters_of(optimizers)
     is_trained = not trained or any(id(parameter) in trained for parameter in called.parameters())
-    found += _others(modules, found, trained - held)
+    found += _others(modules, found, [number for number in trained if number not in held])
     return TrainedModels(models=tuple(found), is_trained=is_trained, has_optimizer=bool(trained))
 
 
 def optimizers_alive() -> list[torch.optim.Optimizer]:
-    """Returns every optimizer of the process. Types are asked: some objects answer for others, and load them."""
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    """Returns every optimizer of the process."""
+    return objects_of((torch.optim.Optimizer,))
 
 
-def _alive(foreign: Container[torch.optim.Optimizer]) -> tuple[list[torch.optim.Optimizer], list[nn.Module]]:
+def _alive(
+    foreign: Container[torch.optim.Optimizer], *, without_garbage: bool = False
+) -> tuple[list[torch.optim.Optimizer], list[nn.Module]]:
     """Returns every optimizer that is the script's, and every module."""
-    alive = gc.get_objects()
-    optimizers = [each for each in optimizers_alive() if each not in foreign]
-    return optimizers, [each for each in alive if issubclass(type(each), nn.Module) and _is_model(each)]
+    alive = objects_of((torch.optim.Optimizer, nn.Module), without_garbage=without_garbage)
+    optimizers = [each for each in alive if isinstance(each, torch.optim.Optimizer) and each not in foreign]
+    return optimizers, [each for each in alive if isinstance(each, nn.Module) and _is_model(each)]
 
 
-def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, None]:
+    """Returns ids of what they train, in their order."""
     groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
-    return {id(parameter) for group in groups for parameter in group["params"]}
+    return {id(parameter): None for group in groups for parameter in group["params"]}
 
 
-def _others(modules: Iterable[nn.Module], found: Iterable[nn.Module], left: set[int]) -> list[nn.Module]:
+def _others(modules: Iterable[nn.Module], found: Iterable[nn.Module], trained: Sequence[int]) -> list[nn.Module]:
     """Returns the largest modules that hold parameters, and nothing of what was found.
 
     Args:
-        left: ids of the parameters that an optimizer holds and no module that was found.
+        trained: ids of the parameters that an optimizer holds and no module that was found, in the optimizer's order.
     """
-    if not left:
+    if not trained:
         return []
+    left, places = set(trained), {number: place for place, number in enumerate(trained)}
     parts = {id(module) for model in found for module in model.modules()}
-    others: list[tuple[int, int, nn.Module]] = []
+    others: list[tuple[int, int, int, nn.Module]] = []
     for module in modules:
-        held = len(left.intersection(map(id, module.parameters())))
+        held = left.intersection(map(id, module.parameters()))
         if held and parts.isdisjoint(map(id, module.modules())):
-            others.append((held, sum(1 for _ in module.modules()), module))
+            others.append((-len(held), -sum(1 for _ in module.modules()), min(map(places.__getitem__, held)), module))
     chosen = []
-    # The largest first; of two that hold the same, as a wrapper and what is in it, the outer one.
-    for *_, module in sorted(others, key=lambda each: (-each[0], -each[1])):
+    # The largest first; of two that hold the same, as a wrapper and what is in it, the outer one. Of two that are as
+    # large, the optimizer's first: another process of the script is to name them alike.
+    for *_, module in sorted(others, key=lambda each: each[:3]):
         own = left.intersection(map(id, module.parameters()))
         if own:
             left = left - own

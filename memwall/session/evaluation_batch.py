@@ -1,11 +1,11 @@
 """Finds how many samples a script is going to evaluate at once, before it does: its data loaders say so."""
 
-import gc
 import sys
 from typing import Any
 
 import msgspec
 
+from memwall.checkpoint.discovery import objects_of
 from memwall.predict.evaluation import evaluation_bytes
 from memwall.predict.first_step import FirstStep
 from memwall.trace.records import Trace
@@ -37,6 +37,6 @@ def largest_batch(trained: int) -> int:
     kind: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
     if kind is None or trained <= 0:
         return 0
-    sizes = {getattr(each, "batch_size", None) for each in gc.get_objects() if issubclass(type(each), kind)}
+    sizes = {getattr(each, "batch_size", None) for each in objects_of((kind,))}
     found = max((size for size in sizes if size), default=0) if trained in sizes else 0
     return found if found > trained else 0

@@ -1,5 +1,7 @@
 """The models of a script are found from what is alive: its optimizers hold parameters, its modules hold them too."""
 
+import gc
+
 import torch
 from torch import nn
 
@@ -35,6 +37,24 @@ def test_two_modules_of_one_optimizer_are_trained_together() -> None:
     assert isinstance(together, TrainedTogether)
     assert [name for name, _ in together.named_children()] == ["Linear", "Linear#2"]
     assert set(models_of(together)) == {encoder, decoder}
+    del optimizer
+
+
+def test_alike_modules_come_in_the_order_of_their_optimizer() -> None:
+    """GIVEN a module that the garbage collector has looked at, and so lists last WHEN found THEN its place is kept."""
+    encoder, first = nn.Linear(3, 3), nn.Linear(3, 3)
+    gc.collect(0)
+    second = nn.Linear(3, 3)
+    optimizer = adam(first, second, encoder)
+    assert trained_with(encoder).models == (encoder, first, second)
+    del optimizer
+
+
+def test_models_are_found_where_a_script_has_frozen_what_the_collector_knows() -> None:
+    encoder, decoder = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = adam(encoder, decoder)
+    gc.freeze()
+    assert trained_with(encoder).models == (encoder, decoder)
     del optimizer
 
 
