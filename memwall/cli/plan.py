@@ -30,6 +30,14 @@ from memwall.cli.options import (
     require_writable,
     write_json,
 )
+from memwall.cli.plan_ranks import (
+    ExplainOption,
+    LinkOption,
+    RanksOption,
+    RanksPerNodeOption,
+    asked_ranks,
+    show_ranks,
+)
 from memwall.cli.plan_source import device_trace, is_spec, trace_here, with_measured
 from memwall.errors import InfeasibleError, UsageError
 from memwall.integrations.hf_config import config_path
@@ -79,13 +87,22 @@ def plan(
     autocast: AutocastOption = None,
     checkpointing: CheckpointingOption = False,
     mask_share: MaskShareOption = None,
+    ranks: RanksOption = None,
+    ranks_per_node: RanksPerNodeOption = None,
+    link: LinkOption = None,
+    explain: ExplainOption = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="plan.json", help="Where the plan is written.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Choose what to recompute, offload or split so that the step fits the budget."""
+    """Choose what to recompute, offload or split so that the step fits the budget.
+
+    With --ranks also how to divide the model; budget and batch are those of one rank, host memory is a node's.
+    """
     hardware = _hardware(device)
+    known = None if hardware is None else hardware.name
+    asked = asked_ranks(ranks, ranks_per_node, link, is_explained=explain, device=known)
     budget_bytes = parse_budget(budget, device=device, whole_bytes=None if hardware is None else hardware.usable_bytes)
     disk_tier, allowed, host_bytes = parse_disk(disk), parse_allow(allow), parse_host(host)
     disk_bytes_per_day = parse_disk_writes(disk_writes, no_disk=no_disk)
@@ -107,8 +124,12 @@ def plan(
     else:
         if disk_tier is not None:
             raise UsageError(f"--disk {disk}: with --device NAME tensors move to host memory only; use --host SIZE")
-        if batch is None and config_path(source) is not None:
+        if asked is not None and config_path(source) is not None:
+            batch = asked.batch_of(global_batch, batch)
+        elif batch is None and config_path(source) is not None:
             batch = global_batch
+        if asked is not None and host_bytes:
+            host_bytes //= asked.num_ranks_per_node
         if rule is not None:
             from memwall.integrations.spec_trace import batch_of_spec
 
@@ -130,7 +151,7 @@ def plan(
         )
     if host_bytes:
         found = with_measured(found, allowed)
-    _check_recordable(source, allowed, found.recordings)
+    _check_recordable(source, allowed, None if asked is not None else found.recordings)
     trace = found.trace
     from msgspec.structs import replace
     from rich.console import Group
@@ -138,6 +159,7 @@ def plan(
 
     from memwall.cli.output import forecast_status, show
     from memwall.planning.search import plan as search
+    from memwall.planning.settings import Settings
     from memwall.report.estimate_grids import batch_text
     from memwall.report.text import plan_report
 
@@ -146,6 +168,23 @@ def plan(
             f"--device {device}: the trace was recorded on {trace.device}; to plan for another device give its name, "
             "as in --device h100-80gb, or leave --device out"
         )
+    if asked is not None:
+        if worst_batch is not None:
+            raise UsageError(f"--worst-batch {worst_batch}: not together with --ranks; give its length by --seq N")
+        forecast = show_ranks(
+            asked,
+            trace,
+            Settings(
+                budget_bytes=budget_bytes,
+                hardware=hardware,
+                tier_capacity_bytes=host_bytes,
+                allow=allowed,
+                allow_accumulation=global_batch is not None,
+            ),
+            output=output,
+            as_json=as_json,
+        )
+        raise typer.Exit(forecast_status(forecast))
     capacity_bytes = None if disk_tier is None else disk_tier.limit_bytes
     if trace.device != "cpu":
         capacity_bytes = host_bytes

@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import Struct
 
 from memwall.planning.action import Action
+from memwall.planning.ranks.forecast import RanksForecast
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.link_time import LinkTime
 from memwall.trace.sample_lengths import BatchChoice
@@ -85,6 +86,8 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The batch that all of this is for, where one was looked for; else the one that was given or recorded."""
     allocator: AllocatorAdvice | None = None
     """Advice on the CUDA allocator for the same run without any action; None where it is not simulated."""
+    ranks: RanksForecast | None = None
+    """How the model is divided among ranks, where that was asked; all the rest is for one of them."""
 
     @property
     def passed_phases(self) -> tuple[str, ...]:

@@ -1,0 +1,76 @@
+"""What is said of many ranks: every kind of sharding with its bytes and seconds, and a curve over numbers of ranks."""
+
+from msgspec import Struct
+
+from memwall.predict.sharding.ddp import Ddp
+from memwall.predict.sharding.fsdp2 import Fsdp2
+from memwall.predict.sharding.network import Network
+from memwall.predict.sharding.zero import DeepSpeedZero
+
+__all__ = ["AnySharding", "CurvePoint", "RankChoice", "RanksForecast"]
+
+AnySharding = Ddp | Fsdp2 | DeepSpeedZero
+
+
+class RankChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes one rank's step under one kind of sharding, with the plan that is best beside it."""
+
+    sharding: AnySharding
+    words: str
+    """What people call the kind."""
+    by: str
+    """The library that carries it out."""
+    fits: bool
+    process_bytes: int = 0
+    """Forecast for one rank: under its plan; without one, as it is or with every block recomputed, as the reason says;
+    0 where it is no choice."""
+    margin_bytes: int = 0
+    host_bytes: int = 0
+    """Bytes in host memory for one rank."""
+    step_seconds: float | None = None
+    """At the peak rates of device and links; None where it does not fit."""
+    communication_seconds: float = 0.0
+    """All collectives of a step, one after the other."""
+    exposed_seconds: float = 0.0
+    """What of the step is communication, and copies and steps on the CPU, that no computation hides."""
+    samples_per_second: float | None = None
+    """Of all ranks together."""
+    tokens_per_second: float | None = None
+    """Of all ranks together; None where inputs are no tokens."""
+    micro_batch: int = 0
+    num_micro_batches: int = 1
+    actions: tuple[str, ...] = ()
+    """What memwall does beside it, each with the number of blocks."""
+    reason: str = ""
+    """Why it was not chosen; "" for the choice."""
+
+
+class CurvePoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes the best kind for a number of ranks, the batch of each rank being the same: in outline, by live bytes.
+
+    Blocks are all recomputed or none, and nothing is offloaded by memwall.
+    """
+
+    num_ranks: int
+    words: str
+    """What people call the kind; "" where none fits."""
+    process_bytes: int
+    """Forecast for one rank; where none fits, the least of all kinds."""
+    step_seconds: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    is_recomputed: bool = False
+
+
+class RanksForecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Holds the choice of how to divide a model among ranks."""
+
+    network: Network
+    link: str | None
+    """The link between nodes, by its name; None for one node."""
+    chosen: AnySharding | None
+    """None where nothing fits."""
+    units: tuple[str, ...]
+    """Modules that are divided, gathered and reduced each by itself, the root left out, in order of forward."""
+    choices: tuple[RankChoice, ...]
+    curve: tuple[CurvePoint, ...]

@@ -1,0 +1,168 @@
+"""The best plan of one rank under one kind of sharding: the search of one process, in the step of a rank."""
+
+from functools import cached_property
+
+from msgspec.structs import replace
+
+from memwall.planning.blocks import find_blocks
+from memwall.planning.candidate import Candidate
+from memwall.planning.planfile import Plan
+from memwall.planning.ranks.forecast import AnySharding
+from memwall.planning.recording_search import RecordingSearch
+from memwall.planning.settings import Settings
+from memwall.predict.call_rules import Treatment
+from memwall.predict.curve import live_peak_bytes, step_seconds
+from memwall.predict.device import DeviceModel
+from memwall.predict.sharding.kind import RankCost
+from memwall.predict.sharding.network import Network
+from memwall.predict.sharding.units import find_units
+from memwall.predict.treatment import StepModel
+from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
+from memwall.units import format_bytes
+
+__all__ = ["OneKind"]
+
+
+class OneKind:
+    """Answers about one kind of sharding.
+
+    Args:
+        trace: a translated step of one process with the batch of one rank.
+        settings: with the device; the tier's capacity is that of one rank.
+    """
+
+    def __init__(self, kind: AnySharding, trace: Trace, settings: Settings, network: Network) -> None:
+        self.kind, self._network = kind, network
+        self._plain, self._settings = trace, _with_communicators(settings, kind, network)
+        self.found: Candidate | None = None
+        self.fits = False
+        self.is_searched = False
+        """Whether its plans have been looked at."""
+
+    @cached_property
+    def cost(self) -> RankCost:
+        """Returns the steady step of a rank, and what it costs besides."""
+        return self._cost(steady_step(self._plain))
+
+    @cached_property
+    def why_not(self) -> str:
+        """Returns why it is no choice, before anything is planned; "" if it is one."""
+        reason = self.kind.why_not(self._network)
+        if reason is not None:
+            return reason
+        host_bytes = self._settings.tier_capacity_bytes
+        if self.kind.needs_host and not host_bytes:
+            return "it needs host memory: --host SIZE"
+        if self.kind.needs_host and self.cost.host_bytes > (host_bytes or 0):
+            return f"it needs {format_bytes(self.cost.host_bytes)} of host memory for each rank"
+        return ""
+
+    @property
+    def changes_numerics(self) -> str:
+        """Returns what makes it train other numbers; "" where nothing does."""
+        return self.kind.changes_numerics(self._plain)
+
+    @property
+    def least_seconds(self) -> float:
+        """Returns the seconds that no plan of this kind can save."""
+        return step_seconds(self.cost.step) + self.cost.exposed_seconds
+
+    def seconds(self) -> float:
+        """Returns the seconds of a step under the plan that was found."""
+        assert self.found is not None
+        further = (self.found.num_parts - 1) * self.cost.exposed_per_pass
+        return self._search.seconds_of(self.found) + self.cost.exposed_seconds + further
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        """Returns the process bytes of a rank's step as it is, the allocator simulated."""
+        return self.process.untreated(self.cost.step).process_bytes
+
+    @cached_property
+    def process(self) -> DeviceModel:
+        """Returns what forecasts a rank's process."""
+        assert self._settings.hardware is not None
+        return DeviceModel(self._trace, self._settings.hardware)
+
+    @property
+    def fits_plain(self) -> bool:
+        """Tells whether a rank fits with nothing treated, the margin included."""
+        return self._has_room(self.plain_bytes, has_margin=True)
+
+    def search(self, *, has_margin: bool = True) -> None:
+        """Looks for the cheapest plan that fits, with room for the forecast's error or without it."""
+        self.is_searched = True
+        if not self._trace.machine.tiers and not self._has_room(self.leanest_bytes, has_margin):
+            return  # without a tier nothing needs less than to recompute every block
+        self._search.has_margin = has_margin
+        self.found = self._search.best()
+        self.fits = has_margin and self.found is not None
+
+    def _has_room(self, process_bytes: int, has_margin: bool) -> bool:
+        margin_bytes = self.process.margin_bytes(process_bytes) if has_margin else 0
+        return process_bytes + margin_bytes <= self._settings.budget_bytes
+
+    @cached_property
+    def leanest_bytes(self) -> int:
+        """Returns the process bytes of a rank's step with every block recomputed."""
+        return self.process.untreated(self.recomputed()[0]).process_bytes
+
+    def plan(self) -> Plan:
+        """Returns the plan that was found, its seconds with what is exposed of communication."""
+        assert self.found is not None
+        made = self._search.as_plan(self.found)
+        forecast = made.forecast
+        added = self.seconds() - self._search.seconds_of(self.found)
+        lower = forecast.lower_bound_seconds
+        forecast = replace(
+            forecast,
+            step_seconds=self.seconds(),
+            lower_bound_seconds=None if lower is None else lower + self.cost.exposed_seconds,
+            plain_step_seconds=(forecast.plain_step_seconds or 0.0) + added,
+        )
+        return replace(made, forecast=forecast)
+
+    def recomputed(self) -> tuple[Step, float]:
+        """Returns the step with every block recomputed, and the seconds that this adds."""
+        step = self.cost.step
+        model = StepModel(step, self._plain.names, find_blocks(self._plain, step))
+        treated = model.treated({block.path: Treatment(recompute=True) for block in model.blocks})
+        return treated, step_seconds(treated) - step_seconds(step)
+
+    def outlined_bytes(self, step: Step, reserved_share: float) -> int:
+        """Returns the process bytes of a step by its live bytes, where so much is reserved for each of them."""
+        return self.process.base_bytes + int(live_peak_bytes(step, self._trace.device) * reserved_share)
+
+    @cached_property
+    def _trace(self) -> Trace:
+        steady = steady_step(self._plain)
+        steps = tuple(self.cost.step if step is steady else self._cost(step).step for step in self._plain.steps)
+        return replace(self._plain, steps=steps)
+
+    @cached_property
+    def _search(self) -> RecordingSearch:
+        capacity = self._settings.tier_capacity_bytes
+        return RecordingSearch(
+            self._trace,
+            replace(
+                self._settings,
+                can_move_state=self.kind.moves_state,
+                tier_capacity_bytes=None if capacity is None else max(1, capacity - self.cost.host_bytes),
+            ),
+        )
+
+    def _cost(self, step: Step) -> RankCost:
+        return self.kind.cost(self._plain, step, find_units(self._plain, step), self._network)
+
+
+def _with_communicators(settings: Settings, kind: AnySharding, network: Network) -> Settings:
+    """Returns the settings with what communicators hold on each rank counted into its context."""
+    hardware = settings.hardware
+    assert hardware is not None
+    num = 0 if network.num_ranks == 1 else kind.num_communicators
+    low, high = (
+        context + num * communicator
+        for context, communicator in zip(hardware.context_bytes, hardware.communicator_bytes, strict=True)
+    )
+    return replace(settings, hardware=replace(hardware, context_bytes=(low, high)))

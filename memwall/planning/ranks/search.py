@@ -1,0 +1,173 @@
+"""The choice of how to divide a model among ranks: the fastest kind that fits, with a reason for every other one.
+
+A kind that cannot be faster than one that fits, whatever its plan, is not searched: only the kinds that are left are.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from memwall.errors import InfeasibleError
+from memwall.machine.node_links import NodeLink
+from memwall.planning.action import Action
+from memwall.planning.planfile import Plan
+from memwall.planning.ranks.curve import curve_over_ranks
+from memwall.planning.ranks.forecast import RankChoice, RanksForecast
+from memwall.planning.ranks.kinds import KINDS
+from memwall.planning.ranks.one_kind import OneKind
+from memwall.planning.settings import Settings
+from memwall.planning.technique import technique_of
+from memwall.predict.sharding.network import Network, network_of
+from memwall.predict.sharding.units import find_units
+from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
+from memwall.trace.workload_facts import workload_facts
+from memwall.units import format_bytes, format_seconds
+
+__all__ = ["NOT_MODELLED", "infeasible_ranks", "plan_ranks"]
+
+# Seconds are peaks of data sheets: of two kinds as close as this, the simpler one is taken.
+_AS_FAST = 1.02
+
+NOT_MODELLED = (
+    "of several ranks: evaluation, saving and gathering of whole state; ranks with unlike batches; seconds are at the "
+    "peak rates of device and links, with nothing else on them"
+)
+
+
+def plan_ranks(
+    trace: Trace, settings: Settings, *, num_ranks: int, num_ranks_per_node: int, link: NodeLink | None
+) -> tuple[Plan | None, RanksForecast]:
+    """Returns the plan of each rank under the fastest kind of sharding that fits; None for the plan where none does.
+
+    Args:
+        trace: a translated step of one process with the batch of one rank.
+        settings: with the device and the budget of one rank; the tier's capacity is that of one rank.
+
+    Raises:
+        UsageError: the ranks are on several nodes and there is no link, or the last node is not full.
+    """
+    hardware = settings.hardware
+    assert hardware is not None
+    network = network_of(hardware, num_ranks=num_ranks, num_ranks_per_node=num_ranks_per_node, link=link)
+    kinds = [OneKind(kind, trace, settings, network) for kind in KINDS]
+    open_kinds = [one for one in kinds if not one.why_not]
+    for one in open_kinds:
+        if one.fits_plain:
+            one.search()
+    best = _fastest(open_kinds)
+    for one in sorted(open_kinds, key=lambda each: each.least_seconds):
+        at_most = math.inf if best is None else best.seconds()
+        if not one.is_searched and one.least_seconds * _AS_FAST < at_most:
+            one.search()
+            best = _fastest(open_kinds)
+    if best is None:
+        best = _inside_margin(open_kinds)
+    forecast = RanksForecast(
+        network=network,
+        link=None if link is None or network.num_nodes == 1 else link.name,
+        chosen=None if best is None else best.kind,
+        units=tuple(unit.path for unit in find_units(trace, steady_step(trace)) if not unit.is_root),
+        choices=tuple(_choice(one, best, trace, network) for one in kinds),
+        curve=curve_over_ranks(trace, settings, num_ranks_per_node=num_ranks_per_node, link=link),
+    )
+    if best is None:
+        return None, forecast
+    made = best.plan()
+    told = replace(made.forecast, ranks=forecast, not_modelled=(*made.forecast.not_modelled, NOT_MODELLED))
+    return replace(made, forecast=told), forecast
+
+
+def infeasible_ranks(ranks: RanksForecast, settings: Settings) -> InfeasibleError:
+    """Returns the error for ranks none of which can keep to the budget, whatever divides the model."""
+    tried = [one for one in ranks.choices if one.process_bytes]
+    leanest = min(tried, key=lambda one: one.process_bytes + one.margin_bytes)
+    needed_bytes = leanest.process_bytes + leanest.margin_bytes
+    fitting = next((point for point in ranks.curve if point.words), None)
+    helps = (
+        *(() if fitting is None else (f"{fitting.num_ranks} ranks, in outline by {fitting.words}",)),
+        *(() if settings.tier_capacity_bytes else ("host memory of the nodes: --host SIZE",)),
+        "a smaller batch on each rank, or a shorter sequence",
+    )
+    return InfeasibleError(
+        f"no way to divide the model among {ranks.network.num_ranks} ranks fits "
+        f"{format_bytes(settings.budget_bytes, rounding='down')} on each: {leanest.words} needs least, "
+        f"{format_bytes(needed_bytes, rounding='up')}, its margin included. What would help: {'; '.join(helps)}",
+        budget_bytes=settings.budget_bytes,
+        smallest_feasible_bytes=needed_bytes,
+        relaxations=helps,
+        not_modelled=(NOT_MODELLED,),
+    )
+
+
+def _fastest(kinds: Sequence[OneKind]) -> OneKind | None:
+    """Returns the first kind that fits and is as fast as any."""
+    fitting = [one for one in kinds if one.found is not None and one.fits and not one.changes_numerics]
+    least = min((one.seconds() for one in fitting), default=0.0)
+    return next((one for one in fitting if one.seconds() <= _AS_FAST * least), None)
+
+
+def _inside_margin(kinds: Sequence[OneKind]) -> OneKind | None:
+    """Returns a kind that fits if the forecast is exact, the one whose leanest step needs least; None for none."""
+    for one in sorted(kinds, key=lambda each: each.leanest_bytes):
+        if not one.changes_numerics:
+            one.search(has_margin=False)
+            if one.found is not None:
+                return one
+    return None
+
+
+def _choice(one: OneKind, best: OneKind | None, trace: Trace, network: Network) -> RankChoice:
+    if one.why_not:
+        named = RankChoice(sharding=one.kind, words=one.kind.words, by=one.kind.by, fits=False)
+        return replace(named, reason=one.why_not)
+    process, cost, found = one.process, one.cost, one.found
+    shown_bytes = one.leanest_bytes if one.is_searched else one.plain_bytes
+    process_bytes = shown_bytes if found is None else found.process_bytes
+    choice = RankChoice(
+        sharding=one.kind,
+        words=one.kind.words,
+        by=one.kind.by,
+        fits=one.fits,
+        process_bytes=process_bytes,
+        margin_bytes=process.margin_bytes(process_bytes),
+        host_bytes=cost.host_bytes,
+        communication_seconds=cost.communication_seconds,
+    )
+    if found is None:
+        needed = format_bytes(choice.process_bytes + choice.margin_bytes, rounding="up")
+        if one.is_searched or best is None:
+            return replace(choice, reason=f"needs {needed} with every block recomputed, margin included")
+        return replace(choice, reason=f"needs {needed} as it is; under any plan it is slower than {best.kind.words}")
+    seconds = one.seconds()
+    samples = trace.micro_batch * trace.num_micro_batches * network.num_ranks / seconds
+    tokens = workload_facts(trace).tokens_per_sample
+    return replace(
+        choice,
+        step_seconds=seconds,
+        exposed_seconds=cost.exposed_seconds + (found.num_parts - 1) * cost.exposed_per_pass,
+        samples_per_second=samples or None,
+        tokens_per_second=None if tokens is None else samples * tokens,
+        micro_batch=trace.micro_batch // max(1, found.num_parts),
+        num_micro_batches=trace.num_micro_batches * found.num_parts,
+        actions=_counted(found.actions),
+        reason="" if best is None or one is best else _against(one, best),
+    )
+
+
+def _against(one: OneKind, best: OneKind) -> str:
+    """Returns why a kind with a plan was not chosen."""
+    if one.changes_numerics:
+        return f"changes numerics: {one.changes_numerics}"
+    more_seconds = one.seconds() - best.seconds()
+    if abs(more_seconds) <= (_AS_FAST - 1) * best.seconds():
+        return f"as fast as {best.kind.words}, which comes first"
+    return f"{format_seconds(more_seconds)} more a step than {best.kind.words}"
+
+
+def _counted(actions: Sequence[Action]) -> tuple[str, ...]:
+    """Returns what actions do in words, alike ones once with their number."""
+    counts = Counter(technique_of(action).what(action) for action in actions)
+    return tuple(what if count == 1 else f"{what} x {count}" for what, count in counts.items())

@@ -1,0 +1,68 @@
+"""DistributedDataParallel: every rank has all of the model; buckets of gradients are reduced while backward runs.
+
+Sources: torch/nn/parallel/distributed.py of torch 2.13 (`bucket_cap_mb`, `gradient_as_bucket_view`), reducer.cpp
+(buckets beside the gradients, `mark_variable_ready_dense`), torch/distributed/optim/zero_redundancy_optimizer.py.
+"""
+
+from typing import ClassVar
+
+from memwall.predict.sharding.kind import RankCost, Sharding
+from memwall.predict.sharding.network import Network
+from memwall.predict.sharding.rank_step import RankStep
+from memwall.predict.sharding.units import ShardUnit
+from memwall.trace.records import Step, Trace
+
+__all__ = ["BUCKET_BYTES", "Ddp"]
+
+BUCKET_BYTES = 25 << 20
+
+
+class Ddp(Sharding, frozen=True, kw_only=True, tag="ddp"):
+    """Keeps all of the model on every rank."""
+
+    by: ClassVar[str] = "torch"
+    moves_state: ClassVar[bool] = True
+
+    are_views: bool = False
+    """Whether gradients are views of the buckets (`gradient_as_bucket_view`)."""
+    divides_state: bool = False
+    """Whether each rank holds and steps its part of the optimizer's state (`ZeroRedundancyOptimizer`)."""
+
+    @property
+    def words(self) -> str:
+        parts = (
+            "DDP",
+            *(("bucket views",) if self.are_views else ()),
+            *(("divided state",) if self.divides_state else ()),
+        )
+        return ", ".join(parts)
+
+    def why_not(self, network: Network) -> str | None:
+        if self.divides_state and network.num_ranks == 1:
+            return "one rank has nobody to divide the optimizer's state with"
+        return None
+
+    def cost(self, trace: Trace, step: Step, units: tuple[ShardUnit, ...], network: Network) -> RankCost:
+        rank, num = RankStep(trace, step, units), network.num_ranks
+        gradient_bytes = rank.nbytes(index for unit in units for index in unit.gradients)
+        largest_bytes = max((rank.nbytes([index]) for unit in units for index in unit.gradients), default=0)
+        if not self.are_views:
+            rank.add(gradient_bytes, -1, rank.end, "buffer")
+        else:  # autograd makes each gradient anew, and it is copied into its bucket
+            end = max((call.backward_end for unit in units for call in unit.calls), default=0)
+            rank.add(largest_bytes, end - 1, end, "temporary")
+        gather_seconds = 0.0
+        if self.divides_state:
+            rank.divide("optimizer_state", num)
+            rank.divide_optimizer(num)
+            gather_seconds = network.gather_seconds(rank.nbytes(rank.parameters))
+        num_buckets = max(1, -(-gradient_bytes // BUCKET_BYTES))
+        each_seconds = network.all_reduce_seconds(gradient_bytes // num_buckets)
+        reduce_seconds = num_buckets * each_seconds
+        backward_seconds = sum(op.seconds for op in step.ops if op.phase == "backward")
+        return RankCost(
+            step=rank.done(),
+            communication_seconds=reduce_seconds + gather_seconds,
+            # The last bucket is ready when backward ends; of the others what backward is too short for.
+            exposed_seconds=max(each_seconds, reduce_seconds - backward_seconds) + gather_seconds,
+        )

@@ -1,0 +1,143 @@
+"""ZeRO 1-3 of DeepSpeed, as `plan.deepspeed_config()` writes it: what each stage divides, and the buffers it holds.
+
+Stages and their communication: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models, SC 2020, sections 5 and 7. Buffers: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (two reduction buckets with
+`overlap_comm`; master weights in float32 whatever the parameters' dtype) and stage3.py (`grad_partitions_flat_buffer`,
+the reduction bucket, parameters that are live or fetched ahead).
+"""
+
+from typing import ClassVar, Literal
+
+from memwall.predict.sharding.host_step import host_step_seconds
+from memwall.predict.sharding.kind import RankCost, Sharding
+from memwall.predict.sharding.network import Network
+from memwall.predict.sharding.passes import Passes
+from memwall.predict.sharding.rank_step import RankStep
+from memwall.predict.sharding.units import ShardUnit
+from memwall.trace.records import Step, Trace
+from memwall.trace.workload_facts import workload_facts
+
+__all__ = ["DeepSpeedZero"]
+
+_MASTER_BYTES = 4
+_MIN_BUCKET_ELEMENTS = 500_000  # as memwall.planning.deepspeed has it
+
+
+class DeepSpeedZero(Sharding, frozen=True, kw_only=True, tag="zero"):
+    """Divides optimizer state (1), gradients as well (2), and parameters as well (3) among all ranks."""
+
+    by: ClassVar[str] = "DeepSpeed"
+
+    stage: Literal[1, 2, 3]
+    offloads_state: bool = False
+    """Whether state and master weights are in host memory, where DeepSpeed's CPU Adam steps."""
+    offloads_parameters: bool = False
+    """Whether the parts of parameters are in host memory, too."""
+
+    @property
+    def words(self) -> str:
+        what = "state and parameters on the CPU" if self.offloads_parameters else "state on the CPU"
+        return f"ZeRO-{self.stage}{f', {what}' if self.needs_host else ''}"
+
+    @property
+    def needs_host(self) -> bool:
+        return self.offloads_state or self.offloads_parameters
+
+    def changes_numerics(self, trace: Trace) -> str:
+        lower = trace.autocast != "none" or "bfloat16" in workload_facts(trace).dtype
+        return "DeepSpeed keeps weights and sums gradients in half precision" if lower else ""
+
+    def why_not(self, network: Network) -> str | None:
+        if network.num_ranks == 1 and not self.needs_host:
+            return "one rank has nobody to divide the model with"
+        return None
+
+    def cost(self, trace: Trace, step: Step, units: tuple[ShardUnit, ...], network: Network) -> RankCost:
+        rank, num = RankStep(trace, step, units), network.num_ranks
+        num_elements = rank.num_elements(rank.parameters)
+        element_bytes = 2 if rank.is_lower else 4
+        whole_bytes, share_elements = num_elements * element_bytes, -(-num_elements // num)
+        largest = max(max((rank.num_elements([i]) for i in rank.parameters), default=0), _MIN_BUCKET_ELEMENTS)
+        if rank.is_lower:
+            rank.in_half("parameter")
+        rank.without_casts()
+        self._gradients(rank, share_elements * element_bytes, is_half=rank.is_lower)
+        if self.stage == 3:
+            self._parameters(rank, num)
+        host_bytes = self._state(rank, num, share_elements)
+        num_buckets = 2 if self.stage < 3 else 1
+        rank.add(num_buckets * largest * element_bytes, -1, rank.end, "buffer")
+        communication_seconds, per_pass = self._seconds(rank, element_bytes, network)
+        exposed_seconds = per_pass
+        if self.stage < 3:  # the parameters that others stepped come after the step, when nothing else runs
+            gather_seconds = network.gather_seconds(whole_bytes)
+            communication_seconds += gather_seconds
+            exposed_seconds += gather_seconds
+        if self.needs_host:
+            link_seconds = share_elements * element_bytes / network.host_bytes_per_second
+            num_copies = 4 if self.offloads_parameters else 2  # gradients down, parameters up; up for each gather
+            exposed_seconds += host_step_seconds(share_elements, network.size("node")) + num_copies * link_seconds
+        rank.divide_optimizer(num, is_elsewhere=self.needs_host)
+        return RankCost(
+            step=rank.done(),
+            communication_seconds=communication_seconds,
+            exposed_seconds=exposed_seconds,
+            exposed_per_pass=per_pass,
+            host_bytes=host_bytes,
+        )
+
+    def _seconds(self, rank: RankStep, element_bytes: int, network: Network) -> tuple[float, float]:
+        """Returns the seconds of collectives in forward and backward, and of those that no computation hides."""
+        passes = Passes(rank.units)
+
+        def seconds(unit: ShardUnit) -> float:
+            return network.gather_seconds(rank.num_elements(unit.parameters) * element_bytes)
+
+        is_gathered = self.stage == 3
+        root = rank.units[0]
+        return passes.exposed(
+            rank,
+            at_root=seconds(root) * (2 if is_gathered else 1),
+            gathers=[seconds(unit) if is_gathered else 0.0 for unit, _ in passes.forward],
+            again=[seconds(unit) if is_gathered else 0.0 for unit, _ in passes.backward],
+            reductions=[seconds(unit) for unit, _ in passes.backward],
+        )
+
+    def _gradients(self, rank: RankStep, share_bytes: int, *, is_half: bool) -> None:
+        """Ends whole gradients where the stage divides them; a part stands for the whole run."""
+        if self.stage == 1:
+            if is_half:
+                rank.in_half("gradient")
+            return
+        rank.divide("gradient", 1 << 62)
+        for unit in rank.units:
+            at = max((call.backward_end for call in unit.calls), default=rank.end)
+            rank.end_gradients(unit, at, is_half=is_half)
+        if not self.offloads_state:
+            rank.add(share_bytes, -1, rank.end, "gradient")
+
+    def _parameters(self, rank: RankStep, num: int) -> None:
+        """Divides parameters; what a unit needs is live while it runs, and the next one's is fetched meanwhile."""
+        if self.offloads_parameters:
+            rank.remove("parameter")
+        else:
+            rank.divide("parameter", num)
+        for unit in rank.units:
+            whole_bytes = rank.num_elements(unit.parameters) * 2 if rank.is_lower else rank.nbytes(unit.parameters)
+            num_live = 1 if unit.is_root else 2
+            for call in unit.calls:
+                rank.add(num_live * whole_bytes, call.start, call.end)
+                rank.add(num_live * whole_bytes, call.backward_start, call.backward_end)
+
+    def _state(self, rank: RankStep, num: int, share_elements: int) -> int:
+        """Divides state, adds master weights, and returns the bytes that are in host memory instead."""
+        rank.widen_state()
+        master_bytes = share_elements * _MASTER_BYTES
+        if not self.offloads_state:
+            rank.divide("optimizer_state", num)
+            rank.add(master_bytes, -1, rank.end, "optimizer_state")
+            return 0
+        state_bytes = rank.remove("optimizer_state") // num
+        gradient_bytes = share_elements * _MASTER_BYTES
+        parameter_bytes = share_elements * (2 if rank.is_lower else 4) if self.offloads_parameters else 0
+        return state_bytes + master_bytes + gradient_bytes + parameter_bytes

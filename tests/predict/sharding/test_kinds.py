@@ -1,0 +1,111 @@
+"""What a rank holds and waits for under each kind of sharding, against formulas that others published."""
+
+from collections import Counter
+
+import pytest
+from sharded_runs import network_for, workload
+
+from memwall.predict.curve import step_seconds
+from memwall.predict.sharding.ddp import Ddp
+from memwall.predict.sharding.fsdp2 import Fsdp2
+from memwall.predict.sharding.kind import RankCost, Sharding
+from memwall.predict.sharding.units import find_units
+from memwall.predict.sharding.zero import DeepSpeedZero
+from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import record
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return record(workload())
+
+
+def cost_of(kind: Sharding, trace: Trace, num_ranks: int, num_ranks_per_node: int = 8) -> RankCost:
+    step = steady_step(trace)
+    return kind.cost(trace, step, find_units(trace, step), network_for(num_ranks, num_ranks_per_node))
+
+
+def standing_bytes(cost: RankCost) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for storage in cost.step.storages:
+        if storage.birth < 0:
+            found[storage.category] += storage.nbytes
+    return found
+
+
+def parameter_bytes(trace: Trace) -> int:
+    return sum(s.nbytes for s in steady_step(trace).storages if s.category == "parameter")
+
+
+def test_units_are_blocks_and_what_is_as_large(trace: Trace) -> None:
+    units = find_units(trace, steady_step(trace))
+    assert [unit.path for unit in units] == ["", "embedding", *(f"blocks.{n}" for n in range(4)), "head"]
+    assert [len(unit.parameters) for unit in units] == [2, 1, 6, 6, 6, 6, 1]
+    assert [len(unit.gradients) for unit in units] == [2, 1, 6, 6, 6, 6, 1]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 64])
+def test_fsdp2_divides_parameters_and_state(trace: Trace, num_ranks: int) -> None:
+    found, whole = standing_bytes(cost_of(Fsdp2(), trace, num_ranks)), parameter_bytes(trace)
+    assert found["parameter"] == pytest.approx(whole / num_ranks, rel=1e-3)
+    assert found["optimizer_state"] == pytest.approx(2 * whole / num_ranks, rel=1e-3)
+
+
+def test_hsdp_divides_among_the_ranks_of_a_node(trace: Trace) -> None:
+    hybrid, plain = (standing_bytes(cost_of(Fsdp2(is_hybrid=each), trace, 16, 4)) for each in (True, False))
+    assert hybrid["parameter"] == pytest.approx(4 * plain["parameter"], rel=1e-2)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 16])
+def test_zero_holds_what_its_paper_says(trace: Trace, num_ranks: int) -> None:
+    """GIVEN float32 THEN weights and gradients are 4 bytes an element, Adam and the master weights 12 (section 3.1)."""
+    elements, buffers = parameter_bytes(trace) // 4, 500_000 * 4
+    for stage, weights, gradients in ((1, 4, 0), (2, 4, 4 / num_ranks), (3, 4 / num_ranks, 4 / num_ranks)):
+        found = standing_bytes(cost_of(DeepSpeedZero(stage=stage), trace, num_ranks))  # type: ignore[arg-type]
+        assert found["parameter"] == pytest.approx(elements * weights, rel=1e-3)
+        assert found["gradient"] == pytest.approx(elements * gradients, rel=1e-3)
+        assert found["optimizer_state"] == pytest.approx(elements * 12 / num_ranks, rel=1e-3)
+        assert found["buffer"] == (2 if stage < 3 else 1) * buffers
+
+
+def test_offloading_leaves_nothing_on_the_device(trace: Trace) -> None:
+    whole = parameter_bytes(trace)
+    on_host = cost_of(Fsdp2(is_offloaded=True), trace, 4)
+    assert standing_bytes(on_host)["parameter"] == 0
+    assert on_host.host_bytes == pytest.approx(whole, rel=1e-3)  # a quarter of weights, gradients and two moments
+    state = cost_of(DeepSpeedZero(stage=3, offloads_state=True), trace, 4)
+    assert standing_bytes(state)["optimizer_state"] == 0
+    assert standing_bytes(state)["parameter"] == pytest.approx(whole / 4, rel=1e-3)
+
+
+def test_buckets_of_ddp_stand_beside_gradients_unless_these_are_views(trace: Trace) -> None:
+    apart, views, divided = (
+        standing_bytes(cost_of(kind, trace, 4))
+        for kind in (Ddp(), Ddp(are_views=True), Ddp(are_views=True, divides_state=True))
+    )
+    assert apart["buffer"] == parameter_bytes(trace)
+    assert views["buffer"] == 0
+    assert divided["optimizer_state"] == pytest.approx(views["optimizer_state"] / 4, rel=1e-3)
+
+
+def test_communication_is_that_of_the_paper_of_zero(trace: Trace) -> None:
+    """GIVEN stages 1 and 2 THEN they move as much as DDP's all-reduce; stage 3 half as much again (section 7)."""
+    whole, share = parameter_bytes(trace), 3 / 4
+    latency_free = 1e-3  # seconds of starts, which do not grow with bytes
+    once = whole * share / 100e9
+    for kind, times in (
+        (Ddp(), 2),
+        (DeepSpeedZero(stage=1), 2),
+        (DeepSpeedZero(stage=2), 2),
+        (DeepSpeedZero(stage=3), 3),
+        (Fsdp2(), 3),
+    ):
+        assert cost_of(kind, trace, 4).communication_seconds == pytest.approx(times * once, abs=latency_free)
+
+
+def test_what_is_not_hidden_is_no_more_than_all_of_it(trace: Trace) -> None:
+    for kind in (Ddp(), DeepSpeedZero(stage=3), Fsdp2(), Fsdp2(reshard="no"), Fsdp2(is_hybrid=True)):
+        cost = cost_of(kind, trace, 16)
+        assert 0 < cost.exposed_seconds <= cost.communication_seconds
+        assert step_seconds(cost.step) <= step_seconds(steady_step(trace))

@@ -1,0 +1,57 @@
+"""Bytes that ranks hold: FSDP2 on gloo, each operation metered, against the step that is made from one process."""
+
+from pathlib import Path
+
+import pytest
+from rank_runs import found_by_ranks
+from sharded_runs import network_for, workload
+
+from memwall.predict.curve import live_curve, live_peak_bytes
+from memwall.predict.sharding.fsdp2 import Fsdp2, Reshard
+from memwall.predict.sharding.units import find_units
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import record
+
+SCRIPT = """
+from sharded_runs import LiveBytes, Model, batch, loss_of
+from torch.distributed.fsdp import fully_shard
+
+def measured(reshard):
+    model, tokens = Model(), batch()
+    for module in (model.embedding, *model.blocks, model.head):
+        fully_shard(module, reshard_after_forward=reshard)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step():
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    standing = [getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *state, tokens)]
+    with LiveBytes(standing) as meter:
+        before = meter.bytes
+        step()
+    return before, meter.peak_bytes
+
+modes = {"yes": True, "no": False} | ({"node": num_ranks // 2} if num_ranks > 2 else {})
+found(**{name: measured(mode) for name, mode in modes.items()})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_rank_of_fsdp2_holds_what_was_predicted(num_ranks: int, tmp_path: Path) -> None:
+    """GIVEN each way to reshard THEN standing bytes and the peak of the step are predicted to a tenth of a percent."""
+    trace = record(workload())
+    step = steady_step(trace)
+    network = network_for(num_ranks, max(2, num_ranks // 2))
+    modes: tuple[Reshard, ...] = ("yes", "no", "node") if num_ranks > 2 else ("yes", "no")
+    measured = found_by_ranks(num_ranks, SCRIPT, tmp_path)
+    for mode in modes:
+        rank = Fsdp2(reshard=mode).cost(trace, step, find_units(trace, step), network).step
+        before = int(live_curve(rank.storages, len(rank.ops), device="cpu")[-1])
+        for of_rank in measured:
+            assert of_rank[mode] == pytest.approx([before, live_peak_bytes(rank, "cpu")], rel=1e-3)
