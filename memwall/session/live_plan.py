@@ -324,6 +324,13 @@ class LivePlan:
         return Revision(*self._solved(trace, settings, solve), settings.budget_bytes)
 
     @property
+    def present(self) -> Revision:
+        """Returns the plan in effect, which was made from a recorded step."""
+        assert self.trace is not None
+        assert self.plan is not None
+        return Revision(self.trace, self.plan, self.settings.budget_bytes)
+
+    @property
     def _divides_batch(self) -> bool:
         """Tells whether the present plan has the loop take the batch in parts."""
         present = () if self.plan is None else self.plan.actions

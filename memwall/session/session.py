@@ -29,6 +29,7 @@ from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
 from memwall.session.refusals import check_is_trainable_here, check_not_captured
 from memwall.session.shared_plan import tell_of_failure
+from memwall.session.stages import Stages
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
 from memwall.session.step_metrics import StepLog, StepMetrics
@@ -92,8 +93,7 @@ class Session:
         self._watch = BudgetWatch(self.measured, lambda: place_of(self._borders.phase, self.state))
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
-        self._trained_then: tuple[bool, ...] = ()
-        """Which parameters took gradients when the step was recorded."""
+        self._stages = Stages()
         self._is_outgrown = False
         """Whether the loop trains other models than the trace and the plan are of."""
         self._num_checked = 0
@@ -402,7 +402,7 @@ class Session:
             check_not_captured(device)
             self._live.end_showing()
             self.end_step()
-            if self._is_outgrown or (self.state == "running" and (self._has_newcomer or self._has_other_stage)):
+            if self._is_outgrown or (self.state == "running" and (self._has_newcomer or self._is_new_stage())):
                 self._is_outgrown = False
                 self._live.stop_recording()
                 self._live.forget_plan()
@@ -484,15 +484,28 @@ class Session:
         """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
         return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
 
-    @property
-    def _has_other_stage(self) -> bool:
-        """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph."""
-        return not self._live.is_given and self._trained_then != trained_parameters(self._borders.attached_model)
+    def _is_new_stage(self) -> bool:
+        """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph.
+
+        One that it comes back to is not new: its plan takes the place of the present one.
+        """
+        stage = trained_parameters(self._borders.attached_model)
+        if self._live.is_given or stage == self._stages.planned:
+            self._stages.goes_on()
+            return False
+        present = self._live.present
+        revision = self._stages.change(stage, present)
+        if revision is None:
+            return True
+        if revision is not present:
+            self._recovery.forget_excess()
+            self._live.change_to(revision)
+        return False
 
     def _begin_run(self) -> None:
         self.measured.begin_run(self._borders.attached_model)
         self._borders.watch_optimizers()
-        self._trained_then = trained_parameters(self._borders.attached_model)
+        self._stages.begin(trained_parameters(self._borders.attached_model))
         self._live.begin()
         self.state = "running" if self._live.is_given else "recording"
 
