@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from memwall.checkpoint.reachable import reachable
 from memwall.errors import MemwallError
 from memwall.integrations.trained_models import as_one, optimizers_alive, trained_with
 from memwall.patches import Patches
@@ -36,12 +37,15 @@ class ScriptWatch:
         self.model: nn.Module | None = None
         self._early: list[torch.optim.Optimizer] = []
         self._foreign = weakref.WeakSet(optimizers_alive())
-        """Holds optimizers that were there before the script began, where it is not alone in the process."""
+        """Holds optimizers that were there before the script began, where it is not alone in the process, and those of
+        models that are gone."""
         self.failure: MemwallError | None = None
         self._called: dict[int, nn.Module] = {}
         """Models that the script calls."""
-        self._known: dict[int, int] = {}
-        """Id of the model that a module is in, by the module's id; 0 where it is not trained."""
+        self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """Id of the model that each module is in; 0 where it is not trained."""
+        self._gone, self._returned = weakref.WeakSet[nn.Module](), weakref.WeakSet[nn.Module]()
+        """Models that were taken for gone, and those of them that were called again."""
         self._running = 0
         """The model that is being called."""
 
@@ -64,7 +68,7 @@ class ScriptWatch:
         if self._running or number in self._called:
             self._running = self._running or number
             return
-        model = self._known.get(number)
+        model = self._known.get(module)
         if model == number and torch.is_grad_enabled():
             self._called[number], self._running = module, number
             return
@@ -114,17 +118,39 @@ class ScriptWatch:
         )
 
     def _found(self, module: nn.Module) -> None:
+        self._let_go(module)
         found = trained_with(module, self._called.values(), foreign=self._foreign)
         if not found.is_trained:
-            self._known.update((id(each), 0) for each in module.modules())
+            self._known.update((each, 0) for each in module.modules())
             return
         alive = {id(model) for model in found.models}
         self._called = {number: model for number, model in self._called.items() if number in alive}
         self._called[id(module)] = module
-        self._known.update((id(each), id(model)) for model in found.models for each in model.modules())
+        self._known.update((each, id(model)) for model in found.models for each in model.modules())
         self.model = as_one(found.models)
         self._running = id(module)
         self._begins(self.model, module, found.has_optimizer)
+
+    def _let_go(self, called: nn.Module) -> None:
+        """Lets go of models that no variable of the script leads to: of an earlier fold of a cross-validation, say.
+
+        What holds one may be hidden, in a library's object. One that is called again is found again, and kept.
+        """
+        if called in self._gone:
+            self._returned.add(called)
+            self._foreign.difference_update([one for one in self._foreign if trains(one, called)])
+        if not self._called:
+            return
+        held: set[int] = set()
+        for _, value in reachable():
+            if isinstance(value, nn.Module):
+                held.update(map(id, value.parameters()))
+            elif isinstance(value, torch.optim.Optimizer):
+                held.update(id(parameter) for group in value.param_groups for parameter in group["params"])
+        for number, model in list(self._called.items()):
+            if model not in self._returned and held.isdisjoint(map(id, model.parameters())):
+                self._gone.add(self._called.pop(number))
+                self._foreign.update(one for one in optimizers_alive() if trains(one, model))
 
 
 def _ignore_warning(patches: Patches, begin: str) -> None:
