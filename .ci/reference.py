@@ -190,7 +190,7 @@ def _files() -> Iterator[str]:
     from memwall.observe.run_report import RunReport
     from memwall.planning.planfile import Plan
     from memwall.planning.technique import techniques
-    from memwall.session.step_metrics import StepMetrics
+    from memwall.session.watch.step_metrics import StepMetrics
     from memwall.trace.records import Trace
 
     seen: set[type[Struct]] = set()

@@ -87,6 +87,9 @@ class Meter(Protocol):
     def reset_peak(self) -> bool:
         """Begins a new peak; returns False where that is not possible."""
 
+    def standing_bytes(self) -> int:
+        """Returns what the run holds now: of a device in tensors, for what its segments have free is no growth."""
+
     def base_bytes(self, tensor_bytes: int) -> int:
         """Returns what is held beside tensors, of which so many bytes are alive on the device."""
 
@@ -95,7 +98,7 @@ class HostMeter:
     """Reads the resident bytes of the process."""
 
     device = "cpu"
-    now_bytes = staticmethod(process_bytes)
+    now_bytes = standing_bytes = staticmethod(process_bytes)
     peak_bytes = staticmethod(process_peak_bytes)
     reset_peak = staticmethod(reset_process_peak)
 
@@ -118,6 +121,9 @@ class CudaMeter:
     def now_bytes(self) -> int:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.place)
         return total_bytes - free_bytes
+
+    def standing_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.place)
 
     def peak_bytes(self) -> int:
         """Adds the segments' peak to what is beside them, which only grows."""

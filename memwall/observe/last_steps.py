@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from memwall.errors import UsageError
-from memwall.session.step_metrics import StepMetrics
+from memwall.session.watch.step_metrics import StepMetrics
 
 __all__ = ["last_steps"]
 

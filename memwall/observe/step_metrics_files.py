@@ -9,7 +9,7 @@ from typing import Any, Protocol, TextIO
 import msgspec
 
 from memwall.errors import UsageError
-from memwall.session.step_metrics import StepMetrics
+from memwall.session.watch.step_metrics import StepMetrics
 
 __all__ = ["MetricsFile", "open_metrics"]
 

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.text import Text
 
 from memwall.report.text import facts
-from memwall.session.step_metrics import StepMetrics
+from memwall.session.watch.step_metrics import StepMetrics
 from memwall.units import format_bytes, format_seconds
 
 __all__ = ["steps_view"]

@@ -18,7 +18,6 @@ from memwall.apply.offload.parking import close_once_unneeded, close_unneeded
 from memwall.errors import ApplyError, MemwallError, NoEffectError, OutOfMemoryError, RankError
 from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
-from memwall.session.budget_watch import BudgetWatch, place_of
 from memwall.session.first_plan import asked, check_device, check_device_has, check_plan_is_for
 from memwall.session.interruptions import interruptions_put_off
 from memwall.session.live_plan import LivePlan
@@ -32,8 +31,11 @@ from memwall.session.shared_plan import tell_of_failure
 from memwall.session.stages import Stages
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
-from memwall.session.step_metrics import StepLog, StepMetrics
 from memwall.session.vector_functions import settle_first_calls
+from memwall.session.watch.budget_watch import BudgetWatch, place_of
+from memwall.session.watch.growth import GrowthWatch
+from memwall.session.watch.step_metrics import StepLog, StepMetrics
+from memwall.torch_internals.compiler import is_compiled
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
@@ -91,6 +93,11 @@ class Session:
         self._log = StepLog(self.measured, lambda: self._live.moved_bytes)
         self._clock = StepClock(self._log.note_seconds)
         self._watch = BudgetWatch(self.measured, lambda: place_of(self._borders.phase, self.state))
+        self._growth = GrowthWatch(
+            lambda: self.measured.meter.standing_bytes(),
+            budget_bytes=lambda: self.budget_bytes,
+            is_compiled=lambda: any(map(is_compiled, self._borders.attached_model.modules())),
+        )
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
         self._stages = Stages()
@@ -220,6 +227,7 @@ class Session:
             self._live.end_showing()
             self._watch.look()
             self._watch.close()
+            self._growth.close()
             self.measured.note_peak()
             if completed and self.failure is None:
                 self.end_last_step()
@@ -417,6 +425,7 @@ class Session:
             raise
         if self.state == "running":
             self._recovery.begin_step()
+            self._growth.begin_step()
         if self._live.applied is not applied:
             self._clock.forget()
             self._is_applied_inside = self._borders.in_optimizer  # too late for an optimizer that steps already
@@ -443,6 +452,7 @@ class Session:
         self._live.device_budget.end_step()
         self._redo.end_step()
         self._watch.look()
+        self._growth.end_step()
         is_planned = self.state == "running"
         if is_planned:
             self._clock.end(is_first=is_first)

@@ -9,7 +9,7 @@ import pytest
 from memwall.cli.app import main
 from memwall.observe.last_steps import last_steps
 from memwall.report.steps_view import steps_view
-from memwall.session.step_metrics import StepMetrics
+from memwall.session.watch.step_metrics import StepMetrics
 
 PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
 MIB = 1 << 20

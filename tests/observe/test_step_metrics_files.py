@@ -11,7 +11,7 @@ import pytest
 from memwall.errors import UsageError
 from memwall.observe.last_steps import last_steps
 from memwall.observe.step_metrics_files import open_metrics
-from memwall.session.step_metrics import StepMetrics
+from memwall.session.watch.step_metrics import StepMetrics
 
 MIB = 1 << 20
 

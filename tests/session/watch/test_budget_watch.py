@@ -8,8 +8,8 @@ from torch import nn
 
 import memwall
 from memwall.session import measurements
-from memwall.session.budget_watch import BudgetWatch
 from memwall.session.measurements import Measurements
+from memwall.session.watch.budget_watch import BudgetWatch
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import memwall
 from memwall.session.measurements import Measurements
-from memwall.session.step_metrics import StepLog, StepMetrics
+from memwall.session.watch.step_metrics import StepLog, StepMetrics
 
 MIB = 1 << 20
 
