@@ -5,14 +5,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from msgspec.structs import replace
+from plans import a_plan
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memwall.planning.planfile import Plan
+from memwall.planning.ranks.forecast import AnySharding, RanksForecast
 from memwall.predict.sharding.network import Network
 from memwall.trace.workload import Workload
 
-__all__ = ["LiveBytes", "Model", "batch", "loss_of", "network_for", "workload"]
+__all__ = ["LiveBytes", "Model", "batch", "loss_of", "network_for", "ranked_plan", "workload"]
 
 VOCABULARY, _WIDTH, _BLOCKS, _TOKENS = 2048, 64, 4, 16
 
@@ -69,6 +73,13 @@ def network_for(num_ranks: int, num_ranks_per_node: int = 8) -> Network:
         host_bytes_per_second=50e9,
         node_bytes_per_second=40e9,
     )
+
+
+def ranked_plan(chosen: AnySharding, network: Network, *, units: tuple[str, ...] = ()) -> Plan:
+    """A plan without actions that divides the model as chosen."""
+    ranks = RanksForecast(network=network, link=None, chosen=chosen, units=units, choices=(), curve=())
+    plan = a_plan()
+    return replace(plan, forecast=replace(plan.forecast, ranks=ranks))
 
 
 class LiveBytes(TorchDispatchMode):

@@ -49,6 +49,7 @@ PUBLIC_NAMES = [
     "plan",
     "record",
     "resumed_steps",
+    "shard",
     "steps",
     "with_master_weights",
 ]

@@ -16,6 +16,7 @@ from memwall.machine.disk_location import check_directory, default_directory
 from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
 from memwall.planning.technique import DeepSpeedPart, technique_of
+from memwall.predict.sharding.zero import DeepSpeedZero
 from memwall.trace.optimizers import ELEMENTWISE
 from memwall.units import format_bytes
 
@@ -87,12 +88,13 @@ def deepspeed_config(
     """Returns the configuration under which DeepSpeed does its part of a plan.
 
     Args:
-        world_size: ranks that train, each with the plan's batch; by default torchrun's WORLD_SIZE, or 1.
+        world_size: ranks that train, each with the plan's batch; by default the plan's, torchrun's WORLD_SIZE, or 1.
         model: the model, on the meta device if need be, as it is before `zero.Init` or `initialize`: for the sizes of
             buffers. Needed to keep parameters on NVMe.
         optimizer: the one that DeepSpeed will be given; checked to be one that may be run on flat pieces.
-        stage: of ZeRO; by default the lowest that does what is asked for: 3 for NVMe and for parameters elsewhere, 2
-            for several ranks or state in host memory, 1 for lower precision, which needs its master weights, else 0.
+        stage: of ZeRO; by default the one that a plan for ranks chose, or the lowest that does what is asked for: 3 for
+            NVMe and for parameters elsewhere, 2 for several ranks or state in host memory, 1 for lower
+            precision, which needs its master weights, else 0.
         offload_parameters: where parameters are between their uses.
         gradient_clipping: norm to clip at, 0 for none; DeepSpeed clips, the loop must not.
         disk: folder on a disk for what goes to NVMe; a new one is named in it, as two runs in one would overwrite
@@ -104,12 +106,27 @@ def deepspeed_config(
             sizes are needed and there is no model.
         StoreError: the disk has not the space, or is none.
     """
+    planned = plan.forecast.ranks
+    zero_of_plan = planned.chosen if planned is not None and isinstance(planned.chosen, DeepSpeedZero) else None
+    if planned is not None and zero_of_plan is not None:
+        stage = zero_of_plan.stage if stage is None else stage
+        world_size = planned.network.num_ranks if world_size is None else world_size
+        offload_parameters = "cpu" if zero_of_plan.offloads_parameters else offload_parameters
     ranks = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 1:
         raise IntegrationError(f"world_size is {ranks}; expected the number of ranks that train, 1 or more")
     parts = _parts(plan)
     placement = next((part for part in parts if part.state_tier is not None), None)
-    state: Place = "none" if placement is None else "nvme" if placement.state_tier == "disk" else "cpu"
+    offloads_state = zero_of_plan is not None and zero_of_plan.offloads_state
+    state: Place = (
+        "cpu"
+        if offloads_state
+        else "none"
+        if placement is None
+        else "nvme"
+        if placement.state_tier == "disk"
+        else "cpu"
+    )
     dtype = next((part.dtype for part in parts if part.dtype), None)
     chosen = _stage(stage, state, offload_parameters, ranks, is_lower=dtype is not None)
     is_untested = _check_optimizer(optimizer)

@@ -13,6 +13,7 @@ from msgspec import Struct
 from memwall.errors import PlanError
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast
+from memwall.planning.ranks.frontends import accelerate_sharding, trainer_sharding
 from memwall.planning.technique import technique_of, techniques
 from memwall.versioned_files import FileKind, json_bytes, whole_file
 
@@ -88,8 +89,12 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return _KIND.read_json(Path(path), lambda found: decoded(found, cls))
 
     def accelerate_kwargs(self) -> dict[str, Any]:
-        """Returns arguments for `Accelerator(**plan.accelerate_kwargs())`: precision and accumulation, if planned."""
-        kwargs: dict[str, Any] = {}
+        """Returns arguments for `Accelerator(**plan.accelerate_kwargs())`: precision, accumulation, FSDP2 for ranks.
+
+        Raises:
+            UsageError: what divides the model is nothing that Accelerate takes so.
+        """
+        kwargs = accelerate_sharding(self.forecast.ranks)
         for action in self.actions:
             kwargs |= technique_of(action).accelerate_kwargs(action)
         return kwargs
@@ -97,9 +102,13 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def training_arguments(self, args: Any) -> Any:
         """Returns a copy of `transformers.TrainingArguments` (or a subclass) with what the plan needs set in it.
 
-        Micro-batch, accumulation and precision; everything else of the plan is applied by `MemwallCallback(plan=...)`.
+        Micro-batch, accumulation and precision, and for ranks FSDP2; everything else of the plan is applied by
+        `MemwallCallback(plan=...)`.
+
+        Raises:
+            UsageError: what divides the model is nothing that the Trainer takes so.
         """
-        changes: dict[str, Any] = {}
+        changes = trainer_sharding(self.forecast.ranks)
         for action in self.actions:
             changes |= technique_of(action).training_arguments(action)
         return dataclasses.replace(args, **changes)

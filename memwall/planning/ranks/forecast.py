@@ -72,5 +72,7 @@ class RanksForecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """None where nothing fits."""
     units: tuple[str, ...]
     """Modules that are divided, gathered and reduced each by itself, the root left out, in order of forward."""
+    block_classes: tuple[str, ...] = ()
+    """Names of the classes of blocks among them."""
     choices: tuple[RankChoice, ...]
     curve: tuple[CurvePoint, ...]

@@ -65,11 +65,14 @@ def plan_ranks(
             best = _fastest(open_kinds)
     if best is None:
         best = _inside_margin(open_kinds)
+    units = tuple(unit.path for unit in find_units(trace, steady_step(trace)) if not unit.is_root)
+    classes = {module.path: module.class_name for module in trace.modules if not module.is_leaf}
     forecast = RanksForecast(
         network=network,
         link=None if link is None or network.num_nodes == 1 else link.name,
         chosen=None if best is None else best.kind,
-        units=tuple(unit.path for unit in find_units(trace, steady_step(trace)) if not unit.is_root),
+        units=units,
+        block_classes=tuple(dict.fromkeys(classes[path] for path in units if path in classes)),
         choices=tuple(_choice(one, best, trace, network) for one in kinds),
         curve=curve_over_ranks(trace, settings, num_ranks_per_node=num_ranks_per_node, link=link),
     )

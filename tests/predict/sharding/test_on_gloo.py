@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from rank_runs import found_by_ranks
-from sharded_runs import network_for, workload
+from sharded_runs import network_for, ranked_plan, workload
 
 from memwall.predict.curve import live_curve, live_peak_bytes
 from memwall.predict.sharding.fsdp2 import Fsdp2, Reshard
@@ -14,13 +14,11 @@ from memwall.trace.trace_builder import record
 
 SCRIPT = """
 from sharded_runs import LiveBytes, Model, batch, loss_of
-from torch.distributed.fsdp import fully_shard
+import memwall
 
-def measured(reshard):
-    model, tokens = Model(), batch()
-    for module in (model.embedding, *model.blocks, model.head):
-        fully_shard(module, reshard_after_forward=reshard)
-    fully_shard(model)
+def measured(plan):
+    tokens = batch()
+    model = memwall.shard(Model(), memwall.Plan.load(plan))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
     def step():
@@ -36,19 +34,22 @@ def measured(reshard):
         step()
     return before, meter.peak_bytes
 
-modes = {"yes": True, "no": False} | ({"node": num_ranks // 2} if num_ranks > 2 else {})
-found(**{name: measured(mode) for name, mode in modes.items()})
+found(**{mode: measured(f"{mode}.json") for mode in ("yes", "no", *(("node",) if num_ranks > 2 else ()))})
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_rank_of_fsdp2_holds_what_was_predicted(num_ranks: int, tmp_path: Path) -> None:
-    """GIVEN each way to reshard THEN standing bytes and the peak of the step are predicted to a tenth of a percent."""
+    """GIVEN a model that `memwall.shard` divided, each way to reshard THEN standing bytes and the peak of the step are
+    predicted to a tenth of a percent."""
     trace = record(workload())
     step = steady_step(trace)
     network = network_for(num_ranks, max(2, num_ranks // 2))
     modes: tuple[Reshard, ...] = ("yes", "no", "node") if num_ranks > 2 else ("yes", "no")
+    units = tuple(unit.path for unit in find_units(trace, step) if not unit.is_root)
+    for mode in modes:
+        ranked_plan(Fsdp2(reshard=mode), network, units=units).save(tmp_path / f"{mode}.json")
     measured = found_by_ranks(num_ranks, SCRIPT, tmp_path)
     for mode in modes:
         rank = Fsdp2(reshard=mode).cost(trace, step, find_units(trace, step), network).step

@@ -1,0 +1,107 @@
+"""Divides a model among the ranks of this process group as a plan for so many ranks says."""
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from memwall.errors import UsageError
+from memwall.planning.planfile import Plan
+from memwall.planning.ranks.forecast import RanksForecast
+from memwall.predict.sharding.ddp import Ddp
+from memwall.predict.sharding.fsdp2 import Fsdp2
+
+__all__ = ["shard"]
+
+_log = logging.getLogger(__name__)
+
+
+def shard(model: nn.Module, plan: Plan) -> nn.Module:
+    """Wraps a model by what a plan of `memwall plan --ranks` chose; to be called before the optimizer is made.
+
+    FSDP2 changes the model in place, its blocks each by itself; DistributedDataParallel returns a wrapper.
+
+    Args:
+        model: on the device of this rank, or for FSDP2 on the CPU or the meta device; not divided by anything yet.
+        plan: one that `memwall plan SPEC --device NAME --ranks N -o plan.json` wrote, with N the ranks that are here.
+
+    Returns:
+        The model to train.
+
+    Raises:
+        UsageError: the plan divides nothing, is for another number of ranks or another model, or is DeepSpeed's to
+            carry out.
+    """
+    ranks = plan.forecast.ranks
+    if ranks is None or ranks.chosen is None:
+        raise UsageError("the plan is for one process; make one for ranks: memwall plan SPEC --device NAME --ranks N")
+    num_here = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if num_here != ranks.network.num_ranks:
+        raise UsageError(
+            f"the plan is for {ranks.network.num_ranks} ranks, and there are {num_here} (the process group must be "
+            f"there before memwall.shard); make one with --ranks {num_here}"
+        )
+    if isinstance(ranks.chosen, Fsdp2):
+        return _fully_sharded(model, plan, ranks, ranks.chosen)
+    if isinstance(ranks.chosen, Ddp):
+        if ranks.chosen.divides_state:
+            _log.warning(
+                "the plan divides the optimizer's state: make the optimizer as "
+                "torch.distributed.optim.ZeroRedundancyOptimizer(parameters, optimizer_class=...)"
+            )
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=ranks.chosen.are_views)
+    raise UsageError(
+        f"the plan chose {ranks.chosen.words}: hand plan.deepspeed_config(model=model) to deepspeed.initialize, and "
+        "apply the rest of the plan by memwall.integrations.apply_rest(engine, plan)"
+    )
+
+
+def _fully_sharded(model: nn.Module, plan: Plan, ranks: RanksForecast, chosen: Fsdp2) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    modules = dict(model.named_modules())
+    absent = [path for path in ranks.units if path not in modules]
+    if absent:
+        raise UsageError(
+            f"the plan divides modules that {type(model).__name__} does not have: {', '.join(absent[:4])}"
+            f"{f' and {len(absent) - 4} more' if len(absent) > 4 else ''}; make the plan for this model"
+        )
+    units = [modules[path] for path in ranks.units]
+    # What several units share is gathered once, by the root.
+    holders = Counter(parameter for unit in units for parameter in set(unit.parameters()))
+    shared = {parameter for parameter, num_units in holders.items() if num_units > 1}
+    per_node = ranks.network.size("node")
+    options: dict[str, Any] = {
+        "reshard_after_forward": {"yes": True, "no": False, "node": per_node}[chosen.reshard],
+        **_precision(plan),
+    }
+    if chosen.is_hybrid:
+        options["mesh"] = init_device_mesh(
+            _device_type(model), (ranks.network.num_nodes, per_node), mesh_dim_names=("replicate", "shard")
+        )
+    if chosen.is_offloaded:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    for unit in units:
+        fully_shard(unit, ignored_params=shared & set(unit.parameters()) or None, **options)
+    # The root's parameters stay from its forward to the end of its backward whatever is said.
+    fully_shard(model, **options | {"reshard_after_forward": None})
+    return model
+
+
+def _precision(plan: Plan) -> dict[str, Any]:
+    """Returns the policy for parameters that are used in lower precision: gathered so, and reduced in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    workload = plan.forecast.workload
+    if workload is None or workload.autocast == "none":
+        return {}
+    dtype = torch.bfloat16 if workload.autocast == "bfloat16" else torch.float16
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+
+
+def _device_type(model: nn.Module) -> str:
+    found = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return "cuda" if found == "meta" and torch.cuda.is_available() else found

@@ -1,0 +1,84 @@
+"""How Accelerate and the Trainer are told what divides a model; what they have no word for is refused.
+
+Keys and classes: accelerate 1.15, utils/dataclasses.py; transformers 5.23, training_args.py (`_process_fsdp_args`).
+"""
+
+from typing import Any
+
+from memwall.errors import UsageError
+from memwall.planning.ranks.forecast import RanksForecast
+from memwall.predict.sharding.ddp import Ddp
+from memwall.predict.sharding.fsdp2 import Fsdp2
+
+__all__ = ["accelerate_sharding", "trainer_sharding"]
+
+_WRAP = "TRANSFORMER_BASED_WRAP"
+
+
+def accelerate_sharding(ranks: RanksForecast | None) -> dict[str, Any]:
+    """Returns arguments of Accelerator that divide a model as chosen; {} where nothing was.
+
+    Raises:
+        UsageError: Accelerate cannot do it, or another function makes its configuration.
+    """
+    chosen = None if ranks is None else ranks.chosen
+    if ranks is None or chosen is None:
+        return {}
+    if isinstance(chosen, Ddp):
+        if not chosen.are_views:
+            return {}
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        return {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]}
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+
+    chosen = _expressible(chosen, "Accelerate")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=chosen.reshard == "yes",
+        auto_wrap_policy=_WRAP.lower(),
+        transformer_cls_names_to_wrap=list(ranks.block_classes),
+        cpu_offload=chosen.is_offloaded,
+    )
+    if not chosen.is_hybrid:
+        return {"fsdp_plugin": plugin}
+    sizes = {"dp_replicate_size": ranks.network.num_nodes, "dp_shard_size": ranks.network.size("node")}
+    return {"fsdp_plugin": plugin, "parallelism_config": ParallelismConfig(**sizes)}
+
+
+def trainer_sharding(ranks: RanksForecast | None) -> dict[str, Any]:
+    """Returns fields of TrainingArguments that divide a model as chosen; {} where nothing was.
+
+    Raises:
+        UsageError: the Trainer cannot do it, or another function makes its configuration.
+    """
+    chosen = None if ranks is None else ranks.chosen
+    if ranks is None or chosen is None or isinstance(chosen, Ddp):
+        return {}
+    chosen = _expressible(chosen, "the Trainer")
+    config = {
+        "version": 2,
+        "reshard_after_forward": chosen.reshard == "yes",
+        "auto_wrap_policy": _WRAP,
+        "transformer_layer_cls_to_wrap": list(ranks.block_classes),
+        "cpu_offload": chosen.is_offloaded,
+    }
+    fields: dict[str, Any] = {"fsdp": True, "fsdp_config": config}
+    if chosen.is_hybrid:
+        from accelerate.parallelism_config import ParallelismConfig
+
+        sizes = {"dp_replicate_size": ranks.network.num_nodes, "dp_shard_size": ranks.network.size("node")}
+        fields["parallelism_config"] = ParallelismConfig(**sizes)
+    return fields
+
+
+def _expressible(chosen: Any, frontend: str) -> Fsdp2:
+    if not isinstance(chosen, Fsdp2):
+        raise UsageError(
+            f"the plan chose {chosen.words}: plan.deepspeed_config(for_hugging_face=True) makes the configuration that "
+            f"{frontend} takes"
+        )
+    if chosen.reshard == "node":
+        raise UsageError(f"{frontend} has no word for {chosen.words}; divide the model by memwall.shard(model, plan)")
+    return chosen

@@ -1,0 +1,60 @@
+"""`memwall.shard` and what frontends are told: a model divided by the plan, or why not."""
+
+import pytest
+from plans import a_plan
+from sharded_runs import Model, network_for, ranked_plan
+
+from memwall.apply.shard import shard
+from memwall.errors import UsageError
+from memwall.predict.sharding.ddp import Ddp
+from memwall.predict.sharding.fsdp2 import Fsdp2
+from memwall.predict.sharding.zero import DeepSpeedZero
+
+
+def test_a_plan_for_one_process_divides_nothing() -> None:
+    with pytest.raises(UsageError, match=r"for one process; make one for ranks: memwall plan SPEC"):
+        shard(Model(), a_plan())
+
+
+def test_ranks_are_those_of_the_plan() -> None:
+    with pytest.raises(UsageError, match=r"the plan is for 8 ranks, and there are 1"):
+        shard(Model(), ranked_plan(Ddp(), network_for(8)))
+
+
+def test_modules_are_those_of_the_plan() -> None:
+    with pytest.raises(UsageError, match=r"modules that Model does not have: layers\.0; make the plan for this model"):
+        shard(Model(), ranked_plan(Fsdp2(), network_for(1), units=("layers.0",)))
+
+
+def test_deepspeed_divides_by_a_configuration_of_the_plan() -> None:
+    chosen = DeepSpeedZero(stage=3, offloads_state=True, offloads_parameters=True)
+    plan = ranked_plan(chosen, network_for(16))
+    with pytest.raises(UsageError, match=r"chose ZeRO-3, state and parameters on the CPU: hand plan\.deepspeed_config"):
+        shard(Model(), ranked_plan(chosen, network_for(1)))
+    config = plan.deepspeed_config()
+    assert config["train_batch_size"] == 16 * 8
+    zero = config["zero_optimization"]
+    assert (zero["stage"], zero["offload_optimizer"]["device"], zero["offload_param"]["device"]) == (3, "cpu", "cpu")
+    with pytest.raises(UsageError, match=r"for_hugging_face=True\) makes the configuration that the Trainer takes"):
+        plan.training_arguments(None)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("accelerate", "transformers")
+def test_accelerate_and_the_trainer_take_fsdp2_from_the_plan() -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+    from transformers import TrainingArguments
+
+    plan = ranked_plan(Fsdp2(reshard="no"), network_for(8))
+    plugin = plan.accelerate_kwargs()["fsdp_plugin"]
+    assert isinstance(plugin, FullyShardedDataParallelPlugin)
+    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, False)
+    arguments = plan.training_arguments(TrainingArguments(output_dir="unused", use_cpu=True))
+    assert arguments.fsdp is True
+    assert arguments.fsdp_plugin_args["reshard_after_forward"] is False
+    hybrid = ranked_plan(Fsdp2(is_hybrid=True), network_for(16)).accelerate_kwargs()["parallelism_config"]
+    assert (hybrid.dp_replicate_size, hybrid.dp_shard_size) == (2, 8)
+    views = ranked_plan(Ddp(are_views=True), network_for(8)).accelerate_kwargs()["kwargs_handlers"]
+    assert views[0].gradient_as_bucket_view
+    with pytest.raises(UsageError, match=r"Accelerate has no word for FSDP2, kept in the node"):
+        ranked_plan(Fsdp2(reshard="node"), network_for(16)).accelerate_kwargs()
