@@ -1,10 +1,10 @@
-"""What the executor costs besides the recomputation itself: per checkpointed block, selective operation and handle.
+"""What the executor costs besides the recomputation itself: per checkpointed block and selective operation.
 
     python benchmarks/executor_cost.py
 
 `memwall/planning/menu.py` prices recomputation with these. A block of tiny operations is trained plain, checkpointed,
-checkpointed with its results kept, under recompute handles that find nothing to rebuild, and under handles that rebuild
-every result; arms are interleaved, and the median of the differences is printed with quartiles.
+and
+checkpointed with its results kept; arms are interleaved, and the median of the differences is printed with quartiles.
 """
 
 import json
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from memwall.apply.blocks.recomputed import RecomputedBlock
 from memwall.planning.techniques.recompute import Recompute
-from memwall.triton_kernels.recompute import publish, recompute_handles
 
 NUM_OPS, NUM_ROUNDS, NUM_BLOCKS = 40, 200, 4
 
@@ -34,32 +33,6 @@ class Chain(nn.Module):
         for _ in range(NUM_OPS):
             x = x * self.weight
         return x
-
-
-NUM_SAVED = 2 * NUM_OPS  # each product keeps both of its factors
-
-
-def handled(block: Chain) -> Callable[[Tensor], Tensor]:
-    """Its forward under handles, for which there is no recipe."""
-
-    def forward(x: Tensor) -> Tensor:
-        with recompute_handles():
-            return block(x)
-
-    return forward
-
-
-def rebuilt(block: Chain) -> Callable[[Tensor], Tensor]:
-    """Its forward, each result of which is rebuilt."""
-
-    def forward(x: Tensor) -> Tensor:
-        with recompute_handles():
-            for _ in range(NUM_OPS):
-                factor, x = x, x * block.weight
-                publish(x, torch.mul, factor, block.weight)
-        return x
-
-    return forward
 
 
 def step_seconds(forwards: list[Callable[..., Any]]) -> float:
@@ -84,8 +57,6 @@ def main() -> None:
         "plain": plain,
         "full": full,
         "selective": selective,
-        "handled": [handled(block) for block in blocks],
-        "rebuilt": [rebuilt(block) for block in blocks],
     }
     forward_only = []
     rounds: dict[str, list[float]] = {name: [] for name in arms}
@@ -105,21 +76,11 @@ def main() -> None:
         (selective_s - plain_s) / NUM_BLOCKS / NUM_OPS
         for selective_s, plain_s in zip(rounds["selective"], rounds["plain"], strict=True)
     ]
-    per_handle = [
-        (handled_s - plain_s) / NUM_BLOCKS / NUM_SAVED
-        for handled_s, plain_s in zip(rounds["handled"], rounds["plain"], strict=True)
-    ]
-    per_rebuild = [
-        (rebuilt_s - handled_s - forward_s) / NUM_BLOCKS / NUM_OPS
-        for rebuilt_s, handled_s, forward_s in zip(rounds["rebuilt"], rounds["handled"], forward_only, strict=True)
-    ]
     result = {
         "tag": "cpu-measured",
         "torch": torch.__version__,
         "checkpoint_seconds_quartiles": statistics.quantiles(per_block, n=4),
         "selective_seconds_per_op_quartiles": statistics.quantiles(per_op, n=4),
-        "handle_seconds_per_saved_tensor_quartiles": statistics.quantiles(per_handle, n=4),
-        "rebuild_seconds_per_result_quartiles": statistics.quantiles(per_rebuild, n=4),
     }
     print(json.dumps(result, indent=2))
 

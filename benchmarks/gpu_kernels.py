@@ -25,8 +25,6 @@ from gpu_kernels_cases import Case, Run
 from gpu_kernels_layers import LAYER_CASES
 from torch import Tensor
 
-from memwall.triton_kernels import recompute_handles
-
 _RESULTS = Path(__file__).parent / "results"
 CASES = {**OPERATION_CASES, **LAYER_CASES}
 _EVERYTHING = {**CASES, **OPTIMIZER_CASES}
@@ -70,11 +68,8 @@ def _seconds(run: Callable[[], Any]) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def _forward(name: str, run: Run, tensors: tuple[Tensor, ...]) -> Tensor:
-    if not name.endswith("-rebuilt"):
-        return _Consumer.apply(run(*tensors))
-    with recompute_handles():
-        return _Consumer.apply(run(*tensors))
+def _forward(run: Run, tensors: tuple[Tensor, ...]) -> Tensor:
+    return _Consumer.apply(run(*tensors))
 
 
 def _leaves(tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -129,7 +124,7 @@ def _step(name: str, run: Run, tensors: tuple[Tensor, ...], flush: Tensor) -> tu
     """Seconds of forward and of backward."""
     values: list[Tensor] = []
     flush.zero_()
-    forward = _seconds(lambda: values.append(_forward(name, run, tensors)))
+    forward = _seconds(lambda: values.append(_forward(run, tensors)))
     upstream = torch.ones_like(values[0])
     flush.zero_()
     return forward, _seconds(lambda: torch.autograd.grad(values[0], _leaves(tensors), upstream))
@@ -157,7 +152,7 @@ def _times(
 
 
 def _outcome(name: str, run: Run, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    value = _forward(name, run, tensors)
+    value = _forward(run, tensors)
     upstream = torch.linspace(0.5, 1.5, value.numel(), device=value.device).reshape(value.shape).to(value.dtype)
     return [value.detach(), *torch.autograd.grad(value, _leaves(tensors), upstream)]
 
@@ -179,7 +174,7 @@ def _memory(case: Case, name: str, run: Run, tensors: tuple[Tensor, ...]) -> dic
     inside = tensors
     if case.elements_moved is not None:
         inside = tuple(tensor * 1.0 if tensor.dim() > 1 else tensor for tensor in tensors)
-    value = _forward(name, run, inside)
+    value = _forward(run, inside)
     del inside
     # The result itself lives on only where something kept it.
     total = value.sum()

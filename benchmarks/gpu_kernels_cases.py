@@ -131,7 +131,6 @@ def _memwall_loss(chunk_rows: int) -> Callable[[], Run]:
 def _ours_and_eager(ours: Run, eager: Run) -> dict[str, Callable[[], Run]]:
     return {
         "memwall": lambda: ours,
-        "memwall-rebuilt": lambda: ours,
         "eager": lambda: eager,
         "torch.compile": lambda: torch.compile(eager),
     }

@@ -87,7 +87,6 @@ LAYER_CASES = {
         eager=_eager,
         providers={
             "memwall": _through(_by_memwall),
-            "memwall-rebuilt": _through(_by_memwall),
             "eager": lambda: _eager,
             "torch.compile": lambda: torch.compile(_eager),
             "liger": _through(_by_liger),

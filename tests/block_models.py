@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from memwall.apply.blocks.executor import BlockExecutor, BlockLayer, OffloadEngine, resolve_blocks
 from memwall.apply.techniques.offload import OffloadLayer
-from memwall.apply.techniques.rebuild import RebuildLayer
 from memwall.apply.techniques.recompute import RecomputeLayer
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
-from memwall.planning.techniques.rebuild import Rebuild
 from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session
 
@@ -63,7 +61,7 @@ def offload(path: str, **settings: Any) -> Offload:
 
 def executor_of(
     model: nn.Module,
-    *actions: Recompute | Rebuild | Offload,
+    *actions: Recompute | Offload,
     order: Sequence[str] = (),
     engine: OffloadEngine | None = None,
 ) -> BlockExecutor:
@@ -74,11 +72,9 @@ def executor_of(
     return executor
 
 
-def _layer(action: Recompute | Rebuild | Offload, engine: OffloadEngine | None) -> BlockLayer:
+def _layer(action: Recompute | Offload, engine: OffloadEngine | None) -> BlockLayer:
     if isinstance(action, Recompute):
         return RecomputeLayer(action)
-    if isinstance(action, Rebuild):
-        return RebuildLayer()
     assert engine is not None
     return OffloadLayer(engine, action.form)
 

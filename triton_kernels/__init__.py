@@ -8,6 +8,5 @@ from . import _own_work as _own_work
 from .glu import geglu, swiglu
 from .linear_cross_entropy import linear_cross_entropy
 from .norms import layer_norm, rms_norm
-from .recompute import recompute_handles
 
-__all__ = ["geglu", "layer_norm", "linear_cross_entropy", "recompute_handles", "rms_norm", "swiglu"]
+__all__ = ["geglu", "layer_norm", "linear_cross_entropy", "rms_norm", "swiglu"]

@@ -1,4 +1,4 @@
-"""One call of a block under a treatment: what runs again in backward, what is rebuilt, what moves."""
+"""One call of a block under a treatment: what runs again in backward, and what moves."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,13 +9,10 @@ from msgspec import Struct
 from memwall.predict.packed_bytes import PACKED_ITEMSIZES, num_packed_bytes
 from memwall.trace.records import ModuleCall, Step
 
-__all__ = ["REBUILDABLE_OPS", "BlockCalls", "CallRules", "Moved", "Rebuilt", "Treatment"]
+__all__ = ["BlockCalls", "CallRules", "Moved", "Treatment"]
 
 # Selective checkpointing does not ask its policy about these (torch.utils.checkpoint.SAC_IGNORED_OPS, torch 2.13).
 UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
-# Operations whose first result recompute handles can rebuild from what their own backward keeps
-# (memwall.triton_kernels.recompute; a test compares this with what they publish).
-REBUILDABLE_OPS = frozenset(f"memwall.{name}.default" for name in ("glu", "packed_glu", "norm"))
 
 
 class Treatment(Struct, frozen=True, kw_only=True):
@@ -24,10 +21,8 @@ class Treatment(Struct, frozen=True, kw_only=True):
     recompute: bool = False
     kept_ops: tuple[int, ...] = ()
     """Operations, with recompute, whose results are kept, numbered within the call without `UNCOUNTED_OPS`."""
-    rebuild: bool = False
-    """Without recompute: results of `REBUILDABLE_OPS` are rebuilt for backward, one by one, instead of kept."""
     offload: bool = False
-    """Saved tensors (with recompute: the block's inputs) move to the next tier; what is rebuilt does not."""
+    """Saved tensors (with recompute: the block's inputs) move to the next tier."""
     is_packed: bool = False
     """Whether, with offload and without recompute, floating-point numbers leave in a byte each."""
     min_bytes: int = 1 << 20
@@ -45,22 +40,6 @@ class BlockCalls(Struct, frozen=True, kw_only=True):
     module: int
     calls: tuple[ModuleCall, ...]
     saved: tuple[tuple[int, ...], ...]
-
-
-class Rebuilt(NamedTuple):
-    """Describes a result that is rebuilt when backward first asks for it, and held until it asked for the last time."""
-
-    op: int
-    """The operation that runs again."""
-    storage: int
-    recipe: tuple[int, ...]
-    """Storages that it is rebuilt from."""
-    at: int
-    """The operation of backward before which it does."""
-    end: int
-    """The operation before which backward lets go of it."""
-    saves: tuple[int, ...]
-    """Numbers of the saved tensors that became a recipe."""
 
 
 class Moved(NamedTuple):
@@ -109,43 +88,11 @@ class CallRules:
         kept = {counted[i] for i in treatment.kept_ops if i < len(counted)}
         return [op for op in range(call.start, needed) if op not in kept]
 
-    def rebuilt_results(self, call: ModuleCall, saved: Sequence[int]) -> list[Rebuilt]:
-        """Returns what a call saves of results that can be rebuilt, in the order in which backward asks for them."""
-        step = self.step
-        saves_of: dict[int, list[int]] = {}
-        for number in saved:
-            saves_of.setdefault(step.saved[number].storage, []).append(number)
-        found: list[Rebuilt] = []
-        needed_at: dict[int, int] = {}  # by recipes of later results
-        for op in range(call.end - 1, call.start - 1, -1):
-            record = step.ops[op]
-            index = record.outputs[0] if record.outputs and self.names[record.name] in REBUILDABLE_OPS else -1
-            saves = saves_of.get(index, ())
-            if not saves or step.storages[index].birth != op:
-                continue
-            recipe = (*record.inputs, *record.outputs[1:])
-            # What needs no gradient is not rebuilt; the operation has kept nothing itself then.
-            if not any(step.saved[n].packed == op + 1 and step.saved[n].storage in recipe for n in saved):
-                continue
-            last_packed = max(step.saved[s].packed for s in saves)
-            if any(self.is_written(i, op + 1, last_packed) for i in (index, *recipe)):
-                continue
-            at = min(needed_at.get(index, len(step.ops)), *(step.saved[s].unpacked for s in saves))
-            end = max(at, *(step.saved[s].released for s in saves))
-            found.append(Rebuilt(op, index, recipe, at, end, tuple(saves)))
-            for i in recipe:
-                needed_at[i] = min(at, needed_at.get(i, at))
-        return sorted(found, key=lambda result: (result.at, result.op))
-
     def repeated_ops(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> list[tuple[int, list[int]]]:
         """Returns the operations that run again in backward for one call, with the operation before which they do."""
         if treatment.recompute:
             return [(self.recomputed_at(call, saved), self.recomputed_ops(call, saved, treatment))]
-        found: dict[int, list[int]] = {}
-        for result in self.rebuilt_results(call, saved) if treatment.rebuild else ():
-            if result.at < len(self.step.ops):  # backward never asks for others
-                found.setdefault(result.at, []).append(result.op)
-        return sorted(found.items())
+        return []
 
     def movable(self, number: int, treatment: Treatment) -> bool:
         """Tells whether a saved tensor may leave the device: an activation or input, and large enough."""
@@ -158,7 +105,7 @@ class CallRules:
     def moved(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> dict[int, Moved]:
         """Returns by storage what leaves the device in a call under a treatment with offload."""
         if not treatment.recompute:
-            return self._moved_of(self._not_rebuilt(call, saved, treatment), treatment)
+            return self._moved_of(saved, treatment)
         storages = {index: self.step.storages[index] for index in call.inputs}
         return {
             index: Moved(storage.nbytes)
@@ -167,12 +114,6 @@ class CallRules:
             and storage.nbytes >= treatment.min_bytes
             and storage.category in ("activation", "temporary", "input")
         }
-
-    def _not_rebuilt(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> Sequence[int]:
-        if not treatment.rebuild:
-            return saved
-        rebuilt_saves = {number for result in self.rebuilt_results(call, saved) for number in result.saves}
-        return [number for number in saved if number not in rebuilt_saves]
 
     def _moved_of(self, saved: Sequence[int], treatment: Treatment) -> dict[int, Moved]:
         """Returns by storage what moves: all of it when its saved views cover a good part, as the executor does.

@@ -40,7 +40,7 @@ class _Changes:
         self.taken: set[int] = set()
         """Savings that no longer hold their storage."""
         self.held_until: dict[int, Time] = {}
-        """Times until which checkpoints, kept results and rebuilding hold storages."""
+        """Times until which checkpoints and kept results hold storages."""
         self.come: list[Life] = []
         self.reloads: dict[int, list[_Reload]] = {}
 
@@ -105,8 +105,6 @@ class StepModel(CallRules):
                 if treatment.recompute:
                     self._recompute(b, c, treatment, changes)
                     continue
-                if treatment.rebuild:
-                    self._rebuild(b, c, changes)
                 if treatment.offload:
                     self._offload(b, c, treatment, changes)
         come = changes.come
@@ -164,42 +162,19 @@ class StepModel(CallRules):
             else:
                 changes.hold(index, (call.backward_end, 0))
 
-    def _rebuild(self, b: int, c: int, changes: _Changes) -> None:
-        call, saved = self.blocks[b].calls[c], self.blocks[b].saved[c]
-        rank: dict[int, int] = {}
-        for result in self.rebuilt_results(call, saved):
-            changes.taken.update(result.saves)
-            for index in result.recipe:  # until the block ends, also where they move
-                changes.hold(index, (call.end, 0))
-            if result.at == len(self.step.ops):
-                continue
-            place = rank[result.at] = rank.get(result.at, -1) + 1
-            changes.come.append(
-                Life(result.storage, self.step.storages[result.storage].nbytes, (result.at, place), (result.end, 0))
-            )
-            for index in self._born_in[b][c]:
-                storage = self.step.storages[index]
-                if storage.birth == result.op and index not in self.step.ops[result.op].outputs:
-                    changes.come.append(Life(index, storage.nbytes, (result.at, place), (result.at, place + 1)))
-
     def _offload(self, b: int, c: int, treatment: Treatment, changes: _Changes) -> None:
         call = self.blocks[b].calls[c]
-        saved = self._not_rebuilt(call, self.blocks[b].saved[c], treatment)
         spans: dict[int, tuple[int, int]] = {}
         packed_at: dict[int, int] = {}
-        for number in saved:
+        for number in self.blocks[b].saved[c]:
             if self.movable(number, treatment):
                 save = self.step.saved[number]
                 changes.taken.add(number)
                 packed_at.setdefault(save.storage, save.packed)
                 asked, until = spans.get(save.storage, (save.unpacked, save.released))
                 spans[save.storage] = (min(asked, save.unpacked), max(until, save.released))
-        for result in self.rebuilt_results(call, self.blocks[b].saved[c]) if treatment.rebuild else ():
-            for index in result.recipe:
-                if index in spans:
-                    spans[index] = (min(spans[index][0], result.at), spans[index][1])
         at = self._prefetch_at[call.start]
-        for index, moved in self._moved_of(saved, treatment).items():
+        for index, moved in self._moved_of(self.blocks[b].saved[c], treatment).items():
             asked, until = spans[index]
             changes.reloads.setdefault(index, []).append(_Reload(call.start, moved, at, (asked, 0), (until, 0)))
             changes.come.extend(self._packing(index, moved, packed_at[index]))

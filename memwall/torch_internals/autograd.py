@@ -60,7 +60,8 @@ inference mode, as torch does.
 """
 
 _top_hooks = function(
-    "torch._C._autograd._top_saved_tensors_default_hooks", "rebuilding saved results from recipes (recompute_handles)"
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "proving what a block saves inside of others' hooks",
 )
 
 
@@ -68,7 +69,7 @@ def innermost_saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Returns the pack and the unpack hook that the next saved tensor goes through; None where there are none.
 
     Raises:
-        NotAvailableError: this torch does not tell; results cannot be rebuilt from recipes then.
+        NotAvailableError: this torch does not tell; what a block saves inside of other hooks cannot be proved then.
     """
     found: tuple[Any, Any] | None = _top_hooks(True)
     return found

@@ -11,7 +11,6 @@ __all__ = [
     "active_dispatch_modes",
     "disabled_torch_function",
     "has_modes",
-    "is_wrapper",
     "make_wrapper",
     "reading_no_elements",
     "without_dispatch",
@@ -76,14 +75,6 @@ active_dispatch_modes: Callable[[], list[Any]] = function(
 """Returns the dispatch modes that see this thread's operations, outermost first.
 
 Raises NotAvailableError without it: attention cannot be recorded as CUDA runs it.
-"""
-
-is_wrapper: Callable[[Any], bool] = function(
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "telling tensors made of others from plain ones"
-)
-"""Returns whether a tensor is of a subclass that holds other tensors.
-
-Raises NotAvailableError without it: no result is rebuilt from a recipe.
 """
 
 make_wrapper: Callable[..., Any] = function(

@@ -109,7 +109,6 @@ def norm_configurations(warp_lanes: int) -> Iterator[Configuration]:
         backward = norm_backward_launch(columns, warp_lanes)
         kernels = {"norm": norm_launch(columns, warp_lanes), "norm_backward": backward}
         kernels |= {"norm_sums": backward} if columns > backward.block else {}
-        kernels |= {"norm_apply": norm_launch(columns, warp_lanes)} if columns in (4096, 4097) else {}
         pointers = [f"{role}_ptr" for role in ("x", "weight", "bias", "result", "grad", "grad_x")]
         wide = [f"{role}_ptr" for role in ("mean", "rstd", "sums", "partial_weight", "partial_bias")]
         strides = [f"{role}_row_stride" for role in ("x", "grad")]

@@ -17,7 +17,6 @@ from memwall.planning.techniques.low_bit_state import LowBitState
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement
-from memwall.planning.techniques.rebuild import Rebuild
 from memwall.planning.techniques.recompute import Recompute
 from memwall.report.plan_grids import action_grid
 
@@ -26,7 +25,6 @@ TESTS = Path(__file__).resolve().parents[1]
 # One of each, as a person would read it in the plan's table: action, where, exactness.
 EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
     "recompute": (Recompute(block="h.3"), ("recompute", "h.3", "bit-exact")),
-    "rebuild": (Rebuild(block="h.3"), ("rebuild results of fused kernels", "h.3", "bit-exact")),
     "offload": (
         Offload(block="h.3", scope="inputs", tier="disk", min_bytes=1, window_bytes=2),
         ("offload block inputs to disk", "h.3", "bit-exact"),

@@ -19,7 +19,7 @@ OPTIONS = {
     "full": (4.0, 2 * GIB),
     "select-1": (3.0, GIB),
     "select-2": (1.0, GIB),
-    "rebuild": (0.1, GIB),
+    "offload": (0.1, GIB),
 }
 
 
@@ -41,7 +41,7 @@ def test_each_way_is_there_with_what_it_would_do_in_all_blocks_and_where_it_is_u
     found = levers_of([a_menu("h.0"), a_menu("h.1"), a_menu("h.2", ("keep", "full"))], chosen(4, 1, 0), ())
     assert found == (
         Lever(
-            name="rebuild results of fused kernels",
+            name="offload saved tensors",
             freed_bytes=2 * GIB,
             cost_seconds=0.2,
             num_blocks=2,

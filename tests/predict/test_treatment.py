@@ -30,7 +30,6 @@ from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Instance, Link
 from memwall.planning.solver.solve import smallest_feasible_bytes, solve
 from memwall.planning.techniques.offload import Offload
-from memwall.planning.techniques.rebuild import Rebuild
 from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_curve
@@ -193,8 +192,6 @@ def as_actions(treatments: Treatments) -> list[Action]:
     for path, treatment in treatments.items():
         if treatment.recompute:
             actions.append(Recompute(block=path, kept_ops=treatment.kept_ops))
-        if treatment.rebuild:
-            actions.append(Rebuild(block=path))
         if treatment.offload:
             scope = "inputs" if treatment.recompute else "saved"
             actions.append(
@@ -246,7 +243,6 @@ def test_the_predicted_peak_of_every_treatment_is_the_measured_one(name: str, tm
         )
     assert {"keep", "full", "select-1", "offload", "full+offload"} <= ratios.keys()
     assert ("offload as int8" in ratios) == (not parked.has_batch_norm)
-    assert (name == "fused") == ("rebuild" in ratios) == ("rebuild+offload" in ratios)
     wrong = {label: pair for label, pair in ratios.items() if not all(LEAST <= ratio <= MOST for ratio in pair)}
     assert not wrong, f"predicted / measured (recorded parked, recorded plain): {wrong}"
 
@@ -273,20 +269,6 @@ def test_treating_blocks_saves_what_it_is_for() -> None:
     assert peaks["full"] < 0.55 * peaks["keep"]
     assert peaks["offload"] < 0.75 * peaks["keep"]
     assert peaks["full"] < peaks["select-1"] < peaks["keep"]
-
-
-def test_rebuilding_saves_what_fused_kernels_return_and_leaves_less_to_move() -> None:
-    """Of what a layer keeps (its input, the normed input, gate, up and their product) the second and the last."""
-    _, plain = plain_run("fused")
-    found = choices(plain)
-    freed, moved = (
-        {name: sum(m.freed_bytes[o] for m, o in zip(plain.menus, found[name], strict=True)) for name in found},
-        {name: sum(m.options[o].moved_bytes for m, o in zip(plain.menus, found[name], strict=True)) for name in found},
-    )
-    rows, num_layers = 8 * 65, 10
-    assert freed["rebuild"] == moved["offload"] - moved["rebuild+offload"] == num_layers * rows * (64 + 192) * 4
-    peaks = {name: plain.predicted_bytes(plain.treatments(found[name])) for name in ("keep", "rebuild")}
-    assert peaks["keep"] - peaks["rebuild"] > 0.8 * freed["rebuild"]
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)

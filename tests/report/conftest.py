@@ -15,7 +15,6 @@ from memwall.planning.techniques.kernels import FusedKernels
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement
-from memwall.planning.techniques.rebuild import Rebuild
 from memwall.planning.techniques.recompute import Recompute
 from memwall.report.run_grids import Outcome
 from memwall.trace.records import Category, Module, Op, Phase, Step, Storage, Trace
@@ -127,7 +126,6 @@ def actions() -> tuple[Action, ...]:
     return (
         *recomputes,
         *selective,
-        Rebuild(block="blocks.8", saved_bytes=6 * MIB, cost_seconds=0.0002),
         Offload(
             block="blocks.7",
             scope="saved",

@@ -81,7 +81,6 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         f"{DISPATCH}.TorchDispatchMode": (lambda door: door.TorchDispatchMode(), RAISES),
         f"{DISPATCH}._disable_current_modes": (lambda door: door.without_dispatch_modes(), RAISES),
         f"{DISPATCH}._get_current_dispatch_mode_stack": (lambda door: door.active_dispatch_modes(), RAISES),
-        f"{DISPATCH}.is_traceable_wrapper_subclass": (lambda door: door.is_wrapper(leaf()), RAISES),
         "torch._C._DisableTorchDispatch": (lambda door: door.without_dispatch(), RAISES),
         "torch._C.DisableTorchFunction": (lambda door: door.without_function_modes(), RAISES),
         "torch._C.DisableTorchFunctionSubclass": (lambda door: door.without_subclass_functions(), RAISES),

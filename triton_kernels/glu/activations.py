@@ -1,8 +1,7 @@
 """`swiglu` and `geglu`: activation(gate) * up in one pass, without the activated gate that eager keeps for backward.
 
 Everything is fp32 inside and rounded once per result. Label of the action: *equivalent* (eager rounds the activated
-gate as well). Inside `recompute_handles` the product is rebuilt for backward instead of kept: *bit-exact* against this
-operation without them.
+gate as well).
 """
 
 from typing import Any, Literal
@@ -14,7 +13,6 @@ from memwall.errors import UsageError
 
 from .._launch import half_for
 from .._rows import DTYPES, as_rows
-from ..recompute import publish
 
 __all__ = ["geglu", "swiglu"]
 
@@ -67,12 +65,7 @@ def _glu(name: str, gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
     found = [gate.dtype] if up is None else [gate.dtype, up.dtype]
     if not set(found) <= set(DTYPES):
         raise UsageError(f"{name} wants floating dtypes of 16 to 64 bits, found {', '.join(map(str, found))}")
-    if up is None:
-        product: Tensor = packed_glu_op(gate, kind)
-        publish(product, packed_glu_op, gate, kind)
-    else:
-        product = glu_op(gate, up, kind)
-        publish(product, glu_op, gate, up, kind)
+    product: Tensor = packed_glu_op(gate, kind) if up is None else glu_op(gate, up, kind)
     return product
 
 

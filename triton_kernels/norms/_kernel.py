@@ -1,7 +1,7 @@
 """The forward Triton half of the norms: RMSNorm and LayerNorm. Needs triton.
 
 One program normalises one row: held in registers up to `ONE_TILE`, beyond that read again from the L2 cache. Everything
-is fp32 inside. What is applied to an element stands in `_applied`, which the rebuild shares to the last bit.
+is fp32 inside.
 """
 
 import triton
@@ -13,7 +13,7 @@ from .._launch import is_interpreting, on_device, warp_size
 from .._store import rounded, store_rounded
 from ._terms import NormTerms
 
-__all__ = ["launch_norm", "launch_norm_apply", "norm_apply_kernel", "norm_kernel"]
+__all__ = ["launch_norm", "norm_kernel"]
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _applied(
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32) + weight_offset
         if HAS_BIAS:
-            # Fused in so many words: whether a compiler contracts must not tell a rebuild from the first time.
+            # Fused in so many words: a result must not depend on whether a compiler contracts.
             result = tl.fma(result, weight, tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32))
         else:
             result = result * weight
@@ -137,44 +137,6 @@ def norm_kernel(
     tl.store(rstd_ptr + row, rstd)
 
 
-@triton.jit
-def norm_apply_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    result_ptr,
-    mean_ptr,
-    rstd_ptr,
-    num_columns,
-    num_tiles,
-    x_row_stride,
-    x_column_stride,
-    weight_offset,
-    IS_CENTERED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Computes the result of `norm_kernel` again, from what that found out about each row."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // num_tiles
-    columns = (program - row * num_tiles) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < num_columns
-    rounded_to: tl.constexpr = x_ptr.dtype.element_ty if ROUNDS else tl.float32
-    mean = 0.0
-    if IS_CENTERED:
-        mean = tl.load(mean_ptr + row).to(tl.float32)
-    rstd = tl.load(rstd_ptr + row).to(tl.float32)
-    values = tl.load(x_ptr + row * x_row_stride + columns * x_column_stride, mask=mask, other=0.0).to(tl.float32)
-    result = _applied(
-        values, mean, rstd, weight_ptr, bias_ptr, columns, mask, weight_offset,
-        IS_CENTERED, HAS_WEIGHT, HAS_BIAS, rounded_to, INTERPRETED,
-    )  # fmt: skip
-    store_rounded(result_ptr + row * num_columns + columns, result, mask, INTERPRETED)
-
-
 def launch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -205,42 +167,6 @@ def launch_norm(
             HAS_BIAS=bias is not None,
             ROUNDS=terms.rounds,
             ONE_TILE=num_columns <= launch.block,
-            INTERPRETED=is_interpreting(),
-            BLOCK=launch.block,
-            num_warps=launch.num_warps,
-            enable_fp_fusion=True,
-        )
-
-
-def launch_norm_apply(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    result: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    terms: NormTerms,
-) -> None:
-    """Does in Triton what `reference_norm_apply` does."""
-    num_rows, num_columns = x.shape
-    launch = norm_launch(num_columns, warp_size(x))
-    num_tiles = triton.cdiv(num_columns, launch.block)
-    with on_device(x):
-        norm_apply_kernel[(num_rows * num_tiles,)](
-            x,
-            x if weight is None else weight,
-            x if bias is None else bias,
-            result,
-            mean,
-            rstd,
-            num_columns,
-            num_tiles,
-            *x.stride(),
-            terms.weight_offset,
-            IS_CENTERED=terms.is_centered,
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None,
-            ROUNDS=terms.rounds,
             INTERPRETED=is_interpreting(),
             BLOCK=launch.block,
             num_warps=launch.num_warps,

@@ -1,8 +1,4 @@
-"""The norms as custom operators, so that torch.compile sees them whole and fake tensors can run them.
-
-`norm_op` normalises, `norm_apply_op` gives its result again from what it found about each row: the recipe of recompute
-handles.
-"""
+"""The norms as custom operators, so that torch.compile sees them whole and fake tensors can run them."""
 
 from typing import Any
 
@@ -13,7 +9,7 @@ from .._launch import half_for
 from .._rows import as_rows, compute_dtype
 from ._terms import NormTerms
 
-__all__ = ["norm_apply_op", "norm_op"]
+__all__ = ["norm_op"]
 
 _TERMS = "float eps, str casting, bool is_centered"
 _PARAMETERS = f"Tensor? weight, Tensor? bias, {_TERMS}, ScalarType result_dtype"
@@ -44,36 +40,6 @@ def norm_op(
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     *terms, dtype = options
     return _empty_results(x, dtype, NormTerms(*terms))
-
-
-@torch.library.custom_op(
-    "memwall::norm_apply",
-    mutates_args=(),
-    schema=f"(Tensor x, Tensor mean, Tensor rstd, {_PARAMETERS}) -> Tensor",
-)
-def norm_apply_op(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    casting: str,
-    is_centered: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Returns the first result of `norm_op` again, bit by bit, from the others."""
-    result = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if x.numel() > 0:
-        terms = NormTerms(eps, casting, is_centered)
-        run = half_for(rstd, __package__, "norm_apply")
-        run(as_rows(x), *_vectors(weight, bias), as_rows(result), mean, rstd, terms)
-    return result
-
-
-@norm_apply_op.register_fake
-def _(x: Tensor, *others: Any) -> Tensor:
-    return torch.empty(x.shape, dtype=others[-1], device=x.device)
 
 
 @torch.library.custom_op(

@@ -6,7 +6,7 @@ from torch import Tensor
 from .._rows import row_slices
 from ._terms import NormTerms
 
-__all__ = ["reference_norm", "reference_norm_apply", "reference_norm_backward"]
+__all__ = ["reference_norm", "reference_norm_backward"]
 
 
 def reference_norm(
@@ -36,20 +36,6 @@ def reference_norm(
             mean[part] = first + (values - first.unsqueeze(1)).mean(1)
             values = values - mean[part].unsqueeze(1)
         rstd[part] = torch.rsqrt(values.square().mean(1) + terms.eps)
-    reference_norm_apply(x, weight, bias, result, mean, rstd, terms)
-
-
-def reference_norm_apply(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    result: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    terms: NormTerms,
-) -> None:
-    """Computes the result of `reference_norm` from the mean and the deviation that it found."""
-    for part in row_slices(*x.shape):
         values = _normalised(x[part], mean[part], rstd[part], terms)
         if terms.rounds:
             values = values.to(x.dtype).to(rstd.dtype)

@@ -2,8 +2,7 @@
 
 Everything is fp32 inside; where values are rounded is what `casting` says, so that results agree with the model whose
 norm this stands in for. Kept for backward are the input, and 4 bytes of each row (8 of LayerNorm). Label of the action:
-*equivalent*. Inside `recompute_handles` the result is rebuilt for backward instead of kept: *bit-exact* against this
-operation without them.
+*equivalent*.
 """
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor
 from memwall.errors import UsageError
 
 from .._rows import DTYPES
-from ..recompute import publish
-from ._ops import norm_apply_op, norm_op
+from ._ops import norm_op
 from ._terms import Casting, NormTerms
 
 __all__ = ["Casting", "layer_norm", "rms_norm"]
@@ -57,9 +55,7 @@ def _norm(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, term
     dtype = x.dtype if weight is None or not terms.rounds else torch.promote_types(x.dtype, weight.dtype)
     if terms.casting == "plain" and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         dtype = torch.promote_types(dtype, torch.float32)
-    result: Tensor
-    result, mean, rstd = norm_op(x, weight, bias, *terms, dtype)
-    publish(result, norm_apply_op, x, mean, rstd, weight, bias, *terms, dtype)
+    result: Tensor = norm_op(x, weight, bias, *terms, dtype)[0]
     return result
 
 

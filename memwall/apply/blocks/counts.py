@@ -16,7 +16,6 @@ class BlockCounts:
         "num_in_backward",
         "num_moved",
         "num_offered",
-        "num_rebuilt",
         "num_runs",
         "stays",
     )
@@ -32,8 +31,6 @@ class BlockCounts:
         """Says why it is not recomputed although the plan says so."""
         self.stays = ""
         """Says why what it saves stays although the plan moves it."""
-        self.num_rebuilt = 0
-        """Counts saved tensors that became the recipe to rebuild them."""
         self.num_offered = 0
         """Counts saved tensors that came by the offload's hooks."""
         self.num_moved = 0
@@ -45,10 +42,6 @@ class BlockCounts:
     def num_reruns(self) -> int:
         """Returns how many recomputations have begun."""
         return max(0, self.num_runs - self.num_calls)
-
-    def note_rebuilt(self, num_saved: int) -> None:
-        """Adds how many saved tensors of a call became recipes."""
-        self.num_rebuilt += num_saved
 
     def counting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the forward, with each run of it counted."""

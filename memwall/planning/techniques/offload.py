@@ -59,8 +59,6 @@ class _Offload(Technique[Offload]):
         "offload": "offload saved tensors",
         "offload as int8": "offload saved tensors as int8, lossy",
         "full+offload": "recompute, offload inputs",
-        "rebuild+offload": "rebuild results, offload the rest",
-        "rebuild+offload as int8": "rebuild results, offload the rest as int8, lossy",
     }
 
     def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
@@ -92,8 +90,6 @@ class _Offload(Technique[Offload]):
         if not costs.can_offload:
             return
         moving = [("offload", Treatment(offload=True, min_bytes=costs.min_bytes))]
-        if "rebuild" in offered:
-            moving.append(("rebuild+offload", Treatment(rebuild=True, offload=True, min_bytes=costs.min_bytes)))
         if "full" in offered:
             moving.append(("full+offload", Treatment(recompute=True, offload=True, min_bytes=costs.min_bytes)))
         for name, treatment in moving:
@@ -106,7 +102,6 @@ class _Offload(Technique[Offload]):
         treatment, option = menu.treatments[number], menu.options[number]
         if treatment is None or not treatment.offload:
             return None
-        runs_again = treatment.recompute or treatment.rebuild
         return Offload(
             block=menu.block.path,
             scope="inputs" if treatment.recompute else "saved",
@@ -116,8 +111,8 @@ class _Offload(Technique[Offload]):
             # At as many bytes int8 loses less of what values of one size are (tests/kernels/test_pack.py).
             form="int8" if treatment.is_packed else "exact",
             exactness="changes-numerics" if treatment.is_packed else "bit-exact",
-            saved_bytes=option.moved_bytes if runs_again else menu.freed_bytes[number],
-            cost_seconds=0.0 if runs_again else option.extra_seconds,
+            saved_bytes=option.moved_bytes if treatment.recompute else menu.freed_bytes[number],
+            cost_seconds=0.0 if treatment.recompute else option.extra_seconds,
         )
 
     def treatment(self, action: Offload, other: Treatment) -> Treatment:

@@ -95,23 +95,20 @@ memory = np.memmap(sys.argv[3] + "/rows", dtype=np.float16, mode="w+", shape=(3 
 x = torch.from_numpy(memory).as_strided((4, columns), (stride, 1))
 x.copy_(torch.arange(400.0).reshape(4, 100) % 7 - 3)
 terms, empty, rstd = NormTerms(1e-6, "plain", False), torch.empty(0), torch.empty(4)
-y, again, grad, weight = (torch.empty(4, columns) for _ in range(4))
+y, grad, weight = (torch.empty(4, columns) for _ in range(3))
 expected = torch.nn.functional.rms_norm(x.float(), (columns,), None, 1e-6)
 if sys.argv[4] == "forward":
     forward.launch_norm(x, None, None, y, empty, rstd, terms)
     assert torch.allclose(y, expected, atol=1e-6), y
 else:
     rstd = torch.rsqrt(x.float().square().mean(1) + 1e-6)
-if sys.argv[4] == "apply":
-    forward.launch_norm_apply(x, None, None, again, empty, rstd, terms)
-    assert torch.allclose(again, expected, atol=1e-6), again
 if sys.argv[4] == "backward":
     backward.launch_norm_backward(torch.ones(4, columns), x, None, empty, rstd, grad, empty, empty, terms)
     assert grad.isfinite().all()
 """
 
 
-@pytest.mark.parametrize("direction", ["forward", "apply", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("narrow", "status"), [(True, -11), (False, 0)], ids=["int32", "int64"])
 def test_rows_beyond_two_to_the_31_elements(tmp_path: Path, direction: str, narrow: bool, status: int) -> None:
     """A sparse file of 6 GiB; the same kernels with 32-bit program ids die."""
