@@ -6,8 +6,9 @@ over the same memory, on the stream where its kernels are. It is computed when t
 (PHANTOM_ORDER), as copies are: a missing wait, a use after free or a reuse across streams shows up as wrong numbers.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -222,6 +223,7 @@ def _wide(value: Any) -> Any:
 
 _installed: Numerics | None = None
 _hide_from_modes = _python_dispatch._disable_current_modes
+_hide_from_dispatch = torch._C._DisableTorchDispatch
 
 
 @contextmanager
@@ -231,10 +233,16 @@ def _hidden_but_for_values() -> Iterator[None]:
         yield
 
 
+def _without_dispatch() -> AbstractContextManager[Any]:
+    """Hides operations from modes, and from tensors as well where fake ones compute shapes: they have no values."""
+    is_fake = sys._getframe(1).f_globals.get("__name__") == FakeTensor.__module__
+    return _hide_from_dispatch() if is_fake else _hidden_but_for_values()
+
+
 def prepare() -> None:
     """Has what hides operations from modes leave them their values; to be called before others import those names."""
     _python_dispatch._disable_current_modes = _hidden_but_for_values  # type: ignore[assignment]
-    torch._C._DisableTorchDispatch = _hidden_but_for_values  # type: ignore[assignment,misc]
+    torch._C._DisableTorchDispatch = _without_dispatch  # type: ignore[assignment,misc]
 
 
 def install() -> None:

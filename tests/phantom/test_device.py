@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memwall.machine.hardware import hardware_named
 
@@ -71,3 +72,14 @@ def test_a_call_that_did_nothing_is_counted() -> None:
     text = ctypes.create_string_buffer(1 << 20)
     device.phantom_account(text, ctypes.c_size_t(len(text)))
     assert "stub\t1\tcusolverDnCreate" in text.value.decode().splitlines()
+
+
+@pytest.mark.parametrize("numbers", [pytest.param(n, marks=pytest.mark.phantom(numbers=n)) for n in (False, True)])
+def test_a_step_on_fake_tensors_runs_beside_values(numbers: bool) -> None:
+    """GIVEN fake tensors, which have no memory WHEN their operations compute shapes THEN no tensor's own dispatch does."""
+    with FakeTensorMode():
+        layer = torch.nn.Linear(4, 3)
+        layer(torch.zeros(2, 4)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.shape == (3, 4)
+    assert float(torch.ones(2, device="cuda").sum()) == (2 if numbers else 0)
