@@ -32,8 +32,8 @@ from prediction_zoo import FAMILIES, Precision, workload, zoo_sha256
 from memwall.machine.hardware import Hardware, hardware_named
 from memwall.patches import Patches
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.cuda_allocator.step_peaks import step_peaks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.predict.device import step_peaks
 from memwall.predict.roofline import Roofline
 
 OUTPUT = Path(__file__).parent / "results/simulated/phantom_truth.json"

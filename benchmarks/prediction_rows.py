@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.cuda_allocator.step_peaks import step_peaks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.predict.device import step_peaks
 from memwall.trace.workload import Workload
 
 _MIB, _GIB = 1 << 20, 1 << 30

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from memwall.errors import MemwallError, UsageError
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.cuda_allocator.step_peaks import step_peaks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.device import convolution_bytes, step_peaks
+from memwall.predict.device import convolution_bytes
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

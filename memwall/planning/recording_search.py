@@ -113,7 +113,7 @@ class RecordingSearch:
     def _best_at(self, location: Location, *, packs: bool) -> Candidate | None:
         if self._inputs.writable_bytes(location) < 0:
             return None
-        return SearchAtLocation(self._inputs, location, packs=packs).best(self._limit_bytes)
+        return SearchAtLocation(self._inputs, location, packs=packs, fills=not self.has_margin).best(self._limit_bytes)
 
     @property
     def _limit_bytes(self) -> int:

@@ -64,13 +64,14 @@ class SearchAtLocation:
         inputs: what candidates share with those of other locations.
         location: where state and parameters are between their uses.
         packs: whether saved tensors may leave with fewer digits.
+        fills: whether an allocator may be so full that it gives back what it keeps in every step, which takes time.
     """
 
-    def __init__(self, inputs: SearchInputs, location: Location, *, packs: bool = False) -> None:
+    def __init__(self, inputs: SearchInputs, location: Location, *, packs: bool = False, fills: bool = False) -> None:
         self._inputs, self._location = inputs, location
         self._trace, self._settings = inputs.trace, inputs.settings
         self._process, self._steady = inputs.process, inputs.steady
-        self._packs = packs
+        self._packs, self._fills = packs, fills
 
     def best(self, limit_bytes: int) -> Candidate | None:
         """Returns the cheapest candidate within so many process bytes.
@@ -145,7 +146,7 @@ class SearchAtLocation:
         limits = LiveLimits(
             room_bytes,
             lambda: smallest_feasible_bytes(instance),
-            is_tightened=self._settings.hardware is not None,
+            is_tightened=self._trace.device == "cuda",
         )
         for live_bytes in limits:
             choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
@@ -158,7 +159,7 @@ class SearchAtLocation:
             tried.add(choice.options)
             treatments, window_bytes = treatments_of_choice(menus, choice), window_bytes_of(menus, choice)
             step = model.treated(treatments)
-            resident = self._resident(step, limit_bytes - window_bytes)
+            resident = self._resident(step, limit_bytes - window_bytes, fills=self._fills)
             if resident.process_bytes + window_bytes > limit_bytes:
                 limits.over(resident.process_bytes + window_bytes - self._process.base_bytes)
                 continue
@@ -167,10 +168,11 @@ class SearchAtLocation:
                 best = found
         return best
 
-    def _resident(self, step: Step, limit_bytes: int) -> Resident:
+    def _resident(self, step: Step, limit_bytes: int, *, fills: bool) -> Resident:
         if self._trace.device not in ("cpu", "cuda"):  # nothing is known about another device's allocator
             return self._process.bare(step)
-        resident = self._process.treated(step, limit_bytes)
+        forecast = self._process.crowded if fills else self._process.treated
+        resident = forecast(step, limit_bytes)
         # What passes through lies outside the heap.
         outside_bytes = resident.outside_bytes + self._location.paged_bytes
         return msgspec.structs.replace(resident, outside_bytes=outside_bytes)
@@ -254,6 +256,8 @@ class SearchAtLocation:
         treatments = treatments_of_choice(menus, choice)
         step = batch.model.treated(treatments)
         process_bytes = (
-            self._resident(step, 0).process_bytes + window_bytes_of(menus, choice) + self._location.library_bytes
+            self._resident(step, 0, fills=True).process_bytes
+            + window_bytes_of(menus, choice)
+            + self._location.library_bytes
         )
         return self._process.budget_for(max(process_bytes, self._location.built_bytes))

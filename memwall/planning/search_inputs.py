@@ -7,7 +7,8 @@ from memwall.planning.location import Location, can_offload
 from memwall.planning.settings import Settings
 from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
-from memwall.predict.process import Process, ProcessModel
+from memwall.predict.live_device import live_process
+from memwall.predict.process import Process
 from memwall.predict.timing import first_touch_seconds, smoothed
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
@@ -29,7 +30,7 @@ class SearchInputs:
     def __init__(self, trace: Trace, settings: Settings) -> None:
         self.trace, self.settings = trace, settings
         self.process: Process = (
-            ProcessModel(trace) if settings.hardware is None else DeviceModel(trace, settings.hardware)
+            live_process(trace) if settings.hardware is None else DeviceModel(trace, settings.hardware)
         )
         recorded = steady_step(trace)
         self.steady = smoothed(recorded, find_blocks(trace, recorded))

@@ -5,22 +5,19 @@ the first step leaves behind in pieces decides where the next ones find room. Li
 """
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
 import msgspec
 import torch
-from msgspec import Struct
 
 from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.translate import not_modelled
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice, advise
-from memwall.predict.cuda_allocator.allocator_events import EventTrace, events_of_steps
+from memwall.predict.cuda_allocator.allocator_events import events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, parse_settings
-from memwall.predict.cuda_allocator.event_replay import Playback
-from memwall.predict.cuda_allocator.simulator import CudaAllocator
-from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
+from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY, step_peaks
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.process import Process, Resident
 from memwall.trace.records import Step, Trace
@@ -29,11 +26,9 @@ from memwall.trace.steps import steady_step
 __all__ = [
     "MARGIN_BASIS",
     "DeviceModel",
-    "StepPeak",
     "as_first",
     "convolution_bytes",
     "margin_bytes",
-    "step_peaks",
 ]
 
 # What a process may need beyond its forecast: a share of what the allocator reserves, and the workspace that cuDNN may
@@ -47,18 +42,8 @@ MARGIN_BASIS = (
     "tensors of the largest convolution; fitted so, it covers 96 % of others' published runs on an A100, of model "
     "families that it was not fitted on"
 )
-_NUM_STEADY = 2
 # Other settings of the allocator join a plan that would fit without them if they free so much of what is reserved.
 _NOTABLE_SHARE = 0.05
-
-
-class StepPeak(Struct, frozen=True, kw_only=True):
-    """Holds the peaks of one step of a run. All simulated."""
-
-    allocated_bytes: int
-    """Blocks handed out at once: tensors, rounded up, and remainders too small to be split off."""
-    reserved_bytes: int
-    """Segments that the caching allocator holds."""
 
 
 def margin_bytes(hardware: Hardware, reserved_bytes: int, largest_convolution_bytes: int) -> int:
@@ -82,46 +67,6 @@ def convolution_bytes(trace: Trace) -> int:
         ),
         default=0,
     )
-
-
-def step_peaks(
-    steps: Sequence[Step],
-    profile: VersionProfile,
-    *,
-    settings: AllocatorSettings | None = None,
-    capacity_bytes: int | None = None,
-) -> tuple[StepPeak, ...] | None:
-    """Returns the peaks of each step of a run, the last one repeated.
-
-    Args:
-        settings: of the allocator; None for torch's defaults.
-        capacity_bytes: what the device can give to the allocator; None: without end.
-
-    Returns:
-        None if a request is out of memory even after the cache has been given back.
-    """
-    trace = events_of_steps(steps, num_repeats=_NUM_STEADY)
-    allocator = CudaAllocator(settings or AllocatorSettings(), profile, capacity_bytes=capacity_bytes)
-    playback = Playback(allocator)
-    peaks = []
-    for begin, end in _spans(trace):
-        allocator.reserved_peak_bytes = allocator.reserved_bytes
-        allocator.allocated_peak_bytes = allocator.allocated_bytes
-        if not playback.run(trace.events[begin:end]):
-            return None
-        peaks.append(
-            StepPeak(
-                allocated_bytes=allocator.allocated_peak_bytes,
-                reserved_bytes=allocator.reserved_peak_bytes,
-            )
-        )
-    return tuple(peaks)
-
-
-def _spans(trace: EventTrace) -> list[tuple[int, int]]:
-    """Returns the events of each step; what is allocated ahead of the first belongs to it."""
-    begins = [0, *trace.steps[1:]]
-    return list(zip(begins, [*begins[1:], len(trace.events)], strict=True))
 
 
 def as_first(step: Step) -> Step:
@@ -177,10 +122,13 @@ class DeviceModel(Process):
             saved_bytes=saved_bytes,
         )
 
+    def crowded(self, step: Step, limit_bytes: int) -> Resident:
+        return self.treated(step, limit_bytes)
+
     @cached_property
     def allocator_advice(self) -> AllocatorAdvice:
         steady = steady_step(self._trace)
-        events = events_of_steps((as_first(steady), steady), num_repeats=_NUM_STEADY)
+        events = events_of_steps((as_first(steady), steady), num_repeats=NUM_STEADY)
         return advise(events, self.profile.version, total_bytes=self._hardware.usable_bytes)
 
     def bare(self, step: Step) -> Resident:

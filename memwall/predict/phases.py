@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES, round_up
+from memwall.predict.cuda_allocator.step_peaks import StepPeak, step_peaks
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile
-from memwall.predict.device import StepPeak, step_peaks
 from memwall.predict.host import batch_storages, host_bytes_of
 from memwall.trace.records import Step, Storage
 

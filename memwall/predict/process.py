@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
+from memwall.predict.cuda_allocator.step_peaks import reserved_peak_bytes
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.malloc_calls import events_of
 from memwall.predict.malloc.malloc_policies import RESTORED, MallocPolicy, policy_named, replay, unavailable_reason
@@ -75,6 +76,12 @@ class Process(Protocol):
     def treated(self, step: Step, limit_bytes: int) -> Resident:
         """Forecasts the step with a plan applied that may use `limit_bytes` of process memory."""
 
+    def crowded(self, step: Step, limit_bytes: int) -> Resident:
+        """Forecasts the same where an allocator may give back what it keeps, and ask for it anew, in every step.
+
+        Where even that is more than the limit, it forecasts the least that the step can do with.
+        """
+
     def bare(self, step: Step) -> Resident:
         """Forecasts the step where nothing is known about what the allocator keeps: tensors alone."""
 
@@ -124,6 +131,9 @@ class ProcessModel(Process):
         # Each large block in a mapping of its own is gone when freed: least memory, most page faults.
         return self._by_malloc(step, policy_named("mmap"), is_default=False) if self._has_malloc else self.bare(step)
 
+    def crowded(self, step: Step, limit_bytes: int) -> Resident:
+        return self.treated(step, limit_bytes)
+
     def bare(self, step: Step) -> Resident:
         return Resident(
             policy="default",
@@ -146,8 +156,9 @@ class ProcessModel(Process):
             self.base_bytes + math.ceil((process_bytes - self.base_bytes) / (1 - _MARGIN_SHARE)) + 1,
         )
 
-    def reserved_bytes(self, process_bytes: int) -> None:
+    def reserved_bytes(self, process_bytes: int) -> int | None:
         """Nothing is told apart."""
+        return None
 
     def not_modelled(self) -> tuple[str, ...]:
         return (
@@ -234,4 +245,6 @@ def parked_bytes(
         ceiling_bytes = 0 if kept_bytes is None else 1
         events = events_of(parked, has_small_blocks=False)
         return replay_in_heap(events, ceiling_bytes, num_steps=1).peak_resident_bytes + (kept_bytes or 0)
+    if trace.device == "cuda":
+        return reserved_peak_bytes(parked) or 0
     return live_peak_bytes(parked, trace.device)

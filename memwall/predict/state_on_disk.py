@@ -89,6 +89,9 @@ def with_state_on_disk(
         )
     begin, end = optimizer_ops[0], optimizer_ops[-1] + 1
     buffers = buffer_sizes(state_sizes(step, min_bytes), bucket_bytes) if comes_back else ()
+    if comes_back:
+        most_bytes = max(resident_bytes, *buffers)  # stepped at once
+        _shrink_temporaries(storages, step, most_bytes / (away_bytes + resident_bytes))
     storages.extend(
         msgspec.structs.replace(
             like,
@@ -103,6 +106,22 @@ def with_state_on_disk(
         for num_bytes in buffers
     )
     return msgspec.structs.replace(step, storages=tuple(storages))
+
+
+def _shrink_temporaries(storages: list[Storage], step: Step, share: float) -> None:
+    """Leaves of a device's temporaries, which a foreach step makes for all parameters, those of a share of them."""
+    made_at: dict[int, list[int]] = {}
+    for number, storage in enumerate(step.storages):
+        is_temporary = storage.category == "temporary" and storage.device.partition(":")[0] == "cuda"
+        if is_temporary and storage.birth >= 0 and step.ops[storage.birth].phase == "optimizer":
+            made_at.setdefault(storage.birth, []).append(number)
+    for numbers in made_at.values():
+        left_bytes = share * sum(storages[number].nbytes for number in numbers)
+        for position, number in enumerate(sorted(numbers, key=lambda number: -storages[number].nbytes)):
+            if position and storages[number].nbytes > left_bytes:
+                storages[number] = msgspec.structs.replace(storages[number], nbytes=0)
+            else:
+                left_bytes -= storages[number].nbytes
 
 
 def before_optimizer(step: Step, min_bytes: int) -> Step:

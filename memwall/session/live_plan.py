@@ -26,7 +26,7 @@ from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
-from memwall.predict.process import ProcessModel
+from memwall.predict.live_device import live_process
 from memwall.session.device_budget import DeviceBudget
 from memwall.session.evaluation_batch import with_evaluation
 from memwall.session.first_plan import charged, planned
@@ -308,7 +308,7 @@ class LivePlan:
         assert self.trace is not None
         trace, settings = charged(self.trace, charged_bytes), self._present_settings()
         if held_bytes is not None:
-            within_bytes = min(settings.budget_bytes, ProcessModel(trace).budget_for(held_bytes))
+            within_bytes = min(settings.budget_bytes, live_process(trace).budget_for(held_bytes))
             settings = msgspec.structs.replace(settings, budget_bytes=within_bytes)
 
         def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:

@@ -24,6 +24,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES
 from memwall.planning.techniques.parameters import as_streamed
+from memwall.predict.cuda.live_cuda import as_plain, with_library_workspaces, workspaces_here
 from memwall.predict.first_step import FirstStep
 from memwall.predict.process import calibrated, parked_bytes
 from memwall.session.measurements import standing_bytes
@@ -98,7 +99,11 @@ class RecordedStep:
         if self._is_on_cpu:
             limit_bytes = self._settings.budget_bytes
             self._allocator.apply_tight(limit_bytes and max(limit_bytes - _BETWEEN_LOOKS_BYTES, 1), WINDOW_BYTES)
-        self._builder = TraceBuilder([self._model], _UnderLimit(self._parked.engine, self._allocator))
+        self._builder = TraceBuilder(
+            [self._model],
+            _UnderLimit(self._parked.engine, self._allocator),
+            workspaces=workspaces_here(self._device),
+        )
         # To look at parameters does not bring them in.
         with self._keeper.shown(), without_subclass_functions():
             self._builder.start_step(optimizers, running_root=self._called, begins_step=self._begins_step)
@@ -149,6 +154,8 @@ class RecordedStep:
         precisions = (technique_of(action).precision(action) for action in self._settings.standing)
         precision = next((one for one in precisions if one is not None), None)
         trace = builder.trace(optimizers, machine=self._machine, autocast=precision or "none")
+        if self._device.type == "cuda":
+            trace = with_library_workspaces(trace, self._device)
         with without_subclass_functions():
             present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
         modules, is_streamed = trace.modules, self._parameters.away_bytes > 0
@@ -167,6 +174,8 @@ class RecordedStep:
         if is_streamed:
             tensor_bytes = parked_bytes(trace, step, min_bytes=min_bytes, away_min_bytes=away_min_bytes, kept_bytes=0)
             in_memory_bytes = trace.base_bytes + trace.workspace_bytes + window_bytes + tensor_bytes
+        if self._device.type == "cuda":
+            trace = as_plain(trace)
         return trace, FirstStep(
             needed_bytes=step.process_peak_bytes - (kept_bytes or 0),
             in_memory_bytes=in_memory_bytes,
@@ -184,6 +193,10 @@ class RecordedStep:
                 _log.warning("in the first step saved tensors stay on the device: %s", self._parked.engine.refusal)
             self.moved_bytes = self._parked.close()
             self._parked = None
+
+    @property
+    def _device(self) -> torch.device:
+        return next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
 
     @property
     def _is_on_cpu(self) -> bool:

@@ -17,7 +17,7 @@ from memwall.machine.tiers import Machine, Tier
 from memwall.planning.planfile import Plan, decoded
 from memwall.planning.settings import Settings
 from memwall.predict.first_step import FirstStep
-from memwall.predict.process import ProcessModel
+from memwall.predict.live_device import live_process
 from memwall.session.ranks import Ranks
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
@@ -153,7 +153,7 @@ def tell_of_failure(ranks: Ranks) -> None:
 
 
 def _encoded(trace: Trace, settings: Settings) -> bytes:
-    process = ProcessModel(trace)
+    process = live_process(trace)
     figures = _Figures(
         kind=_kind(trace),
         needed_bytes=process.bare(steady_step(trace)).process_bytes,

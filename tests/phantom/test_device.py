@@ -76,7 +76,7 @@ def test_a_call_that_did_nothing_is_counted() -> None:
 
 @pytest.mark.parametrize("numbers", [pytest.param(n, marks=pytest.mark.phantom(numbers=n)) for n in (False, True)])
 def test_a_step_on_fake_tensors_runs_beside_values(numbers: bool) -> None:
-    """GIVEN fake tensors, which have no memory WHEN their operations compute shapes THEN no tensor's own dispatch does."""
+    """GIVEN fake tensors, which have no memory THEN their operations compute shapes as they do without a device."""
     with FakeTensorMode():
         layer = torch.nn.Linear(4, 3)
         layer(torch.zeros(2, 4)).sum().backward()

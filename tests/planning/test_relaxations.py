@@ -17,8 +17,8 @@ from memwall.planning.search import plan
 from memwall.planning.techniques.autocast import Autocast
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
+from memwall.predict.cuda_allocator.step_peaks import step_peaks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.predict.device import step_peaks
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 from memwall.units import format_bytes

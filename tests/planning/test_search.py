@@ -237,10 +237,10 @@ def test_what_cannot_be_cheaper_is_not_replayed_which_changes_no_plan(
     replay, solve_for = SearchAtLocation._resident, SearchAtLocation._solve_for
     num_replays = 0
 
-    def counted(search: Any, *args: Any) -> Any:
+    def counted(search: Any, *args: Any, **options: Any) -> Any:
         nonlocal num_replays
         num_replays += 1
-        return replay(search, *args)
+        return replay(search, *args, **options)
 
     def planned() -> tuple[list[bytes], int]:
         nonlocal num_replays

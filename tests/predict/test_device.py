@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda_allocator.step_peaks import step_peaks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.device import DeviceModel, as_first, convolution_bytes, margin_bytes, step_peaks
+from memwall.predict.device import DeviceModel, as_first, convolution_bytes, margin_bytes
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.cuda_allocator.step_peaks import step_peaks
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
-from memwall.predict.device import step_peaks
 from memwall.predict.phases import (
     PhasePeak,
     evaluation_bytes,

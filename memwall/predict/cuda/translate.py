@@ -8,29 +8,21 @@ established is in neither: `not_modelled` lists it for a trace at hand.
 from typing import Literal
 
 import msgspec
-import torch
 
 from memwall.machine.hardware import Hardware
 from memwall.machine.tiers import Machine, Tier
+from memwall.predict.cuda.cublas import with_cublas_workspaces
 from memwall.predict.cuda.cuda_device import cuda_device_of
 from memwall.predict.cuda.recording import CudaRecording
 from memwall.predict.gradient_sums import with_sums_in_place
 from memwall.predict.roofline import Roofline, with_least_seconds
-from memwall.trace.records import Op, Step, Storage, Trace
+from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
 Autocast = Literal["none", "bfloat16", "float16"]
 
 __all__ = ["not_modelled", "recording_for", "translated"]
 
-# A workspace for each thread that multiplies, which cuBLASLt shares: aten/src/ATen/cuda/CublasHandlePool.cpp,
-# parseChosenWorkspaceSize and setWorkspaceForHandle; torch/backends/cuda/__init__.py, TORCH_CUBLASLT_UNIFIED_WORKSPACE.
-_CUBLAS_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
-_CUBLAS_BYTES_NEW = 4096 * 8 * 1024
-_ROCM_BYTES, _ROCM_BYTES_GFX94 = 32 << 20, 128 << 20
-_PRODUCTS = frozenset(
-    f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_grouped_mm")
-)
 # Which of them a CPU has an operator for, and which it takes to pieces, hangs on the layer, its dtype and the build.
 _RECURRENT = frozenset(("RNN", "LSTM", "GRU", "LSTMCell", "GRUCell"))
 _COUNTER_BYTES = 8
@@ -134,53 +126,5 @@ def _on_device(step: Step, number: int, names: tuple[str, ...], hardware: Hardwa
         if storage.device == "cpu" and not (is_counter and has_host_counters):
             storage = msgspec.structs.replace(storage, device="cuda")
         storages.append(storage)
-    return msgspec.structs.replace(step, storages=(*storages, *_cublas_workspaces(step, number, names, hardware)))
-
-
-def _cublas_workspaces(step: Step, number: int, names: tuple[str, ...], hardware: Hardware) -> list[Storage]:
-    """Returns one for each thread that multiplies; autograd runs backward of a CUDA graph in a thread of its own."""
-    num_ops = len(step.ops)
-    added = []
-    for is_backward in (False, True):
-        products = (
-            at
-            for at, op in enumerate(step.ops)
-            if (op.phase == "backward") == is_backward and _takes_cublas(step, op, names[op.name])
-        )
-        first = next(products, None)
-        if first is not None:
-            added.append(
-                Storage(
-                    nbytes=_cublas_bytes(hardware),
-                    device="cuda",
-                    category="temporary",
-                    birth=first if number == 0 else -1,
-                    dropped=num_ops,
-                    death=num_ops,
-                    module=-1,
-                    phase="other",
-                    batched=False,
-                )
-            )
-    return added
-
-
-def _takes_cublas(step: Step, op: Op, name: str) -> bool:
-    """Tells whether an operation multiplies with cuBLAS; a batch of columns times rows takes none, as a matrix does.
-
-    Source: what torch 2.13 allocates, with tests/predict/test_translate.py's cases.
-    """
-    if name not in _PRODUCTS:
-        return False
-    if name != "aten.bmm.default" or not op.outputs:
-        return True
-    result = step.storages[op.outputs[0]]
-    return op.flops * getattr(torch, result.dtype, torch.float32).itemsize != 2 * result.nbytes
-
-
-def _cublas_bytes(hardware: Hardware) -> int:
-    device = cuda_device_of(hardware)
-    major, _ = device.capability
-    if device.is_rocm:
-        return _ROCM_BYTES_GFX94 if major == 9 else _ROCM_BYTES
-    return _CUBLAS_BYTES_NEW if major in (9, 10, 12) else _CUBLAS_BYTES
+    step = msgspec.structs.replace(step, storages=tuple(storages))
+    return with_cublas_workspaces(step, number == 0, names, cuda_device_of(hardware))

@@ -1,0 +1,45 @@
+"""Steps that were recorded on a CUDA device which is here: what recording changed, and what no recorder sees.
+
+While operations are watched autograd sums gradients into tensors of their own, and the workspaces of cuBLAS belong to
+no operator that returns them. Which blocks an operator has for itself follows from its arguments, as for a device that
+is not here.
+"""
+
+import msgspec
+import torch
+
+from memwall.predict.cuda.cublas import with_cublas_workspaces
+from memwall.predict.cuda.cuda_device import CudaDevice
+from memwall.predict.cuda.reductions import Multiprocessors
+from memwall.predict.cuda.workspaces import CudaWorkspaces
+from memwall.predict.gradient_sums import with_sums_in_place
+from memwall.trace.records import Trace
+
+__all__ = ["as_plain", "cuda_device_here", "with_library_workspaces", "workspaces_here"]
+
+
+def cuda_device_here(device: torch.device) -> CudaDevice:
+    """Returns what torch's kernels ask of a device of this machine."""
+    found = torch.cuda.get_device_properties(device)
+    capability = (int(found.major), int(found.minor))
+    if torch.version.hip is not None:
+        return CudaDevice(capability, None)
+    number, threads = int(found.multi_processor_count), int(found.max_threads_per_multi_processor)
+    return CudaDevice(capability, Multiprocessors(number, threads))
+
+
+def workspaces_here(device: torch.device) -> CudaWorkspaces | None:
+    """Returns what operators allocate for themselves on a device of this machine; None for one that is not CUDA's."""
+    return CudaWorkspaces(cuda_device_here(device)) if device.type == "cuda" else None
+
+
+def with_library_workspaces(trace: Trace, device: torch.device) -> Trace:
+    """Returns a trace recorded on this device with what cuBLAS holds, from the first step's first product on."""
+    here = cuda_device_here(device)
+    steps = (with_cublas_workspaces(step, step.kind == "first", trace.names, here) for step in trace.steps)
+    return msgspec.structs.replace(trace, steps=tuple(steps))
+
+
+def as_plain(trace: Trace) -> Trace:
+    """Returns a trace recorded on CUDA with the gradients summed as they are while nobody watches."""
+    return msgspec.structs.replace(trace, steps=tuple(with_sums_in_place(step, trace.names) for step in trace.steps))

@@ -1,0 +1,100 @@
+"""Peaks of a run's steps, as the simulated caching allocator has them."""
+
+from collections.abc import Sequence
+
+import torch
+from msgspec import Struct
+
+from memwall.predict.cuda_allocator.allocator_events import EventTrace, events_of_steps
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
+from memwall.predict.cuda_allocator.event_replay import Playback
+from memwall.predict.cuda_allocator.simulator import CudaAllocator
+from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
+from memwall.predict.curve import live_peak_bytes
+from memwall.trace.records import Step
+
+__all__ = ["NUM_STEADY", "StepPeak", "least_reserved_bytes", "reserved_peak_bytes", "step_peaks"]
+
+NUM_STEADY = 2
+"""How often the last step of a run is repeated: what it caches, the second one finds."""
+
+# Sizes of large segments are multiples of this.
+_SEGMENT_STEP_BYTES = 2 << 20
+
+
+class StepPeak(Struct, frozen=True, kw_only=True):
+    """Holds the peaks of one step of a run. All simulated."""
+
+    allocated_bytes: int
+    """Blocks handed out at once: tensors, rounded up, and remainders too small to be split off."""
+    reserved_bytes: int
+    """Segments that the caching allocator holds."""
+
+
+def step_peaks(
+    steps: Sequence[Step],
+    profile: VersionProfile,
+    *,
+    settings: AllocatorSettings | None = None,
+    capacity_bytes: int | None = None,
+) -> tuple[StepPeak, ...] | None:
+    """Returns the peaks of each step of a run, the last one repeated.
+
+    Args:
+        settings: of the allocator; None for torch's defaults.
+        capacity_bytes: what the device can give to the allocator; None: without end.
+
+    Returns:
+        None if a request is out of memory even after the cache has been given back.
+    """
+    trace = events_of_steps(steps, num_repeats=NUM_STEADY)
+    allocator = CudaAllocator(settings or AllocatorSettings(), profile, capacity_bytes=capacity_bytes)
+    playback = Playback(allocator)
+    peaks = []
+    for begin, end in _spans(trace):
+        allocator.reserved_peak_bytes = allocator.reserved_bytes
+        allocator.allocated_peak_bytes = allocator.allocated_bytes
+        if not playback.run(trace.events[begin:end]):
+            return None
+        peaks.append(
+            StepPeak(
+                allocated_bytes=allocator.allocated_peak_bytes,
+                reserved_bytes=allocator.reserved_peak_bytes,
+            )
+        )
+    return tuple(peaks)
+
+
+def _spans(trace: EventTrace) -> list[tuple[int, int]]:
+    """Returns the events of each step; what is allocated ahead of the first belongs to it."""
+    begins = [0, *trace.steps[1:]]
+    return list(zip(begins, [*begins[1:], len(trace.events)], strict=True))
+
+
+def reserved_peak_bytes(step: Step, *, capacity_bytes: int | None = None) -> int | None:
+    """Returns the most that the allocator of this torch holds in a step which is repeated, with default settings.
+
+    Args:
+        capacity_bytes: what it may hold: it gives free segments back before it passes that; None: without end.
+
+    Returns:
+        None if the step is out of memory even so.
+    """
+    profile, _ = profile_for(str(torch.__version__))
+    peaks = step_peaks((step,), profile, capacity_bytes=capacity_bytes)
+    return None if peaks is None else max(peak.reserved_bytes for peak in peaks)
+
+
+def least_reserved_bytes(step: Step) -> int:
+    """Returns the least that the allocator can do with in a step which is repeated, to one part in a hundred."""
+    enough_bytes = reserved_peak_bytes(step)
+    assert enough_bytes is not None, "memory without end is never full"
+    too_few_bytes = min(live_peak_bytes(step, "cuda"), enough_bytes) - 1
+    while enough_bytes - too_few_bytes > max(enough_bytes // 100, _SEGMENT_STEP_BYTES):
+        capacity_bytes = (enough_bytes + too_few_bytes) // 2
+        held_bytes = reserved_peak_bytes(step, capacity_bytes=capacity_bytes)
+        if held_bytes is None:
+            too_few_bytes = capacity_bytes
+        else:
+            enough_bytes = held_bytes
+    return enough_bytes

@@ -1,0 +1,90 @@
+"""Plans of runs on a CUDA device that is here: workspaces, gradients and segments as torch's own allocator has them."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memwall.predict.cuda.cuda_device import CudaDevice
+from memwall.predict.cuda.live_cuda import as_plain, cuda_device_here, with_library_workspaces, workspaces_here
+from memwall.predict.cuda_allocator.step_peaks import reserved_peak_bytes
+from memwall.predict.live_device import LiveDeviceModel, live_process
+from memwall.predict.process import ProcessModel
+from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import TraceBuilder, record, run_recorded
+from memwall.trace.workload import Workload
+
+MIB = 1 << 20
+
+
+def test_a_step_on_a_device_needs_the_segments_of_its_allocator(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    trace = recorded(workload_of(lambda: nn.Linear(512, 4096), lambda: torch.zeros(256, 512)), "h100-80gb")
+    trace = msgspec.structs.replace(trace, base_bytes=500 * MIB, workspace_bytes=3 * MIB)
+    process = live_process(trace)
+    step = steady_step(trace)
+    assert isinstance(process, LiveDeviceModel)
+    needed, reserved = process.treated(step, 0).process_bytes, reserved_peak_bytes(step)
+    assert reserved is not None
+    assert needed == 503 * MIB + reserved > process.bare(step).process_bytes
+    assert process.reserved_bytes(needed) == 3 * MIB + reserved
+    assert process.fits_untouched(needed, budget_bytes=2 * needed, limit_bytes=needed)
+    assert not process.fits_untouched(needed, budget_bytes=2 * needed, limit_bytes=needed - 1)
+
+
+def test_an_allocator_that_is_full_gives_back_what_it_keeps(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """A step fits wherever the real allocator would find room: down to the least budget, and not a segment below."""
+    layers = [nn.Linear(256, width) for width in (256, 8192, 2048, 16384)]
+    blocks = (nn.Sequential(layer, nn.GELU(), nn.Linear(layer.out_features, 256)) for layer in layers)
+    model = nn.Sequential(*blocks)
+    trace = recorded(workload_of(lambda: model, lambda: torch.zeros(512, 256)), "h100-80gb")
+    process, step = live_process(trace), steady_step(trace)
+    plain, least = process.treated(step, 0).process_bytes, process.crowded(step, 0).process_bytes
+    assert process.bare(step).process_bytes <= least < plain
+    assert process.crowded(step, plain).process_bytes == plain
+    for limit_bytes in (least, (least + plain) // 2):
+        assert process.crowded(step, limit_bytes).process_bytes <= limit_bytes
+
+
+def test_a_step_on_a_cpu_has_a_heap(workload_of: Callable[..., Workload]) -> None:
+    process = live_process(record(workload_of(lambda: nn.Linear(8, 8), lambda: torch.zeros(2, 8))))
+    assert type(process) is ProcessModel
+
+
+class Model(nn.Module):
+    """Reuses a tensor, sums biases over many rows, and normalises in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.LayerNorm(256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.second(F.gelu(self.first(x)))
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_is_forecast_as_torch_counts_the_next(workload_of: Callable[..., Workload]) -> None:
+    """Allocated bytes within 0.1 %, segments to the byte: recorded on the device, then run without a recorder."""
+    device = torch.device("cuda", 0)
+    workload = workload_of(Model, lambda: torch.ones(16_384, 256), torch.bfloat16, torch.optim.AdamW)
+    model, batch = workload.make_model().to(device), workload.make_batch().to(device)
+    optimizer = workload.make_optimizer(model)
+    builder = TraceBuilder([model], workspaces=workspaces_here(device))
+    trace = run_recorded(builder, workload, model, optimizer, batch, num_steps=1)
+    foreseen = steady_step(as_plain(with_library_workspaces(trace, device)))
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        workload.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert isinstance(cuda_device_here(device), CudaDevice)
+    assert reserved_peak_bytes(foreseen) == pytest.approx(torch.cuda.max_memory_reserved(), abs=2 * MIB)
