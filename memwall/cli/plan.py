@@ -30,6 +30,7 @@ from memwall.cli.options import (
     require_writable,
     write_json,
 )
+from memwall.cli.plan_curve import CurveOption, curve_of
 from memwall.cli.plan_ranks import (
     ExplainOption,
     LinkOption,
@@ -45,6 +46,7 @@ from memwall.integrations.hf_config import config_path
 if TYPE_CHECKING:
     from memwall.machine.hardware import Hardware
     from memwall.planning.forecast import Forecast
+    from memwall.planning.planfile import Plan
     from memwall.planning.recordings import Recordings
     from memwall.trace.records import Trace
     from memwall.trace.sample_lengths import BatchChoice
@@ -87,6 +89,7 @@ def plan(
     autocast: AutocastOption = None,
     checkpointing: CheckpointingOption = False,
     mask_share: MaskShareOption = None,
+    has_curve: CurveOption = False,
     ranks: RanksOption = None,
     ranks_per_node: RanksPerNodeOption = None,
     link: LinkOption = None,
@@ -103,6 +106,8 @@ def plan(
     hardware = _hardware(device)
     known = None if hardware is None else hardware.name
     asked = asked_ranks(ranks, ranks_per_node, link, is_explained=explain, device=known)
+    if has_curve and asked is not None:
+        raise UsageError("--curve: not together with --ranks, which shows a curve over their number")
     budget_bytes = parse_budget(budget, device=device, whole_bytes=None if hardware is None else hardware.usable_bytes)
     disk_tier, allowed, host_bytes = parse_disk(disk), parse_allow(allow), parse_host(host)
     disk_bytes_per_day = parse_disk_writes(disk_writes, no_disk=no_disk)
@@ -160,6 +165,7 @@ def plan(
     from memwall.cli.output import forecast_status, show
     from memwall.planning.search import plan as search
     from memwall.planning.settings import Settings
+    from memwall.report.budget_curve import budget_curve_view
     from memwall.report.estimate_grids import batch_text
     from memwall.report.text import plan_report
 
@@ -190,8 +196,9 @@ def plan(
         capacity_bytes = host_bytes
         if disk_writes is not None:
             raise UsageError(f"--disk-writes {disk_writes}: tensors of {trace.device} move to host memory only")
-    try:
-        made = search(
+
+    def plan_for(budget_bytes: int) -> "Plan":
+        found_plan = search(
             trace,
             budget=budget_bytes,
             disk=None if disk_tier is None else str(disk_tier.directory),
@@ -202,17 +209,23 @@ def plan(
             hardware=hardware,
             recordings=found.recordings,
         )
+        return found_plan if found.evaluated is None else found.evaluated(found_plan)
+
+    try:
+        made = plan_for(budget_bytes)
     except InfeasibleError as error:
         if as_json:
             write_json(replace(forecast_without_plan(trace, error), worst_batch=choice))
         raise
-    if found.evaluated is not None:
-        made = found.evaluated(made)
     if choice is not None:
         made = replace(made, forecast=replace(made.forecast, worst_batch=choice))
     if output is not None:
         made.save(output)
     shown = plan_report(made)
+    if has_curve:
+        curve = curve_of(made, plan_for)
+        made = replace(made, forecast=replace(made.forecast, curve=curve))
+        shown = Group(shown, budget_curve_view(made.forecast))
     if choice is not None:
         shown = Group(shown, Text(f"\nWorst batch: {batch_text(choice)}."))
     show(shown, made.forecast, as_json=as_json)

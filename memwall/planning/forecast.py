@@ -11,7 +11,7 @@ from memwall.predict.link_time import LinkTime
 from memwall.trace.sample_lengths import BatchChoice
 from memwall.trace.workload_facts import WorkloadFacts
 
-__all__ = ["Forecast", "Lever", "PeakBytes"]
+__all__ = ["BudgetPoint", "Forecast", "Lever", "PeakBytes"]
 
 
 class PeakBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +44,17 @@ class Lever(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def seconds_per_gib(self) -> float:
         """Returns the seconds that a GiB costs this way."""
         return self.cost_seconds / self.freed_bytes * (1 << 30)
+
+
+class BudgetPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Holds what the cheapest plan for one budget comes to."""
+
+    budget_bytes: int
+    process_bytes: int
+    """The most that the process holds under that plan."""
+    step_seconds: float | None
+    num_actions: dict[str, int]
+    """Actions of the plan, by their kind."""
 
 
 class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,6 +99,8 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Advice on the CUDA allocator for the same run without any action; None where it is not simulated."""
     ranks: RanksForecast | None = None
     """How the model is divided among ranks, where that was asked; all the rest is for one of them."""
+    curve: tuple[BudgetPoint, ...] = ()
+    """Plans for other budgets, from the smallest to one under which nothing needs to be done, where that was asked."""
 
     @property
     def passed_phases(self) -> tuple[str, ...]:

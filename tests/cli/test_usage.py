@@ -38,7 +38,8 @@ OPTIONS = {
     }
     | {"--json"}
     | {"--batch", "--seq", "--optimizer", "--dtype", "--worst-batch", "--data", "--mask-share"}
-    | {"--autocast", "--checkpointing", "--eval-batch"},
+    | {"--autocast", "--checkpointing", "--eval-batch", "--curve"}
+    | {"--ranks", "--ranks-per-node", "--link", "--explain"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
     "run": {"--budget", "--plan", "--host", "--disk", "--disk-writes", "--no-disk", "--allow", "--report", "--json"}
