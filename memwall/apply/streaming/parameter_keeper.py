@@ -17,6 +17,7 @@ from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
+from memwall.machine.limits import memory_limit_bytes
 from memwall.machine.meter import process_bytes
 from memwall.planning.menu import WINDOW_BYTES
 from memwall.planning.techniques.parameters import MIN_PARAMETER_BYTES, ParameterPlacement, parameter_window_bytes
@@ -278,13 +279,15 @@ class ParameterKeeper:
     def bring_back_within(self, budget_bytes: int, reason: str) -> None:
         """Does what `bring_back` does, where parameters cannot stay on disk for a reason.
 
+        Above the budget, too: the step is recorded there, and the refusal after it names a budget that would do.
+
         Raises:
-            ApplyError: there is no room for those that were built there.
+            ApplyError: the machine has no room for those that were built there.
             StoreError: see `bring_back`.
         """
         coming_bytes = self._built_bytes or (self.absent_bytes if self._was_built_there else 0)
         needed_bytes = process_bytes() + coming_bytes
-        if coming_bytes and needed_bytes > budget_bytes:
+        if coming_bytes and needed_bytes > max(budget_bytes, memory_limit_bytes()):
             raise ApplyError(
                 f"parameters went to disk while the script built them, since {format_bytes(budget_bytes)} have no room "
                 f"for them, and cannot stay there: {reason}; give a budget above "

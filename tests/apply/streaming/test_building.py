@@ -371,10 +371,18 @@ def test_a_state_dict_of_a_model_on_disk_takes_no_memory_until_a_step_needs_it(
     session.close()
 
 
+@pytest.mark.parametrize("limit_bytes", [1 << 21, 1 << 40], ids=["no room here", "room above the budget"])
 @pytest.mark.parametrize("kind", ["a hook", "an optimizer of all at once"])
-def test_what_keeps_them_from_being_on_disk_is_refused_where_there_is_no_room(
-    kind: str, tiny: None, without_room: None, tmp_path: Path, open_sessions: list[Session]
+def test_what_keeps_them_from_being_on_disk_is_refused_where_the_machine_has_no_room(
+    kind: str,
+    limit_bytes: int,
+    tiny: None,
+    without_room: None,
+    tmp_path: Path,
+    open_sessions: list[Session],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(parameter_keeper, "memory_limit_bytes", lambda: limit_bytes)
     session = Session(disk=str(tmp_path), budget_bytes=1 << 20)
     open_sessions.append(session)
     session.watch_building()
@@ -385,6 +393,10 @@ def test_what_keeps_them_from_being_on_disk_is_refused_where_there_is_no_room(
     else:
         optimizer, reason = torch.optim.LBFGS(model.parameters()), "LBFGS cannot be stepped a few parameters at a time"
     session.attach(model, optimizer)
+    if limit_bytes == 1 << 40:  # the step is recorded, and the refusal after it has a number
+        loss_of(model, 0)
+        assert not on_disk(model)
+        return
     expected = (
         rf"parameters went to disk while the script built them, since 1\.0 MiB have no room for them, and cannot stay "
         rf"there: {reason}; give a budget above [0-9.]+ MiB"
