@@ -16,7 +16,7 @@ from memwall.apply.memory.cuda_setting import restore_variables
 from memwall.apply.memory.ddp_buckets import when_rebuilt
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place
-from memwall.apply.streaming.parameter_keeper import ParameterKeeper, why_not_streamed
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper, is_streamed, why_not_streamed
 from memwall.apply.technique import allowed, handler_of
 from memwall.errors import ApplyError, InfeasibleError, MemwallError
 from memwall.machine.limits import pinnable_bytes
@@ -36,6 +36,7 @@ from memwall.session.recorded_forms import RecordedForms
 from memwall.session.recorded_step import RecordedStep
 from memwall.session.shared_plan import Solve, check_equal, planned_together
 from memwall.session.step_borders import StepBorders
+from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
@@ -43,6 +44,9 @@ from memwall.units import format_bytes
 __all__ = ["LivePlan", "Revision"]
 
 _log = logging.getLogger(__name__)
+
+_NUM_COPIES = 2
+"""Copies of the weights that there is room for between two steps: one in parts, and those joined into one."""
 
 
 class Revision(NamedTuple):
@@ -100,6 +104,7 @@ class LivePlan:
         """Whether a plan is for this rank's report alone, since no step follows it."""
         self._borders, self._measured, self._on_plan, self._set_by_loop = borders, measured, on_plan, set_by_loop
         self._bucket_hooks: tuple[RemovableHandle, ...] = ()
+        self._room_bytes = 0
         self.device_budget = DeviceBudget()
         self._forms = RecordedForms()
         self._disk_capacity_bytes, self._host_capacity_bytes = disk_capacity_bytes, host_capacity_bytes
@@ -281,6 +286,9 @@ class LivePlan:
         applied.apply()
         self._count_state(is_recorded=True)
         self.applied = applied
+        with without_subclass_functions():  # what is on disk is shown by memwall itself
+            parameters = [p for p in self._borders.attached_model.parameters() if p.device.type == "cpu"]
+            self._room_bytes = _NUM_COPIES * sum(p.nbytes for p in parameters if not is_streamed(p))
         self._bucket_hooks = when_rebuilt(self._borders.attached_model, self._buckets_rebuilt)
         self._measured.note_peak()
         self.allocator.trim()
@@ -424,6 +432,11 @@ class LivePlan:
         self._count_state(is_recorded=self.recorded is not None)
         out_bytes, in_bytes = (0, 0) if self.applied is None else self.applied.moved_bytes
         return self._measured.bytes_to_tier + out_bytes, self._measured.bytes_from_tier + in_bytes
+
+    def leave_room(self) -> None:
+        """Leaves room after a step for copies of the weights: scripts log, hash or keep them where no hook sees it."""
+        if self.applied is not None:
+            self.allocator.leave_room(self._room_bytes)
 
     def end_showing(self) -> None:
         """Ends what was shown of parameters on disk, to save them: it is no part of the step that follows."""

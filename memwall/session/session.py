@@ -471,6 +471,7 @@ class Session:
             self._num_checked = self.measured.num_steps
             if not self._is_applied_inside:
                 self._check_effects()
+            self._live.leave_room()
         self._is_applied_inside = False
 
     def _check_effects(self) -> None:

@@ -56,6 +56,12 @@ def save_optimizer(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     bytearray(b"1") * (120 * MIB)
 
 
+def copy_weights(model: nn.Module) -> None:
+    """Makes bytes of the weights, and joins them, as a script does that prints their digest: nothing of it is seen."""
+    parts = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    assert len(b"".join([*parts, b"."])) > 32 * MIB
+
+
 @pytest.fixture
 def peak_of() -> Callable[[Callable[[nn.Module, torch.optim.Optimizer], None]], tuple[int, int]]:
     """Runs two steps under a limit, with something after each; returns the run's peak and its budget."""
@@ -87,8 +93,13 @@ def peak_of() -> Callable[[Callable[[nn.Module, torch.optim.Optimizer], None]], 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "between",
-    [lambda model, _: evaluate(model), lambda model, _: save(model), save_optimizer],
-    ids=["evaluation", "saving", "saving the optimizer"],
+    [
+        lambda model, _: evaluate(model),
+        lambda model, _: save(model),
+        save_optimizer,
+        lambda model, _: copy_weights(model),
+    ],
+    ids=["evaluation", "saving", "saving the optimizer", "copying the weights"],
 )
 def test_memory_that_a_step_has_freed_is_there_for_what_follows(between: Callable, peak_of: Callable) -> None:
     """GIVEN a step near the budget WHEN something else follows THEN the process stays within the budget."""

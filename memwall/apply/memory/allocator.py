@@ -118,6 +118,11 @@ class AllocatorHandler:
                 ceiling_bytes = max(self._limit_bytes - others_bytes, 1)
             self._heap.set_ceiling(ceiling_bytes)
 
+    def leave_room(self, num_bytes: int) -> None:
+        """Returns free pages after a step until so many bytes are free below the limit, for what is made elsewhere."""
+        if self._heap is not None and self._limit_bytes:
+            self._heap.set_ceiling(max(self._limit_bytes - num_bytes - self._present_others_bytes(), 1))
+
     def kept_bytes(self) -> int | None:
         """Returns the bytes of free pages in the heap at its peak since its limit was set; None where that is older.
 
