@@ -198,26 +198,37 @@ def _column(
     own = np.maximum.reduceat(curve + delta, bounds) - base_peaks
     own_rows = np.asarray(owners) == b
     column[own_rows] = own[own_rows]
+    changed = _Lives(gone, come)
     for call, saved in zip(model.blocks[b].calls, model.blocks[b].saved, strict=True):
         for at, ops in model.repeated_ops(call, saved, treatment) if call.backward_start >= 0 else ():
             row = int(np.searchsorted(bounds, at, side="right")) - 1
-            peak = int(before[at]) + _repeated_peak(gone, come, at, len(ops))
+            peak = int(before[at]) + changed.repeated_peak(at, len(ops))
             column[row] = max(int(column[row]), peak - int(base_peaks[row]))
     return column
 
 
-def _repeated_peak(gone: Sequence[Life], come: Sequence[Life], at: int, num_ops: int) -> int:
-    """Returns the highest bytes, relative to the plain step at `at`, while operations run again before it."""
-    change = np.zeros(num_ops + 2, dtype=np.int64)
-    for lives, sign in ((gone, -1), (come, 1)):
-        for life in lives:
-            if life.begin >= (at, LAST) or life.end <= (at, 0):
-                continue
-            begin = life.begin[1] if life.begin[0] == at else 0
-            end = life.end[1] if life.end[0] == at else num_ops + 1
-            change[begin] += sign * life.nbytes
-            change[end] -= sign * life.nbytes
-    return int(np.cumsum(change[:-1]).max())
+class _Lives:
+    """Holds what a treatment changes, in columns: a recurrent block is called, and looked at, hundreds of times."""
+
+    def __init__(self, gone: Sequence[Life], come: Sequence[Life]) -> None:
+        lives = [*gone, *come]
+        self._begin = np.asarray([life.begin for life in lives], dtype=np.int64).reshape(-1, 2)
+        self._end = np.asarray([life.end for life in lives], dtype=np.int64).reshape(-1, 2)
+        signs = np.repeat((-1, 1), (len(gone), len(come)))
+        self._bytes = signs * np.asarray([life.nbytes for life in lives], dtype=np.int64)
+
+    def repeated_peak(self, at: int, num_ops: int) -> int:
+        """Returns the highest bytes, relative to the plain step at `at`, while operations run again before it."""
+        begins_here, ends_here = self._begin[:, 0] == at, self._end[:, 0] == at
+        has_begun = (self._begin[:, 0] < at) | (begins_here & (self._begin[:, 1] < LAST))
+        has_not_ended = (self._end[:, 0] > at) | (ends_here & (self._end[:, 1] > 0))
+        there = has_begun & has_not_ended
+        begin = np.where(begins_here, self._begin[:, 1], 0)[there]
+        end = np.where(ends_here, self._end[:, 1], num_ops + 1)[there]
+        change = np.zeros(num_ops + 2, dtype=np.int64)
+        np.add.at(change, begin, self._bytes[there])
+        np.subtract.at(change, end, self._bytes[there])
+        return int(np.cumsum(change[:-1]).max())
 
 
 def window_bytes_of(menus: Sequence[Menu], choice: Choice) -> int:

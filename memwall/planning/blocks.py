@@ -4,6 +4,8 @@ Repeated classes in lists and sequences come first (transformer layers, ResNet s
 divided by size. Everything is read from the trace, so the model itself is not needed.
 """
 
+from bisect import bisect_left
+
 from memwall.predict.call_rules import BlockCalls
 from memwall.trace.records import ModuleCall, Step, Trace
 
@@ -116,10 +118,12 @@ class _Finder:
         members = self._below(index)
         calls = self.calls[index]
         saved: list[list[int]] = [[] for _ in calls]
+        ends = [call.end for call in calls]
+        is_in_order = ends == sorted(ends)  # else it calls itself
         for number, save in enumerate(self.step.saved):
             if save.module in members:
-                for place, call in enumerate(calls):
-                    if call.start <= save.packed <= call.end:
+                for place in range(bisect_left(ends, save.packed) if is_in_order else 0, len(calls)):
+                    if calls[place].start <= save.packed <= ends[place]:
                         saved[place].append(number)
                         break
         return BlockCalls(
