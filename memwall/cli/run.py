@@ -211,7 +211,8 @@ def run(
         report_path = report_path.with_name(rank_file_name(report_path.name))
     if report_path is not None:
         report.save(report_path)
-    show(run_table(report) if is_verbose() else run_summary(report), report, as_json=as_json, to_error=True)
+    shown_run = run_table if is_verbose() else run_summary
+    show(shown_run(report, status=status), report, as_json=as_json, to_error=True)
     if status or report.within_budget:
         raise typer.Exit(status)
     here = launched()

@@ -138,8 +138,8 @@ class LightningCallback(_base()):  # type: ignore[misc]
                 "%d steps under %d actions; peak %s, budget %s",
                 session.measured.num_steps,
                 len(session.plan.actions),
-                format_bytes(max(session.measured.overall_peak_bytes, session.measured.peak_bytes)),
-                format_bytes(session.budget_bytes),
+                format_bytes(max(session.measured.overall_peak_bytes, session.measured.peak_bytes), rounding="up"),
+                format_bytes(session.budget_bytes, rounding="down"),
             )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

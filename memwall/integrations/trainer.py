@@ -222,8 +222,9 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             passed = " (passed)" if budget_bytes and measured.judged_peak_bytes > budget_bytes else ""
             tell(
                 f"{measured.num_steps} steps (median {seconds}) under {len(session.plan.actions)} actions; peak "
-                f"{format_bytes(peak_bytes)}, foreseen {format_bytes(forecast.peak.process_bytes)}, budget "
-                f"{format_bytes(budget_bytes)}{passed}"
+                f"{format_bytes(peak_bytes, rounding='up')}, foreseen "
+                f"{format_bytes(forecast.peak.process_bytes, rounding='up')}, budget "
+                f"{format_bytes(budget_bytes, rounding='down')}{passed}"
             )
 
     def _is_exceeded(self, state: Any) -> bool:

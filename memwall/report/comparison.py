@@ -130,7 +130,7 @@ def snapshot_side(snapshot: Snapshot, analyses: Sequence[DeviceAnalysis], source
 
 
 def _conditions(forecast: Forecast, budget_bytes: int | None) -> dict[str, str]:
-    budget = "none" if budget_bytes is None else format_bytes(budget_bytes)
+    budget = "none" if budget_bytes is None else format_bytes(budget_bytes, rounding="down")
     return {"device": forecast.device, "budget": budget}
 
 

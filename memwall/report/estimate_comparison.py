@@ -49,8 +49,8 @@ def compared(found: Sequence[_Found]) -> tuple[Group, Comparison]:
     rows = tuple(
         (
             each.estimate.device,
-            format_bytes(each.estimate.budget_bytes or 0),
-            format_bytes(each.estimate.peak.process_bytes),
+            format_bytes(each.estimate.budget_bytes or 0, rounding="down"),
+            format_bytes(each.estimate.peak.process_bytes, rounding="up"),
             format_bytes(each.estimate.margin_bytes),
             share_percent(each.estimate.peak.process_bytes, each.estimate.budget_bytes or 0),
             seconds_or_dash(each.estimate.step_seconds),

@@ -33,10 +33,11 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
     facts = [
         ("device", f"{estimate.device} ({estimate.product})"),
         *workload_row(estimate.workload),
-        ("budget", format_bytes(budget_bytes)),
+        ("budget", format_bytes(budget_bytes, rounding="down")),
         (
             "process peak",
-            f"{format_bytes(peak.process_bytes)} ({share}), first in {estimate.peak_phase.replace('_', ' ')}",
+            f"{format_bytes(peak.process_bytes, rounding='up')} ({share}), "
+            f"first in {estimate.peak_phase.replace('_', ' ')}",
         ),
         ("of that reserved", f"{format_bytes(peak.reserved_bytes or 0)}, allocator of torch {estimate.torch_version}"),
         ("of that tensors", format_bytes(peak.allocated_bytes)),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from memwall.predict.curve import LineShare, Share
-from memwall.units import format_bytes, format_seconds
+from memwall.units import Rounding, format_bytes, format_seconds
 
 __all__ = [
     "DASH",
@@ -67,9 +67,9 @@ def _categories(share: Share | LineShare) -> str:
     return ", ".join(category.replace("_", " ") for category in found)
 
 
-def bytes_or_dash(num_bytes: int | None) -> str:
+def bytes_or_dash(num_bytes: int | None, *, rounding: Rounding = "nearest") -> str:
     """Returns bytes in binary units, or a dash where none are known."""
-    return DASH if num_bytes is None else format_bytes(num_bytes)
+    return DASH if num_bytes is None else format_bytes(num_bytes, rounding=rounding)
 
 
 def seconds_or_dash(seconds: float | None) -> str:

@@ -142,13 +142,15 @@ def _cards(page: Page) -> list[Card]:
     if forecast.budget_bytes is not None:
         smallest = forecast.smallest_feasible_budget_bytes
         remark = f"{format_bytes(smallest, rounding='up')} would do" if smallest is not None else "of the process"
-        cards.append(Card("budget", format_bytes(forecast.budget_bytes), remark))
+        cards.append(Card("budget", format_bytes(forecast.budget_bytes, rounding="down"), remark))
     remark = f"margin {format_bytes(forecast.margin_bytes)}"
     predicted_bytes = forecast.peak.process_bytes if page.run is None else page.run.forecast.steady_process_bytes
-    cards.append(Card("predicted peak", format_bytes(predicted_bytes), remark))
+    cards.append(Card("predicted peak", format_bytes(predicted_bytes, rounding="up"), remark))
     if page.run is not None:
         measured_bytes = page.run.steady_peak_bytes
-        cards.append(Card("measured peak", format_bytes(measured_bytes), f"{page.run.measured.steps} steps"))
+        cards.append(
+            Card("measured peak", format_bytes(measured_bytes, rounding="up"), f"{page.run.measured.steps} steps")
+        )
     plain_seconds = forecast.plain_step_seconds
     seconds = page.run.measured.step_seconds_median if page.run is not None else forecast.step_seconds
     if page.outcomes and page.outcomes[0].step_seconds and page.run is not None:

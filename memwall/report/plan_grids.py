@@ -42,17 +42,17 @@ def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     """Returns the plan's figures as (name, value)."""
     forecast = plan.forecast
     peak_bytes = forecast.peak.process_bytes
-    peak_text = format_bytes(peak_bytes)
+    peak_text = format_bytes(peak_bytes, rounding="up")
     if forecast.budget_bytes is not None:
         peak_text += f" ({share_percent(peak_bytes, forecast.budget_bytes)} of the budget)"
     facts = [
         *workload_row(forecast.workload),
-        ("budget", bytes_or_dash(forecast.budget_bytes)),
+        ("budget", bytes_or_dash(forecast.budget_bytes, rounding="down")),
         ("predicted process peak", peak_text),
         ("margin", format_bytes(forecast.margin_bytes)),
     ]
     if forecast.plain_peak is not None:
-        facts.append(("peak without the plan", format_bytes(forecast.plain_peak.process_bytes)))
+        facts.append(("peak without the plan", format_bytes(forecast.plain_peak.process_bytes, rounding="up")))
     smallest_bytes = forecast.smallest_feasible_budget_bytes
     smallest_text = DASH if smallest_bytes is None else format_bytes(smallest_bytes, rounding="up")
     facts.append(("smallest feasible budget", smallest_text))

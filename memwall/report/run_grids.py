@@ -68,8 +68,8 @@ def run_grid(report: RunReport) -> Grid:
     first = None if "first_step" in forecast.measured_phases else forecast.phases.get("first_step")
     first_bytes = first.process_bytes if first is not None else None
     compared: list[tuple[str, Callable[[Any], str], float | None, float | None]] = [
-        ("process peak, steady step", bytes_or_dash, forecast.steady_process_bytes, report.steady_peak_bytes),
-        ("process peak, first step", bytes_or_dash, first_bytes, measured.first_step_peak_bytes or None),
+        ("process peak, steady step", _needed, forecast.steady_process_bytes, report.steady_peak_bytes),
+        ("process peak, first step", _needed, first_bytes, measured.first_step_peak_bytes or None),
         ("step", seconds_or_dash, forecast.step_seconds, measured.step_seconds_median),
         ("bytes moved per step", bytes_or_dash, forecast.moved_bytes_per_step, measured.bytes_moved_per_step),
     ]
@@ -79,7 +79,7 @@ def run_grid(report: RunReport) -> Grid:
     ]
     outside_bytes, gap_bytes = report.outside_steps_bytes, report.unexplained_bytes
     if outside_bytes is not None:
-        rows.insert(2, ("process peak, outside the steps", DASH, format_bytes(outside_bytes), DASH))
+        rows.insert(2, ("process peak, outside the steps", DASH, _needed(outside_bytes), DASH))
     if gap_bytes:
         gap = f"{'-' if gap_bytes < 0 else ''}{format_bytes(abs(gap_bytes))}"
         rows.append(("not itemised in the forecast", DASH, gap, DASH))
@@ -110,8 +110,8 @@ def comparison_grid(outcomes: Sequence[Outcome]) -> Grid:
 
     columns = [
         (
-            bytes_or_dash(outcome.peak_predicted_bytes),
-            bytes_or_dash(outcome.peak_measured_bytes) + _times(outcome.peak_measured_bytes, first.peak_measured_bytes),
+            _needed(outcome.peak_predicted_bytes),
+            _needed(outcome.peak_measured_bytes) + _times(outcome.peak_measured_bytes, first.peak_measured_bytes),
             error_percent(outcome.peak_predicted_bytes, outcome.peak_measured_bytes),
             seconds_or_dash(outcome.step_seconds) + _times(outcome.step_seconds, first.step_seconds),
             DASH if outcome is first else loss_difference(first, outcome),
@@ -133,6 +133,10 @@ def comparison_grid(outcomes: Sequence[Outcome]) -> Grid:
         rows=tuple(zip(names, *columns, strict=True)),
         text_columns=tuple(range(len(outcomes) + 1)),
     )
+
+
+def _needed(num_bytes: int | None) -> str:
+    return bytes_or_dash(num_bytes, rounding="up")
 
 
 def _times(value: float | None, reference: float | None) -> str:

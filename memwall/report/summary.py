@@ -37,15 +37,19 @@ def plan_summary(plan: Plan) -> Group:
     return printable((shown_verdict(plan_verdict(plan)), facts(lines)))
 
 
-def run_summary(report: RunReport) -> Group:
-    """Says whether a run kept to its budget and its forecast, and names what else a person should know."""
+def run_summary(report: RunReport, *, status: int = 0) -> Group:
+    """Says whether a run kept to its budget and its forecast, and names what else a person should know.
+
+    Args:
+        status: of the script.
+    """
     measured, forecast = report.measured, report.forecast
-    peaks = [f"{format_bytes(report.steady_peak_bytes)} in a step"]
-    peaks[0] += f", foreseen {format_bytes(forecast.steady_process_bytes)}"
+    peaks = [f"{format_bytes(report.steady_peak_bytes, rounding='up')} in a step"]
+    peaks[0] += f", foreseen {format_bytes(forecast.steady_process_bytes, rounding='up')}"
     if measured.first_step_peak_bytes:
-        peaks.append(f"{format_bytes(measured.first_step_peak_bytes)} in the first")
+        peaks.append(f"{format_bytes(measured.first_step_peak_bytes, rounding='up')} in the first")
     if report.outside_steps_bytes is not None:
-        peaks.append(f"{format_bytes(report.outside_steps_bytes)} outside them")
+        peaks.append(f"{format_bytes(report.outside_steps_bytes, rounding='up')} outside them")
     steps = f"{measured.steps}"
     if measured.step_seconds_median is not None:
         steps += f" of {format_seconds(measured.step_seconds_median)}"
@@ -54,7 +58,7 @@ def run_summary(report: RunReport) -> Group:
     lines = [("peak", "; ".join(peaks)), ("steps", steps)]
     if report.ranks is not None:
         lines.append(("ranks", ranks_text(report.ranks)))
-    return printable((shown_verdict(run_verdict(report)), facts(lines), *_remarks(report)))
+    return printable((shown_verdict(run_verdict(report, status=status)), facts(lines), *_remarks(report)))
 
 
 def _remarks(report: RunReport) -> Iterable[Text]:

@@ -218,8 +218,12 @@ def _what_fits(forecast: Forecast, with_margin: str) -> str:
     return f"after {passed}, {rest} predicted + {format_bytes(forecast.margin_bytes)} margin"
 
 
-def run_report(report: RunReport) -> Group:
-    """Shows what a run measured beside what was predicted: `memwall run`, `memwall verify`."""
+def run_report(report: RunReport, *, status: int = 0) -> Group:
+    """Shows what a run measured beside what was predicted: `memwall run`, `memwall verify`.
+
+    Args:
+        status: of the script.
+    """
     measured, forecast = report.measured, report.forecast
     run_facts = [f"{measured.steps} steps", f"{measured.oom_recoveries} recoveries from out of memory"]
     if measured.num_replans:
@@ -227,7 +231,7 @@ def run_report(report: RunReport) -> Group:
     if measured.plan_seconds:
         run_facts.append(f"{format_seconds(measured.plan_seconds)} between first and second step for planning")
     return _report(
-        shown_verdict(run_verdict(report)),
+        shown_verdict(run_verdict(report, status=status)),
         _table(run_grid(report)),
         Text(f"Within the budget: {'no' if verify_status(report) == 5 else 'yes'}\nRun: {', '.join(run_facts)}."),
         *([] if report.ranks is None else [Text(f"Ranks: {ranks_text(report.ranks)}.")]),
@@ -264,8 +268,19 @@ def ranks_text(ranks: RankSpread) -> str:
     return line
 
 
-def run_verdict(report: RunReport) -> Verdict:
-    """Returns whether the run kept to its budget and its forecast, in one sentence."""
+def run_verdict(report: RunReport, *, status: int = 0) -> Verdict:
+    """Returns whether the run kept to its budget and its forecast, in one sentence.
+
+    Args:
+        status: of the script; one that failed may have needed more later.
+    """
+    fit, sentence = _verdict_of_steps(report)
+    if not status or fit == "does-not-fit":
+        return fit, sentence
+    return "no-budget", f"the script ended with status {status}; until then {sentence}"
+
+
+def _verdict_of_steps(report: RunReport) -> Verdict:
     budget = format_bytes(report.budget_bytes, rounding="down")
     status = verify_status(report)
     if status == 5:
@@ -281,19 +296,21 @@ def run_verdict(report: RunReport) -> Verdict:
         if report.outside_steps_bytes is not None:
             where = (
                 " outside the training steps, in evaluation, saving or other work of the script; "
-                f"the steps reached {format_bytes(report.steady_peak_bytes)}; run again with a budget of "
-                f"{format_bytes(measured_bytes + report.forecast.margin_bytes, rounding='up')}"
+                f"the steps reached {format_bytes(report.steady_peak_bytes, rounding='up')}; run again with a "
+                f"budget of {format_bytes(measured_bytes + report.forecast.margin_bytes, rounding='up')}"
             )
         return "does-not-fit", f"exceeded the budget of {budget}: {measured}{over}{where}"
     if status == 4:
-        above, steady = format_bytes(report.unexplained_bytes), format_bytes(report.steady_peak_bytes)
+        above, steady = (
+            format_bytes(size, rounding="up") for size in (report.unexplained_bytes, report.steady_peak_bytes)
+        )
         return "inside-margin", f"within the budget of {budget}, but {above} above the forecast: {steady} measured"
-    verdict = f"within the budget: {format_bytes(report.judged_peak_bytes)} measured of {budget}"
+    verdict = f"within the budget: {format_bytes(report.judged_peak_bytes, rounding='up')} measured of {budget}"
     first_bytes = report.measured.first_step_peak_bytes
     if first_bytes > report.budget_bytes:
         verdict += (
             f" from the second step on; the first, recorded with all optimizer state on {report.forecast.device}, took "
-            f"{format_bytes(first_bytes)}"
+            f"{format_bytes(first_bytes, rounding='up')}"
         )
     return "fits", verdict
 

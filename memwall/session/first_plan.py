@@ -168,8 +168,8 @@ def _warn_of_limit(trace: Trace, settings: Settings) -> None:
         _log.warning(
             "the budget of %s is more than the %s that this process may have (%s): a step that needs more is ended by "
             "the kernel; give a budget below that",
-            format_bytes(settings.budget_bytes),
-            format_bytes(limit_bytes),
+            format_bytes(settings.budget_bytes, rounding="down"),
+            format_bytes(limit_bytes, rounding="down"),
             limit.path if limit is not None and limit.limit_bytes == limit_bytes else "physical memory",
         )
 

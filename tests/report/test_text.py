@@ -18,6 +18,7 @@ from memwall.planning.techniques.cpu_step import StepOnCpu
 from memwall.planning.techniques.low_bit_state import LowBitState
 from memwall.report.plan_grids import action_grid, fit_of
 from memwall.report.run_grids import Outcome, loss_difference, run_grid
+from memwall.report.summary import run_summary
 from memwall.report.text import (
     comparison,
     plan_report,
@@ -266,6 +267,26 @@ class TestVerify:
         report = _measured(_peaking_at(run, 470), steady_peak_bytes=450 * MIB)
         assert verify_status(report) == 0
         assert run_verdict(report)[1] == "within the budget: 470.0 MiB measured of 480.0 MiB"
+
+    def test_a_script_that_failed_has_kept_to_its_budget_until_then(self, run: RunReport) -> None:
+        report = _peaking_at(run, 450)
+        kept = "within the budget: 450.0 MiB measured of 480.0 MiB"
+        assert run_verdict(report, status=1) == ("no-budget", f"the script ended with status 1; until then {kept}")
+        over = _peaking_at(run, 481)
+        assert run_verdict(over, status=1) == run_verdict(over)
+
+    def test_sizes_of_one_thing_are_rounded_alike(self, run: RunReport) -> None:
+        """GIVEN a budget and a peak between two tenths of a MiB THEN verdict, table and page show the same digits."""
+        budget_bytes, peak_bytes = 1_009_653_841, 1_009_486_069  # 962.88 and 962.72 MiB
+        forecast = msgspec.structs.replace(run.forecast, budget_bytes=budget_bytes)
+        report = _measured(run, peak=PeakBytes(allocated_bytes=0, process_bytes=peak_bytes))
+        report = msgspec.structs.replace(report, budget_bytes=budget_bytes, forecast=forecast)
+        assert "962.8 MiB measured" in run_verdict(report)[1]
+        rows = {row[0]: row[1:] for row in run_grid(report).rows}
+        assert rows["process peak, steady step"][1] == "962.8 MiB"
+        for shown in (drawn(run_report(report)), drawn(run_summary(report))):
+            assert "962.9 MiB" not in shown
+            assert "962.7 MiB" not in shown
 
     def test_blocks_that_could_not_be_recomputed_are_named(self, run: RunReport) -> None:
         report = _measured(run, not_recomputed={"layers.3": "its second run differs"})

@@ -69,7 +69,7 @@ def as_error(
         next_budget_bytes: the budget to run again with, 0 if there is none for which less is needed.
     """
     asked = format_bytes(found.asked_bytes) if found.asked_bytes else "memory"
-    budget = f" of a budget of {format_bytes(budget_bytes)}" if budget_bytes else ""
+    budget = f" of a budget of {format_bytes(budget_bytes, rounding='down')}" if budget_bytes else ""
     elsewhere = _ELSEWHERE.get(found.phase)
     if elsewhere is not None:
         where = f"in {found.phase}" if found.phase != "between steps" else "outside any training step"
