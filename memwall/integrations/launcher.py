@@ -26,6 +26,7 @@ from memwall.errors import MemwallError, OutOfMemoryError, StoreError, UsageErro
 from memwall.integrations.preflight import check_model
 from memwall.integrations.script_profile import Profile, ScriptEnded
 from memwall.integrations.script_watch import ScriptWatch
+from memwall.integrations.spawned import watch_spawning
 from memwall.machine.disk_location import default_directory
 from memwall.machine.tiers import Machine
 from memwall.observe.history import MemoryHistory
@@ -107,16 +108,7 @@ def run_script(
     patches = Patches("finds the models and the optimizers of a script")
     watch.listen(patches)
     patches.hook(register_optimizer_step_pre_hook, before_step)
-
-    def spawned(
-        original: Callable[..., Any], fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any
-    ) -> Any:
-        with watch.guarded():
-            raise UsageError(_spawning(name, nprocs))
-
-    # What the public function calls, and notebook launchers too.
-    patches.wrap(sys.modules["torch.multiprocessing.spawn"], "start_processes", spawned)
-    patches.wrap(torch.multiprocessing, "start_processes", spawned)
+    watch_spawning(watch, patches)
     status, num_before = 1, num_compiled()
     if checkpoint is None:
         session.watch_building()
@@ -199,14 +191,6 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
     trace = builder.trace(profiled.borders.optimizers, machine=_machine_of(model))
     base_bytes = profiled.base_bytes
     return trace if base_bytes is None else msgspec.structs.replace(trace, base_bytes=base_bytes)
-
-
-def _spawning(name: str, num_processes: int) -> str:
-    return (
-        f"{name} starts {num_processes} processes by torch.multiprocessing, in which memwall would not be; call what "
-        "they run in the script itself, with RANK and WORLD_SIZE from the environment, and start it by memwall run "
-        f"--nproc {num_processes} --budget SIZE {name}"
-    )
 
 
 def _trains_later(checkpoint: StepCheckpoint, model: nn.Module) -> UsageError:

@@ -86,16 +86,37 @@ def test_processes_are_started_once(
     assert "--nproc starts processes, and this is one of 2 that a launcher has started" in capsys.readouterr().err
 
 
+SPAWNS = """
+from pathlib import Path
+import torch
+
+def prepare(rank):
+    Path("{folder}", f"prepared {{rank}}").touch()
+
+def train(rank):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    Path("{folder}", f"trained {{rank}}").touch()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(prepare)
+    train("in the script")
+    torch.multiprocessing.spawn(train)
+"""
+
+
 @pytest.mark.slow
-def test_a_script_that_starts_its_own_processes_is_refused_before_it_does(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "spawns.py").write_text(
-        "import torch.multiprocessing\ndef train(rank):\n    print('trained')\n"
-        "if __name__ == '__main__':\n    torch.multiprocessing.spawn(train, nprocs=2)\n"
-    )
-    assert main(["run", "--budget", "1GiB", str(tmp_path / "spawns.py")]) == 2
+def test_a_script_may_start_processes_that_do_not_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """GIVEN processes that prepare data and others that train THEN the former run, and the latter are refused."""
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS.format(folder=tmp_path))
+    assert main(["run", "--budget", "1GiB", str(script)]) == 2
+    assert (tmp_path / "prepared 0").exists()
+    assert (tmp_path / "trained in the script").exists()
+    assert not (tmp_path / "trained 0").exists()
     shown = capfd.readouterr()
-    assert "starts 2 processes by torch.multiprocessing, in which memwall would not be" in shown.err
-    assert "memwall run --nproc 2 --budget SIZE" in shown.err
-    assert "trained" not in shown.out
+    assert "starts 1 processes by torch.multiprocessing that train, and memwall is not in them" in shown.err
+    assert "memwall run --nproc 1 --budget SIZE" in shown.err
