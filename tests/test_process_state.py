@@ -52,6 +52,7 @@ STATE = {
     # What is found out once: libraries, figures of the machine, answers about operators.
     "memwall.apply.offload.entry._EMPTY": "nothing: one tensor without elements for each device and dtype",
     "memwall.apply.blocks.outer_variables._global_names": "itself, at 1024 functions",
+    "memwall.apply.offload.engine._hidden": _FOREVER,
     "memwall.apply.offload.entry.described": "itself, at 1024 texts",
     "memwall.apply.optimizer_state.deepspeed_adam.load_operator": _FOREVER,
     "memwall.apply.optimizer_state.master_weights._made": "nothing: one class for each class of optimizer",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from memwall.apply.offload import engine
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.entry import Saved
 from memwall.errors import ApplyError
@@ -41,6 +42,23 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return first, [p.detach().clone() for p in model.parameters()]
+
+
+def test_hooks_are_hidden_from_the_compiler_once_and_not_at_every_block(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden: list[Any] = []
+    monkeypatch.setattr(engine, "has_compiler", lambda: True)
+    monkeypatch.setattr(engine, "unseen", lambda function: hidden.append(function) or function)
+    engine._hidden.cache_clear()
+    try:
+        with offload_for(pool) as offload:
+            train(offload, torch.float32, num_steps=1)
+            assert offload.bytes_written > 0
+            assert offload.hooks() is not offload.hooks()
+        assert len(hidden) == 2
+    finally:
+        engine._hidden.cache_clear()
 
 
 # The same bits, read ahead of their use.

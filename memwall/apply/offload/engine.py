@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from memwall.store.pinned_arena import NoPinnedRoomError
 from memwall.store.pinned_tier import PinnedTier
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.autograd import execution_is_transformed, version_of
-from memwall.torch_internals.compiler import unseen
+from memwall.torch_internals.compiler import has_compiler, unseen
 from memwall.torch_internals.storages import StorageWeakRef, identity_of
 
 __all__ = ["ActivationOffload", "SavedTensorModifiedError"]
@@ -151,7 +152,10 @@ class ActivationOffload(Closing):
 
     def hooks(self) -> saved_tensors_hooks:
         """Returns the context inside which tensors saved for backward are offloaded."""
-        return saved_tensors_hooks(unseen(self.pack), unseen(self.unpack))
+        if not has_compiler():
+            return saved_tensors_hooks(self.pack, self.unpack)
+        pack, unpack = _hidden()
+        return saved_tensors_hooks(partial(pack, self), partial(unpack, self))
 
     @contextmanager
     def group(self, key: Hashable, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Iterator[None]:
@@ -393,6 +397,12 @@ class ActivationOffload(Closing):
             del self._groups[entry.group]
         self._held_bytes -= entry.parked.num_bytes
         entry.tier.release(entry.parked)
+
+
+@cache
+def _hidden() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns what packs and what unpacks, hidden from the compiler: made once, as each block asks in each step."""
+    return unseen(ActivationOffload.pack), unseen(ActivationOffload.unpack)
 
 
 def _num_bytes(tensor: Tensor) -> int:
