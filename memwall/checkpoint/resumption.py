@@ -3,13 +3,13 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from memwall.apply.optimizer_state.kept_space import set_kept_space
 from memwall.checkpoint.reachable import set_caller
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.errors import UsageError
+from memwall.checkpoint.together import Meeting, Together, check_alone, folder_of_rank
 from memwall.machine.launched import launched
 
 __all__ = ["Stateful", "open_checkpoint", "resumed_steps", "set_checkpoint", "steps"]
@@ -76,20 +76,26 @@ def steps(num_steps: int, **stateful: Stateful) -> Iterator[int]:
         checkpoint.at_loop_top(number + 1)
 
 
-def open_checkpoint(directory: str | os.PathLike[str], *, every: int, is_resuming: bool) -> StepCheckpoint:
-    """Opens a `StepCheckpoint` for a process that trains alone.
+def open_checkpoint(
+    directory: str | os.PathLike[str], *, every: int, is_resuming: bool, meet: Callable[[], Meeting | None]
+) -> StepCheckpoint:
+    """Opens a `StepCheckpoint` for this process; for one of several ranks, in a folder of its own below the directory.
+
+    Args:
+        meet: makes what ranks agree by, once the script has a process group.
 
     Raises:
-        UsageError: it is one of several; or as `StepCheckpoint` does.
+        UsageError: the directory is of another number of ranks; or as `StepCheckpoint` does.
         StoreError: as `StepCheckpoint` does.
     """
-    num_ranks = launched().num_ranks
-    if num_ranks > 1:
-        raise UsageError(
-            f"--checkpoint: this is one of {num_ranks} processes, and steps are committed for one "
-            "process alone; leave it out, and save with the framework that launched them"
-        )
-    checkpoint = StepCheckpoint(directory, every=every, is_resuming=is_resuming)
+    here = launched()
+    if here.num_ranks > 1:
+        folder: str | os.PathLike[str] = folder_of_rank(directory, here.rank, here.num_ranks)
+        together = Together(meet, num_ranks=here.num_ranks, every=every)
+    else:
+        check_alone(directory)
+        folder, together = directory, None
+    checkpoint = StepCheckpoint(folder, every=every, is_resuming=is_resuming, together=together)
     if is_resuming and checkpoint.is_new:
         _log.warning(
             "--resume: %s holds no committed step yet; this run begins at step 0; if there should be "

@@ -22,6 +22,7 @@ from memwall.checkpoint.companions import Companions
 from memwall.checkpoint.discovery import HELPERS, Helpers, find_optimizer, objects_of
 from memwall.checkpoint.loop import LoopState
 from memwall.checkpoint.restoration import Restoration
+from memwall.checkpoint.together import Together
 from memwall.checkpoint.training_state import (
     encode_objects,
     fingerprint_of,
@@ -38,6 +39,7 @@ from memwall.planning.planfile import Plan
 from memwall.store.backend import SystemBackend
 from memwall.store.journal import Journal
 from memwall.torch_internals.autograd import current_node, version_of
+from memwall.torch_internals.sharding import is_sharded
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import joint_name, trains
 from memwall.trace.together import models_of
@@ -55,6 +57,7 @@ class StepCheckpoint:
         every: how many steps lie between two commits.
         is_resuming: whether to continue from what is in the directory.
         backend: the operating system, or a test's substitute for it.
+        together: what agrees with the other ranks of a run; None of a process that trains alone.
 
     Attributes:
         resumed_steps: optimizer steps that the run had committed when this process began.
@@ -76,7 +79,9 @@ class StepCheckpoint:
         every: int = 1,
         is_resuming: bool = False,
         backend: SystemBackend | None = None,
+        together: Together | None = None,
     ) -> None:
+        self._together, self._has_agreed = together, together is None
         self.directory = os.path.abspath(directory)  # a script may go to another folder
         self._journal = Journal(self.directory, backend=backend)
         self._every = every
@@ -125,7 +130,8 @@ class StepCheckpoint:
 
         A run that goes on under it computes as before, where an action of it changes numerics too.
         """
-        plan = None if self._restoration is None else self._restoration.plan
+        # Of ranks, each may have another step until they agree, and all need one plan.
+        plan = None if self._restoration is None or not self._has_agreed else self._restoration.plan
         return plan if plan is not None and plan.forecast.budget_bytes == budget_bytes else None
 
     @property
@@ -133,10 +139,28 @@ class StepCheckpoint:
         """Tells whether nothing had been committed when this process began."""
         return self._restoration is None
 
+    def _agree(self) -> None:
+        """Goes back to the last step that all ranks have committed; of a process alone, stays where it is.
+
+        Raises:
+            MemwallError: see `Together.common_step` and `Journal.go_back_to`.
+        """
+        if self._together is None or self._has_agreed:
+            return
+        step = self._together.common_step(self.resumed_steps, self.directory)
+        self._has_agreed = True
+        if step == self.resumed_steps:
+            return
+        _log.info("%s: continuing from step %d, the last one that all ranks have committed", self.directory, step)
+        found = self._journal.go_back_to(step)
+        self._restoration = None if found is None else Restoration(self._journal, found)
+        self.resumed_steps = self.steps_done = self._committed_before = step
+
     # -- a loop that cooperates --------------------------------------------------------------------------------------
 
     def ask(self) -> int:
         """Returns the steps that the loop is to leave out, and notes that it does."""
+        self._agree()
         self._was_asked = True
         return self.resumed_steps
 
@@ -153,6 +177,7 @@ class StepCheckpoint:
         Raises:
             UsageError: the checkpoint was made without one of them, or with another.
         """
+        self._agree()
         self._was_asked = True
         self._loop.begin(stateful)
         restoration = self._restoration
@@ -184,8 +209,15 @@ class StepCheckpoint:
         """Makes an empty directory the model's; to be called before anything is put on disk, which may be there.
 
         Raises:
+            UsageError: the model is divided among ranks.
             StoreError: the files cannot be written.
         """
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            raise UsageError(
+                f"--checkpoint {self.directory}: the model is divided among ranks by FSDP2, and steps are committed of "
+                "whole models; leave it out, and save with torch.distributed.checkpoint"
+            )
+        self._agree()
         if self._restoration is None:
             self._journal.begin(fingerprint_of(parts_of_model(model)))
 
@@ -204,6 +236,7 @@ class StepCheckpoint:
         self._patches.hook(register_optimizer_step_post_hook, self._after_step)
 
     def _begin(self, model: nn.Module) -> None:
+        self._agree()
         restoration = self._restoration
         if restoration is None:
             self.prepare(model)
@@ -275,6 +308,8 @@ class StepCheckpoint:
         try:
             self.finish(completed=completed)
         finally:
+            if self._together is not None:
+                self._together.leave()
             if not self.space.is_used:
                 self._journal.close()
 
@@ -345,6 +380,8 @@ class StepCheckpoint:
             self._restoration.restore_state(model, optimizer, self.space.keeper_of(optimizer))
         commits.writer.wait()
         commits.check_first()
+        if self._together is not None:  # what was committed before may be written over from now on
+            self._together.wait(self.directory)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer is self._optimizer:

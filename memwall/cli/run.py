@@ -130,6 +130,7 @@ def run(
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
     from memwall.session.next_budget import read_next_budget
+    from memwall.session.ranks import Ranks
     from memwall.session.session import Session
 
     # Each rank that a launcher started here is given the same command.
@@ -141,7 +142,7 @@ def run(
     with ExitStack() as opened:
         checkpoint = None
         if checkpoint_path is not None:
-            checkpoint = open_checkpoint(checkpoint_path, every=every, is_resuming=resume)
+            checkpoint = open_checkpoint(checkpoint_path, every=every, is_resuming=resume, meet=Ranks.meet)
             opened.callback(checkpoint.close, completed=False)
             if not checkpoint.is_new:
                 note(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from memwall.errors import StoreError
 from memwall.store.backend import ALIGNMENT_BYTES, OpenScratch, SystemBackend
+from memwall.store.extents import FreeExtents
 from memwall.store.scratch import ScratchFile, Slot
 
 __all__ = ["DataFile", "open_kept"]
@@ -57,8 +58,8 @@ class DataFile(ScratchFile):
         return open_kept(self._backend, self.path, is_read_only=self._is_read_only)
 
     def adopt(self, slots: Sequence[Slot]) -> None:
-        """Says what is in the file: the committed slots; everything else is free. To be called once, at the start."""
-        end = 0
+        """Says what is in the file: the committed slots; everything else is free. To be called at the start."""
+        self._free, self._used_bytes, end = FreeExtents(), 0, 0
         for slot in sorted(slots, key=lambda slot: slot.offset):
             if slot.offset > end:
                 self._free.give(end, slot.offset - end)

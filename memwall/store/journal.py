@@ -111,6 +111,7 @@ class Journal(Closing):
         self._commit_path = os.path.join(self.directory, COMMIT_NAME)
         self._block_bytes = block_bytes
         self._superblock: Superblock | None = None
+        self._records: tuple[Record, ...] = ()
         self._failure: StoreError | None = None
         self.last: Generation | None = None
         self.recovery_seconds = self.record_seconds = 0.0
@@ -205,6 +206,25 @@ class Journal(Closing):
             self.data.free(slot)
         self.data.publish(found.slots)
         self.last = found
+
+    def go_back_to(self, step: int) -> Generation | None:
+        """Makes the step before the last one, or none, the one to continue from; before anything is written.
+
+        Args:
+            step: of the last generation or of the one before it; 0 for none at all.
+
+        Returns:
+            The generation; None for step 0.
+
+        Raises:
+            StoreError: there is no such step, or it is damaged.
+        """
+        record = next((record for record in self._records if record.step == step), None)
+        if step and record is None:
+            raise StoreError(f"{self.directory} has no step {step} any more")
+        self.last = None if record is None else self._verified(record)
+        self.data.adopt(() if self.last is None else self.last.slots)
+        return self.last
 
     def _committed(self, superblock: Superblock, step: int, buckets: tuple[Stored, ...], content: bytes) -> Generation:
         number = 1 if self.last is None else self.last.number + 1
@@ -315,6 +335,7 @@ class Journal(Closing):
         ]
         self._block_bytes = superblock.block_bytes
         good = [record for record in records if record is not None and record.run_id == superblock.run_id]
+        self._records = tuple(good)
         for record in sorted(good, key=lambda record: record.generation, reverse=True):
             try:
                 found = self._verified(record)

@@ -19,9 +19,8 @@ from optimizer_runs import are_equal
 from torch import Tensor, nn
 
 import memwall
-from memwall.checkpoint.resumption import open_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.errors import OffloadIOError, UsageError
+from memwall.errors import OffloadIOError
 from memwall.store.backend import SystemBackend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,13 +168,6 @@ def test_state_that_could_not_be_read_back_is_refused_at_the_first_commit(
     error = failure_of(Odd, StepCheckpoint(tmp_path))
     assert "cannot be committed" in str(error)
     assert words in str(error)
-
-
-def test_one_of_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="this is one of 2 processes"):
-        open_checkpoint(tmp_path, every=1, is_resuming=False)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_outside_a_run_with_a_checkpoint_a_loop_begins_at_its_beginning() -> None:

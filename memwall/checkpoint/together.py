@@ -1,0 +1,115 @@
+"""Has the ranks of a run continue from one step, and none of them go further than one commit ahead of the others.
+
+Each rank commits into a folder of its own. A step counts when all have committed it: before each update every rank
+waits until all have. So their last commits differ by one at most, whenever they end, and each still has the one before.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from memwall.errors import UsageError
+
+__all__ = ["Meeting", "Together", "check_alone", "folder_of_rank"]
+
+
+class Meeting(Protocol):
+    """Lets ranks agree on numbers; see `memwall.session.ranks.Ranks`."""
+
+    def largest(self, values: Sequence[int], /) -> tuple[int, ...]:
+        """Returns the largest of all ranks, number by number."""
+
+    def leave(self) -> None:
+        """Ends it."""
+
+
+class Together:
+    """Agrees with the other ranks of a run on its steps.
+
+    Args:
+        meet: makes the meeting, on all ranks alike; None where the script has no process group yet.
+        num_ranks: how many there are.
+        every: steps between two commits.
+    """
+
+    def __init__(self, meet: Callable[[], Meeting | None], *, num_ranks: int, every: int) -> None:
+        self._meet, self._num_ranks, self._every = meet, num_ranks, every
+        self._meeting: Meeting | None = None
+
+    def common_step(self, own_step: int, directory: str) -> int:
+        """Returns the last step that all ranks have committed.
+
+        Args:
+            own_step: the last one of this rank; 0 for none.
+            directory: of this rank, for an error.
+
+        Raises:
+            UsageError: there is no process group yet, or a rank has lost steps that the others need.
+            RankError: a rank is missing.
+        """
+        negated, most = self._met(directory).largest((-own_step, own_step))
+        least = -negated
+        if most - least > self._every:
+            raise UsageError(
+                f"--checkpoint {os.path.dirname(directory)}: one rank has committed step {most}, another only step "
+                f"{least}, and the one ahead has no step before {most - self._every} any more; restore the folders of "
+                "all ranks from one copy, or begin anew with another --checkpoint DIR"
+            )
+        return least
+
+    def wait(self, directory: str) -> None:
+        """Returns once all ranks have come here, each with its last commit on disk.
+
+        Raises:
+            RankError: a rank is missing.
+        """
+        self._met(directory).largest((0,))
+
+    def leave(self) -> None:
+        """Closes the meeting; safe to call twice."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.leave()
+
+    def _met(self, directory: str) -> Meeting:
+        if self._meeting is None:
+            self._meeting = self._meet()
+        if self._meeting is None:
+            raise UsageError(
+                f"--checkpoint {os.path.dirname(directory)}: {self._num_ranks} ranks go on from one step, on which "
+                "they agree in the script's process group; call torch.distributed.init_process_group before "
+                "memwall.steps"
+            )
+        return self._meeting
+
+
+def folder_of_rank(directory: str | os.PathLike[str], rank: int, num_ranks: int) -> Path:
+    """Returns where a rank commits its steps.
+
+    Raises:
+        UsageError: the directory is of another number of ranks, or of one process.
+    """
+    folder = Path(directory)
+    others = {found.name.rpartition("-")[2] for found in folder.glob("rank-*-of-*")} - {str(num_ranks)}
+    if others or (folder / "memwall.commit").exists():
+        made_by = f"{', '.join(sorted(others))} ranks" if others else "one process"
+        raise UsageError(
+            f"--checkpoint {folder} holds a run of {made_by}, and this is one of {num_ranks} ranks; continue it with "
+            "as many as it had, or give this run a directory of its own"
+        )
+    return folder / f"rank-{rank}-of-{num_ranks}"
+
+
+def check_alone(directory: str | os.PathLike[str]) -> None:
+    """Checks that a directory is not one that several ranks have committed to.
+
+    Raises:
+        UsageError: it is.
+    """
+    found = next(iter(sorted(Path(directory).glob("rank-*-of-*"))), None)
+    if found is not None:
+        raise UsageError(
+            f"--checkpoint {directory} holds a run of {found.name.rpartition('-')[2]} ranks, and this process trains "
+            "alone; continue it with as many, or give this run a directory of its own"
+        )

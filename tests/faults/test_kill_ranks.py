@@ -1,0 +1,52 @@
+"""One of two ranks is killed, ended or stopped at any instant: the other ends too, and the run goes on bit-equal."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from rank_runs import launched
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+
+SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_ranks_resumable.py")
+MOST_SECONDS = 60
+
+
+def trained(folder: Path, *options: str, resumes: bool = False) -> int:
+    under = ("-m", "memwall", "run", "--budget", "4GiB", "--checkpoint", str(folder / "steps"), "--resume")
+    result = launched(2, *(under if resumes else ()), SCRIPT, str(folder), *options, folder=folder)
+    return result.returncode
+
+
+def weights(folder: Path) -> list[str]:
+    return [(folder / f"{rank}.txt").read_text() for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("plain")
+    assert trained(folder) == 0
+    return weights(folder)
+
+
+def test_a_rank_is_killed_in_a_step(tmp_path: Path, plain: list[str]) -> None:
+    assert trained(tmp_path, "--in-step", "5", resumes=True) == 1
+    assert trained(tmp_path, resumes=True) == 0
+    assert weights(tmp_path) == plain
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM", "SIGSTOP"])
+def test_a_rank_ends_at_any_instant(tmp_path: Path, signal: str) -> None:
+    """GIVEN instants between steps and within them THEN no rank hangs, and the run ends as one that nobody ended."""
+    steps = ("--steps", "200")
+    assert trained(tmp_path, *steps) == 0
+    expected, instants = weights(tmp_path), random.Random(signal)
+    for number in range(3):
+        begin = time.monotonic()
+        after = f"{instants.uniform(0.01, 0.4 * (number + 1)):.3f}"
+        assert trained(tmp_path, *steps, "--signal", signal, "--after", after, resumes=True) == 1
+        assert time.monotonic() - begin < MOST_SECONDS
+    assert trained(tmp_path, *steps, resumes=True) == 0
+    assert weights(tmp_path) == expected

@@ -1,0 +1,51 @@
+"""Trains under DistributedDataParallel over `memwall.steps`; rank 1 ends itself by a signal where it is told to.
+
+torchrun --nproc-per-node 2 -m memwall run --budget 4GiB --checkpoint DIR --resume train_ranks_resumable.py OUT
+"""
+
+import argparse
+import hashlib
+import os
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+
+import memwall
+
+parser = argparse.ArgumentParser()
+parser.add_argument("out", type=Path)
+parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--signal", default="SIGKILL")
+parser.add_argument("--in-step", type=int, default=-1)
+parser.add_argument("--after", type=float, default=0.0, help="seconds after the first step that this process does")
+asked = parser.parse_args()
+
+torch.set_num_threads(1)
+distributed.init_process_group("gloo", timeout=timedelta(seconds=15))
+rank = distributed.get_rank()
+
+
+def end() -> None:
+    os.kill(os.getpid(), getattr(signal, asked.signal))
+
+
+torch.manual_seed(7)
+blocks = (nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.ReLU(), nn.Linear(256, 64)) for _ in range(3))
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*blocks))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(100 + rank)
+for num_done, step in enumerate(memwall.steps(asked.steps)):
+    if rank == 1 and step == asked.in_step:
+        end()
+    if rank == 1 and asked.after and num_done == 1:
+        threading.Timer(asked.after, end).start()
+    model(torch.randn(32, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+(asked.out / f"{rank}.txt").write_text(hashlib.sha256(weights).hexdigest())
