@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -86,9 +87,13 @@ def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what cannot run here, each with its reason; files with most slow tests begin, so that none is left last."""
-    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow") is not None)
-    items.sort(key=lambda item: -num_slow[item.path])
+    """Skips what cannot run here, each with its reason; the slowest files begin, so that none is left last."""
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        slow = item.get_closest_marker("slow")
+        if slow is not None:
+            seconds[item.path] += slow.kwargs.get("seconds", 1)
+    items.sort(key=lambda item: -seconds[item.path])
     for item in items:
         missing = [
             name

@@ -1,11 +1,9 @@
 """Where torch's tensors live once a plan says so; each case in a process of its own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
+from processes import Forks
 
 from memwall.predict.malloc.malloc_policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
@@ -32,22 +30,18 @@ handler = AllocatorHandler()
 """
 
 
-def output_of(script: str) -> list[str]:
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", _PRELUDE + script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=dict(os.environ) | {"PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+OutputOf = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def output_of() -> Iterator[OutputOf]:
+    """Returns what a script prints after the prelude, in a process whose memory no other script has used."""
+    with Forks("import torch, memwall.apply.memory.allocator, memwall.errors, memwall.machine.meter") as forks:
+        yield lambda script: forks.printed_by(_PRELUDE + script)
 
 
 @needs_heap
-def test_tensors_live_in_the_heap_while_it_is_applied_and_may_outlive_it() -> None:
+def test_tensors_live_in_the_heap_while_it_is_applied_and_may_outlive_it(output_of: OutputOf) -> None:
     assert output_of("""
 before = tensor(8)
 handler.apply("tensor-heap")
@@ -64,7 +58,7 @@ print(figures().num_blocks, figures().live_bytes)
 
 
 @needs_heap
-def test_freed_tensors_leave_no_gaps_that_nothing_fits() -> None:
+def test_freed_tensors_leave_no_gaps_that_nothing_fits(output_of: OutputOf) -> None:
     """GIVEN many small tensors between large ones WHEN larger ones follow THEN the process grows by what is live."""
     grown, num_blocks = output_of("""
 handler.apply("tensor-heap")
@@ -83,7 +77,7 @@ print(hooked_heap().figures().num_blocks)
 
 
 @needs_heap
-def test_a_limit_holds_the_process_although_gaps_are_free() -> None:
+def test_a_limit_holds_the_process_although_gaps_are_free(output_of: OutputOf) -> None:
     (grown, intact) = output_of("""
 base = process_bytes()
 handler.apply("tensor-heap", limit_bytes=base + 205 * MIB)
@@ -98,7 +92,7 @@ print(all(float(t.sum()) == t.numel() for t in narrow + wide))
 
 
 @needs_heap
-def test_threads_and_forked_children_use_it_too() -> None:
+def test_threads_and_forked_children_use_it_too(output_of: OutputOf) -> None:
     assert output_of("""
 handler.apply("tensor-heap")
 sums = []
@@ -133,7 +127,7 @@ print(hooked_heap().figures().num_blocks)
 
 
 @needs_glibc
-def test_malloc_thresholds_are_set_and_ended() -> None:
+def test_malloc_thresholds_are_set_and_ended(output_of: OutputOf) -> None:
     assert output_of("""
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
@@ -152,7 +146,7 @@ print(handler.policy)
 """) == ["False True mmap", "False True None", "default"]
 
 
-def test_the_tightest_way_is_the_heap_and_without_it_mallocs_own_mappings() -> None:
+def test_the_tightest_way_is_the_heap_and_without_it_mallocs_own_mappings(output_of: OutputOf) -> None:
     expected = "tensor-heap" if not heap_unavailable_reason() else "mmap" if not unavailable_reason() else "None"
     assert output_of("""
 handler.apply_tight()
@@ -161,7 +155,7 @@ print(handler.policy)
 
 
 @needs_glibc
-def test_without_the_library_a_plan_for_it_is_refused_and_mapping_is_the_tightest() -> None:
+def test_without_the_library_a_plan_for_it_is_refused_and_mapping_is_the_tightest(output_of: OutputOf) -> None:
     assert output_of("""
 import memwall.apply.memory.allocator as allocator
 import memwall.predict.malloc.tensor_heap as heap
@@ -177,7 +171,9 @@ print(handler.policy)
 
 @needs_heap
 @pytest.mark.parametrize(("limit_mib", "kept"), [(1 << 20, "32"), (1, "0")])
-def test_free_pages_at_the_peak_are_those_that_the_limit_had_room_for(limit_mib: int, kept: str) -> None:
+def test_free_pages_at_the_peak_are_those_that_the_limit_had_room_for(
+    output_of: OutputOf, limit_mib: int, kept: str
+) -> None:
     assert output_of(f"""
 handler.apply("tensor-heap", {limit_mib} * MIB)
 print(handler.kept_bytes())

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,23 +10,31 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from memwall.cli.app import main
 from memwall.units import format_bytes
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "runs_out_once.py")
 
 
+def options(folder: Path) -> list[str]:
+    return ["--budget", "1TiB", "--checkpoint", str(folder / "steps"), "--disk", str(folder)]
+
+
 def run(folder: Path, *arguments: str, resume: bool = True) -> tuple[int, str]:
     """In a process of its own, of which nothing but the run is in memory; its status and what it said."""
-    options = ["--budget", "1TiB", "--checkpoint", str(folder / "steps"), "--disk", str(folder)]
-    command = [sys.executable, "-m", "memwall", "run", *options, *(["--resume"] if resume else []), SCRIPT, *arguments]
+    resumes = ["--resume"] if resume else []
+    command = [sys.executable, "-m", "memwall", "run", *options(folder), *resumes, SCRIPT, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
 
 
 @pytest.mark.slow
-def test_it_goes_on_within_less(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_it_goes_on_within_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a run that fails in its third step WHEN it is resumed THEN it ends with the same weights."""
-    subprocess.run([sys.executable, SCRIPT, "passes", str(tmp_path / "expected")], check=True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process, which trains undisturbed
+    monkeypatch.setattr(sys, "argv", [SCRIPT, "passes", str(tmp_path / "expected")])
+    runpy.run_path(SCRIPT)
     status, error = run(tmp_path, "fails", "unused", resume=False)
     assert status == 3
     assert "memwall: out of memory in the forward of step 3: 1.0 MiB could not be had while the process held" in error
@@ -43,12 +52,11 @@ def test_it_goes_on_within_less(tmp_path: Path) -> None:
     assert all((expected[name] == found[name]).all() for name in expected)
 
 
-@pytest.mark.slow
-def test_attempts_are_bounded(tmp_path: Path) -> None:
+def test_attempts_are_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GIVEN a run that failed once more than it may WHEN it is resumed THEN it is refused."""
     folder = tmp_path / "steps"
     folder.mkdir()
     (folder / "out-of-memory.json").write_text(f'{{"budget_bytes":{1 << 40},"within_bytes":1024,"num_failures":4}}')
-    status, error = run(tmp_path, "passes", "unused")
-    assert status == 2
-    assert "has run out of memory 4 times under a budget of 1.00 TiB, the last time" in error
+    assert main(["run", *options(tmp_path), "--resume", SCRIPT, "passes", "unused"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has run out of memory 4 times under a budget of 1.00 TiB, the last time" in said

@@ -223,11 +223,13 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow(seconds=8)
 @pytest.mark.timeout(300)  # as its process: a slow core that others use too
 @pytest.mark.parametrize(
     ("config", "num_parameters"),
     [
-        pytest.param(LLAMA_3_8B, 8_030_261_248, id="8B"),
+        pytest.param({**LLAMA_3_8B, "num_hidden_layers": 8}, 2_795_573_248, id="a quarter of 8B's layers"),
+        pytest.param(LLAMA_3_8B, 8_030_261_248, id="8B", marks=pytest.mark.exhaustive),
         pytest.param(LLAMA_3_70B, 70_553_706_496, id="70B", marks=pytest.mark.exhaustive),
     ],
 )
@@ -236,18 +238,19 @@ def test_a_large_llama_takes_seconds_and_little_memory(
 ) -> None:
     """GIVEN the shape of Llama 3 WHEN a bfloat16 step is traced on one core THEN under 20 s and 2 GB of RAM.
 
+    Imports are a quarter of the seconds, the rest goes by layers.
+
     So are two plans of it: for a budget that can be met, and for half of the peak, which AdamW's own bytes exceed.
 
     Seconds are of a core that runs ten million turns of an empty loop in a quarter of a second (CPython 3.11 at some
-    3 GHz): what a machine has to do is held to the bound, not how fast it is or what else runs on it. More
-    layers are allowed as much more. The peak is the optimizer's: weights, gradients, two moments, and the copy that
-    AdamW's foreach makes.
+    3 GHz): what a machine has to do is held to the bound, not how fast it is or what else runs on it. The
+    peak is the optimizer's: weights, gradients, two moments, and the copy that AdamW's foreach makes.
     """
     found = subprocess.run(
         [sys.executable, "-c", _MEASURED, written(config)], capture_output=True, text=True, check=True, timeout=300
     )
     figures = json.loads(found.stdout)
-    allowed = 20 * config["num_hidden_layers"] / LLAMA_3_8B["num_hidden_layers"]
+    allowed = 5 + 15 * config["num_hidden_layers"] / LLAMA_3_8B["num_hidden_layers"]
     core = 0.25 / figures["loop_seconds"]
     assert figures["seconds"] * core < allowed
     assert figures["plan_seconds"] * core < allowed
