@@ -1,7 +1,9 @@
-"""Holds, equals, or is refused: frontends by ways to train on several ranks, on two gloo processes of this machine.
+"""Holds, equals, or is refused: frontends by ways to train on several ranks, on gloo processes of this machine.
 
-    python benchmarks/ranks.py                       # all cells; about 10 minutes on two cores
-    python benchmarks/ranks.py --cells fit-fsdp2
+    python benchmarks/ranks.py                       # all cells; about 15 minutes on two cores
+    python benchmarks/ranks.py --cells fit-fsdp2 fit-ddp-4
+
+A cell has two ranks, or as many as its name ends with.
 
 The budget of a cell is what the process holds before it trains, and 60 % of what plain training adds to that on the
 larger rank. A cell holds if no rank exceeded it, in any step; it is equal if every loss and every weight on every rank
@@ -21,12 +23,13 @@ import torch
 
 HERE = Path(__file__).parent
 FRONTENDS, WRAPPERS = ("fit", "run", "accelerate", "trainer"), ("ddp", "fsdp2")
+CELLS = (*(f"{frontend}-{wrapper}" for frontend in FRONTENDS for wrapper in WRAPPERS), "fit-ddp-4", "fit-fsdp2-4")
 SHARE = 0.6
 MIB = 1 << 20
 
 
-def launched(frontend: str, wrapper: str, budget_bytes: int) -> dict[str, Any]:
-    """Runs two ranks; returns what each found, or the last lines of what went wrong."""
+def launched(frontend: str, wrapper: str, budget_bytes: int, num_ranks: int) -> dict[str, Any]:
+    """Runs so many ranks; returns what each found, or the last lines of what went wrong."""
     with tempfile.TemporaryDirectory() as folder:
         child = [str(HERE / "ranks_child.py"), frontend, wrapper, str(budget_bytes), folder]
         through = []
@@ -35,14 +38,17 @@ def launched(frontend: str, wrapper: str, budget_bytes: int) -> dict[str, Any]:
             report = str(Path(folder) / "run.json")
             through = ["-m", "memwall", "run", "--budget", str(budget_bytes), "--report", report]
         result = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *through, *child],
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", str(num_ranks), *through, *child),
+            ],
             capture_output=True,
             text=True,
             timeout=580,
             check=False,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        paths = [Path(folder) / f"{rank}.json" for rank in range(2)]
+        paths = [Path(folder) / f"{rank}.json" for rank in range(num_ranks)]
         if result.returncode or not all(path.exists() for path in paths):
             lines = [line for line in result.stderr.splitlines() if "Error: " in line or line.startswith("memwall:")]
             said = (lines or result.stderr.splitlines()[-1:] or ["no message"])[0]
@@ -62,14 +68,20 @@ def launched(frontend: str, wrapper: str, budget_bytes: int) -> dict[str, Any]:
         return {"ranks": ranks}
 
 
-def measured(frontend: str, wrapper: str) -> dict[str, Any]:
-    plain = launched(frontend, wrapper, 0)
+def parts_of(name: str) -> tuple[str, str, int]:
+    """Returns the frontend, the wrapper and the number of ranks of a cell."""
+    frontend, wrapper, *number = name.split("-")
+    return frontend, wrapper, int(number[0]) if number else 2
+
+
+def measured(frontend: str, wrapper: str, num_ranks: int) -> dict[str, Any]:
+    plain = launched(frontend, wrapper, 0, num_ranks)
     if "failure" in plain:
         return {"state": "not run", "reason": f"without memwall: {plain['failure']}"}
     began = max(rank["began_bytes"] for rank in plain["ranks"])
     peak = max(rank["peak_bytes"] for rank in plain["ranks"])
     budget = began + int(SHARE * (peak - began))
-    under = launched(frontend, wrapper, budget)
+    under = launched(frontend, wrapper, budget, num_ranks)
     cell = {"plain_peak_bytes": peak, "budget_bytes": budget}
     if "failure" in under:
         return cell | {"state": "failed", "reason": under["failure"]}
@@ -91,7 +103,8 @@ def measured(frontend: str, wrapper: str) -> dict[str, Any]:
 
 
 def row(name: str, cell: dict[str, Any]) -> str:
-    frontend, _, wrapper = name.partition("-")
+    frontend, wrapper, num_ranks = parts_of(name)
+    wrapper += f", {num_ranks} ranks" if num_ranks != 2 else ""
     if "peak_bytes" not in cell:
         return f"| {frontend} | {wrapper} | {cell['state']} | {cell['reason']} |"
     steady = 100 * (cell["predicted_bytes"] / cell["steady_bytes"] - 1)
@@ -105,16 +118,15 @@ def row(name: str, cell: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", nargs="*", default=[f"{one}-{two}" for one in FRONTENDS for two in WRAPPERS])
+    parser.add_argument("--cells", nargs="*", default=CELLS)
     chosen = parser.parse_args().cells
     path = HERE / "results" / "cpu" / "ranks.json"
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
     for name in chosen:
-        frontend, _, wrapper = name.partition("-")
-        cell = measured(frontend, wrapper) | {"commit": commit.stdout.strip()}
+        cell = measured(*parts_of(name)) | {"commit": commit.stdout.strip(), "num_ranks": parts_of(name)[2]}
         print(row(name, cell), flush=True)
         cells = json.loads(path.read_text())["cells"] if path.exists() else {}
-        about = {"tag": "cpu-measured", "torch": torch.__version__, "num_ranks": 2, "share": SHARE}
+        about = {"tag": "cpu-measured", "torch": torch.__version__, "share": SHARE}
         path.write_text(json.dumps(about | {"cells": cells | {name: cell}}, indent=2, sort_keys=True) + "\n")
 
 
