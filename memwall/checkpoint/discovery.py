@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memwall.apply.precision import GradientScaling
 from memwall.torch_internals.optimizers import inner_schedulers
+from memwall.torch_internals.sharding import local_part, standing_parameters
 from memwall.trace.together import TrainedTogether
 
 __all__ = ["HELPERS", "Helpers", "find_models", "find_optimizer", "find_together", "objects_of"]
@@ -25,7 +26,7 @@ _LOOK_RATIO = 8
 
 def find_optimizer(model: nn.Module, objects: Iterable[Any]) -> torch.optim.Optimizer | None:
     """Returns the only optimizer among them that trains a model's parameters; None where there is none, or several."""
-    parameters = {id(parameter) for parameter in model.parameters()}
+    parameters = {id(parameter) for parameter in standing_parameters(model).values()}
     found = [
         value
         for value in objects
@@ -147,7 +148,7 @@ def objects_of(kinds: tuple[type, ...], *, without_garbage: bool = False) -> lis
 
 
 def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(local_part(parameter).shape) for name, parameter in standing_parameters(model).items()}
 
 
 def _belongs(value: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:

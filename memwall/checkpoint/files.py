@@ -64,6 +64,9 @@ class _Committed:
         path = os.fspath(directory)
         if not os.path.isdir(path):
             raise UsageError(f"there is no folder {path}; expected one written by memwall run --checkpoint")
+        ranks = sorted(folder.name for folder in Path(path).glob("rank-*-of-*"))
+        if ranks:
+            raise UsageError(f"{path} holds a folder for each rank of a run; give one of them: {path}/{ranks[0]}")
         nothing = UsageError(f"{path} holds no committed step; expected one written by memwall run --checkpoint")
         if not is_begun(path):
             raise nothing
@@ -78,6 +81,18 @@ class _Committed:
             raise
         self.objects = self.restoration.objects
         self.records = {record.name: record for record in self.restoration.content.tensors}
+
+    def check_whole(self) -> None:
+        """Checks that these are whole tensors, and not what one rank holds of them.
+
+        Raises:
+            UsageError: the model was divided by FSDP2.
+        """
+        if self.objects.get("is_divided"):
+            raise UsageError(
+                f"{self.journal.directory} holds one rank's part of a model that FSDP2 divided; resume the run with as "
+                "many ranks, and save in the script by torch.distributed.checkpoint"
+            )
 
     def __enter__(self) -> "_Committed":
         return self
@@ -120,10 +135,11 @@ def export_safetensors(directory: str | os.PathLike[str], path: str | os.PathLik
     """Writes the weights under the names of the model's state dict, of tied ones the first; returns their step.
 
     Raises:
-        UsageError: the directory holds no committed step.
+        UsageError: the directory holds no committed step, or a part of a divided model.
         StoreError: the checkpoint is damaged, the file cannot be written, or safetensors does not know a tensor's type.
     """
     with _Committed(directory) as found:
+        found.check_whole()
         chosen: dict[str, TensorRecord] = {}
         for key, name in found.objects["state_dict"].items():
             if name not in {record.name for record in chosen.values()}:
@@ -159,10 +175,11 @@ def export_torch(directory: str | os.PathLike[str], path: str | os.PathLike[str]
     the class and the state dict of each scheduler and scaler. torch.load(weights_only=True) reads the file.
 
     Raises:
-        UsageError: the directory holds no committed step.
+        UsageError: the directory holds no committed step, or a part of a divided model.
         StoreError: the checkpoint is damaged, or the file cannot be written.
     """
     with _Committed(directory) as found:
+        found.check_whole()
         names: dict[str, str] = found.objects["state_dict"]
         tensors = found.read({name: found.records[name] for name in dict.fromkeys(names.values())})
         content = {

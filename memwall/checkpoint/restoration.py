@@ -30,6 +30,7 @@ from memwall.errors import StoreError
 from memwall.planning.planfile import Plan, decoded
 from memwall.store.buckets import BucketBuffer
 from memwall.store.journal import Generation, Journal
+from memwall.torch_internals.sharding import like_shard
 
 __all__ = ["Content", "Restoration"]
 
@@ -212,6 +213,8 @@ class Restoration:
             else:
                 is_kept = keeper.keeps_low_bits(parameter)
             put_together(state, low_bit_of(saved, name), is_kept=is_kept)
+            for key in saved.get("sharded", {}).get(name, ()):
+                state[key] = like_shard(state[key], parameter)
             optimizer.state[parameter] = state
 
     def restore_helpers(self, helpers: Helpers) -> None:

@@ -39,7 +39,7 @@ from memwall.planning.planfile import Plan
 from memwall.store.backend import SystemBackend
 from memwall.store.journal import Journal
 from memwall.torch_internals.autograd import current_node, version_of
-from memwall.torch_internals.sharding import is_sharded
+from memwall.torch_internals.sharding import is_sharding_unit
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import joint_name, trains
 from memwall.trace.together import models_of
@@ -209,14 +209,8 @@ class StepCheckpoint:
         """Makes an empty directory the model's; to be called before anything is put on disk, which may be there.
 
         Raises:
-            UsageError: the model is divided among ranks.
             StoreError: the files cannot be written.
         """
-        if any(is_sharded(parameter) for parameter in model.parameters()):
-            raise UsageError(
-                f"--checkpoint {self.directory}: the model is divided among ranks by FSDP2, and steps are committed of "
-                "whole models; leave it out, and save with torch.distributed.checkpoint"
-            )
         self._agree()
         if self._restoration is None:
             self._journal.begin(fingerprint_of(parts_of_model(model)))
@@ -435,6 +429,7 @@ class StepCheckpoint:
                 "loop": self._loop.take(),
                 "beside": beside if self._has_companions else None,
                 "state_dict": commits.state_dict_names(model),
+                "is_divided": any(is_sharding_unit(module) for module in model.modules()),
             }
         )
 

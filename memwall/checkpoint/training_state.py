@@ -22,6 +22,7 @@ from memwall.apply.streaming.guard import GuardedParameter
 from memwall.errors import ApplyError
 from memwall.store.buckets import is_dense
 from memwall.torch_internals.modules import without_state_dict_entry
+from memwall.torch_internals.sharding import is_sharded, local_part, standing_parameters
 
 __all__ = [
     "Part",
@@ -121,10 +122,15 @@ def dtype_name(tensor: Tensor) -> str:
 def parts_of_model(model: nn.Module) -> list[Part]:
     """Returns parameters and buffers, each once; also buffers that the model's own state dict leaves out.
 
+    Of a parameter that is divided among ranks it is what this rank holds.
+
     Raises:
         ApplyError: a tensor of the model is of a kind that cannot be written out as it lies.
     """
-    parts = [Part(f"parameter/{name}", value, _kind_of(value)) for name, value in model.named_parameters()]
+    parts = [
+        Part(f"parameter/{name}", local_part(value), _kind_of(value))
+        for name, value in standing_parameters(model).items()
+    ]
     parts += [Part(f"buffer/{name}", value, "volatile") for name, value in model.named_buffers()]
     for part in parts:
         if part.kind != "away" and not is_plain(part.tensor):
@@ -150,12 +156,17 @@ def state_dict_names(model: nn.Module) -> dict[str, str]:
         for name in without_state_dict_entry(module)
     }
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: parts[id(tensor)] for name, tensor in every if name not in hidden}
+    known = set(parts.values())
+    return {
+        name: f"parameter/{name}" if f"parameter/{name}" in known else parts[id(local_part(tensor))]
+        for name, tensor in every
+        if name not in hidden
+    }
 
 
 def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
     """Returns names by id; parameters that the optimizer trains beside the model's are named by their place in it."""
-    names = {id(value): name for name, value in model.named_parameters()}
+    names = {id(value): name for name, value in standing_parameters(model).items()}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             names.setdefault(id(parameter), f"(group {number}, parameter {place})")
@@ -165,9 +176,9 @@ def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
 def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
     """Returns tensors of the optimizer's state, and parameters that it trains beside the model's."""
     names = names_of_parameters(model, optimizer)
-    of_model = {id(parameter) for parameter in model.parameters()}
+    of_model = {id(parameter) for parameter in standing_parameters(model).values()}
     parts = [
-        Part(f"parameter/{names[id(parameter)]}", parameter, "trained")
+        Part(f"parameter/{names[id(parameter)]}", local_part(parameter), "trained")
         for group in optimizer.param_groups
         for parameter in group["params"]
         if id(parameter) not in of_model
@@ -178,8 +189,8 @@ def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
         for key, value in state.items():
             pieces = pieces_of(key, value) if is_low_bit(value) else {key: value}
             for piece, tensor in pieces.items():
-                if is_plain(tensor):
-                    parts.append(Part(f"state/{piece}/{names[id(parameter)]}", tensor, "trained"))
+                if is_plain(_local(tensor)):
+                    parts.append(Part(f"state/{piece}/{names[id(parameter)]}", _local(tensor), "trained"))
     return parts
 
 
@@ -188,6 +199,7 @@ def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     names = names_of_parameters(model, optimizer)
     rest: dict[Any, Any] = {}
     low_bit: dict[str, dict[Any, Any]] = {}
+    sharded: dict[str, list[Any]] = {}
     for parameter, state in optimizer.state.items():
         if not isinstance(state, dict) or id(parameter) not in names:
             raise ApplyError(
@@ -195,11 +207,12 @@ def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
                 "is known for; run without --checkpoint"
             )
         name = names[id(parameter)]
+        sharded[name] = [key for key, value in state.items() if isinstance(value, Tensor) and is_sharded(value)]
         low_bit[name] = {key: facts_of(value) for key, value in state.items() if is_low_bit(value)}
         rest[name] = {
             key: value
             for key, value in state.items()
-            if not (is_plain(value) or _is_away(value) or key in low_bit[name])
+            if not (is_plain(_local(value)) or _is_away(value) or key in low_bit[name])
         }
     groups = [
         {
@@ -208,7 +221,8 @@ def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         }
         for group in optimizer.param_groups
     ]
-    return {"class": type(optimizer).__qualname__, "groups": groups, "state": rest, "low_bit": low_bit}
+    found = {"class": type(optimizer).__qualname__, "groups": groups, "state": rest, "low_bit": low_bit}
+    return found | ({"sharded": sharded} if any(sharded.values()) else {})
 
 
 def state_records(records: Iterable[TensorRecord]) -> Iterator[tuple[str, str, TensorRecord]]:
@@ -306,6 +320,11 @@ def is_plain(value: object) -> bool:
         and (value.numel() == 0 or value.untyped_storage().nbytes() > 0)
         and not (value.is_meta or value.is_quantized or value.is_conj() or value.is_neg())
     )
+
+
+def _local(value: Any) -> Any:
+    """Returns what this rank holds of a tensor that is divided among ranks, and anything else as it is."""
+    return local_part(value) if isinstance(value, Tensor) else value
 
 
 def _is_away(value: object) -> bool:

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from memwall.torch_internals.names import instance_attribute
 
-__all__ = ["gathered_parameters", "is_sharded", "is_sharding_unit", "local_part", "shard_of"]
+__all__ = [
+    "gathered_parameters",
+    "is_sharded",
+    "is_sharding_unit",
+    "like_shard",
+    "local_part",
+    "shard_of",
+    "standing_parameters",
+]
 
 shard_of: Callable[[Any], Tensor] = instance_attribute(
     "torch.distributed.tensor.DTensor._local_tensor", "training with parameters that are DTensors"
@@ -38,6 +46,37 @@ def is_sharding_unit(module: nn.Module) -> bool:
     return known is not None and isinstance(module, known.FSDPModule)
 
 
+def standing_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that an optimizer steps, by name: of a unit that is gathered now its shards.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_module_info`, `sharded_param` (2.13).
+    """
+    found = dict(model.named_parameters())
+    paths = {id(module): path for path, module in model.named_modules()}
+    for unit in (module for module in model.modules() if is_sharding_unit(module)):
+        for part in _parts_of(unit):
+            place = part._module_info
+            path = paths[id(place.module)]
+            found[f"{path}.{place.param_name}" if path else place.param_name] = part.sharded_param
+    return found
+
+
+def like_shard(local: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a DTensor that is divided as a parameter is, of what this rank holds of it."""
+    from torch.distributed.tensor import DTensor
+
+    whole: Any = parameter
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _parts_of(unit: nn.Module) -> list[Any]:
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [part for group in groups if group is not None for part in group.fsdp_params]
+
+
 def gathered_parameters(unit: nn.Module) -> list[Tensor] | None:
     """Returns the whole parameters of a unit, whose storages are emptied and filled again in each step.
 
@@ -46,9 +85,6 @@ def gathered_parameters(unit: nn.Module) -> list[Tensor] | None:
     Returns:
         None until it has gathered them for the first time, or where this torch keeps them elsewhere.
     """
-    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    parts = [part for group in groups if group is not None for part in group.fsdp_params]
-    found = [getattr(part, "_unsharded_param", None) for part in parts]
+    found = [getattr(part, "_unsharded_param", None) for part in _parts_of(unit)]
     known = [whole for whole in found if whole is not None]
     return known if len(known) == len(found) else None

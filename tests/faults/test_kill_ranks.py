@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from rank_runs import launched
 
+from memwall.cli.app import main
+
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_ranks_resumable.py")
@@ -23,17 +25,16 @@ def weights(folder: Path) -> list[str]:
     return [(folder / f"{rank}.txt").read_text() for rank in range(2)]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("plain")
-    assert trained(folder) == 0
-    return weights(folder)
-
-
-def test_a_rank_is_killed_in_a_step(tmp_path: Path, plain: list[str]) -> None:
-    assert trained(tmp_path, "--in-step", "5", resumes=True) == 1
-    assert trained(tmp_path, resumes=True) == 0
+@pytest.mark.parametrize("divided", [(), ("--fsdp2",)], ids=["ddp", "fsdp2"])
+def test_a_rank_is_killed_in_a_step(tmp_path: Path, divided: tuple[str, ...]) -> None:
+    assert trained(tmp_path, *divided) == 0
+    plain = weights(tmp_path)
+    assert trained(tmp_path, *divided, "--in-step", "5", resumes=True) == 1
+    assert trained(tmp_path, *divided, resumes=True) == 0
     assert weights(tmp_path) == plain
+    of_rank, out = str(tmp_path / "steps" / "rank-1-of-2"), str(tmp_path / "weights.safetensors")
+    assert main(["checkpoint", of_rank, "-o", out]) == (2 if divided else 0)
+    assert main(["checkpoint", str(tmp_path / "steps")]) == 2
 
 
 @pytest.mark.timeout(900)
