@@ -7,7 +7,8 @@ import pytest
 
 from memwall.errors import StoreError
 from memwall.store.backend import SystemBackend
-from memwall.store.journal import Journal, Stored
+from memwall.store.generation import Stored
+from memwall.store.journal import Journal
 
 __all__ = ["PAGE", "commit_steps", "found_step", "get", "put", "refusal"]
 

@@ -21,7 +21,8 @@ from memwall.checkpoint.training_state import (
 from memwall.checkpoint.writer import CommitWriter, PackedBucket, bytes_of, packed
 from memwall.errors import ApplyError
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
-from memwall.store.journal import Journal, Stored
+from memwall.store.generation import Stored
+from memwall.store.journal import Journal
 from memwall.torch_internals.autograd import version_of
 
 __all__ = ["Commits", "find_on_disk"]

@@ -29,7 +29,8 @@ from memwall.checkpoint.training_state import (
 from memwall.errors import StoreError
 from memwall.planning.planfile import Plan, decoded
 from memwall.store.buckets import BucketBuffer
-from memwall.store.journal import Generation, Journal
+from memwall.store.generation import Generation
+from memwall.store.journal import Journal
 from memwall.torch_internals.sharding import like_shard
 
 __all__ = ["Content", "Restoration"]

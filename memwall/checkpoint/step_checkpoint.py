@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,18 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
 from memwall.checkpoint.commits import Commits, find_on_disk
-from memwall.checkpoint.companions import Companions
-from memwall.checkpoint.discovery import HELPERS, Helpers, find_optimizer, objects_of
-from memwall.checkpoint.loop import LoopState
 from memwall.checkpoint.restoration import Restoration
+from memwall.checkpoint.surroundings import Surroundings
 from memwall.checkpoint.together import Together
 from memwall.checkpoint.training_state import (
-    encode_objects,
     fingerprint_of,
-    optimizer_objects,
     parts_of_model,
     parts_of_optimizer,
-    random_states,
     restore_random_states,
 )
 from memwall.checkpoint.writer import CommitTimes
@@ -38,8 +32,7 @@ from memwall.patches import Patches
 from memwall.planning.planfile import Plan
 from memwall.store.backend import SystemBackend
 from memwall.store.journal import Journal
-from memwall.torch_internals.autograd import current_node, version_of
-from memwall.torch_internals.sharding import is_sharding_unit
+from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import joint_name, trains
 from memwall.trace.together import models_of
@@ -101,16 +94,10 @@ class StepCheckpoint:
         self.steps_done = self.resumed_steps
         self._committed_before = self.resumed_steps
         self._model: nn.Module | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._beside = Surroundings(self.directory, self._restoration)
         self._commits: Commits | None = None
-        self._helpers = Helpers()
         self._is_between_steps = False
         self._was_asked = False
-        self._has_companions = True
-        """Whether to look for what goes with the model."""
-        self._named: set[str] = set()
-        self._companions: Companions = Companions()
-        self._loop = LoopState(self._companions)
         self._patches = Patches("commits steps to a checkpoint")
 
     def _open(self, *, is_resuming: bool) -> None:
@@ -154,6 +141,7 @@ class StepCheckpoint:
         _log.info("%s: continuing from step %d, the last one that all ranks have committed", self.directory, step)
         found = self._journal.go_back_to(step)
         self._restoration = None if found is None else Restoration(self._journal, found)
+        self._beside.restoration = self._restoration
         self.resumed_steps = self.steps_done = self._committed_before = step
 
     # -- a loop that cooperates --------------------------------------------------------------------------------------
@@ -179,29 +167,29 @@ class StepCheckpoint:
         """
         self._agree()
         self._was_asked = True
-        self._loop.begin(stateful)
+        self._beside.loop.begin(stateful)
         restoration = self._restoration
         if restoration is None:
             return 0
         saved = restoration.objects["loop"]
-        begin = self._loop.restore(saved, self.directory)
+        begin = self._beside.loop.restore(saved, self.directory)
         # A loop that has nothing left to do never calls its model, and then saves it.
         model = restoration.find_model()
         if model is None:
-            self._look_beside(None)
+            self._beside.look_beside(None)
         else:
             restoration.restore_model(model)
-            self._look(model)
-            if begin >= num_steps and self._optimizer is not None:
-                restoration.restore_state(model, self._optimizer, None)
+            self._beside.look(model)
+            if begin >= num_steps and self._beside.optimizer is not None:
+                restoration.restore_state(model, self._beside.optimizer, None)
         restore_random_states(saved["random"])
         return begin
 
     def at_loop_top(self, position: int) -> None:
         """Takes down what an iteration begins with; to be called before it fetches its batch."""
         if self._is_due:
-            self._look_beside(self._model)
-        self._loop.at_top(position, is_due=self._is_due)
+            self._beside.look_beside(self._model)
+        self._beside.loop.at_top(position, is_due=self._is_due)
 
     # -- life cycle --------------------------------------------------------------------------------------------------
 
@@ -245,29 +233,10 @@ class StepCheckpoint:
         else:
             if not restoration.has_model:
                 restoration.restore_model(model)
-            if not self._loop.is_open:
+            if not self._beside.loop.is_open:
                 restore_random_states(restoration.objects["random"])
-        self._look(model)
+        self._beside.look(model)
         self._model, self._commits = model, Commits(self._journal, step=self._committed_before)
-
-    def _look(self, model: nn.Module) -> None:
-        """Finds the optimizer and what goes with it, if they have appeared, and puts them back."""
-        objects = objects_of((torch.optim.Optimizer, *HELPERS))
-        self._optimizer = self._optimizer or find_optimizer(model, objects)
-        self._helpers.look(model, self._optimizer, objects)
-        if self._restoration is not None:
-            if self._optimizer is not None and not self._restoration.has_options:
-                self._restoration.restore_options(model, self._optimizer)
-            self._restoration.restore_helpers(self._helpers)
-        self._look_beside(model)
-
-    def _look_beside(self, model: nn.Module | None) -> None:
-        """Finds what goes with the model, and puts it back."""
-        if not self._has_companions:
-            return
-        self._companions.look(model, self._optimizer, self._loop.given)
-        if self._restoration is not None and not self._restoration.has_state:
-            self._restoration.restore_companions(self._companions)
 
     def finish(self, *, completed: bool) -> None:
         """Commits the last step of a script that has ended well, from where everything lies, and nothing after that.
@@ -336,7 +305,7 @@ class StepCheckpoint:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._model is not None and self._commits is not None:
             with self._noting_failure():
-                if self._optimizer is not None and not trains(optimizer, self._model):
+                if self._beside.optimizer is not None and not trains(optimizer, self._model):
                     self._commits.writer.wait()  # its parameters may be among what is written
                     self._check_order(optimizer)
                     return
@@ -348,7 +317,7 @@ class StepCheckpoint:
         Raises:
             UsageError: it does, and no loop says where an iteration begins.
         """
-        if self._is_between_steps and not self._loop.is_open and self._companions.trains_with(optimizer):
+        if self._is_between_steps and not self._beside.loop.is_open and self._beside.companions.trains_with(optimizer):
             raise UsageError(
                 f"--checkpoint {self.directory}: a {type(optimizer).__name__} of another model steps before the model "
                 "that is committed is called again, so that the two would be committed from different steps; loop over "
@@ -357,19 +326,19 @@ class StepCheckpoint:
 
     def _prepare_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits) -> None:
         """Puts the optimizer's state back before its first update, and has every update wait for what is written."""
-        if self._optimizer is None:
-            self._optimizer = optimizer
-            self._look(model)
-        elif optimizer is not self._optimizer and trains(optimizer, model):
+        if self._beside.optimizer is None:
+            self._beside.optimizer = optimizer
+            self._beside.look(model)
+        elif optimizer is not self._beside.optimizer and trains(optimizer, model):
             raise UsageError(
-                f"--checkpoint {self.directory} commits what one optimizer trains, and this model is stepped by "
-                f"{joint_name((self._optimizer, optimizer))}; run it without --checkpoint, and save in the script"
+                f"--checkpoint {self.directory} commits what one optimizer trains, and this model is stepped "
+                f"by {joint_name((self._beside.optimizer, optimizer))}; run it without --checkpoint, and save in "
+                "the script"
             )
         if self.steps_done == self.resumed_steps:
-            self._look_beside(model)
-            self._companions.settle()
+            self._beside.settle(model)
         if self._restoration is not None and not self._restoration.has_state:
-            self._restoration.check_complete(self._helpers, self._companions if self._has_companions else None)
+            self._beside.check_complete(self._restoration)
             # Not earlier: only now it is certain where the state is to live, and in which form.
             self._restoration.restore_state(model, optimizer, self.space.keeper_of(optimizer))
         commits.writer.wait()
@@ -378,7 +347,7 @@ class StepCheckpoint:
             self._together.wait(self.directory)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer is self._optimizer:
+        if optimizer is self._beside.optimizer:
             self.steps_done += 1
             self._is_between_steps = True
 
@@ -387,50 +356,25 @@ class StepCheckpoint:
     @torch.no_grad()
     def _commit(self, commits: Commits, *, is_last: bool = False) -> None:
         """Takes down everything of the present step, and begins to write it; of the last one the script has ended."""
-        model, optimizer = self._model, self._optimizer
+        model, optimizer = self._model, self._beside.optimizer
         assert model is not None
         assert optimizer is not None
         commits.writer.wait()
-        self._helpers.look_now_and_then(model, optimizer)
-        if not (self._loop.is_open or is_last):
-            self._look_beside(model)
-        beside = self._loop.take_beside()
-        if any(version_of(p.tensor) != version for p, version in zip(beside.parts, beside.versions, strict=True)):
-            # Of another step than the model is, as of a model that is stepped first: from now on they are copied.
-            self._companions.copies = True
+        self._beside.look_now_and_then(model, optimizer)
+        if not (self._beside.loop.is_open or is_last):
+            self._beside.look_beside(model)
+        beside = self._beside.take()
+        if beside is None:
             return
-        self._name_uncommitted()
+        self._beside.name_uncommitted()
         parts = [*parts_of_model(model), *parts_of_optimizer(model, optimizer), *beside.parts]
         absent = [part for part in parts if part.kind == "away"]
         commits.begin(
             self.steps_done,
             [part for part in parts if part.kind != "away"],
-            partial(self._objects, model, optimizer, commits, beside.objects),
+            lambda: self._beside.encoded(model, optimizer, beside.objects, commits.state_dict_names(model)),
             self.plan_in_effect(),
             lambda first: find_on_disk(model, optimizer, self.space, absent, first=first),
-        )
-
-    def _name_uncommitted(self) -> None:
-        new = [name for name in self._companions.uncommitted if name not in self._named]
-        if new:
-            self._named.update(new)
-            _log.warning(
-                "--checkpoint %s does not commit %s; a resumed run begins anew with it; hand what has a state_dict to "
-                "memwall.steps(NUM_STEPS, name=object)",
-                *(self.directory, "; ".join(new)),
-            )
-
-    def _objects(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits, beside: bytes) -> bytes:
-        return encode_objects(
-            {
-                "optimizer": optimizer_objects(model, optimizer),
-                "helpers": self._helpers.states(),
-                "random": random_states(),
-                "loop": self._loop.take(),
-                "beside": beside if self._has_companions else None,
-                "state_dict": commits.state_dict_names(model),
-                "is_divided": any(is_sharding_unit(module) for module in model.modules()),
-            }
         )
 
     def commit_as(
@@ -441,9 +385,9 @@ class StepCheckpoint:
         Raises:
             MemwallError: see `attach`, and the errors of a disk.
         """
-        self._has_companions = False  # the script that goes on has other variables than this one
-        self._loop.begin(stateful)
-        self._loop.at_top(step, is_due=False)
+        self._beside.has_companions = False  # the script that goes on has other variables than this one
+        self._beside.loop.begin(stateful)
+        self._beside.loop.at_top(step, is_due=False)
         self._committed_before = -1
         self.attach(model)
-        self._optimizer, self.steps_done, self._is_between_steps = optimizer, step, True
+        self._beside.optimizer, self.steps_done, self._is_between_steps = optimizer, step, True

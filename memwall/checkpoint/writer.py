@@ -19,7 +19,8 @@ from memwall.errors import StoreError
 from memwall.store.backend import round_up
 from memwall.store.buckets import BucketBuffer, is_dense
 from memwall.store.checksum import crc32
-from memwall.store.journal import Journal, Stored
+from memwall.store.generation import Stored
+from memwall.store.journal import Journal
 from memwall.store.scheduling import schedule_as_batch
 from memwall.store.transfer import Transfer
 from memwall.store.workers import LOOK_SECONDS, stalled_disk

@@ -12,15 +12,12 @@ or complete, and then so is what it points to; after 5 the new generation is the
 
 import errno
 import logging
-import mmap
 import os
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from memwall.errors import OffloadIOError, StoreError
-from memwall.store.backend import ALIGNMENT_BYTES, SystemBackend, read_fully, round_up, write_fully
-from memwall.store.checksum import crc32
+from memwall.store.backend import ALIGNMENT_BYTES, SystemBackend, read_fully, write_fully
 from memwall.store.closing import Closing
 from memwall.store.commit_format import (
     COMMIT_BYTES,
@@ -30,7 +27,6 @@ from memwall.store.commit_format import (
     Meta,
     Record,
     Superblock,
-    decode_meta,
     decode_record,
     decode_superblock,
     digest_of,
@@ -42,36 +38,12 @@ from memwall.store.commit_format import (
 )
 from memwall.store.data_file import DataFile, open_kept
 from memwall.store.directory_lock import DirectoryLock
-from memwall.store.scratch import Slot
+from memwall.store.generation import Generation, Stored, blank_pages, verified
 from memwall.store.transfer import DEFAULT_BLOCK_BYTES, TransferPool
-from memwall.units import format_bytes
 
-__all__ = ["Generation", "Journal", "Stored", "is_begun"]
+__all__ = ["Journal", "is_begun"]
 
 _log = logging.getLogger(__name__)
-
-
-class Stored(NamedTuple):
-    """Names a bucket on disk: what was written, with its checksums, in blocks of the pool's size."""
-
-    slot: Slot
-    num_bytes: int
-    """Counts what was written, a multiple of 4096."""
-
-
-class Generation(NamedTuple):
-    """Holds a committed step as it was found, every byte of it verified."""
-
-    number: int
-    step: int
-    buckets: tuple[Stored, ...]
-    content: bytes
-    meta: Slot
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """Lists all that must not be written to while this is the last one."""
-        return (*(stored.slot for stored in self.buckets), self.meta)
 
 
 class Journal(Closing):
@@ -222,7 +194,7 @@ class Journal(Closing):
         record = next((record for record in self._records if record.step == step), None)
         if step and record is None:
             raise StoreError(f"{self.directory} has no step {step} any more")
-        self.last = None if record is None else self._verified(record)
+        self.last = None if record is None else verified(self.data, record, block_bytes=self._block_bytes)
         self.data.adopt(() if self.last is None else self.last.slots)
         return self.last
 
@@ -231,7 +203,7 @@ class Journal(Closing):
         extents = tuple(self._extent(stored) for stored in buckets)
         meta = encode_meta(Meta(generation=number, step=step, buckets=extents, content=content))
         slot = self.data.allocate(len(meta))
-        pages = _pages(slot.num_bytes)
+        pages = blank_pages(slot.num_bytes)
         pages[: len(meta)] = meta
         self.data.write(slot, 0, pages, "the table of contents")
         self._sync_data()
@@ -280,7 +252,7 @@ class Journal(Closing):
                 )
 
     def _write_block(self, block: bytes, offset: int) -> None:
-        page = _pages(ALIGNMENT_BYTES)
+        page = blank_pages(ALIGNMENT_BYTES)
         page[:] = block
         write_fully(
             self._backend, self._fd, page, offset, path=self._commit_path, label="a commit record", is_kept=True
@@ -321,7 +293,7 @@ class Journal(Closing):
                     "from a copy, or begin anew with another --checkpoint DIR"
                 )
             return None
-        pages = _pages(COMMIT_BYTES)
+        pages = blank_pages(COMMIT_BYTES)
         read_fully(self._backend, self._fd, pages, 0, path=self._commit_path, label="the commit records", is_kept=True)
         blocks = [bytes(pages[start : start + ALIGNMENT_BYTES]) for start in range(0, COMMIT_BYTES, ALIGNMENT_BYTES)]
         records = [decode_record(block) for block in blocks[1:]]
@@ -338,7 +310,7 @@ class Journal(Closing):
         self._records = tuple(good)
         for record in sorted(good, key=lambda record: record.generation, reverse=True):
             try:
-                found = self._verified(record)
+                found = verified(self.data, record, block_bytes=self._block_bytes)
             except StoreError as error:
                 problems.append(f"step {record.step}: {error}")
                 continue
@@ -351,61 +323,6 @@ class Journal(Closing):
                 "copy, or begin anew with another --checkpoint DIR"
             )
         return None
-
-    def _verified(self, record: Record) -> Generation:
-        padded_bytes = round_up(record.meta_bytes)
-        if record.meta_bytes == 0 or record.meta_offset % ALIGNMENT_BYTES:
-            raise self._damaged("the table of contents", record.meta_offset, padded_bytes)
-        meta_slot = Slot(record.meta_offset, padded_bytes)
-        self._check_inside(meta_slot.offset, padded_bytes, "the table of contents")
-        pages = _pages(padded_bytes)
-        self.data.read(meta_slot, 0, pages, "the table of contents")
-        data = bytes(pages[: record.meta_bytes])
-        if digest_of(data) != record.meta_digest:
-            raise self._damaged("the table of contents", record.meta_offset, padded_bytes)
-        meta = decode_meta(data)
-        for number, extent in enumerate(meta.buckets):
-            if not extent.is_sound(self._block_bytes):
-                raise self._damaged(f"the place of bucket {number}", record.meta_offset, padded_bytes)
-        buckets = tuple(self._stored(extent) for extent in meta.buckets)
-        pages = _pages(self._block_bytes)
-        for number, stored in enumerate(buckets):
-            self._check_inside(stored.slot.offset, stored.num_bytes, f"bucket {number}")
-            for offset, checksum in stored.slot.checksums.items():
-                block = pages[: min(self._block_bytes, stored.num_bytes - offset)]
-                self.data.read(stored.slot, offset, block, f"bucket {number}")
-                if crc32(block) != checksum:
-                    raise self._damaged(f"bucket {number}", stored.slot.offset + offset, len(block))
-        return Generation(meta.generation, meta.step, buckets, meta.content, meta_slot)
-
-    def _stored(self, extent: Extent) -> Stored:
-        offsets = range(0, extent.num_bytes, self._block_bytes)
-        checksums = dict(zip(offsets, extent.checksums, strict=True))
-        return Stored(Slot(extent.offset, extent.slot_bytes, checksums), extent.num_bytes)
-
-    def _check_inside(self, offset: int, num_bytes: int, label: str) -> None:
-        length_bytes = self.data.length_bytes
-        if offset + num_bytes > length_bytes:
-            raise OffloadIOError(
-                f"{self.data.path} was cut short: {label} ends at byte {offset + num_bytes}, and the file has "
-                f"{length_bytes}",
-                path=self.data.path,
-                offset=offset,
-                wanted_bytes=num_bytes,
-                got_bytes=max(0, length_bytes - offset),
-                errno=0,
-            )
-
-    def _damaged(self, label: str, offset: int, num_bytes: int) -> OffloadIOError:
-        return OffloadIOError(
-            f"{label} in {self.data.path} is damaged: the checksum of {format_bytes(num_bytes)} at byte {offset} does "
-            "not match what was written",
-            path=self.data.path,
-            offset=offset,
-            wanted_bytes=num_bytes,
-            got_bytes=num_bytes,
-            errno=0,
-        )
 
     def close(self) -> None:
         """Ends the threads, close the files, and let the next run in."""
@@ -420,8 +337,3 @@ def is_begun(directory: str) -> bool:
     """Returns whether a directory has a file of a checkpoint that is not empty."""
     paths = (os.path.join(directory, name) for name in (COMMIT_NAME, DATA_NAME))
     return any(os.path.lexists(path) and os.lstat(path).st_size > 0 for path in paths)
-
-
-def _pages(num_bytes: int) -> memoryview:
-    """Returns page-aligned zeros that live as long as their views: those in an error's traceback too."""
-    return memoryview(mmap.mmap(-1, num_bytes))

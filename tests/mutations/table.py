@@ -19,6 +19,7 @@ class Mutation(NamedTuple):
 
 
 JOURNAL = "memwall/store/journal.py"
+GENERATION = "memwall/store/generation.py"
 HIDDEN = "memwall/apply/blocks/hidden_state.py"
 ENGINE = "memwall/apply/offload/engine.py"
 PATCHES = "memwall/patches.py"
@@ -96,14 +97,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a run continues from a damaged table of contents",
-        JOURNAL,
-        "if digest_of(data) != record.meta_digest:",
+        GENERATION,
+        "if digest_of(contents) != record.meta_digest:",
         "if False:",
         ("tests/store/test_journal.py",),
     ),
     Mutation(
         "a run continues from a damaged bucket",
-        JOURNAL,
+        GENERATION,
         "if crc32(block) != checksum:",
         "if False:",
         ("tests/store/test_journal.py",),

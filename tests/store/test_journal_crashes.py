@@ -12,7 +12,8 @@ from simulated_disk import SimulatedDisk
 
 from memwall.errors import StoreError
 from memwall.store.data_file import DataFile
-from memwall.store.journal import Journal, Stored
+from memwall.store.generation import Stored
+from memwall.store.journal import Journal
 from memwall.store.scratch import Slot
 
 PAGE = 4096

@@ -1,0 +1,122 @@
+"""Finds what belongs to a committed step beside the model: its optimizer, and what goes with both."""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from memwall.checkpoint.companions import Companions, State
+from memwall.checkpoint.discovery import HELPERS, Helpers, find_optimizer, objects_of
+from memwall.checkpoint.loop import LoopState
+from memwall.checkpoint.restoration import Restoration
+from memwall.checkpoint.training_state import encode_objects, optimizer_objects, random_states
+from memwall.torch_internals.autograd import version_of
+from memwall.torch_internals.sharding import is_sharding_unit
+
+__all__ = ["Surroundings"]
+
+_log = logging.getLogger(__name__)
+
+
+class Surroundings:
+    """Finds a model's optimizer and what goes with both, as they appear, and puts them back in a resumed run.
+
+    Args:
+        directory: of the checkpoint, for messages.
+        restoration: of the step that the run continues from, which ranks may change; None in a new one.
+
+    Attributes:
+        optimizer: what trains the model; None until it has shown itself.
+        companions: what goes with the model; looked for where `has_companions`.
+        loop: the training loop, as far as it shows itself.
+    """
+
+    def __init__(self, directory: str, restoration: Restoration | None) -> None:
+        self._directory, self.restoration = directory, restoration
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.has_companions = True
+        self.companions = Companions()
+        self.loop = LoopState(self.companions)
+        self._helpers = Helpers()
+        self._named: set[str] = set()
+        """What was named as not committed."""
+
+    def look(self, model: nn.Module) -> None:
+        """Finds the optimizer and what goes with it, if they have appeared, and puts them back."""
+        objects = objects_of((torch.optim.Optimizer, *HELPERS))
+        self.optimizer = self.optimizer or find_optimizer(model, objects)
+        self._helpers.look(model, self.optimizer, objects)
+        if self.restoration is not None:
+            if self.optimizer is not None and not self.restoration.has_options:
+                self.restoration.restore_options(model, self.optimizer)
+            self.restoration.restore_helpers(self._helpers)
+        self.look_beside(model)
+
+    def look_beside(self, model: nn.Module | None) -> None:
+        """Finds what goes with the model, and puts it back."""
+        if not self.has_companions:
+            return
+        self.companions.look(model, self.optimizer, self.loop.given)
+        if self.restoration is not None and not self.restoration.has_state:
+            self.restoration.restore_companions(self.companions)
+
+    def look_now_and_then(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Finds schedulers and scalers that came later, at some of the commits."""
+        self._helpers.look_now_and_then(model, optimizer)
+
+    def settle(self, model: nn.Module) -> None:
+        """Says that the first update begins: what comes later is named, and not committed."""
+        self.look_beside(model)
+        self.companions.settle()
+
+    def check_complete(self, restoration: Restoration) -> None:
+        """Checks that the script has what the step was made with.
+
+        Raises:
+            StoreError: it lacks something, or has more.
+        """
+        restoration.check_complete(self._helpers, self.companions if self.has_companions else None)
+
+    def take(self) -> State | None:
+        """Returns what goes with the model; None where it is of another step than the model is.
+
+        So it is of a model that is stepped first: from now on it is copied.
+        """
+        beside = self.loop.take_beside()
+        if any(version_of(p.tensor) != version for p, version in zip(beside.parts, beside.versions, strict=True)):
+            self.companions.copies = True
+            return None
+        return beside
+
+    def name_uncommitted(self) -> None:
+        """Warns once of what cannot be committed."""
+        new = [name for name in self.companions.uncommitted if name not in self._named]
+        if new:
+            self._named.update(new)
+            _log.warning(
+                "--checkpoint %s does not commit %s; a resumed run begins anew with it; hand what has a state_dict to "
+                "memwall.steps(NUM_STEPS, name=object)",
+                *(self._directory, "; ".join(new)),
+            )
+
+    def encoded(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, beside: bytes, state_dict_names: Mapping[str, str]
+    ) -> bytes:
+        """Returns what of a step is no tensor.
+
+        Args:
+            beside: the companions' states.
+            state_dict_names: the part that each key of the model's own state dict stands for.
+        """
+        return encode_objects(
+            {
+                "optimizer": optimizer_objects(model, optimizer),
+                "helpers": self._helpers.states(),
+                "random": random_states(),
+                "loop": self.loop.take(),
+                "beside": beside if self.has_companions else None,
+                "state_dict": state_dict_names,
+                "is_divided": any(is_sharding_unit(module) for module in model.modules()),
+            }
+        )
