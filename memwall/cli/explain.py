@@ -66,7 +66,7 @@ def explain(
         from memwall.planning.planfile import Plan
 
         plan = Plan.load(source)
-        show(plan_report(plan), plan.forecast, as_json=as_json)
+        show(plan_report(plan, is_explained=True), plan.forecast, as_json=as_json)
     else:
         raise UsageError(
             f"{source} is neither a trace nor a CUDA memory snapshot nor a plan; expected a file written by "

@@ -96,13 +96,12 @@ def show_ranks(
         UsageError: the ranks or the link cannot be.
     """
     from msgspec.structs import replace
-    from rich.console import Group
 
     from memwall.cli.options import write_json
     from memwall.cli.output import note, show
     from memwall.machine.node_links import link_named
     from memwall.planning.ranks.search import infeasible_ranks, plan_ranks
-    from memwall.report.ranks_grids import curve_grid, kinds_grid, reasons_grid
+    from memwall.report.ranks_grids import ranks_grids
     from memwall.report.text import plan_report, tables_of
     from memwall.trace.workload_facts import workload_facts
 
@@ -110,8 +109,6 @@ def show_ranks(
     made, ranks = plan_ranks(
         trace, settings, num_ranks=asked.num_ranks, num_ranks_per_node=asked.num_ranks_per_node, link=link
     )
-    reasons = (reasons_grid(ranks),) if asked.is_explained or made is None else ()
-    grids = (kinds_grid(ranks), *reasons, curve_grid(ranks))
     if made is None:
         error: InfeasibleError = infeasible_ranks(ranks, settings)
         if as_json:
@@ -119,9 +116,9 @@ def show_ranks(
 
             write_json(replace(forecast_without_plan(trace, error), ranks=ranks))
         else:
-            note(tables_of(grids, workload_facts(trace)))
+            note(tables_of(ranks_grids(ranks, is_explained=True), workload_facts(trace)))
         raise error
     if output is not None:
         made.save(output)
-    show(Group(tables_of(grids, None), plan_report(made)), made.forecast, as_json=as_json)
+    show(plan_report(made, is_explained=asked.is_explained), made.forecast, as_json=as_json)
     return made.forecast

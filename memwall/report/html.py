@@ -17,6 +17,7 @@ from memwall.report.chart import chart_of, legend_of, overlay_chart, scale_of
 from memwall.report.curves import Curve
 from memwall.report.grid import Grid, ratio_text
 from memwall.report.plan_grids import action_grid, forecast_phase_grid, lever_grid, plan_facts
+from memwall.report.ranks_grids import ranks_grids
 from memwall.report.run_grids import Outcome, comparison_grid, run_grid
 from memwall.report.text import Verdict, plan_verdict, ranks_text, run_findings, run_verdict
 from memwall.report.trace_grids import holder_grids, place_of
@@ -199,6 +200,7 @@ def _grids(page: Page) -> list[Grid]:
         grids.append(action_grid(page.plan.actions))
         if forecast.levers:
             grids.append(lever_grid(forecast.levers))
+        grids += ranks_grids(forecast.ranks, is_explained=True)
         grids.append(forecast_phase_grid(forecast))
     return grids
 

@@ -4,10 +4,17 @@ from memwall.planning.ranks.forecast import CurvePoint, RankChoice, RanksForecas
 from memwall.report.grid import DASH, Grid, bytes_or_dash, seconds_or_dash
 from memwall.units import format_bytes
 
-__all__ = ["curve_grid", "kinds_grid", "reasons_grid"]
+__all__ = ["ranks_grids"]
 
 
-def kinds_grid(ranks: RanksForecast) -> Grid:
+def ranks_grids(ranks: RanksForecast | None, *, is_explained: bool) -> tuple[Grid, ...]:
+    """Returns the tables of many ranks, with the reason against each way or without; none of a plan for one process."""
+    if ranks is None:
+        return ()
+    return (_kinds_grid(ranks), *((_reasons_grid(ranks),) if is_explained else ()), _curve_grid(ranks))
+
+
+def _kinds_grid(ranks: RanksForecast) -> Grid:
     """Returns the ways that fit, the fastest first."""
     fitting = [one for one in ranks.choices if one.step_seconds is not None]
     return Grid(
@@ -17,7 +24,7 @@ def kinds_grid(ranks: RanksForecast) -> Grid:
     )
 
 
-def reasons_grid(ranks: RanksForecast) -> Grid:
+def _reasons_grid(ranks: RanksForecast) -> Grid:
     """Returns why each way was not chosen."""
     return Grid(
         title="Why so",
@@ -27,7 +34,7 @@ def reasons_grid(ranks: RanksForecast) -> Grid:
     )
 
 
-def curve_grid(ranks: RanksForecast) -> Grid:
+def _curve_grid(ranks: RanksForecast) -> Grid:
     """Returns the best kind for each number of ranks, in outline."""
     return Grid(
         title="By number of ranks, each with the same batch (in outline, simulated)",

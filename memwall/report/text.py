@@ -19,6 +19,7 @@ from memwall.report.difference_grids import difference_grids, difference_scope, 
 from memwall.report.estimate_grids import estimate_facts, workload_row
 from memwall.report.grid import Grid
 from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, lever_grid, plan_facts
+from memwall.report.ranks_grids import ranks_grids
 from memwall.report.run_grids import (
     Outcome,
     comparison_grid,
@@ -163,8 +164,12 @@ def estimate_report(estimate: "Estimate", searched: str = "") -> Group:
     )
 
 
-def plan_report(plan: Plan) -> Group:
-    """Shows a plan, why it is so, and what it does: `memwall plan`, `memwall explain plan.json`, `memwall run`."""
+def plan_report(plan: Plan, *, is_explained: bool = False) -> Group:
+    """Shows a plan, why it is so, and what it does: `memwall plan`, `memwall explain plan.json`, `memwall run`.
+
+    Args:
+        is_explained: whether to say of a plan for ranks why no other way divides the model.
+    """
     forecast = plan.forecast
     return _report(
         shown_verdict(plan_verdict(plan)),
@@ -173,6 +178,7 @@ def plan_report(plan: Plan) -> Group:
         _table(forecast_phase_grid(forecast)),
         _table(action_grid(plan.actions)),
         *((_table(lever_grid(forecast.levers)),) if forecast.levers else ()),
+        *map(_table, ranks_grids(forecast.ranks, is_explained=is_explained)),
         Text(f"Not modelled: {'; '.join(forecast.not_modelled) or 'nothing known'}.", style="dim"),
     )
 

@@ -40,7 +40,9 @@ def spec(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_what_divides_a_model_is_the_fastest_way_that_fits(run: Run, spec: str, tmp_path: Path) -> None:
+def test_what_divides_a_model_is_the_fastest_way_that_fits(
+    run: Run, spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """GIVEN less than one device needs THEN a way that divides it, every other one with its reason, and the curve."""
     output = tmp_path / "plan.json"
     asked = ("plan", spec, "--device", "a100-40gb", "--ranks", "16", "--link", "infiniband-hdr", "--host", "64GiB")
@@ -63,6 +65,10 @@ def test_what_divides_a_model_is_the_fastest_way_that_fits(run: Run, spec: str, 
     assert points[512]["process_bytes"] <= points[16]["process_bytes"] <= points[4]["process_bytes"]
     assert points[512]["samples_per_second"] > points[16]["samples_per_second"]
     assert Plan.load(output).forecast.ranks is not None
+    assert main(["explain", str(output)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "16 ranks on 2 nodes over infiniband-hdr" in told
+    assert "not chosen, since" in told
 
 
 @pytest.mark.slow
