@@ -1,13 +1,14 @@
-"""Scripts run by torchrun, as a user starts them: each rank leaves what it found in a file."""
+"""Scripts run by ranks: each leaves what it found in a file."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PRELUDE", "found_by_ranks", "launched"]
+__all__ = ["PRELUDE", "found_by_ranks", "run_ranks"]
 
 PRELUDE = """
 import json, os, sys
@@ -26,23 +27,40 @@ def found(**values):
 """Begins a script: `found(name=value, ...)` ends it."""
 
 
-def launched(num_ranks: int, *command: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Runs `torchrun --nproc-per-node num_ranks COMMAND`, with the tests' helpers on the path."""
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--standalone", *command],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-    )
+def run_ranks(num_ranks: int, *arguments: str, folder: Path, timeout_s: float = 200, **environment: str) -> list[str]:
+    """Runs `python ARGUMENTS` as each rank of one host, as torchrun would, whose own process they do without.
+
+    Returns:
+        What each of them printed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    shared |= {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *arguments],
+            cwd=folder,
+            env=os.environ | shared | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        done = [rank.communicate(timeout=timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(errors[-6000:] for _, errors in done)
+    return [output for output, _ in done]
 
 
 def found_by_ranks(num_ranks: int, script: str, folder: Path) -> list[dict[str, Any]]:
     """Runs a script on so many ranks; returns what each of them found, in the order of their numbers."""
     (folder / "script.py").write_text(PRELUDE + script)
-    result = launched(num_ranks, str(folder / "script.py"), folder=folder, FOUND_IN=str(folder))
+    run_ranks(num_ranks, str(folder / "script.py"), folder=folder, FOUND_IN=str(folder))
     paths = [folder / f"{rank}.json" for rank in range(num_ranks)]
-    assert all(path.exists() for path in paths), result.stderr[-6000:]
     return [json.loads(path.read_text()) for path in paths]

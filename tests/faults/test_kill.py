@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from plans import RESUMABLE, resumable_on_disk
 
-pytestmark = pytest.mark.slow
+from memwall.cli.app import main
+
+pytestmark = pytest.mark.slow(seconds=4)
 
 ROOT = Path(__file__).parents[2]
 KILLED = ROOT / "tests" / "scripts" / "train_killed.py"
@@ -125,12 +127,12 @@ def test_the_command_line_continues_reports_and_loads_a_finished_run(tmp_path: P
     assert (tmp_path / "sha256.txt").read_text() == plain_sha256
 
 
-def test_a_script_that_does_not_ask_where_to_begin_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    options = ("--checkpoint", str(tmp_path / "run"))
-    memwall = [sys.executable, "-m", "memwall", "run", "--budget", "8GiB", *options]
+def test_a_script_that_does_not_ask_where_to_begin_is_refused_and_nothing_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memwall = ["run", "--budget", "8GiB", "--checkpoint", str(tmp_path / "run")]
     for extra, status in (([], 0), (["--resume"], 2), ([], 2)):
-        done = subprocess.run(
-            [*memwall, *extra, str(PLAIN), "--steps", "2"], capture_output=True, text=True, timeout=100, check=False
-        )
-        assert done.returncode == status, done.stderr
-    assert f"--checkpoint {tmp_path / 'run'} holds step 2 of a run" in done.stderr
+        found = main([*memwall, *extra, str(PLAIN), "--steps", "2"])
+        said = capsys.readouterr().err
+        assert found == status, said
+    assert f"--checkpoint {tmp_path / 'run'} holds step 2 of a run" in said

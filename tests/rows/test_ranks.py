@@ -1,20 +1,17 @@
 """Rows shared by ranks: two ranks train to the bits of one, and three go on from what two saved."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_runs import run_ranks
 from torch import Tensor
 
 from memwall.rows.embedding import RowEmbedding
 
 NUM_ROWS, DIM, BATCH = 4000, 16, 1440
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow(seconds=5), pytest.mark.timeout(300)]
 
 COMMON = """
 import os, sys
@@ -59,6 +56,7 @@ try:
     table.save(f"{folder}/saved")
 except StoreError as error:
     print(rank, error)
+table.close()
 """
 GO_ON = """
 table = make("sum")
@@ -107,26 +105,9 @@ os._exit(0)
 """
 
 
-def run_ranks(folder: Path, script: str, num_ranks: int) -> list[str]:
-    """What each rank prints."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def printed_by_ranks(folder: Path, script: str, num_ranks: int) -> list[str]:
     code = COMMON.replace("{sizes}", str((NUM_ROWS, DIM, BATCH))) + script + END
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code, str(folder)],
-            env=common | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    done = [rank.communicate(timeout=200) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(errors for _, errors in done)
-    return [output for output, _ in done]
+    return run_ranks(num_ranks, "-c", code, str(folder), folder=folder)
 
 
 def train_alone(table: Any, optimizer: torch.optim.Optimizer, first: int, end: int) -> Tensor:
@@ -140,35 +121,46 @@ def train_alone(table: Any, optimizer: torch.optim.Optimizer, first: int, end: i
     return table.rows(torch.arange(NUM_ROWS))
 
 
-def test_two_ranks_equal_one_and_three_go_on_from_what_they_saved(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """What two ranks print that train a table, and then one together with replicated parameters; and their folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return printed_by_ranks(folder, TRAIN + TOGETHER, 2), folder
+
+
+def test_two_ranks_equal_one_and_three_go_on_from_what_they_saved(
+    two_ranks: tuple[list[str], Path], tmp_path: Path
+) -> None:
     alone = RowEmbedding(NUM_ROWS, DIM, cache="256KiB", disk=tmp_path, seed=7)
     optimizer = torch.optim.SparseAdam(alone.parameters(), lr=0.05)
     expected = train_alone(alone, optimizer, 0, 8)
-    outputs = run_ranks(tmp_path, TRAIN, 2)
-    assert torch.equal(torch.load(tmp_path / "rows.pt"), expected)
+    outputs, folder = two_ranks
+    assert torch.equal(torch.load(folder / "rows.pt"), expected)
     for rank, output in enumerate(outputs):
-        assert output == f"{rank} {tmp_path}/saved exists already; save to a new folder\n"
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        assert output.startswith(f"{rank} {folder}/saved exists already; save to a new folder\n")
+    assert sorted(path.name for path in (folder / "saved").iterdir()) == [
         "shard-00000-of-00002.rows",
         "shard-00001-of-00002.rows",
     ]
     expected = train_alone(alone, optimizer, 8, 12)
-    run_ranks(tmp_path, GO_ON, 3)
-    assert torch.equal(torch.load(tmp_path / "rows.pt"), expected)
+    printed_by_ranks(folder, GO_ON, 3)
+    assert torch.equal(torch.load(folder / "rows.pt"), expected)
 
     again = RowEmbedding(NUM_ROWS, DIM, cache="256KiB", disk=tmp_path, seed=8)
-    again.load(tmp_path / "saved")
+    again.load(folder / "saved")
     optimizer = torch.optim.SparseAdam(again.parameters(), lr=0.05)
     assert torch.equal(train_alone(again, optimizer, 8, 12), expected)
     again.close()
     alone.close()
 
 
-def test_replicated_parameters_and_shared_rows_are_clipped_together(tmp_path: Path) -> None:
-    outputs = run_ranks(tmp_path, TOGETHER, 2)
+def test_replicated_parameters_and_shared_rows_are_clipped_together(
+    two_ranks: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    outputs, folder = two_ranks
     for rank, output in enumerate(outputs):
-        assert output.startswith(f"{rank} rank 1 makes a table of (4000, 16,")
-    rows, head, norms = torch.load(tmp_path / "together.pt")
+        assert output.splitlines()[1].startswith(f"{rank} rank 1 makes a table of (4000, 16,")
+    rows, head, norms = torch.load(folder / "together.pt")
 
     table = RowEmbedding(NUM_ROWS, DIM, cache="256KiB", disk=tmp_path, seed=7)
     model = torch.nn.Sequential(table, torch.nn.Linear(DIM, 1))

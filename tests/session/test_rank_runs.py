@@ -1,4 +1,4 @@
-"""Two processes under torchrun plan and end together."""
+"""Two ranks plan and end together."""
 
 import math
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rank_runs import found_by_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(seconds=20)
 
 SCRIPT = """
 import memwall
@@ -50,11 +50,11 @@ def made():
     model = DistributedDataParallel(nn.Sequential(*(Block() for _ in range(4))))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-def trained(model, optimizer, evaluates=False):
+def trained(model, optimizer, evaluates=False, rows=1024):
     losses = []
     for step in range(3):
         torch.manual_seed(10 * step + rank)
-        loss = model(torch.randn(4096, 64)).square().mean()
+        loss = model(torch.randn(rows, 64)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -66,16 +66,16 @@ def trained(model, optimizer, evaluates=False):
             distributed.barrier()  # the others wait for rank 0, which must not wait for them
     return losses
 
-plain = trained(*made())
+plain = trained(*made(), rows=4096)
 held = torch.ones(rank * 40 << 18)  # so that the second process is 40 MiB larger, and would plan otherwise
 model, optimizer = made()
 with memwall.fit(model, optimizer, budget="8GiB") as session:
-    trained(model, optimizer)
+    trained(model, optimizer, rows=4096)
 # A little more than the larger process needs; the smaller one has room to keep everything.
 budget = session.plan.forecast.smallest_feasible_budget_bytes + (6 << 20)
 model, optimizer = made()
 with memwall.fit(model, optimizer, budget=budget) as session:
-    losses = trained(model, optimizer, evaluates=True)
+    losses = trained(model, optimizer, evaluates=True, rows=4096)
 plan = session.plan
 
 def sharded():
