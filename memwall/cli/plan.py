@@ -177,6 +177,7 @@ def plan(
     if asked is not None:
         if worst_batch is not None:
             raise UsageError(f"--worst-batch {worst_batch}: not together with --ranks; give its length by --seq N")
+        asked.check_batch(global_batch, trace)
         forecast = show_ranks(
             asked,
             trace,

@@ -48,6 +48,19 @@ class RanksAsked(Struct, frozen=True, kw_only=True):
     link: str | None
     is_explained: bool
 
+    def check_batch(self, global_batch: int | None, trace: "Trace") -> None:
+        """Checks that a recorded step is one rank's part of the global batch.
+
+        Raises:
+            UsageError: it is not.
+        """
+        together = trace.micro_batch * trace.num_micro_batches * self.num_ranks
+        if global_batch not in (None, together):
+            raise UsageError(
+                f"--global-batch {global_batch}: {self.num_ranks} ranks with the recorded batch of "
+                f"{together // self.num_ranks} each take {together} samples in a step; give that, or record another"
+            )
+
     def batch_of(self, global_batch: int | None, batch: int | None) -> int | None:
         """Returns the samples of one rank's forward; None where neither of both is given.
 

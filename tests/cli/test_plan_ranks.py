@@ -46,7 +46,7 @@ def test_what_divides_a_model_is_the_fastest_way_that_fits(
     """GIVEN less than one device needs THEN a way that divides it, every other one with its reason, and the curve."""
     output = tmp_path / "plan.json"
     asked = ("plan", spec, "--device", "a100-40gb", "--ranks", "16", "--link", "infiniband-hdr", "--host", "64GiB")
-    status, found = run(*asked, "--budget", "8GiB", "-o", str(output))
+    status, found = run(*asked, "--budget", "8GiB", "--global-batch", "1024", "-o", str(output))
     jsonschema.validate(found, SCHEMA)
     assert (without_unit(found), untagged(found), status) == ([], [], 0)
     ranks = found["ranks"]
@@ -74,6 +74,8 @@ def test_what_divides_a_model_is_the_fastest_way_that_fits(
 @pytest.mark.slow
 def test_what_no_way_fits_is_said_with_the_least(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", spec, "--device", "a100-40gb", "--budget", "2GiB", "--ranks", "2"]
+    assert main([*asked, "--global-batch", "100"]) == 2
+    assert "2 ranks with the recorded batch of 64 each take 128 samples" in " ".join(capsys.readouterr().err.split())
     assert main(asked) == 3
     told = " ".join(capsys.readouterr().err.split())
     assert "no way to divide the model among 2 ranks fits 2.00 GiB on each" in told
