@@ -39,6 +39,7 @@ class Library(NamedTuple):
     """Which generated functions are kernels, as a pattern of names; their first argument is a handle."""
 
 
+CUDNN = "nvidia/cudnn/lib/libcudnn.so.9"
 RUNTIME = "libcudart.so.13"
 RUNTIME_SOURCES = ("cudart_device.cpp", "cudart_memory.cpp", "cudart_streams.cpp", "cudart_kernels.cpp")
 LIBRARIES = {
@@ -56,7 +57,7 @@ LIBRARIES = {
     ),
     "libcudnn.so.9": Library(
         ("cudnn.cpp",),
-        ("nvidia-cudnn-cu13", "nvidia/cudnn/lib/libcudnn.so.9"),
+        ("nvidia-cudnn-cu13", CUDNN),
         refusing=("Size|RNNWeightParams", 3000),
     ),
     "libnccl.so.2": Library(
@@ -141,7 +142,8 @@ def compiled(source: str, flags: tuple[str, ...], work: Path) -> Path:
     """Returns the object file of a source."""
     made = work / f"{source}{''.join(flags)}.o"
     includes = [f"-I{path}" for path in (work, HERE / "src", *(located(*each) for each in INCLUDES))]
-    run("g++", *FLAGS, *flags, *includes, "-c", HERE / "src" / source, "-o", made)
+    own = f'-DPHANTOM_REAL_CUDNN="{located("nvidia-cudnn-cu13", CUDNN)}"'
+    run("g++", *FLAGS, own, *flags, *includes, "-c", HERE / "src" / source, "-o", made)
     return made
 
 

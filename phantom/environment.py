@@ -2,8 +2,9 @@
 
     .venv/bin/python phantom/environment.py FOLDER [--torch torch==2.13.0] [--base ENVIRONMENT]
 
-`--base` names an environment that has the CUDA build and nvidia-cuda-crt already, so that nothing is downloaded. Exit
-status 77: the CUDA build cannot be had here.
+Where this Python has the CUDA build itself, as on a machine with a GPU, only two headers are downloaded. `--base` names
+an environment that has the build and nvidia-cuda-crt already, so that nothing is downloaded. Exit status 77: the CUDA
+build cannot be had here.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from importlib.metadata import entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -50,6 +51,23 @@ def install(folder: Path, torch: str) -> None:
         refuse(f"pip installed a build of {torch} without CUDA; `pip index versions torch` lists what there is")
 
 
+def has_build(torch: str) -> bool:
+    """Returns whether this Python, on whose packages the environment stands, has the CUDA build of torch itself."""
+    try:
+        is_asked_for = version("torch").partition("+")[0] == torch.rpartition("=")[2]
+    except PackageNotFoundError:
+        return False
+    return is_asked_for and subprocess.check_output([sys.executable, "-c", CUDA_OF_TORCH], text=True).strip() != "None"
+
+
+def install_headers(folder: Path) -> None:
+    """Installs what the packages that torch requires leave out."""
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet", "--no-deps"]
+    done = subprocess.run([*pip, CRT], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        refuse(f"{CRT} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -67,6 +85,8 @@ def main() -> None:
     below = [sysconfig.get_path("purelib")]
     if options.base:
         below.insert(0, purelib_of(options.base))
+    elif has_build(options.torch):
+        install_headers(folder)
     else:
         install(folder, options.torch)
     if version("highspy") != SOLVER.partition("==")[2]:

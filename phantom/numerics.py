@@ -8,7 +8,7 @@ over the same memory, on the stream where its kernels are. It is computed when t
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from phantom.laid_over import laid_over
 from phantom.own_values import OWN_VALUES
 from phantom.queued import failures, finish, queue
 
-__all__ = ["failures", "install", "prepare"]
+__all__ = ["failures", "install", "keep", "prepare"]
 
 aten = torch.ops.aten
 RANDOM = ("native_dropout", "bernoulli", "normal", "uniform", "random", "rand", "multinomial", "exponential")
@@ -161,7 +161,8 @@ def _queue_values(
     written = {id(tensor) for tensor in tensors}
     host_args, host_kwargs = tree_map(_on_host, args), tree_map(_on_host, kwargs)
     targets = [
-        (laid_over(each) if each.is_cuda or each.is_pinned() else each)
+        # Of a tensor on the host its memory is written and not itself: autograd counts what changes it.
+        (laid_over(each) if each.is_cuda or each.is_pinned() else each.data)
         if isinstance(each, Tensor) and id(each) not in written
         else None
         for each in outs
@@ -221,32 +222,38 @@ def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-_installed: Numerics | None = None
+_kept: list[TorchDispatchMode] = []
 _hide_from_modes = _python_dispatch._disable_current_modes
 _hide_from_dispatch = torch._C._DisableTorchDispatch
 
 
 @contextmanager
-def _hidden_but_for_values() -> Iterator[None]:
-    """Hides operations from all modes but this one, which is no part of the program: on a device kernels run anyway."""
-    with _hide_from_modes(), _installed or nullcontext():
+def _hidden_but_for_ours() -> Iterator[None]:
+    """Hides operations from all modes but ours, which are no part of the program: on a device kernels run anyway."""
+    with _hide_from_modes(), ExitStack() as stack:
+        for mode in _kept:
+            stack.enter_context(mode)
         yield
 
 
 def _without_dispatch() -> AbstractContextManager[Any]:
     """Hides operations from modes, and from tensors as well where fake ones compute shapes: they have no values."""
     is_fake = sys._getframe(1).f_globals.get("__name__") == FakeTensor.__module__
-    return _hide_from_dispatch() if is_fake else _hidden_but_for_values()
+    return _hide_from_dispatch() if is_fake or not _kept else _hidden_but_for_ours()
 
 
 def prepare() -> None:
     """Has what hides operations from modes leave them their values; to be called before others import those names."""
-    _python_dispatch._disable_current_modes = _hidden_but_for_values  # type: ignore[assignment]
+    _python_dispatch._disable_current_modes = _hidden_but_for_ours  # type: ignore[assignment]
     torch._C._DisableTorchDispatch = _without_dispatch  # type: ignore[assignment,misc]
 
 
+def keep(mode: TorchDispatchMode) -> None:
+    """Has a mode see every operation from here on, in this thread and in backward."""
+    _kept.append(mode)
+    mode.__enter__()
+
+
 def install() -> None:
-    """Gives CUDA tensors values from here on, in this thread and in backward."""
-    global _installed
-    _installed = Numerics()
-    _installed.__enter__()
+    """Gives CUDA tensors values; what is to see operations on CUDA alone is kept before."""
+    keep(Numerics())

@@ -30,6 +30,10 @@ class _AfterTorch(MetaPathFinder):
             from phantom import numerics
 
             numerics.prepare()
+            if os.environ.get("PHANTOM_TIME") == "roofline":
+                from phantom import roofline
+
+                roofline.install()
             if os.environ.get("PHANTOM_NUMBERS") == "1":
                 numerics.install()
 

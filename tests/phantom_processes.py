@@ -5,7 +5,8 @@ stream is done as late as possible, unless the test says otherwise:
 
     @pytest.mark.phantom(card="l4", devices=2, order="random", seed=3, numbers=False, memory_bytes=1 << 30)
 
-`phantom` alone is for what only a phantom device can show; elsewhere such a test is skipped.
+`phantom` alone is for what only a phantom device can show; elsewhere such a test is skipped. With numbers, kernels of
+Triton's are computed by its interpreter; without, they are compiled for the card and launched, and write nothing.
 """
 
 import ctypes
@@ -94,7 +95,16 @@ def _settle(settings: dict[str, Any]) -> None:
     device = ctypes.CDLL(os.environ["PHANTOM_LIBRARY"])
     if not device.phantom_read_settings_again():
         raise RuntimeError("the device was in use before the test began; allocate nothing while tests are collected")
+    if settings.get("time") == "roofline":
+        from phantom import roofline
+
+        roofline.install()
     if settings["numbers"]:
+        # Triton decides when it is imported whether its functions are compiled; collecting tests may have done that.
+        os.environ["TRITON_INTERPRET"] = "1"
+        for name in [name for name in sys.modules if name == "triton" or name.startswith("triton.")]:
+            if not name.startswith("triton._C"):
+                del sys.modules[name]
         from phantom import numerics
 
         numerics.install()

@@ -1,7 +1,12 @@
 // libcudnn.so.9: descriptors that hold what they are given, one engine for every graph, and workspaces of
-// PHANTOM_CUDNN_WORKSPACE bytes. cuDNN's own choice of algorithm, and with it the bytes of its workspace, is not here.
+// PHANTOM_CUDNN_WORKSPACE bytes. Or, with PHANTOM_CUDNN=real, the descriptors of the wheel's own library: from the card's
+// properties, which its graph interface takes instead of a device, it says which engines it would choose and what
+// workspaces they ask for. Nothing of it runs.
 #include <cudnn.h>
+#include <dlfcn.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -106,18 +111,105 @@ cudnnStatus_t cudnnGetConvolutionForwardWorkspaceSize(
 
 // -- the graph interface ----------------------------------------------------------------------------------------------
 
+}  // extern "C"
+
+namespace {
+
+// The wheel's own library beside this one, for what it can say without a device.
+struct Real {
+  decltype(&::cudnnBackendCreateDescriptor) create;
+  decltype(&::cudnnBackendDestroyDescriptor) destroy;
+  decltype(&::cudnnBackendFinalize) finalize;
+  decltype(&::cudnnBackendSetAttribute) set;
+  decltype(&::cudnnBackendGetAttribute) get;
+  cudnnBackendDescriptor_t card = nullptr;
+  std::map<cudnnBackendDescriptor_t, cudnnBackendDescriptorType_t> kinds;
+
+  explicit Real(const char* path) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) fail(dlerror());
+    create = reinterpret_cast<decltype(create)>(dlsym(library, "cudnnBackendCreateDescriptor"));
+    destroy = reinterpret_cast<decltype(destroy)>(dlsym(library, "cudnnBackendDestroyDescriptor"));
+    finalize = reinterpret_cast<decltype(finalize)>(dlsym(library, "cudnnBackendFinalize"));
+    set = reinterpret_cast<decltype(set)>(dlsym(library, "cudnnBackendSetAttribute"));
+    get = reinterpret_cast<decltype(get)>(dlsym(library, "cudnnBackendGetAttribute"));
+    const Card& each = phantom::card();
+    // The members are those that the library asks for by name when one is missing.
+    char text[2048];
+    const int length = snprintf(
+        text, sizeof(text),
+        "{\"deviceName\": \"%s\", \"cudaDeviceId\": 0, \"deviceVer\": %d, \"driverVer\": %d, \"totalGlobalMem\": %zu, "
+        "\"maxGridSize\": [2147483647, 65535, 65535], \"maxBlockSize\": [1024, 1024, 64], \"regsPerBlock\": 65536, "
+        "\"multiProcessorCount\": %d, \"smClockRateKHz\": 1500000, \"memClockRateKHz\": 2500000, \"l2CacheSize\": %zu, "
+        "\"warpSize\": 32, \"maxSharedMemoryPerBlock\": 49152, \"maxSharedMemoryPerBlockOptin\": %zu, "
+        "\"reservedSharedMemoryPerBlock\": 1024, \"maxRegistersPerSM\": 65536, \"pciDeviceId\": 0, \"maxCtasPerSM\": %d, "
+        "\"maxThreadsPerBlock\": 1024, \"maxThreadsPerSM\": %d, \"isTccDriver\": 0, \"supportCoopLaunch\": 1}",
+        each.name, 100 * each.major + 10 * each.minor, CUDART_VERSION, each.total_bytes, each.num_processors,
+        each.l2_bytes, each.shared_optin_bytes, each.max_blocks, each.max_threads);
+    if (create(CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR, &card) ||
+        set(card, CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, CUDNN_TYPE_CHAR, length, text) || finalize(card))
+      fail("it takes no card's properties");
+  }
+
+  [[noreturn]] static void fail(const char* why) {
+    fprintf(stderr, "phantom: PHANTOM_CUDNN=real: %s\n", why);
+    _exit(2);
+  }
+};
+
+Real* real() {
+  static const char* wanted = getenv("PHANTOM_CUDNN");
+  static auto* found = wanted && strcmp(wanted, "real") == 0 ? new Real(PHANTOM_REAL_CUDNN) : nullptr;
+  return found;
+}
+
+// Descriptors that know of the device through the handle know of it by the card's properties.
+int property_of(cudnnBackendDescriptorType_t kind) {
+  switch (kind) {
+    case CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR: return CUDNN_ATTR_ENGINEHEUR_DEVICEPROP;
+    case CUDNN_BACKEND_ENGINE_DESCRIPTOR: return CUDNN_ATTR_ENGINE_DEVICEPROP;
+    case CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR: return CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP;
+    default: return 0;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
 cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type, cudnnBackendDescriptor_t* made) {
+  if (real()) {
+    const cudnnStatus_t status = real()->create(type, made);
+    Guard guard(lock());
+    if (!status) real()->kinds[*made] = type;
+    return status;
+  }
   *made = reinterpret_cast<cudnnBackendDescriptor_t>(new Backend{type, {}});
   return CUDNN_STATUS_SUCCESS;
 }
 cudnnStatus_t cudnnBackendDestroyDescriptor(cudnnBackendDescriptor_t made) {
+  if (real()) return real()->destroy(made);
   delete reinterpret_cast<Backend*>(made);
   return CUDNN_STATUS_SUCCESS;
 }
-cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t) { return CUDNN_STATUS_SUCCESS; }
+cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t made) {
+  if (!real()) return CUDNN_STATUS_SUCCESS;
+  int property = 0;
+  {
+    Guard guard(lock());
+    property = property_of(real()->kinds[made]);
+  }
+  if (property) real()->set(made, static_cast<cudnnBackendAttributeName_t>(property), CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &real()->card);
+  return real()->finalize(made);
+}
 
 cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t made, cudnnBackendAttributeName_t name,
                                        cudnnBackendAttributeType_t type, int64_t count, const void* values) {
+  if (real()) {
+    // A handle of ours is none of its.
+    if (type == CUDNN_TYPE_HANDLE) return CUDNN_STATUS_SUCCESS;
+    return real()->set(made, name, type, count, values);
+  }
   const auto* begin = static_cast<const char*>(values);
   auto& found = reinterpret_cast<Backend*>(made)->attributes[name];
   found.count = count;
@@ -128,6 +220,7 @@ cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t made, cudnnBacke
 
 cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t const made, cudnnBackendAttributeName_t name,
                                        cudnnBackendAttributeType_t type, int64_t wanted, int64_t* count, void* values) {
+  if (real()) return real()->get(made, name, type, wanted, count, values);
   const auto* backend = reinterpret_cast<Backend*>(made);
   int64_t none = 0;
   if (!count) count = &none;

@@ -73,7 +73,7 @@ void copy(Stream*, void* to, const void* from, size_t bytes, CopyKind kind);
 void copy_rows(Stream*, void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows,
                CopyKind kind);
 void fill(Stream*, void* at, int value, size_t bytes);
-void kernel(Stream*, const char* name);
+void kernel(Stream*, const char* name, int64_t ns = -1);  // -1: as long as the model of time says
 void call(Stream*, void (*function)(void*), void* data);
 void wait_for(Stream*, Event*);
 void finish(Stream*);
@@ -102,7 +102,6 @@ int64_t host_ns();               // the host's clock, which moves with calls and
 void pass_host_time(int64_t until_ns);
 void launched();                 // a call took the host its time
 int64_t copy_ns(size_t bytes, CopyKind kind);
-int64_t kernel_ns();
 // The end of work that could begin at `ready_ns`, in the first gap of its engine that is long enough.
 int64_t placed(int device, Engine engine, int64_t ready_ns, int64_t duration_ns, const char* name);
 

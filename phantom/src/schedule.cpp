@@ -17,8 +17,6 @@ constexpr int64_t kCopyLatencyNs = 2000;
 constexpr size_t kMostIntervals = 4096;
 
 int64_t now = 0;
-thread_local int64_t operation_ns = -1;
-
 struct Interval { int64_t begin_ns, end_ns; };
 std::map<std::pair<int, Engine>, std::vector<Interval>>& engines() {
   static auto* made = new std::map<std::pair<int, Engine>, std::vector<Interval>>;
@@ -54,14 +52,6 @@ int64_t copy_ns(size_t bytes, CopyKind kind) {
   return kCopyLatencyNs + static_cast<int64_t>(static_cast<double>(bytes) / speed * 1e9);
 }
 
-int64_t kernel_ns() {
-  if (operation_ns < 0) return settings().kernel_ns;
-  // The first kernel of an operation takes all of its time.
-  const int64_t found = operation_ns;
-  operation_ns = 0;
-  return found;
-}
-
 int64_t placed(int device, Engine engine, int64_t ready_ns, int64_t duration_ns, const char* name) {
   Guard guard(lock());
   int64_t begin = std::max(ready_ns, now);
@@ -82,9 +72,6 @@ extern "C" {
 
 int64_t phantom_host_ns() { return phantom::host_ns(); }
 void phantom_pass_host_ns(int64_t ns) { phantom::pass_host_time(phantom::host_ns() + ns); }
-
-// What the kernels of the next operation on this thread take together; -1: PHANTOM_KERNEL_NS each.
-void phantom_operation_ns(int64_t ns) { phantom::operation_ns = ns; }
 
 void phantom_keep_timeline(int keep) {
   phantom::Guard guard(phantom::lock());

@@ -277,9 +277,16 @@ void fill(Stream* stream, void* at, int value, size_t bytes) {
   queue(stream, Engine::kCompute, copy_ns(bytes, CopyKind::kOnDevice), "fill", is_written ? &work : nullptr);
 }
 
-void kernel(Stream* stream, const char* name) {
+namespace {
+// Within an operation kernels take nothing by themselves: at its end somebody says what all of them take together.
+thread_local bool is_in_operation = false;
+thread_local Stream* launched_on = nullptr;
+}  // namespace
+
+void kernel(Stream* stream, const char* name, int64_t ns) {
   if (name) count("kernel", name);
-  queue(stream, Engine::kCompute, kernel_ns(), name);
+  if (ns < 0 && is_in_operation) launched_on = stream;
+  queue(stream, Engine::kCompute, ns >= 0 ? ns : is_in_operation ? 0 : settings().kernel_ns, name);
 }
 
 void call(Stream* stream, void (*function)(void*), void* data) {
@@ -369,6 +376,22 @@ void end_capture(Stream* stream) { stream->is_capturing = false; }
 }  // namespace phantom
 
 extern "C" {
+
+// What is launched on this thread until the end belongs to one operation of the program's.
+void phantom_begin_operation() {
+  phantom::is_in_operation = true;
+  phantom::launched_on = nullptr;
+}
+
+// Its kernels took so long together, and at least as long as one kernel does; nothing, where it launched none.
+void phantom_end_operation(int64_t ns, const char* name) {
+  using namespace phantom;
+  is_in_operation = false;
+  if (!launched_on) return;
+  Guard guard(lock());
+  const int64_t taken_ns = std::max(ns, settings().kernel_ns);
+  launched_on->clock_ns = placed(launched_on->device, Engine::kCompute, launched_on->clock_ns, taken_ns, name);
+}
 
 // Queues a function of the program's, as a kernel would be: what it writes is there when its stream has come to it.
 void phantom_call(void* stream, int device, void (*function)(void*), void* data) {

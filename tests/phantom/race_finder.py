@@ -1,7 +1,7 @@
 """Looks for races in memwall's stream code: random schedules of it, and faults brought back that have to be found.
 
     PHANTOM_NUMBERS=1 PHANTOM_ORDER=random phantom/run python tests/phantom/race_finder.py [--schedules 500]
-        [--seeds 40] [WORD...]
+        [--seeds 40] [--output FILE] [WORD...]
 
 WORD chooses faults by their text. Every program and every fault has a process of its own, forked before memwall is
 imported. Exit status 1: a schedule of the real code differs, or a fault is not found.
@@ -9,6 +9,7 @@ imported. Exit status 1: a schedule of the real code differs, or a fault is not 
 
 import argparse
 import ctypes
+import json
 import os
 import sys
 import time
@@ -117,11 +118,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=40, help="schedules that may find a fault")
+    parser.add_argument("--output", type=Path, help="a file for the result")
     parser.add_argument("words", nargs="*")
     options = parser.parse_args()
     assert not torch.cuda.is_initialized()
     right = {program: reference(program) for program in PROGRAMS}
     num_problems = 0
+    schedules: list[dict[str, Any]] = []
     for program, digest in right.items():
         begin = time.monotonic()
         share = -(-options.schedules // len(PROGRAMS))
@@ -129,15 +132,22 @@ def main() -> int:
             lambda program=program, digest=digest, share=share: digests(program, range(share), until=digest)
         )
         num_problems += said != "same"
+        schedules.append({"program": program, "num_schedules": share, "outcome": said})
         print(f"{program}: {share} schedules: {said} ({time.monotonic() - begin:.0f} s)", flush=True)
     chosen = [race for race in RACES if not options.words or any(word in race.fault for word in options.words)]
     num_found = 0
+    faults: list[dict[str, Any]] = []
     for race in chosen:
         said = found_by(race, right[race.program], options.seeds)
         is_found = said != "same" and "write this fault anew" not in said
         num_found += is_found
+        faults.append({"fault": race.fault, "path": race.path, "is_found": is_found, "outcome": said})
         print(f"{'found' if is_found else 'NOT FOUND':9} {race.fault} ({said})", flush=True)
     print(f"{num_found} of {len(chosen)} faults are found")
+    if options.output is not None:
+        versions = {"torch": str(torch.__version__)}
+        result = {"tag": "simulated", "versions": versions, "schedules": schedules, "faults": faults}
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if num_problems or num_found < len(chosen) else 0
 
 

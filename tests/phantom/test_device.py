@@ -83,3 +83,31 @@ def test_a_step_on_fake_tensors_runs_beside_values(numbers: bool) -> None:
     assert layer.weight.grad is not None
     assert layer.weight.grad.shape == (3, 4)
     assert float(torch.ones(2, device="cuda").sum()) == (2 if numbers else 0)
+
+
+@pytest.mark.phantom(order="timed", numbers=False)
+def test_a_device_that_is_told_to_sleep_does_so_on_its_clock() -> None:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(150_000_000)
+    end.record()
+    assert not end.query()
+    end.synchronize()
+    assert begin.elapsed_time(end) == pytest.approx(100, rel=0.001)
+
+
+@pytest.mark.phantom(order="timed")
+def test_values_that_come_late_change_no_version_that_autograd_counts() -> None:
+    """Attention keeps its random state in tensors of the host, whose values are queued as all others are."""
+    seen: list[tuple[torch.Tensor, int]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append((tensor, tensor._version))
+        return tensor
+
+    q = torch.ones(1, 2, 16, 32, device="cuda", requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5).sum().backward()
+    torch.cuda.synchronize()
+    assert any(not tensor.is_cuda for tensor, _ in seen)
+    assert all(tensor._version == version for tensor, version in seen)

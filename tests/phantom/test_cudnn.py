@@ -1,0 +1,45 @@
+"""What cuDNN itself says without a device: from a card's properties, its choice of engines and their workspaces."""
+
+import pytest
+import torch
+
+
+def workspace_bytes(dtype: torch.dtype = torch.float32) -> int:
+    """Returns what a convolution's forward holds beside its result."""
+    x = torch.zeros(32, 64, 56, 56, device="cuda", dtype=dtype)
+    layer = torch.nn.Conv2d(64, 64, 3, padding=1, device="cuda", dtype=dtype)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        y = layer(x)
+    return torch.cuda.max_memory_allocated() - before - y.nbytes
+
+
+@pytest.mark.phantom(numbers=False)
+def test_without_cudnns_own_choice_a_workspace_has_no_bytes() -> None:
+    assert workspace_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    "card", [pytest.param(c, marks=pytest.mark.phantom(card=c)) for c in ("h100-80gb", "a100-40gb", "l4", "t4")]
+)
+@pytest.mark.phantom(cudnn="real", numbers=False)
+def test_cudnns_own_choice_asks_for_a_workspace_on_every_card(card: str) -> None:
+    """Without channels last its kernels take x and y in another layout: 25.7 MB each way in float32."""
+    found = workspace_bytes()
+    assert 0 < found < 128 << 20
+    if card == "h100-80gb":
+        assert found % 512 == 0
+        assert found > workspace_bytes(torch.bfloat16) // 2 > 0
+
+
+@pytest.mark.phantom(cudnn="real")
+def test_values_are_the_cpus_whatever_cudnn_chooses() -> None:
+    layer = torch.nn.Conv2d(4, 4, 3)
+    x = torch.randn(2, 4, 8, 8)
+    there = torch.nn.Conv2d(4, 4, 3).cuda()
+    there.load_state_dict(layer.state_dict())
+    y = there(x.cuda())
+    y.sum().backward()
+    assert torch.equal(y.cpu(), layer(x))
+    assert there.weight.grad is not None
