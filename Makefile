@@ -12,6 +12,8 @@
 #   make test-phantom   the tests marked `gpu` and those of the phantom CUDA device, for which `make phantom` makes an
 #       environment (the CUDA build of torch, 5 GB once; phantom/README.md)
 #   make races   memwall's stream code on the phantom device: 500 random orders of work, and faults that have to be found
+#   make gpu-day   all that needs a GPU, in 40 minutes: forecasts, kernels, live runs, link, phantom; one file, one page
+#   make gpu-day-phantom   a little of that on the phantom device, simulated, in two minutes: it shows that nothing breaks
 #   make reference   write docs/reference.md anew, from the code
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
@@ -50,7 +52,7 @@ UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and n
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
+.PHONY: venv reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -215,6 +217,14 @@ gpu-kernels: $(STAMP)
 
 gpu-truth: $(STAMP)
 	$(BIN)/python benchmarks/gpu_truth.py
+
+# Says what failed and goes on; a second call does what failed or was not reached.
+gpu-day: $(STAMP)
+	$(BIN)/python benchmarks/gpu_day.py $(ARGUMENTS)
+
+gpu-day-phantom: $(PHANTOM)/.installed
+	PHANTOM_ENV=$(PHANTOM) PHANTOM_ORDER=timed OMP_NUM_THREADS=1 \
+	    phantom/run python benchmarks/gpu_day.py --tiny --again --output out/gpu-day $(ARGUMENTS)
 
 clean:
 	rm -f memwall/native/*.so memwall/rows/native/*.so

@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import repeat
 from typing import Any
@@ -15,25 +15,27 @@ from gpu_child import Budget, CaseFailed, CaseHung, Child, prepared
 
 __all__ = ["CAP_CASES", "measure_caps"]
 
-CAP_CASES = (
+Case = tuple[str, str, str]
+CAP_CASES: tuple[Case, ...] = (
     ("gpt2", "autocast-bfloat16", "adamw-foreach"),
     ("resnet", "float32", "sgd-momentum"),
     ("t5", "bfloat16", "adamw-fused"),
 )
 _MOST_SECONDS = 60.0
-Case = tuple[str, str, str]
 
 
-def measure_caps(used_bytes: Callable[[], int], budget: Budget) -> dict[str, Any]:
-    """Caps of `CAP_CASES` that there is time for."""
+def measure_caps(
+    cases: Sequence[Case], used_bytes: Callable[[], int], budget: Budget, *, is_tiny: bool = False
+) -> dict[str, Any]:
+    """Caps of these cases that there is time for; with `is_tiny`, no search follows the first trial."""
     rows, failures, not_reached = [], [], []
-    for case in CAP_CASES:
+    for case in cases:
         if not budget.seconds:
             not_reached.append(" ".join(case))
             continue
         try:
             with closing(_Trials(case, used_bytes, budget)) as trials:
-                rows.append(cap_row(case, trials.run, lambda: not budget.seconds))
+                rows.append(cap_row(case, trials.run, lambda: is_tiny or not budget.seconds))
             print(rows[-1], flush=True)
         except CaseFailed as error:
             failures.append(f"cap of {' '.join(case)} failed")

@@ -1,12 +1,11 @@
 """The part of `gpu_truth.py` that records allocator histories and has the simulated allocator repeat them."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from allocator_programs import RUNS
 from allocator_record import PEAKS, AllocatorRecord, first_difference, load_records, peak_differences
 from gpu_child import Budget, CaseFailed, Child, prepared
 
@@ -15,10 +14,11 @@ __all__ = ["compared", "record_histories"]
 _MOST_SECONDS = 90.0
 
 
-def record_histories(folder: Path, snapshots: Path, budget: Budget) -> dict[str, Any]:
-    """Records every run of `RUNS` that there is time for, and compares; what was not reached is named.
+def record_histories(runs: Sequence[tuple[str, str]], folder: Path, snapshots: Path, budget: Budget) -> dict[str, Any]:
+    """Records every one of these runs that there is time for, and compares; what was not reached is named.
 
     Args:
+        runs: programs and settings of torch's allocator.
         folder: for the records, below tests/golden.
         snapshots: for the snapshots that they were made from.
     """
@@ -30,7 +30,7 @@ def record_histories(folder: Path, snapshots: Path, budget: Budget) -> dict[str,
     for path in folder.glob("*.json.zst"):
         path.unlink()  # An earlier call's: records of two releases or devices are not mixed.
     failures, reached = [], set()
-    for run, child in prepared(RUNS, start):
+    for run, child in prepared(runs, start):
         if not budget.seconds:
             child.end()
             break
@@ -40,7 +40,7 @@ def record_histories(folder: Path, snapshots: Path, budget: Budget) -> dict[str,
         except CaseFailed as error:
             failures.append(f"history of {' '.join(run).strip()} failed")
             print(error, file=sys.stderr, flush=True)
-    not_reached = [" ".join(run).strip() for run in RUNS if run not in reached]
+    not_reached = [" ".join(run).strip() for run in runs if run not in reached]
     return compared(load_records(folder)) | {"failures": failures, "not_reached": not_reached}
 
 

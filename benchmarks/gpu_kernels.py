@@ -1,10 +1,13 @@
 """The fused kernels against what a user would otherwise run, on this machine's GPU; without one it refuses.
 
-    python benchmarks/gpu_kernels.py [--list] [--op NAME ...] [--shape N,N,... ...] [--repetitions N] [--output FILE]
+    python benchmarks/gpu_kernels.py [--list] [--op NAME ...] [--shape N,N,... ...] [--repetitions N] [--seconds N]
+        [--output FILE]
 
 Providers take turns in one process on the same tensors, with the L2 cache flushed and work queued before each launch.
 Before anything is timed each one must agree with fp32. Prints a table and writes JSON. A provider that is missing is
-recorded as absent, with the reason. `--list` shows operations, shapes and providers, and needs no GPU.
+recorded as absent, with the reason; an operation that breaks is named, and the rest runs. What an earlier result for
+the same device, commit and versions has is kept, so that a second call goes on. `--tiny` is there to see that nothing
+breaks: small tensors, few repetitions. `--list` shows operations, shapes and providers, and needs no GPU.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_device import device_name, has_device, slug_of, tag
 from gpu_kernels_adamw import OPTIMIZER_CASES, line_of, measure_steps
 from gpu_kernels_cases import CASES as OPERATION_CASES
 from gpu_kernels_cases import Case, Run
@@ -29,6 +33,9 @@ _RESULTS = Path(__file__).parent / "results"
 CASES = {**OPERATION_CASES, **LAYER_CASES}
 _EVERYTHING = {**CASES, **OPTIMIZER_CASES}
 _FLUSH_BYTES = 256 << 20
+_PROBE_WIDTH = 8192
+_TINY = {"rms_norm": (16, 256), "adamw": (64, 1)}
+"""Operations and shapes of a run that only shows that nothing breaks."""
 _QUEUED_CYCLES = 1_000_000  # about half a millisecond, in which the host gets ahead
 _MAX_ERROR_RATIO = 2.0
 _MIB = 1 << 20
@@ -48,14 +55,14 @@ class _Consumer(torch.autograd.Function):
         return grad
 
 
-def measured_peaks() -> tuple[float, float]:
+def measured_peaks(width: int = _PROBE_WIDTH) -> tuple[float, float]:
     """Copy bandwidth in bytes/s and bf16 matmul rate in FLOP/s: what a share of the peak is taken of."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.empty(16 * width**2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(width, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     copy_seconds = statistics.median(_seconds(lambda: target.copy_(source)) for _ in range(20))
     matmul_seconds = statistics.median(_seconds(lambda: a @ b) for _ in range(20))
-    return 2 * source.numel() / copy_seconds, 2 * 8192**3 / matmul_seconds
+    return 2 * source.numel() / copy_seconds, 2 * width**3 / matmul_seconds
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -77,12 +84,17 @@ def _leaves(tensors: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def measure(
-    case: Case, shape: tuple[int, ...], num_repetitions: int, rates: tuple[float, float]
+    case: Case,
+    shape: tuple[int, ...],
+    num_repetitions: int,
+    rates: tuple[float, float],
+    flush_bytes: int = _FLUSH_BYTES,
+    warm_seconds: float = 2.0,
 ) -> list[dict[str, Any]]:
     """One row for each provider: seconds of forward and backward, memory, and how exact it is."""
     torch.manual_seed(0)
     tensors = case.make(*shape)
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(flush_bytes, dtype=torch.uint8, device="cuda")
     results: dict[str, dict[str, Any]] = {}
     ready: dict[str, Run] = {}
     wide = tuple(t.detach().float().requires_grad_() if t.requires_grad else t for t in tensors)
@@ -99,7 +111,7 @@ def measure(
             results[name]["absent"] = str(error).splitlines()[0] if str(error) else type(error).__name__
     del truth, wide
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ready}
-    stop = time.monotonic() + 2.0
+    stop = time.monotonic() + warm_seconds
     while time.monotonic() < stop:
         for name, run in ready.items():
             _step(name, run, tensors, flush)
@@ -113,11 +125,11 @@ def measure(
 
 
 def _measured(
-    name: str, shape: tuple[int, ...], num_repetitions: int, rates: tuple[float, float]
+    name: str, shape: tuple[int, ...], num_repetitions: int, rates: tuple[float, float], *, is_tiny: bool
 ) -> list[dict[str, Any]]:
-    if name in CASES:
-        return measure(CASES[name], shape, num_repetitions, rates)
-    return measure_steps(OPTIMIZER_CASES[name], shape, num_repetitions, _seconds, rates[0])
+    if name not in CASES:
+        return measure_steps(OPTIMIZER_CASES[name], shape, num_repetitions, _seconds, rates[0])
+    return measure(CASES[name], shape, num_repetitions, rates, *((1 << 20, 0.1) if is_tiny else ()))
 
 
 def _step(name: str, run: Run, tensors: tuple[Tensor, ...], flush: Tensor) -> tuple[float, float]:
@@ -196,7 +208,7 @@ def provenance() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     ).stdout.strip()
-    return {"device": torch.cuda.get_device_name(), "commit": commit, "versions": versions, "tag": "gpu-measured"}
+    return {"device": device_name(), "commit": commit, "versions": versions, "tag": tag()}
 
 
 def main() -> int:
@@ -205,6 +217,8 @@ def main() -> int:
     parser.add_argument("--op", action="append", choices=tuple(_EVERYTHING), help="default: all")
     parser.add_argument("--shape", action="append", type=lambda text: tuple(int(n) for n in text.split(",")))
     parser.add_argument("--repetitions", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing further after so long")
+    parser.add_argument("--tiny", action="store_true", help="small tensors, few repetitions")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     names = options.op or list(_EVERYTHING)
@@ -217,38 +231,60 @@ def main() -> int:
             shapes = ", ".join("x".join(map(str, shape)) for shape in _EVERYTHING[name].shapes)
             print(f"{name}: {shapes}\n    {', '.join(_EVERYTHING[name].providers)}")
         return 0
-    if not torch.cuda.is_available():
-        print(
-            f"gpu_kernels: needs a CUDA device, and torch {torch.__version__} finds none here; nothing was measured, "
-            "nothing written. Run it on a GPU machine, with torch's CUDA build and triton.",
-            file=sys.stderr,
-        )
+    if not has_device("gpu_kernels"):
         return 2
-    rates = measured_peaks()
-    rows = [
-        {"op": name, **row}
-        for name in names
-        for shape in options.shape or _EVERYTHING[name].shapes
-        for row in _measured(name, shape, options.repetitions, rates)
-    ]
-    for row in rows:
-        print(line_of(row) if row["op"] in OPTIMIZER_CASES else _line(row))
-    document = {
-        "schema": "memwall.gpu-kernels/2",
-        **provenance(),
-        "copy_bytes_per_second": rates[0],
-        "matmul_flops_per_second": rates[1],
-        "rows": rows,
-    }
-    slug = torch.cuda.get_device_name().lower().replace(" ", "-")
-    output = options.output or _RESULTS / slug / "gpu_kernels.json"
+    stop = time.monotonic() + options.seconds
+    if options.tiny:
+        wanted, num_repetitions = list(_TINY.items()), 3
+    else:
+        wanted = [(name, shape) for name in names for shape in options.shape or _EVERYTHING[name].shapes]
+        num_repetitions = options.repetitions
+    output = options.output or _RESULTS / slug_of(device_name()) / "gpu_kernels.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"wrote {output}")
-    inexact = [
-        row for row in rows if row["provider"].startswith("memwall") and row.get("error_ratio", 0) > _MAX_ERROR_RATIO
+    document: dict[str, Any] = {"schema": "memwall.gpu-kernels/2", **provenance(), "failures": [], "missed": []}
+    rows = _earlier_rows(output, document)
+    done = {(row["op"], tuple(row["shape"])) for row in rows}
+    rates = measured_peaks(*([256] if options.tiny else []))
+    document |= {"copy_bytes_per_second": rates[0], "matmul_flops_per_second": rates[1]}
+    left = [case for case in wanted if case not in done]
+    while left and time.monotonic() < stop:
+        name, shape = left.pop(0)
+        try:
+            found = [
+                {"op": name, **row} for row in _measured(name, shape, num_repetitions, rates, is_tiny=options.tiny)
+            ]
+        except Exception as error:
+            document["failures"].append(f"{name} {shape}: {type(error).__name__}: {error}".splitlines()[0])
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        for row in found:
+            print(line_of(row) if name in OPTIMIZER_CASES else _line(row), flush=True)
+        rows += found
+        _write(output, document, rows, left)
+    _write(output, document, rows, left)
+    print(f"wrote {output}; {'; '.join(document['failures'] + document['missed']) or 'every kernel is exact'}")
+    return 1 if document["failures"] or document["missed"] else 0
+
+
+def _write(output: Path, document: dict[str, Any], rows: list[dict[str, Any]], left: list[Any]) -> None:
+    """Writes the result so far, what is inexact in it, and what it does not have."""
+    document["not_reached"] = [f"{name} {'x'.join(map(str, shape))}" for name, shape in left]
+    document["missed"] = [
+        f"{row['op']} {row['shape']}: {row['provider']}'s error is {row['error_ratio']:.1f} times eager's"
+        for row in rows
+        if row["provider"].startswith("memwall") and not row.get("error_ratio", 0) <= _MAX_ERROR_RATIO
     ]
-    return 1 if inexact else 0
+    output.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
+
+
+def _earlier_rows(path: Path, document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an earlier result that still stand: same device, commit and versions."""
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    same = all(earlier.get(key) == document[key] for key in ("schema", "commit", "device", "versions"))
+    return list(earlier["rows"]) if same else []
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ import torch
 import zstandard
 from allocator_programs import PROGRAMS
 from allocator_record import EMPTY_CACHE, MEMORY_FRACTION, AllocatorRecord, record_of, save_record
+from gpu_device import device_name, tag
 from prediction_child import own_standard_output
 
 
@@ -59,9 +60,9 @@ def recorded(program: str) -> tuple[AllocatorRecord, dict[str, Any]]:
         snapshot,
         marks.names,
         program=program,
-        tag="gpu-measured",
-        device=torch.cuda.get_device_name(),
-        torch=torch.__version__,
+        tag=tag(),
+        device=device_name(),
+        torch=str(torch.__version__),
         settings=os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         total_bytes=total_bytes,
         free_bytes=free_bytes,

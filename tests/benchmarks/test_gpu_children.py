@@ -10,8 +10,9 @@ import gpu_histories
 import gpu_record_case
 import pytest
 import torch
-from allocator_record import first_difference, load_records
+from allocator_record import first_difference, load_record, load_records, save_record
 from gpu_child import Budget, CaseFailed, CaseHung, Child, prepared
+from torch.torch_version import TorchVersion
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "stub-torch-2.13.0"
 
@@ -135,7 +136,7 @@ class History:
         return {"device_traces": [entries]}
 
 
-def test_a_recording_keeps_what_the_simulation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_keeps_what_the_simulation_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a device that answers as the stub did WHEN a program is recorded THEN its record is re-simulated: L1."""
     history = History("out-of-memory")
     cuda = torch.cuda
@@ -149,7 +150,7 @@ def test_a_recording_keeps_what_the_simulation_needs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda **options: history.options.update(options))
     monkeypatch.setattr(cuda.memory, "_snapshot", history.snapshot)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cu130"))
     limits = (allocator_programs.ONE_SEGMENT_BYTES, allocator_programs.LIMIT_BYTES)
     monkeypatch.setitem(
         gpu_record_case.PROGRAMS, "out-of-memory", lambda marks, device: [marks.limit(limit) for limit in limits]
@@ -162,6 +163,7 @@ def test_a_recording_keeps_what_the_simulation_needs(monkeypatch: pytest.MonkeyP
     assert [text for _, text in record.marks] == [f"memory_fraction {limit / (16 << 30)!r}" for limit in limits]
     assert "share" not in record.statistics
     assert first_difference(record) is None
+    assert load_record(save_record(record, tmp_path)) == record
 
 
 def test_histories_are_compared_with_themselves_and_with_their_siblings() -> None:
@@ -190,7 +192,7 @@ def test_runs_that_fail_or_are_not_reached_are_named(
     now = [0.0]
     budget = Budget(100, {"histories": 1.0}, lambda: now[0])
     budget.begin("histories")
-    monkeypatch.setattr(gpu_histories, "RUNS", (("one", ""), ("two", "expandable_segments:True"), ("three", "")))
+    runs = (("one", ""), ("two", "expandable_segments:True"), ("three", ""))
 
     class Failing:
         def __init__(self, arguments: tuple[str, ...], settings: str) -> None:
@@ -210,7 +212,7 @@ def test_runs_that_fail_or_are_not_reached_are_named(
     folder = tmp_path / "golden"
     folder.mkdir()
     (folder / "stale.json.zst").write_bytes(b"of an earlier call")
-    found = gpu_histories.record_histories(folder, tmp_path, budget)
+    found = gpu_histories.record_histories(runs, folder, tmp_path, budget)
     assert found["failures"] == ["history of two expandable_segments:True failed"]
     assert found["not_reached"] == ["three"]
     assert found["l1"] == []

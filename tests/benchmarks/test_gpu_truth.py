@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import gpu_child
+import gpu_device
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -94,12 +95,12 @@ def on_a_gpu(gpu_truth: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str
         "histories": {"failures": [], "not_reached": [], "l1": [], "l2": []},
         "caps": {"rows": [], "failures": [], "not_reached": []},
     }
-    monkeypatch.setattr(gpu_truth, "record_histories", lambda folder, snapshots, budget: found["histories"])
-    monkeypatch.setattr(gpu_truth, "measure_caps", lambda used_bytes, budget: found["caps"])
+    monkeypatch.setattr(gpu_truth, "record_histories", lambda runs, folder, snapshots, budget: found["histories"])
+    monkeypatch.setattr(gpu_truth, "measure_caps", lambda cases, used_bytes, budget, is_tiny: found["caps"])
     monkeypatch.setattr(gpu_truth, "with_measured_context", lambda hardware: hardware)
-    monkeypatch.setattr(gpu_truth, "_used_bytes", lambda: 0)
-    monkeypatch.setattr(gpu_truth.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_truth.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(gpu_truth, "used_bytes", lambda: 0)
+    monkeypatch.setattr(gpu_device.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_device.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(sys, "argv", ["gpu_truth.py"])
     return found
 
