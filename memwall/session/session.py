@@ -43,6 +43,9 @@ __all__ = ["Session"]
 
 _T = TypeVar("_T")
 
+# An average of the weights is kept by a state dict after each step. That is no checkpoint, and page faults cost time.
+_SAVED_IN_TURN = 3
+
 
 class Session:
     """Trains one model under a budget; a context manager that takes everything back when it ends (`memwall.fit`)."""
@@ -109,6 +112,8 @@ class Session:
         """Whether the present plan was applied from a closure of the optimizer step that runs."""
         self._has_room = True
         """Whether free memory was returned since the last step ended."""
+        self._saved_after = self._num_saved_in_turn = 0
+        """Step after which a state dict was asked for last, and after how many steps in a row."""
         self._has_told = False
         """Whether other ranks know that this one has failed."""
         settle_first_calls()
@@ -395,11 +400,16 @@ class Session:
         self._make_room()
 
     def saving_begins(self) -> None:
-        """Frees what the last step has left."""
+        """Frees what the last step has left, but for a script that looks at a state dict after step upon step."""
         self._watch.look()
         self._live.end_showing()
         self.measured.note_peak()
-        self._make_room()
+        if self.measured.num_steps > self._saved_after:
+            is_next = self.measured.num_steps == self._saved_after + 1
+            self._num_saved_in_turn = self._num_saved_in_turn + 1 if is_next else 1
+            self._saved_after = self.measured.num_steps
+        if self._num_saved_in_turn <= _SAVED_IN_TURN:
+            self._make_room()
 
     def step_begins(self) -> None:
         """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""

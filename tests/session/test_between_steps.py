@@ -125,6 +125,26 @@ def test_an_evaluation_inside_a_step_returns_nothing(monkeypatch: pytest.MonkeyP
     peak_of(nothing)
 
 
+@pytest.mark.slow
+def test_a_state_dict_after_each_step_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a script that averages its weights WHEN it asks for them after each step THEN free memory stays."""
+    calls: list[int] = []
+    monkeypatch.setattr("memwall.apply.memory.allocator.return_free_memory", lambda **_: calls.append(step))
+    model, step = Wide(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = plan_of(model, AllocatorReuse(policy="tensor-heap", limit_bytes=process_bytes() + ROOM_BYTES))
+    with Session(plan=plan) as session:
+        session.attach(model, optimizer)
+        for step in (1, 2, 3, 4, 5, 6, 7, 8):
+            model(torch.ones(8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step != 6:
+                model.state_dict()
+        after = list(calls)
+    assert [number for number in (1, 2, 3, 4, 5, 7, 8) if number in after] == [1, 2, 3, 7, 8]
+
+
 def test_a_stage_that_trains_more_parameters_is_planned_anew() -> None:
     """GIVEN a body that is frozen WHEN it is unfrozen for the same optimizer THEN the next step is recorded again."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
