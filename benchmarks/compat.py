@@ -1,15 +1,18 @@
-"""Runs each script of tests/compat free and under budgets, and prints the table of what held.
+"""Runs each script of tests/compat free and under budgets, and writes what held.
 
-    python benchmarks/compat.py [NAME ...] [--out FILE]
+    python benchmarks/compat.py [NAME ...]
 
 Each script runs free first. Then it runs under 70 % of its free peak, and under the smallest budget that a refusal of
 64 MiB names. Its memory is sampled from outside, over the whole process tree; its trained weights are compared bit by
-bit with those of the free run. What did not hold is in the table, too.
+bit with those of the free run. What did not hold is in the table, too. Each row goes to results/cpu/compat.json as soon
+as it is there, and docs/scripts.md is written anew from all of them.
 """
 
 import argparse
 import json
+import platform
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +23,23 @@ sys.path.insert(0, str(ROOT / "tests" / "compat"))
 from tree_memory import Observed, observed  # noqa: E402
 
 SCRIPTS = ROOT / "tests" / "compat" / "scripts"
+OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "compat.json"
+PAGE = ROOT / "docs" / "scripts.md"
 _MIB = 1 << 20
+_INTRODUCTION = """# Scripts of many kinds
+
+`make compat` runs each script of [tests/compat](../tests/compat/scripts) as it is: free, under 70 % of its free peak,
+and under the smallest budget that a refusal of 64 MiB names. Peaks are the resident memory of the whole process tree in
+MiB, sampled from outside every 20 ms; *held* means exit status 0, no sample above the budget, and, unless it says
+otherwise, the weights of the free run, bit for bit. A budget may be passed between two samples, which memwall, but not
+the sampling, sees: that ends with status 5, and is not held.
+
+{summary}
+
+{table}
+
+{kinds}
+"""
 
 
 def told_budget(refused: Observed) -> str | None:
@@ -41,24 +60,51 @@ def measured(script: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         free = observed(script, folder=folder)
-        row: dict[str, Any] = {"script": script.stem, "free_bytes": free.peak_bytes, "free_seconds": free.seconds}
-        share = f"{free.peak_bytes * 7 // 10 // _MIB}MiB"
+        row: dict[str, Any] = {"free_peak_bytes": free.peak_bytes, "free_seconds": round(free.seconds, 1)}
         told = told_budget(observed(script, folder=folder, budget="64MiB"))
-        row["told"] = told
-        for key, budget in (("share", share), ("told_run", told)):
+        for key, budget in (("share", f"{free.peak_bytes * 7 // 10 // _MIB}MiB"), ("told", told)):
             if budget is None:
                 continue
             run = observed(script, folder=folder, budget=budget)
             row[key] = {
                 "budget_bytes": budget_bytes(budget),
-                "status": run.status,
+                "exit_status": run.status,
                 "peak_bytes": run.peak_bytes,
                 "held": run.status == 0 and run.peak_bytes <= budget_bytes(budget),
                 "equal": run.weights == free.weights != "",
-                "seconds": run.seconds,
-                "last_line": (run.errors.strip().splitlines() or [""])[-1],
+                "seconds": round(run.seconds, 1),
             }
         return row
+
+
+def is_kept(row: dict[str, Any]) -> bool:
+    """Returns whether a script was held or refused at 70 %, and held under the budget that it was told, to equal bits.
+
+    Where 70 % held, nothing needs to have been told.
+    """
+    share, told = row["share"], row.get("told")
+    held = [run["held"] and run["equal"] for run in (share, told) if run is not None and run["exit_status"] != 3]
+    is_told = told is None or told["exit_status"] != 3
+    return bool(held) and all(held) and is_told
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    """Returns the text of docs/scripts.md."""
+    lines = ["| script | free peak | 70 % of it: peak | smallest told: peak |", "| --- | --- | --- | --- |"]
+    kinds = []
+    for name, row in sorted(rows.items()):
+        lines.append(line(name, row))
+        first = (SCRIPTS / f"{name}.py").read_text().splitlines()[0].strip('"')
+        kinds.append(f"- `{name}`: {first}")
+    kept = sum(is_kept(row) for row in rows.values())
+    summary = f"Of {len(rows)} scripts {kept} were held, or refused at 70 % and then held at the budget that was told."
+    return _INTRODUCTION.format(summary=summary, table="\n".join(lines), kinds="\n".join(kinds))
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """Returns a script's line of the table."""
+    cells = cell(row.get("share")), cell(row.get("told"))
+    return f"| {name} | {row['free_peak_bytes'] / _MIB:,.0f} | {' | '.join(cells)} |"
 
 
 def cell(run: dict[str, Any] | None) -> str:
@@ -66,30 +112,32 @@ def cell(run: dict[str, Any] | None) -> str:
     if run is None:
         return "none told"
     budget, peak = run["budget_bytes"] / _MIB, run["peak_bytes"] / _MIB
-    if run["status"] == 3:
+    if run["exit_status"] == 3:
         return f"{budget:,.0f}: refused"
-    ending = "held" if run["held"] else f"**not held** ({run['status']})"
+    ending = "held" if run["held"] else f"**not held** (status {run['exit_status']})"
     return f"{budget:,.0f}: {peak:,.0f}, {ending}{'' if run['equal'] else ', **other bits**'}"
 
 
 def main() -> None:
-    """Prints the table, and writes the rows to a file where one is named."""
+    """Measures the scripts that are named, or all, and writes each row when it is there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    scripts = sorted(path for path in SCRIPTS.glob("*.py") if path.stem != "conftest")
-    rows = []
-    print("| script | free peak, MiB | 70 % of it: peak | smallest told: peak |\n| --- | --- | --- | --- |", flush=True)
-    for script in scripts:
+    import torch
+
+    for script in sorted(path for path in SCRIPTS.glob("*.py") if path.stem != "conftest"):
         if given.names and script.stem not in given.names:
             continue
         row = measured(script)
-        rows.append(row)
-        cells = cell(row.get("share")), cell(row.get("told_run"))
-        print(f"| {script.stem} | {row['free_bytes'] / _MIB:,.0f} | {' | '.join(cells)} |", flush=True)
-    if given.out is not None:
-        given.out.write_text(json.dumps(rows, indent=1) + "\n")
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        row |= {"commit": commit.stdout.strip(), "torch": torch.__version__, "machine": platform.machine()}
+        record = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {"tag": "cpu-measured", "scripts": {}}
+        record["scripts"][script.stem] = row
+        OUTPUT.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        PAGE.write_text(page(record["scripts"]))
+        print(line(script.stem, row), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "tests/compat/scripts").glob("*.py") if path.stem != "conftest")
-_NOT_PLANNED = {"functional": "torch.func allows no hooks", "forward_forward": "its layers are called past their hooks"}
 
 
 def _benchmark() -> Any:
@@ -27,12 +26,6 @@ def _benchmark() -> Any:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
 def test_the_budget_that_a_refusal_names_is_kept_with_the_same_weights(script: Path) -> None:
-    row = _benchmark().measured(script)
-    if script.stem in _NOT_PLANNED:
-        assert row["share"]["equal"]
-        return
-    assert row["told"] is not None
-    assert row["told_run"]["status"] == 0, row
-    assert row["told_run"]["held"], row
-    assert row["told_run"]["equal"], row
-    assert row["share"]["status"] in (0, 3), row
+    benchmark = _benchmark()
+    row = benchmark.measured(script)
+    assert benchmark.is_kept(row), row

@@ -1,0 +1,46 @@
+"""The table of scripts of many kinds: what counts as held, and the page that shows it."""
+
+import json
+from typing import Any
+
+import compat
+import pytest
+
+MIB = 1 << 20
+
+
+def run(status: int, *, held: bool = False, equal: bool = True, peak: int = 90) -> dict[str, Any]:
+    return {"budget_bytes": 100 * MIB, "exit_status": status, "peak_bytes": peak * MIB, "held": held, "equal": equal}
+
+
+HELD = run(0, held=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "is_kept"),
+    [
+        ({"share": HELD, "told": HELD}, True),
+        ({"share": HELD}, True),
+        ({"share": run(3), "told": HELD}, True),
+        ({"share": run(3)}, False),
+        ({"share": HELD, "told": run(3)}, False),
+        ({"share": HELD, "told": run(5)}, False),
+        ({"share": HELD, "told": run(0, held=True, equal=False)}, False),
+        ({"share": run(0, peak=101), "told": HELD}, False),
+        ({"share": run(-9), "told": HELD}, False),
+    ],
+)
+def test_what_counts_as_kept(row: dict[str, Any], is_kept: bool) -> None:
+    assert compat.is_kept(row) == is_kept
+
+
+def test_what_was_not_held_is_said_in_its_cell() -> None:
+    assert compat.cell(HELD) == "100: 90, held"
+    assert compat.cell(run(3)) == "100: refused"
+    assert compat.cell(run(5, peak=110)) == "100: 110, **not held** (status 5)"
+    assert compat.cell(run(0, held=True, equal=False)) == "100: 90, held, **other bits**"
+    assert compat.cell(None) == "none told"
+
+
+def test_the_page_is_what_was_measured() -> None:
+    assert compat.PAGE.read_text() == compat.page(json.loads(compat.OUTPUT.read_text())["scripts"])
