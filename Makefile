@@ -32,6 +32,11 @@ STAMP := .venv/.installed
 TRITON := 3.9.0
 TRITON_FOLDER := .venv/triton-$(TRITON)
 # Beside them, too: transformers imports torchao wherever it finds one.
+ATHERIS := 3.0.0
+ATHERIS_FOLDER := .venv/atheris-$(ATHERIS)
+FUZZED := trace trace_file plan run snapshot steps config lengths allocator_settings
+FUZZ_FOLDER := .venv/fuzz
+FUZZ_SECONDS := 60
 TORCHAO := 0.18.0
 TORCHAO_FOLDER := .venv/torchao-$(TORCHAO)
 LOW_BIT_TESTS := $(wildcard tests/apply/optimizer_state/test_low_bit*.py)
@@ -52,7 +57,11 @@ UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and n
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+<<<<<<< HEAD
 .PHONY: venv reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
+=======
+.PHONY: venv fuzz reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
+>>>>>>> 67efaff (Readers of foreign files are fuzzed under the guidance of coverage)
 
 venv: $(STAMP)
 
@@ -125,6 +134,15 @@ bench-cpu-adam: $(DEEPSPEED)/.installed
 
 deepspeed-arm: $(DEEPSPEED)/.installed
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python benchmarks/deepspeed_arm.py $(ARM)
+
+# Coverage-guided; FUZZ_SECONDS for each reader, what fails lies in $(FUZZ_FOLDER)/crashes.
+fuzz: $(ATHERIS_FOLDER)/.installed
+	for reader in $(FUZZED); do PYTHONPATH=$(CURDIR)/$(ATHERIS_FOLDER) $(BIN)/python tests/fuzz/fuzz.py $$reader \
+	    $(FUZZ_FOLDER) -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+
+$(ATHERIS_FOLDER)/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(ATHERIS_FOLDER) atheris==$(ATHERIS)
+	touch $@
 
 test-kernels: $(TRITON_FOLDER)/.installed
 	$(MAKE) --no-print-directory --jobs=2 --output-sync $(KERNEL_TESTS)

@@ -1,0 +1,53 @@
+"""Makes whole files of every kind, for a fuzzer to begin with."""
+
+import pickle
+from pathlib import Path
+
+import zstandard
+from cuda_history import MIB, History, frame
+
+from memwall.cli.app import main
+
+__all__ = ["seeds"]
+
+_SCRIPT = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def seeds(folder: Path) -> dict[str, list[bytes]]:
+    """Returns files by the name of their reader; makes them in a folder, by the commands that write them."""
+    script = folder / "train.py"
+    script.write_text(_SCRIPT)
+    trace, plan, run, steps = (str(folder / name) for name in ("t.trace", "plan.json", "run.json", "steps.jsonl"))
+    for command in (
+        ["profile", "-o", trace, str(script)],
+        ["plan", trace, "--budget", "8GiB", "-o", plan],
+        ["run", "--plan", plan, "--report", run, "--metrics", steps, str(script)],
+    ):
+        if main(command) not in (0, 4, 5):
+            raise RuntimeError(f"memwall {' '.join(command)} failed")
+    whole = Path(trace).read_bytes()
+    history = History()
+    history.segment(0, 20 * MIB)
+    history.alloc(0, 8 * MIB, 8 * MIB, [frame("/home/me/train.py", 3, "step")])
+    return {
+        "trace": [zstandard.ZstdDecompressor().decompress(whole.partition(b"\n")[2])],
+        "trace_file": [whole],
+        "plan": [Path(plan).read_bytes()],
+        "run": [Path(run).read_bytes()],
+        "snapshot": [pickle.dumps(history.snapshot(), protocol=4)],
+        "steps": [Path(steps).read_bytes()],
+        "config": [
+            b'{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, '
+            b'"intermediate_size": 128, "vocab_size": 100, "torch_dtype": "bfloat16"}'
+        ],
+        "lengths": [b'{"length": 12}\n{"input_ids": [1, 2, 3]}\n'],
+        "allocator_settings": [b"expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:[256:1,>:8]"],
+    }
