@@ -35,7 +35,7 @@ _STATISTICS = {
 }
 # A stage of ZeRO, layers that a trial had, sizes of a tensor, pixels of a square image, a share, and which device of a
 # machine it is.
-_NAMED = {"stage", "trials", "input_shape", "size", "shipped_median_waste", "device", "recorded_device"}
+_NAMED = {"stage", "trials", "input_shape", "shape", "size", "shipped_median_waste", "device", "recorded_device"}
 # Records whose keys are what was counted, or where bytes lie.
 _MAPS = {"attention_kernels", "by_category", "false_fits", "load_average", "worst"}
 _VERDICTS = re.compile(r"^(fits|not)_said_(fits|not)$|^no_answer$")
