@@ -1,5 +1,7 @@
 """profile, plan, run, verify, explain: the whole loop on an unmodified script, and the JSON that each step leaves."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -31,6 +33,16 @@ def memwall(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def planned(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """What `memwall plan` makes of the trace: its status and what it prints. This process is no part of the plan."""
+    out, said = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+        status = main(["plan", "t.trace", *arguments])
+    for stream in (out, said):
+        stream.seek(0)
+    return status, out.read(), said.read()
+
+
 def valid(record: Any, name: str) -> Any:
     """The record, if it follows the contract's schema of that name."""
     schemas = {path.name: json.loads(path.read_text()) for path in (TESTS / "contract").iterdir()}
@@ -45,14 +57,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trace, forecast, plan and run report of one script, and its weights with and without memwall."""
     folder = tmp_path_factory.mktemp("loop")
     assert memwall(folder, "profile", "-o", "t.trace", *SCRIPT).returncode == 0
-    roomy = memwall(folder, "plan", "t.trace", "--budget", "8GiB", "--json")
-    assert roomy.returncode == 0, roomy.stderr
-    (folder / "roomy.json").write_text(roomy.stdout)
-    forecast = json.loads(roomy.stdout)
+    status, out, said = planned(folder, "--budget", "8GiB", "--json")
+    assert status == 0, said
+    (folder / "roomy.json").write_text(out)
+    forecast = json.loads(out)
     budget = (forecast["smallest_feasible_budget_bytes"] + 2 * forecast["plain_peak"]["process_bytes"]) // 3
-    planned = memwall(folder, "plan", "t.trace", "--budget", str(budget), "-o", "plan.json", "--json")
-    assert planned.returncode == 0, planned.stderr
-    (folder / "forecast.json").write_text(planned.stdout)
+    status, out, said = planned(folder, "--budget", str(budget), "-o", "plan.json", "--json")
+    assert status == 0, said
+    (folder / "forecast.json").write_text(out)
     run = memwall(folder, "run", "--plan", "plan.json", "--report", "run.json", *SCRIPT, "--out", "planned.bin")
     assert run.returncode == 0, run.stderr
     subprocess.run([sys.executable, *SCRIPT, "--out", "plain.bin"], cwd=folder, check=True, timeout=100)
@@ -70,13 +82,13 @@ def test_plan_prints_the_contract_s_forecast(folder: Path) -> None:
 
 
 def test_plan_prints_the_forecast_of_a_budget_that_nothing_fits(folder: Path) -> None:
-    done = memwall(folder, "plan", "t.trace", "--budget", "20MiB", "--json")
-    assert done.returncode == 3
-    forecast = valid(json.loads(done.stdout), "forecast.schema.json")
+    status, out, said = planned(folder, "--budget", "20MiB", "--json")
+    assert status == 3
+    forecast = valid(json.loads(out), "forecast.schema.json")
     assert forecast["fits"] is False
     assert forecast["smallest_feasible_budget_bytes"] > forecast["budget_bytes"] == 20 << 20
     assert forecast["relaxations"][0].startswith("halve the micro-batch")
-    assert done.stderr.startswith("memwall: the budget of 20.0 MiB cannot be met: ")
+    assert said.startswith("memwall: the budget of 20.0 MiB cannot be met: ")
 
 
 def test_run_report_follows_the_contract(folder: Path) -> None:
@@ -130,7 +142,7 @@ def test_the_plan_keeps_the_weights_bit_for_bit(folder: Path) -> None:
     assert (folder / "planned.bin").read_bytes() == (folder / "plain.bin").read_bytes()
 
 
-def test_a_second_plan_of_the_same_trace_is_the_same_file(folder: Path) -> None:
+def test_a_second_plan_of_the_same_trace_is_the_same_file_in_another_process(folder: Path) -> None:
     budget = json.loads((folder / "plan.json").read_text())["forecast"]["budget_bytes"]
     assert memwall(folder, "plan", "t.trace", "--budget", str(budget), "-o", "again.json").returncode == 0
     assert (folder / "again.json").read_bytes() == (folder / "plan.json").read_bytes()
@@ -139,9 +151,9 @@ def test_a_second_plan_of_the_same_trace_is_the_same_file(folder: Path) -> None:
 def test_a_budget_that_only_the_margin_misses_has_status_4(folder: Path) -> None:
     least = json.loads((folder / "plan.json").read_text())["forecast"]["smallest_feasible_budget_bytes"]
     budget = least - (4 << 20)
-    done = memwall(folder, "plan", "t.trace", "--budget", str(budget), "--json")
-    assert done.returncode == 4, done.stderr
-    forecast = valid(json.loads(done.stdout), "forecast.schema.json")
+    status, out, said = planned(folder, "--budget", str(budget), "--json")
+    assert status == 4, said
+    forecast = valid(json.loads(out), "forecast.schema.json")
     assert forecast["fits"] is False
     assert forecast["peak"]["process_bytes"] <= budget < forecast["peak"]["process_bytes"] + forecast["margin_bytes"]
 

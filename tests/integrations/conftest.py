@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+
+from memwall.planning.planfile import Plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
 
 SAMPLES, SEQUENCE = 16, 256
 
@@ -111,6 +116,21 @@ def written(tmp_path: Path) -> Any:
         return str(tmp_path)
 
     return write
+
+
+@pytest.fixture
+def budget_relative_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Makes sessions plan for a budget below a peak of their own trace: what a test process holds besides varies."""
+
+    def set_to(peak: str, below: int) -> None:
+        def relative(trace: Any, settings: Settings) -> Plan:
+            ample = make_plan(trace, settings).forecast
+            peaks = {"plain": ample.plain_peak.process_bytes, "smallest": ample.smallest_feasible_budget_bytes}
+            return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=peaks[peak] - below))
+
+        monkeypatch.setattr("memwall.session.first_plan.make_plan", relative)
+
+    return set_to
 
 
 # Runs a script as Python does and tells the process's peak, which a child cannot be asked for once it has ended.

@@ -1,5 +1,8 @@
 """The Accelerate plugin: a session on what `prepare` returns, the same bits, and what it leaves to the Accelerator."""
 
+import json
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from memwall.cli.app import main
 from memwall.errors import IntegrationError
 from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
@@ -21,6 +25,7 @@ from memwall.planning.techniques.recompute import Recompute
 pytestmark = pytest.mark.requires("transformers", "accelerate")
 
 MIB = 1 << 20
+SCRIPT = Path(__file__).parent / "scripts" / "train_accelerate.py"
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +229,22 @@ def test_a_plans_arguments_build_an_accelerator(plan: Plan, actions: tuple[Actio
 
 
 @pytest.mark.slow
-def test_a_script_of_accelerates_fits_under_the_launcher(run_both_ways: Callable[..., Any]):
-    report = run_both_ways(Path(__file__).parent / "scripts" / "train_accelerate.py", below_plain=200 * MIB)
-    assert report["measured"]["steps"] == 3
-    assert report["forecast"]["actions"] != []
+def test_a_script_of_accelerates_fits_under_the_launcher(
+    budget_relative_to: Callable[[str, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process; in one of its own runs the Trainer's, which has an Accelerator inside."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    script, plain, fitted = str(SCRIPT), tmp_path / "plain.pt", tmp_path / "fitted.pt"
+    monkeypatch.setattr(sys, "argv", [script, "--out", str(plain)])
+    runpy.run_path(script, run_name="__main__")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    budget_relative_to("plain", 100 * MIB)
+    report = tmp_path / "run.json"
+    assert main(["run", "--budget", "1TiB", "--report", str(report), script, "--out", str(fitted)]) == 0
+    found = json.loads(report.read_text())
+    assert found["measured"]["steps"] == 3
+    assert found["forecast"]["actions"] != []
+    expected, weights = torch.load(plain), torch.load(fitted)
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from block_models import executor_of
+from combinations import exhaustive
 from language_model import LanguageModel, tokens
 from oracle import count_allocations
 from torch import nn
@@ -166,13 +167,20 @@ def plain_run(name: str, num_micro_batches: int = 1) -> tuple[Run, Recorded]:
     return run, recorded(run, None)
 
 
-def choices(recorded: Recorded) -> dict[str, tuple[int, ...]]:
-    """Nothing, each option of the menus in every block that has it, and what the solver mixes at three budgets."""
+def choices(recorded: Recorded, *, points: str = "all") -> dict[str, tuple[int, ...]]:
+    """Nothing, each option of the menus in every block that has it, and what the solver mixes at three budgets.
+
+    Args:
+        points: "ends" for the first and the last of the selective points alone; the mixes have those between, too.
+    """
     names = [[option.name for option in menu.options] for menu in recorded.menus]
     found = {
         name: tuple(own.index(name) if name in own else 0 for own in names)
         for name in dict.fromkeys(name for own in names for name in own)
     }
+    if points == "ends":
+        for label in [name for name in found if name.startswith("select-")][1:-1]:
+            del found[label]
     plain_bytes = max(row.fixed_bytes for row in recorded.instance.rows)
     least_bytes = smallest_feasible_bytes(recorded.instance)
     # A tensor that two nodes of a block ask for far apart stays in between in the model, in the executor where its
@@ -228,13 +236,14 @@ def measured_bytes(run: Run, recorded: Recorded, treatments: Treatments, directo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("points", ["ends", exhaustive("all")])
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_the_predicted_peak_of_every_treatment_is_the_measured_one(name: str, tmp_path: Path) -> None:
+def test_the_predicted_peak_of_every_treatment_is_the_measured_one(name: str, points: str, tmp_path: Path) -> None:
     run, unparked = plain_run(name)
     with an_engine(run.case.model, tmp_path) as engine:
         parked = recorded(run, engine)
     ratios: dict[str, tuple[float, float]] = {}
-    for label, options in choices(parked).items():
+    for label, options in choices(parked, points=points).items():
         treatments = parked.treatments(options)
         measured = measured_bytes(run, parked, treatments, tmp_path)
         ratios[label] = (
@@ -248,13 +257,14 @@ def test_the_predicted_peak_of_every_treatment_is_the_measured_one(name: str, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("points", ["ends", exhaustive("all")])
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
-def test_the_prediction_holds_when_two_micro_batches_make_a_step(name: str, tmp_path: Path) -> None:
+def test_the_prediction_holds_when_two_micro_batches_make_a_step(name: str, points: str, tmp_path: Path) -> None:
     """A block then has two calls, and the batch that both are fed is one storage."""
     run, plain = plain_run(name, 2)
     assert all(len(block.calls) == 2 for block in plain.model.blocks)
     wrong = {}
-    for label, options in choices(plain).items():
+    for label, options in choices(plain, points=points).items():
         treatments = plain.treatments(options)
         ratio = plain.predicted_bytes(treatments) / measured_bytes(run, plain, treatments, tmp_path)
         if not LEAST <= ratio <= MOST:

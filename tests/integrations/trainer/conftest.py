@@ -2,13 +2,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from trainer_runs import MIB, Recorded, arguments
 
 from memwall.planning.planfile import Plan
-from memwall.planning.search import make_plan
-from memwall.planning.settings import Settings
 from memwall.planning.techniques.recompute import Recompute
 
 
@@ -19,7 +16,7 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def train(make_model: Any, samples: Any) -> Callable[..., Any]:
     """Trains the model for three steps; returns the Trainer."""
     from transformers import Trainer, TrainingArguments
@@ -39,7 +36,7 @@ def train(make_model: Any, samples: Any) -> Callable[..., Any]:
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def recorded(train: Any, digest: Any) -> Recorded:
     from memwall.integrations.trainer import MemwallCallback
 
@@ -48,27 +45,12 @@ def recorded(train: Any, digest: Any) -> Recorded:
     return Recorded(digest(trainer.model), callback.session)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plan(recorded: Recorded) -> Plan:
     """A plan that recomputes layers."""
     found = recorded.plan(below_plain=80 * MIB)
     assert any(isinstance(action, Recompute) for action in found.actions)
     return found
-
-
-@pytest.fixture
-def budget_relative_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """Makes sessions plan for a budget below a peak of their own trace: what a test process holds besides varies."""
-
-    def set_to(peak: str, below: int) -> None:
-        def relative(trace: Any, settings: Settings) -> Plan:
-            ample = make_plan(trace, settings).forecast
-            peaks = {"plain": ample.plain_peak.process_bytes, "smallest": ample.smallest_feasible_budget_bytes}
-            return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=peaks[peak] - below))
-
-        monkeypatch.setattr("memwall.session.first_plan.make_plan", relative)
-
-    return set_to
 
 
 @pytest.fixture
