@@ -14,6 +14,7 @@
 #   make races   memwall's stream code on the phantom device: 500 random orders of work, and faults that have to be found
 #   make gpu-day   all that needs a GPU, in 40 minutes: forecasts, kernels, live runs, link, phantom; one file, one page
 #   make gpu-day-phantom   a little of that on the phantom device, simulated, in two minutes: it shows that nothing breaks
+#   make fuzz FUZZ_SECONDS=60   look for files that a reader does not refuse in one clear error, by atheris (30 MB once)
 #   make reference   write docs/reference.md anew, from the code
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
@@ -57,11 +58,7 @@ UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and n
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-<<<<<<< HEAD
-.PHONY: venv reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
-=======
-.PHONY: venv fuzz reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth smallest-cap frontier against-deepspeed clean
->>>>>>> 67efaff (Readers of foreign files are fuzzed under the guidance of coverage)
+.PHONY: venv fuzz reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
