@@ -20,19 +20,20 @@ import memwall
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
 parser.add_argument("--steps", type=int, default=10)
-parser.add_argument("--signal", default="SIGKILL")
+parser.add_argument("--end-by", default="SIGKILL")
 parser.add_argument("--in-step", type=int, default=-1)
 parser.add_argument("--after", type=float, default=0.0, help="seconds after the first step that this process does")
 parser.add_argument("--fsdp2", action="store_true", help="divide the model, instead of DistributedDataParallel")
 asked = parser.parse_args()
 
 torch.set_num_threads(1)
-distributed.init_process_group("gloo", timeout=timedelta(seconds=15))
+distributed.init_process_group("gloo", timeout=timedelta(seconds=10))
 rank = distributed.get_rank()
 
 
 def end() -> None:
-    os.kill(os.getpid(), getattr(signal, asked.signal))
+    (asked.out / "ended").touch()
+    os.kill(os.getpid(), getattr(signal, asked.end_by))
 
 
 torch.manual_seed(7)
