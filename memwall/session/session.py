@@ -7,44 +7,33 @@ an evaluation follows it on one of several ranks, the plan waits (`recorded`) fo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.offload.parking import close_once_unneeded, close_unneeded
-from memwall.errors import ApplyError, MemwallError, NoEffectError, OutOfMemoryError, RankError
+from memwall.apply.offload.parking import close_once_unneeded
+from memwall.errors import ApplyError, MemwallError, OutOfMemoryError
 from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
 from memwall.session.first_plan import asked, check_device, check_device_has, check_plan_is_for
 from memwall.session.interruptions import interruptions_put_off
 from memwall.session.live_plan import LivePlan
-from memwall.session.measurements import Measurements, trained_parameters
+from memwall.session.measurements import Measurements
 from memwall.session.parallel import check_optimizer, check_parallel
 from memwall.session.ranks import Ranks
-from memwall.session.recovery import Recovery
-from memwall.session.redo import Redo
-from memwall.session.refusals import check_is_trainable_here, check_not_captured
-from memwall.session.shared_plan import tell_of_failure
-from memwall.session.stages import Stages
+from memwall.session.refusals import check_is_trainable_here
 from memwall.session.step_borders import StepBorders
-from memwall.session.step_clock import StepClock
+from memwall.session.steps import State, Steps
 from memwall.session.vector_functions import settle_first_calls
-from memwall.session.watch.budget_watch import BudgetWatch, place_of
-from memwall.session.watch.growth import GrowthWatch
-from memwall.session.watch.step_metrics import StepLog, StepMetrics
-from memwall.torch_internals.compiler import is_compiled
+from memwall.session.watch.step_metrics import StepMetrics
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
 __all__ = ["Session"]
 
 _T = TypeVar("_T")
-
-# An average of the weights is kept by a state dict after each step. That is no checkpoint, and page faults cost time.
-_SAVED_IN_TURN = 3
 
 
 class Session:
@@ -72,51 +61,37 @@ class Session:
                 given plan they are not applied a second time.
         """
         settings = asked(budget_bytes, plan, disk=disk, disk_bytes_per_day=disk_bytes_per_day, allow=allow)
-        self.state: Literal["waiting", "recording", "recorded", "running", "closed"] = "waiting"
         self.measured = Measurements()
         self.on_plan: Callable[[Session], None] | None = None
         """Is called when a plan stands, before it is applied: the place to show it, or to object."""
-        self.failure: MemwallError | None = None
-        """The error that ended the run; raised again at each further forward, should the loop have caught it."""
-        self._borders = StepBorders(self)
-        self._live = LivePlan(
-            settings,
-            plan,
-            borders=self._borders,
-            measured=self.measured,
-            on_plan=self._show_plan,
-            set_by_loop=set_by_loop,
-            disk_capacity_bytes=disk_capacity_bytes,
-            host_capacity_bytes=host_capacity_bytes,
-        )
+
+        def live_plan(borders: StepBorders) -> LivePlan:
+            return LivePlan(
+                settings,
+                plan,
+                borders=borders,
+                measured=self.measured,
+                on_plan=self._show_plan,
+                set_by_loop=set_by_loop,
+                disk_capacity_bytes=disk_capacity_bytes,
+                host_capacity_bytes=host_capacity_bytes,
+            )
+
+        self._steps = Steps(self.measured, live_plan)
+        self._borders, self._live = self._steps.borders, self._steps.live
         if within_bytes is not None:
             self._live.lower_budget(within_bytes)
-        self._recovery = Recovery(self._live, self._borders, self.measured)
-        self._redo = Redo(self._recovery, self._borders)
-        self._log = StepLog(self.measured, lambda: self._live.moved_bytes)
-        self._clock = StepClock(self._log.note_seconds)
-        self._watch = BudgetWatch(self.measured, lambda: place_of(self._borders.phase, self.state))
-        self._growth = GrowthWatch(
-            lambda: self.measured.meter.standing_bytes(),
-            budget_bytes=lambda: self.budget_bytes,
-            is_compiled=lambda: any(map(is_compiled, self._borders.attached_model.modules())),
-        )
-        self._num_planned_for = 0
-        """Optimizers that had stepped when the plan was made."""
-        self._stages = Stages()
-        self._is_outgrown = False
-        """Whether the loop trains other models than the trace and the plan are of."""
-        self._num_checked = 0
-        """Steps whose effects were looked at: once in each, when all that it called has been stepped."""
-        self._is_applied_inside = False
-        """Whether the present plan was applied from a closure of the optimizer step that runs."""
-        self._has_room = True
-        """Whether free memory was returned since the last step ended."""
-        self._saved_after = self._num_saved_in_turn = 0
-        """Step after which a state dict was asked for last, and after how many steps in a row."""
-        self._has_told = False
-        """Whether other ranks know that this one has failed."""
         settle_first_calls()
+
+    @property
+    def state(self) -> State:
+        """Returns how far the run has come."""
+        return self._steps.state
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """Returns the error that ended the run; raised again at each further forward, should the loop catch it."""
+        return self._steps.failure
 
     @property
     def plan(self) -> Plan | None:
@@ -141,12 +116,12 @@ class Session:
     @property
     def on_step(self) -> Callable[[StepMetrics], None] | None:
         """Returns what is called with the figures of each training step, a step later; to be set by who wants them."""
-        return self._log.on_step
+        return self._steps.log.on_step
 
     @on_step.setter
     def on_step(self, called: Callable[[StepMetrics], None] | None) -> None:
         """Has the figures of steps from now on handed to this function; to nobody with None."""
-        self._log.on_step = called
+        self._steps.log.on_step = called
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
@@ -183,8 +158,7 @@ class Session:
         """
         if self.plan is not None and self._live.is_given:
             check_plan_is_for(self.plan, model)
-        self._borders.attach_instead(model)
-        self._is_outgrown = True
+        self._steps.outgrow(model)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Says that an optimizer steps the model, once it shows itself: before its first step.
@@ -213,7 +187,7 @@ class Session:
 
     def explained(self, error: BaseException) -> OutOfMemoryError | None:
         """Returns what a failure to get memory means for this run, and what to do; None of any other failure."""
-        return self._recovery.explained(error)
+        return self._steps.recovery.explained(error)
 
     def close(self, *, completed: bool = True, brings_back: bool = True) -> None:
         """Ends the session: the model and the process are as before. A first step that was alone is still planned.
@@ -224,18 +198,8 @@ class Session:
         """
         if self.state == "closed":
             return
-        self._note_engine_failure()
         try:
-            if completed:
-                self._clock.settle()
-            self._log.flush()
-            self._live.end_showing()
-            self._watch.look()
-            self._watch.close()
-            self._growth.close()
-            self.measured.note_peak()
-            if completed and self.failure is None:
-                self.end_last_step()
+            self._steps.end(completed=completed)
         finally:
             take_back = partial(self._live.take_back, keeps_state=not brings_back)
             ends = (self._live.stop_recording, take_back, self._borders.let_go, self._live.end, close_once_unneeded)
@@ -243,7 +207,7 @@ class Session:
                 with interruptions_put_off():
                     undo_all(ends[::-1])
             finally:
-                self.state = "closed"
+                self._steps.state = "closed"
 
     # -- micro-batches, for loops that cooperate --------------------------------------------------------------------
 
@@ -315,11 +279,7 @@ class Session:
         Raises:
             OutOfMemoryError: memory ran out, and the step cannot be done again.
         """
-        try:
-            return self._redo.run(part)
-        except MemwallError as error:
-            self.failure = self.failure or error.without_frames()
-            raise
+        return self._steps.redoable(part)
 
     def first_forward(self, called: nn.Module | None = None) -> None:
         """Begins the run from within the model's first forward, whose hooks were already collected.
@@ -339,15 +299,7 @@ class Session:
             InfeasibleError: the step was the recorded one, and nothing fits.
             RankError: another rank failed, or does not come.
         """
-        self._end_recording()
-        if self.state != "recorded":
-            return
-        try:
-            is_made = self._live.make()
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
-        self.state = "running" if is_made else "waiting"
+        self._steps.end_step()
 
     def end_last_step(self) -> None:
         """Says so at the end of the run, where other ranks may have ended: a first step that was alone is planned.
@@ -355,197 +307,8 @@ class Session:
         Raises:
             InfeasibleError: nothing fits.
         """
-        self._borders.end_run()
-        if self._live.ranks is not None:
-            self._live.ranks.leave()
-        if self.state in ("recording", "recorded"):
-            self._live.plans_alone = True
-        self.end_step()
-
-    def _end_recording(self) -> None:
-        """Ends the recorded step, so that nothing else is recorded with it."""
-        if self.state != "recording" or self._borders.in_step or self._is_outgrown:
-            return
-        self._redo.before_plan()
-        self._num_planned_for = len(self._borders.stepped)
-        self._borders.end_step()
-        try:
-            self._live.end_recording()
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
-        finally:
-            self._live.stop_recording()
-        self.state = "recorded"
-
-    # -- step borders ------------------------------------------------------------------------------------------------
-
-    def before_forward(self) -> None:
-        """Raises again what ended the run."""
-        if self.state == "waiting":  # what comes first may be an evaluation
-            self.measured.begin_run(self._borders.attached_model)
-        self._watch.start(self.budget_bytes)
-        self._watch.look()
-        self._note_engine_failure()
-        if self.failure is not None:
-            self._tell_others()
-            raise self.failure.without_frames()
-
-    def evaluation_begins(self) -> None:
-        """Ends the step, so that it is not recorded with an evaluation, and frees what the step has left."""
-        if self._live.ranks is None:
-            self.end_step()
-        else:  # which may not evaluate
-            self._end_recording()
-        self._make_room()
-
-    def saving_begins(self) -> None:
-        """Frees what the last step has left, but for a script that looks at a state dict after step upon step."""
-        self._watch.look()
-        self._live.end_showing()
-        self.measured.note_peak()
-        if self.measured.num_steps > self._saved_after:
-            is_next = self.measured.num_steps == self._saved_after + 1
-            self._num_saved_in_turn = self._num_saved_in_turn + 1 if is_next else 1
-            self._saved_after = self.measured.num_steps
-        if self._num_saved_in_turn <= _SAVED_IN_TURN:
-            self._make_room()
-
-    def step_begins(self) -> None:
-        """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""
-        close_unneeded()
-        applied = self._live.applied
-        device = next((p.device for p in self._borders.attached_model.parameters()), torch.device("cpu"))
-        try:
-            check_not_captured(device)
-            self._live.end_showing()
-            self.end_step()
-            if self._is_outgrown or (self.state == "running" and (self._has_newcomer or self._is_new_stage())):
-                self._is_outgrown = False
-                self._live.stop_recording()
-                self._live.forget_plan()
-                self._recovery.forget_excess()
-                self._borders.await_all()
-                self.state = "waiting"
-            if self.state == "waiting":
-                self._begin_run()
-            self._recovery.plan_again()
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
-        if self.state == "running":
-            self._recovery.begin_step()
-            self._growth.begin_step()
-        if self._live.applied is not applied:
-            self._clock.forget()
-            self._is_applied_inside = self._borders.in_optimizer  # too late for an optimizer that steps already
-        if self._live.applied is not None:
-            self._live.applied.begin_step()
-            self._live.device_budget.begin_step(can_be_redone=self._redo.is_used)
-        self._log.begin_step()
-        self._clock.begin(device)
-
-    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Moves the state that has no room to disk, in a step that is recorded; in others gradients must be right.
-
-        Raises:
-            NotExactError: an action of the plan has made them others.
-        """
-        if self._borders.in_step:
-            self._live.check_proofs()
-        if self._live.recorded is not None:
-            self._live.recorded.before_optimizer(self._borders.optimizers)
-
-    def optimizer_stepped(self, *, is_first: bool) -> None:
-        """Notes what a step that has ended, or went on, needed, and what the plan's actions did in it."""
-        self._has_room = False
-        self._live.device_budget.end_step()
-        self._redo.end_step()
-        self._watch.look()
-        self._growth.end_step()
-        is_planned = self.state == "running"
-        if is_planned:
-            self._clock.end(is_first=is_first)
-        peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
-        self._log.end_step(
-            peak_bytes,
-            is_first=is_first,
-            is_planned=is_planned,
-            budget_bytes=self.budget_bytes,
-            forecast_bytes=None if self.plan is None else self.plan.forecast.steady_process_bytes,
-            num_actions=0 if self.plan is None else len(self.plan.actions),
-        )
-        if is_planned:
-            self._recovery.end_step(peak_bytes)
-        if not self._borders.in_step and self._num_checked < self.measured.num_steps:
-            self._num_checked = self.measured.num_steps
-            if not self._is_applied_inside:
-                self._check_effects()
-            self._live.leave_room()
-        self._is_applied_inside = False
-
-    def _check_effects(self) -> None:
-        try:
-            self._live.check_effects()
-        except NoEffectError:
-            if self._live.ranks is None:
-                raise
-            # Other ranks go on to the next forward: all of them end there.
-
-    def step_skipped(self) -> None:
-        """Has the next forward begin a step anew; one that was recorded is no step to plan from."""
-        self._live.device_budget.end_step()
-        self._redo.end_step()
-        if self.state == "recording":
-            self._live.stop_recording()
-            self.state = "waiting"
-
-    @property
-    def _has_newcomer(self) -> bool:
-        """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
-        return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
-
-    def _is_new_stage(self) -> bool:
-        """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph.
-
-        One that it comes back to is not new: its plan takes the place of the present one.
-        """
-        stage = trained_parameters(self._borders.attached_model)
-        if self._live.is_given or stage == self._stages.planned:
-            self._stages.goes_on()
-            return False
-        present = self._live.present
-        revision = self._stages.change(stage, present)
-        if revision is None:
-            return True
-        if revision is not present:
-            self._recovery.forget_excess()
-            self._live.change_to(revision)
-        return False
-
-    def _begin_run(self) -> None:
-        self.measured.begin_run(self._borders.attached_model)
-        self._borders.watch_optimizers()
-        self._stages.begin(trained_parameters(self._borders.attached_model))
-        self._live.begin()
-        self.state = "running" if self._live.is_given else "recording"
-
-    def _tell_others(self) -> None:
-        """Has the other ranks end where they begin their next step, if this one would have begun it too."""
-        would_begin = self.state == "running" and torch.is_grad_enabled() and not self._borders.in_step
-        if self._live.ranks is not None and would_begin and not self._has_told:
-            self._has_told = True
-            with suppress(RankError):
-                tell_of_failure(self._live.ranks)
-
-    def _make_room(self) -> None:
-        if self._live.applied is not None:
-            self._live.allocator.make_room(is_first=not self._has_room)
-            self._has_room = True
+        self._steps.end_last_step()
 
     def _show_plan(self) -> None:
         if self.on_plan is not None:
             self.on_plan(self)
-
-    def _note_engine_failure(self) -> None:
-        self.failure = self.failure or self._live.failure

@@ -83,5 +83,5 @@ def test_before_the_first_step_of_a_device_the_host_s_bytes_are_not_held_against
     session = memwall.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget=MIB)
     with torch.no_grad():
         model(torch.ones(1, 2))
-    assert session._watch._thread is None
+    assert session._steps._watch._thread is None
     session.close(completed=False)

@@ -1,0 +1,324 @@
+"""The steps of one run: which of them are recorded, when a plan is made and applied, what is looked at after each."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from memwall.apply.offload.parking import close_unneeded
+from memwall.errors import MemwallError, NoEffectError, RankError
+from memwall.session.live_plan import LivePlan
+from memwall.session.measurements import Measurements, trained_parameters
+from memwall.session.recovery import Recovery
+from memwall.session.redo import Redo
+from memwall.session.refusals import check_not_captured
+from memwall.session.shared_plan import tell_of_failure
+from memwall.session.stages import Stages
+from memwall.session.step_borders import StepBorders
+from memwall.session.step_clock import StepClock
+from memwall.session.watch.budget_watch import BudgetWatch, place_of
+from memwall.session.watch.growth import GrowthWatch
+from memwall.session.watch.step_metrics import StepLog
+from memwall.torch_internals.compiler import is_compiled
+
+__all__ = ["State", "Steps"]
+
+State = Literal["waiting", "recording", "recorded", "running", "closed"]
+
+_T = TypeVar("_T")
+
+# An average of the weights is kept by a state dict after each step. That is no checkpoint, and page faults cost time.
+_SAVED_IN_TURN = 3
+
+
+class Steps:
+    """Hears where steps begin and end, and takes a run from its first step to its last.
+
+    Attributes:
+        borders: finds where steps begin and end.
+        live: the plan.
+        state: how far the run has come.
+        failure: the error that ended it.
+        recovery: decides what follows where memory ran out.
+        log: hands on the figures of each step.
+    """
+
+    def __init__(self, measured: Measurements, live_plan: Callable[[StepBorders], LivePlan]) -> None:
+        self.state: State = "waiting"
+        self.failure: MemwallError | None = None
+        self.measured = measured
+        self.borders = StepBorders(self)
+        self.live = live_plan(self.borders)
+        self.recovery = Recovery(self.live, self.borders, self.measured)
+        self._redo = Redo(self.recovery, self.borders)
+        self.log = StepLog(self.measured, lambda: self.live.moved_bytes)
+        self._clock = StepClock(self.log.note_seconds)
+        self._watch = BudgetWatch(self.measured, lambda: place_of(self.borders.phase, self.state))
+        self._growth = GrowthWatch(
+            lambda: self.measured.meter.standing_bytes(),
+            budget_bytes=lambda: self.live.budget_bytes,
+            is_compiled=lambda: any(map(is_compiled, self.borders.attached_model.modules())),
+        )
+        self._num_planned_for = 0
+        """Optimizers that had stepped when the plan was made."""
+        self._stages = Stages()
+        self._is_outgrown = False
+        """Whether the loop trains other models than the trace and the plan are of."""
+        self._num_checked = 0
+        """Steps whose effects were looked at: once in each, when all that it called has been stepped."""
+        self._is_applied_inside = False
+        """Whether the present plan was applied from a closure of the optimizer step that runs."""
+        self._has_room = True
+        """Whether free memory was returned since the last step ended."""
+        self._saved_after = self._num_saved_in_turn = 0
+        """Step after which a state dict was asked for last, and after how many steps in a row."""
+        self._has_told = False
+        """Whether other ranks know that this one has failed."""
+
+    def outgrow(self, model: nn.Module) -> None:
+        """Follows other models from the next step on, which is recorded anew."""
+        self.borders.attach_instead(model)
+        self._is_outgrown = True
+
+    def redoable(self, part: Callable[[], _T]) -> _T:
+        """Runs a part of a training step, which may be run again.
+
+        Raises:
+            OutOfMemoryError: memory ran out, and the step cannot be done again.
+        """
+        try:
+            return self._redo.run(part)
+        except MemwallError as error:
+            self.failure = self.failure or error.without_frames()
+            raise
+
+    def end(self, *, completed: bool) -> None:
+        """Ends what is measured; of a run that has ended well a first step that was alone is planned."""
+        self._note_engine_failure()
+        if completed:
+            self._clock.settle()
+        self.log.flush()
+        self.live.end_showing()
+        self._watch.look()
+        self._watch.close()
+        self._growth.close()
+        self.measured.note_peak()
+        if completed and self.failure is None:
+            self.end_last_step()
+
+    def end_step(self) -> None:
+        """Says that every optimizer has stepped and gradients are dropped: what runs next is no part of the step.
+
+        Without it the step ends at the next forward, be that of the next step or of an evaluation. Of several ranks
+        each has to say so at the same point of its loop: they plan together.
+
+        Raises:
+            InfeasibleError: the step was the recorded one, and nothing fits.
+            RankError: another rank failed, or does not come.
+        """
+        self._end_recording()
+        if self.state != "recorded":
+            return
+        try:
+            is_made = self.live.make()
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+        self.state = "running" if is_made else "waiting"
+
+    def end_last_step(self) -> None:
+        """Says so at the end of the run, where other ranks may have ended: a first step that was alone is planned.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        self.borders.end_run()
+        if self.live.ranks is not None:
+            self.live.ranks.leave()
+        if self.state in ("recording", "recorded"):
+            self.live.plans_alone = True
+        self.end_step()
+
+    def _end_recording(self) -> None:
+        """Ends the recorded step, so that nothing else is recorded with it."""
+        if self.state != "recording" or self.borders.in_step or self._is_outgrown:
+            return
+        self._redo.before_plan()
+        self._num_planned_for = len(self.borders.stepped)
+        self.borders.end_step()
+        try:
+            self.live.end_recording()
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+        finally:
+            self.live.stop_recording()
+        self.state = "recorded"
+
+    def before_forward(self) -> None:
+        """Raises again what ended the run."""
+        if self.state == "waiting":  # what comes first may be an evaluation
+            self.measured.begin_run(self.borders.attached_model)
+        self._watch.start(self.live.budget_bytes)
+        self._watch.look()
+        self._note_engine_failure()
+        if self.failure is not None:
+            self._tell_others()
+            raise self.failure.without_frames()
+
+    def evaluation_begins(self) -> None:
+        """Ends the step, so that it is not recorded with an evaluation, and frees what the step has left."""
+        if self.live.ranks is None:
+            self.end_step()
+        else:  # which may not evaluate
+            self._end_recording()
+        self._make_room()
+
+    def saving_begins(self) -> None:
+        """Frees what the last step has left, but for a script that looks at a state dict after step upon step."""
+        self._watch.look()
+        self.live.end_showing()
+        self.measured.note_peak()
+        if self.measured.num_steps > self._saved_after:
+            is_next = self.measured.num_steps == self._saved_after + 1
+            self._num_saved_in_turn = self._num_saved_in_turn + 1 if is_next else 1
+            self._saved_after = self.measured.num_steps
+        if self._num_saved_in_turn <= _SAVED_IN_TURN:
+            self._make_room()
+
+    def step_begins(self) -> None:
+        """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""
+        close_unneeded()
+        applied = self.live.applied
+        device = next((p.device for p in self.borders.attached_model.parameters()), torch.device("cpu"))
+        try:
+            check_not_captured(device)
+            self.live.end_showing()
+            self.end_step()
+            if self._is_outgrown or (self.state == "running" and (self._has_newcomer or self._is_new_stage())):
+                self._is_outgrown = False
+                self.live.stop_recording()
+                self.live.forget_plan()
+                self.recovery.forget_excess()
+                self.borders.await_all()
+                self.state = "waiting"
+            if self.state == "waiting":
+                self._begin_run()
+            self.recovery.plan_again()
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+        if self.state == "running":
+            self.recovery.begin_step()
+            self._growth.begin_step()
+        if self.live.applied is not applied:
+            self._clock.forget()
+            self._is_applied_inside = self.borders.in_optimizer  # too late for an optimizer that steps already
+        if self.live.applied is not None:
+            self.live.applied.begin_step()
+            self.live.device_budget.begin_step(can_be_redone=self._redo.is_used)
+        self.log.begin_step()
+        self._clock.begin(device)
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Moves the state that has no room to disk, in a step that is recorded; in others gradients must be right.
+
+        Raises:
+            NotExactError: an action of the plan has made them others.
+        """
+        if self.borders.in_step:
+            self.live.check_proofs()
+        if self.live.recorded is not None:
+            self.live.recorded.before_optimizer(self.borders.optimizers)
+
+    def optimizer_stepped(self, *, is_first: bool) -> None:
+        """Notes what a step that has ended, or went on, needed, and what the plan's actions did in it."""
+        self._has_room = False
+        self.live.device_budget.end_step()
+        self._redo.end_step()
+        self._watch.look()
+        self._growth.end_step()
+        is_planned = self.state == "running"
+        if is_planned:
+            self._clock.end(is_first=is_first)
+        peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
+        self.log.end_step(
+            peak_bytes,
+            is_first=is_first,
+            is_planned=is_planned,
+            budget_bytes=self.live.budget_bytes,
+            forecast_bytes=None if self.live.plan is None else self.live.plan.forecast.steady_process_bytes,
+            num_actions=0 if self.live.plan is None else len(self.live.plan.actions),
+        )
+        if is_planned:
+            self.recovery.end_step(peak_bytes)
+        if not self.borders.in_step and self._num_checked < self.measured.num_steps:
+            self._num_checked = self.measured.num_steps
+            if not self._is_applied_inside:
+                self._check_effects()
+            self.live.leave_room()
+        self._is_applied_inside = False
+
+    def _check_effects(self) -> None:
+        try:
+            self.live.check_effects()
+        except NoEffectError:
+            if self.live.ranks is None:
+                raise
+            # Other ranks go on to the next forward: all of them end there.
+
+    def step_skipped(self) -> None:
+        """Has the next forward begin a step anew; one that was recorded is no step to plan from."""
+        self.live.device_budget.end_step()
+        self._redo.end_step()
+        if self.state == "recording":
+            self.live.stop_recording()
+            self.state = "waiting"
+
+    @property
+    def _has_newcomer(self) -> bool:
+        """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
+        return not self.live.is_given and len(self.borders.stepped) > self._num_planned_for
+
+    def _is_new_stage(self) -> bool:
+        """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph.
+
+        One that it comes back to is not new: its plan takes the place of the present one.
+        """
+        stage = trained_parameters(self.borders.attached_model)
+        if self.live.is_given or stage == self._stages.planned:
+            self._stages.goes_on()
+            return False
+        present = self.live.present
+        revision = self._stages.change(stage, present)
+        if revision is None:
+            return True
+        if revision is not present:
+            self.recovery.forget_excess()
+            self.live.change_to(revision)
+        return False
+
+    def _begin_run(self) -> None:
+        self.measured.begin_run(self.borders.attached_model)
+        self.borders.watch_optimizers()
+        self._stages.begin(trained_parameters(self.borders.attached_model))
+        self.live.begin()
+        self.state = "running" if self.live.is_given else "recording"
+
+    def _tell_others(self) -> None:
+        """Has the other ranks end where they begin their next step, if this one would have begun it too."""
+        would_begin = self.state == "running" and torch.is_grad_enabled() and not self.borders.in_step
+        if self.live.ranks is not None and would_begin and not self._has_told:
+            self._has_told = True
+            with suppress(RankError):
+                tell_of_failure(self.live.ranks)
+
+    def _make_room(self) -> None:
+        if self.live.applied is not None:
+            self.live.allocator.make_room(is_first=not self._has_room)
+            self._has_room = True
+
+    def _note_engine_failure(self) -> None:
+        self.failure = self.failure or self.live.failure
