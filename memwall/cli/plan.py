@@ -163,6 +163,7 @@ def plan(
     from rich.text import Text
 
     from memwall.cli.output import forecast_status, show
+    from memwall.planning.device_phases import with_smallest_that_holds
     from memwall.planning.search import plan as search
     from memwall.planning.settings import Settings
     from memwall.report.budget_curve import budget_curve_view
@@ -218,6 +219,8 @@ def plan(
         if as_json:
             write_json(replace(forecast_without_plan(trace, error), worst_batch=choice))
         raise
+    if found.evaluated is not None and not made.forecast.fits:
+        made = with_smallest_that_holds(made, plan_for)
     if choice is not None:
         made = replace(made, forecast=replace(made.forecast, worst_batch=choice))
     if output is not None:

@@ -1,6 +1,6 @@
 """The phases of a run under a plan for a device: building, first and steady steps, evaluating, saving and resuming."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -15,8 +15,16 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["SMALLER_EVALUATION", "evaluation_with_metrics", "with_device_phases", "with_evaluation"]
+__all__ = [
+    "SMALLER_EVALUATION",
+    "evaluation_with_metrics",
+    "with_device_phases",
+    "with_evaluation",
+    "with_smallest_that_holds",
+]
 
+# Budgets that are tried in search of one that holds, each so much larger at least.
+_MOST_ROUNDS, _NEXT_BUDGET = 12, 1.02
 SMALLER_EVALUATION = "a smaller batch in evaluation: --eval-batch N"
 
 
@@ -81,8 +89,10 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
     fits = bool(before.fits) and process_bytes + margin_bytes <= before.budget_bytes
     smallest_bytes = before.smallest_feasible_budget_bytes
     if smallest_bytes is not None:
-        alone_bytes = evaluation_bytes(evaluation, steady_step(trace), process.profile)
-        smallest_bytes = max(smallest_bytes, process.budget_for(process.base_bytes + alone_bytes))
+        least_bytes = evaluation_bytes(evaluation, steady_step(trace), process.profile)
+        if not fits:  # the steps of one that fits may take all that was given
+            least_bytes = _least_bytes(plan, trace, process, evaluation, between=(least_bytes, wanted_bytes))
+        smallest_bytes = max(smallest_bytes, process.budget_for(process.base_bytes + least_bytes))
     plan = _with_phases(plan, trace, found, process)
     peak = plan.forecast.peak
     forecast = msgspec.structs.replace(
@@ -102,6 +112,41 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
         smallest_feasible_budget_bytes=smallest_bytes,
     )
     return msgspec.structs.replace(plan, forecast=forecast)
+
+
+def with_smallest_that_holds(plan: Plan, planned: Callable[[int], Plan]) -> Plan:
+    """Returns the plan with the smallest budget that it tells raised to one under which the run fits.
+
+    What is told follows from this plan, and a larger budget has another one, whose steps leave other pieces cached.
+
+    Args:
+        plan: one that does not fit.
+        planned: makes the plan for so many bytes, with its evaluation.
+    """
+    told_bytes, least_bytes = plan.forecast.smallest_feasible_budget_bytes, plan.forecast.budget_bytes
+    if told_bytes is None or least_bytes is None:
+        return plan
+    for _ in range(_MOST_ROUNDS):
+        told_bytes = max(told_bytes, least_bytes + 1)
+        found = planned(told_bytes).forecast
+        if found.fits:
+            break
+        least_bytes = int(told_bytes * _NEXT_BUDGET)
+        told_bytes = found.smallest_feasible_budget_bytes or least_bytes
+    forecast = msgspec.structs.replace(plan.forecast, smallest_feasible_budget_bytes=told_bytes)
+    return msgspec.structs.replace(plan, forecast=forecast)
+
+
+def _least_bytes(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Step, *, between: tuple[int, int]) -> int:
+    """Returns the least that the allocator can do with in steps and evaluation, to one part in a hundred."""
+    too_few_bytes, enough_bytes = between
+    while enough_bytes - too_few_bytes > enough_bytes // 100:
+        capacity_bytes = (enough_bytes + too_few_bytes) // 2
+        if _simulated(plan, trace, process, evaluation, capacity_bytes=capacity_bytes) is None:
+            too_few_bytes = capacity_bytes
+        else:
+            enough_bytes = capacity_bytes
+    return enough_bytes
 
 
 def _simulated(

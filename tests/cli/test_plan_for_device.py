@@ -225,6 +225,33 @@ def test_an_evaluation_may_have_the_allocator_give_back_what_steps_left_cached(r
     assert re.search(r"cached memory to evaluate within the budget: it would reserve \S+ GiB$", found["binding"][-1])
 
 
+@pytest.mark.slow
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize(
+    ("batch", "seq", "eval_batch", "host", "budget"),
+    [
+        ("4", "512", "24", None, "2.95GiB"),
+        pytest.param("4", "512", "24", None, "1GiB", marks=pytest.mark.exhaustive),
+        pytest.param("1", "1024", "24", "64GiB", "1GiB", marks=pytest.mark.exhaustive),
+        pytest.param("8", "256", "48", "64GiB", "1GiB", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_budget_that_a_refusal_tells_is_enough_for_the_evaluation_too(
+    run: Run, config: str, batch: str, seq: str, eval_batch: str, host: str | None, budget: str
+) -> None:
+    """GIVEN a budget that is told WHEN it is given THEN it fits: at once, or where it was the steps' own, the next."""
+    options = ("--device", "h100-80gb", "--batch", batch, "--seq", seq, "--eval-batch", eval_batch)
+    asked: list[tuple[int, str]] = []
+    while len(asked) < 3:
+        status, found = run("plan", config, *options, *(("--host", host) if host else ()), "--budget", budget)
+        asked.append((status, budget))
+        if status == 0:
+            break
+        budget = str(found["smallest_feasible_budget_bytes"])
+    assert asked[-1][0] == 0, asked
+    assert all(status == 3 for status, _ in asked[:-2]), asked
+
+
 def test_a_trace_recorded_on_a_cpu_is_planned_for_a_device(run: Run, tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(FACTORY)
     path = tmp_path / "t.trace"
