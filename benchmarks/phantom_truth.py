@@ -115,13 +115,13 @@ def table(rows: Sequence[Row]) -> dict[str, Any]:
     good = [row for row in rows if "failure" not in row]
     found: dict[str, Any] = {"num_rows": len(good), "failed": {r["case"]: r["failure"] for r in rows if "failure" in r}}
     missed = []
-    for step in STEPS:
+    for step in STEPS if good else ():
         for quantity, goals in GOALS.items():
             errors = [error(row, step, quantity) for row in good]
             figures = {"median": median(map(abs, errors)), "worst": max(errors, key=abs)}
             found[f"{step} {quantity}"] = figures
             missed += [f"{step} {quantity} {name}" for name, most in goals.items() if not abs(figures[name]) <= most]
-    found["missed"] = missed
+    found["missed"] = missed if good else ["every case failed"]
     found["deviating"] = {
         row["case"]: {
             f"{s} {q}": round(error(row, s, q), 5) for s in STEPS for q in GOALS if abs(error(row, s, q)) > _NOTABLE
@@ -130,6 +130,16 @@ def table(rows: Sequence[Row]) -> dict[str, Any]:
         if any(abs(error(row, s, q)) > _NOTABLE for s in STEPS for q in GOALS)
     }
     return found
+
+
+def line(device: str, figures: dict[str, Any]) -> str:
+    """Returns a card's row of the published table, in Markdown: median and worst errors, first and steady step."""
+    cells = []
+    for quantity in GOALS:
+        for step in STEPS:
+            found = figures[f"{step} {quantity}"]
+            cells.append(f"{100 * found['median']:.3f}, {100 * abs(found['worst']):.2f} %")
+    return f"| {device} | {figures['num_rows']} | {' | '.join(cells)} |"
 
 
 def main() -> None:
