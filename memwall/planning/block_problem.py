@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memwall.planning.action import Action
-from memwall.planning.menu import WINDOW_BYTES, Costs, Menu
+from memwall.planning.menu import Costs, Menu
 from memwall.planning.solver.instance import BlockOptions, Choice, Instance, Link, Option, Row
 from memwall.planning.technique import techniques
 from memwall.predict.call_rules import BlockCalls, Treatment
@@ -46,7 +46,14 @@ def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs) -> Me
     number = model.blocks.index(block)
     op_names = tuple(model.names[model.step.ops[op].name] for op in model.counted_ops(block.calls[0]))
     freed = tuple(0 if t is None else _freed_bytes(model, number, t) for t in treatments)
-    return Menu(block=block, options=tuple(options), treatments=tuple(treatments), op_names=op_names, freed_bytes=freed)
+    return Menu(
+        block=block,
+        options=tuple(options),
+        treatments=tuple(treatments),
+        op_names=op_names,
+        freed_bytes=freed,
+        window_bytes=costs.window_bytes,
+    )
 
 
 def _freed_bytes(model: StepModel, number: int, treatment: Treatment) -> int:
@@ -233,8 +240,8 @@ class _Lives:
 
 def window_bytes_of(menus: Sequence[Menu], choice: Choice) -> int:
     """Returns the memory that a choice needs for bytes on their way out: none if it moves nothing."""
-    moves = any(m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True))
-    return WINDOW_BYTES if moves else 0
+    windows = (m.window_bytes for m, o in zip(menus, choice.options, strict=True) if m.options[o].moved_bytes)
+    return max(windows, default=0)
 
 
 def treatments_of_choice(menus: Sequence[Menu], choice: Choice) -> dict[str, Treatment]:

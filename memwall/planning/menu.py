@@ -8,7 +8,7 @@ from memwall.predict.call_rules import BlockCalls, Treatment
 __all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Costs", "Menu"]
 
 WINDOW_BYTES = 32 << 20
-"""Memory for bytes on their way out. Smaller makes the computing thread wait, larger costs memory."""
+"""The least memory for bytes on their way out. Smaller makes the computing thread wait, larger costs memory."""
 MIN_MOVED_BYTES = 1 << 20
 """Smaller saved tensors stay where they are."""
 
@@ -25,6 +25,8 @@ class Costs(Struct, frozen=True, kw_only=True):
     """For floating-point numbers that leave in a byte each, out and back; None where they may not."""
     runs_ahead: bool = False
     """Whether operations run on a device behind the host, whose own work is hidden as long as the device is busy."""
+    window_bytes: int = WINDOW_BYTES
+    """Memory for bytes on their way out."""
     lost: tuple[tuple[str, str], ...] = ()
     """Actions, by tag and block, that a run found to change the training: they are not offered again."""
     num_passes: int = 1
@@ -42,3 +44,5 @@ class Menu(Struct, frozen=True, kw_only=True):
     """Operations of one call, in the numbering that selective checkpointing uses."""
     freed_bytes: tuple[int, ...]
     """Bytes that each option takes off the device between the block's forward and its backward."""
+    window_bytes: int = WINDOW_BYTES
+    """Memory for bytes on their way out, where an option moves any."""

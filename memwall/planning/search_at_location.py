@@ -92,7 +92,8 @@ class SearchAtLocation:
 
     def smallest_bytes(self) -> int:
         """Returns the smallest budget for which there is a candidate, margin included."""
-        return min(self._smallest_for(batch, with_disk) for batch in self._batches() for with_disk in self._tiers())
+        windows = (0, WINDOW_BYTES) if self._can_move else (0,)
+        return min(self._smallest_for(batch, window_bytes) for batch in self._batches() for window_bytes in windows)
 
     def _batches(self) -> Iterator[_Batch]:
         """Yields each micro-batch there is, the recorded one first."""
@@ -108,13 +109,26 @@ class SearchAtLocation:
     def _model(self, step: Step) -> StepModel:
         return StepModel(step, self._trace.names, find_blocks(self._trace, step))
 
-    def _tiers(self) -> tuple[bool, ...]:
-        """Returns whether to move saved tensors: no, and where there is a tier to move them to, yes.
+    @property
+    def _can_move(self) -> bool:
+        """Tells whether saved tensors may move: a disk that others pass through again has no time for them."""
+        return can_offload(self._trace) is None and not self._location.keeps_tier_busy
 
-        A disk that others pass through again and again has no time for them.
+    def _windows(self, batch: _Batch) -> Iterator[int]:
+        """Yields the memory that saved tensors may pass through; 0: none moves.
+
+        What of a block finds no room there leaves while the block waits. A device's copies run beside its kernels, so
+        that a window for a whole block hides what its link can carry; a disk's threads want the cores as well.
         """
-        is_free = can_offload(self._trace) is None and not self._location.keeps_tier_busy
-        return (False, True) if is_free else (False,)
+        yield 0
+        if not self._can_move:
+            return
+        yield WINDOW_BYTES
+        if self._trace.device == "cuda":
+            menus, _ = self._instance(batch, WINDOW_BYTES)
+            most_bytes = max((option.moved_bytes for menu in menus for option in menu.options), default=0)
+            if most_bytes > WINDOW_BYTES:
+                yield most_bytes
 
     def _best_for(self, batch: _Batch, limit_bytes: int, at_most: float) -> Candidate | None:
         """Returns the cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
@@ -125,19 +139,19 @@ class SearchAtLocation:
             if self._process.fits_untouched(plain.process_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
                 return self._found(batch, {}, plain, None, 0)
         best: Candidate | None = None
-        for with_disk in self._tiers():
-            found = self._solve_for(batch, with_disk, limit_bytes, at_most)
+        for window_bytes in self._windows(batch):
+            found = self._solve_for(batch, window_bytes, limit_bytes, at_most)
             if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
                 best, at_most = found, min(at_most, found.extra_seconds)
         return best
 
-    def _solve_for(self, batch: _Batch, with_disk: bool, limit_bytes: int, at_most: float) -> Candidate | None:
+    def _solve_for(self, batch: _Batch, most_window_bytes: int, limit_bytes: int, at_most: float) -> Candidate | None:
         """Solves for several live budgets: more live bytes cost less recomputation, but more page faults.
 
         Ends as soon as nothing that is left can cost less than `at_most`: replays are what takes long.
         """
         model = batch.model
-        menus, instance = self._instance(batch, with_disk)
+        menus, instance = self._instance(batch, most_window_bytes)
         room_bytes = limit_bytes - self._process.base_bytes - self._process.workspace_bytes
         best: Candidate | None = None
         tried: set[tuple[int, ...]] = set()
@@ -177,25 +191,26 @@ class SearchAtLocation:
         outside_bytes = resident.outside_bytes + self._location.paged_bytes
         return msgspec.structs.replace(resident, outside_bytes=outside_bytes)
 
-    def _instance(self, batch: _Batch, with_disk: bool) -> tuple[tuple[Menu, ...], Instance]:
+    def _instance(self, batch: _Batch, window_bytes: int) -> tuple[tuple[Menu, ...], Instance]:
         machine = self._trace.machine
         costs = Costs(
             copy_seconds_per_byte=machine.copy_seconds_per_byte,
             min_bytes=MIN_MOVED_BYTES,
-            can_offload=with_disk,
+            can_offload=window_bytes > 0,
             pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
             runs_ahead=self._trace.device != "cpu",
             num_passes=batch.num_parts,
+            window_bytes=window_bytes or WINDOW_BYTES,
             lost=self._settings.lost,
         )
         menus = build_menus(self._trace, batch.model, costs)
-        tier, link = machine.next_tier if with_disk else None, None
+        tier, link = machine.next_tier if window_bytes else None, None
         if tier is not None:
             # A block's seconds are those of all parts, its bytes those of one, which pass as often as there are parts.
             link = Link(
                 write_bytes_per_second=tier.write_bytes_per_second / batch.num_parts,
                 read_bytes_per_second=tier.read_bytes_per_second / batch.num_parts,
-                window_bytes=WINDOW_BYTES,
+                window_bytes=window_bytes,
                 capacity_bytes=min(
                     self._inputs.capacity_bytes - self._location.held_bytes,
                     max(0, self._inputs.writable_bytes(self._location)) // batch.num_parts,
@@ -246,8 +261,8 @@ class SearchAtLocation:
             binding=binding_reasons(self._trace, step, moved_bytes, actions),
         )
 
-    def _smallest_for(self, batch: _Batch, with_disk: bool) -> int:
-        menus, instance = self._instance(batch, with_disk)
+    def _smallest_for(self, batch: _Batch, window_bytes: int) -> int:
+        menus, instance = self._instance(batch, window_bytes)
         leanest = lowest_peak(instance)
         verdict = evaluate(instance, leanest)
         # Where the program runs into its time limit, it may not find again what it has found here.

@@ -8,7 +8,7 @@ import msgspec
 from memwall.machine.tiers import Machine, Tier
 from memwall.planning.action import Action
 from memwall.planning.location import can_offload
-from memwall.planning.menu import WINDOW_BYTES, Costs, Menu
+from memwall.planning.menu import Costs, Menu
 from memwall.planning.paths import block_ranges
 from memwall.planning.technique import Recording, Technique
 from memwall.predict.call_rules import BlockCalls, Treatment
@@ -107,7 +107,7 @@ class _Offload(Technique[Offload]):
             scope="inputs" if treatment.recompute else "saved",
             tier="disk" if device == "cpu" else "host",
             min_bytes=treatment.min_bytes,
-            window_bytes=WINDOW_BYTES,
+            window_bytes=menu.window_bytes,
             # At as many bytes int8 loses less of what values of one size are (tests/kernels/test_pack.py).
             form="int8" if treatment.is_packed else "exact",
             exactness="changes-numerics" if treatment.is_packed else "bit-exact",
