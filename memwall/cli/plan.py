@@ -30,8 +30,8 @@ from memwall.cli.options import (
     require_writable,
     write_json,
 )
-from memwall.cli.plan_curve import CurveOption, curve_of
-from memwall.cli.plan_ranks import (
+from memwall.cli.plans.plan_curve import CurveOption, curve_of
+from memwall.cli.plans.plan_ranks import (
     ExplainOption,
     LinkOption,
     RanksOption,
@@ -39,7 +39,7 @@ from memwall.cli.plan_ranks import (
     asked_ranks,
     show_ranks,
 )
-from memwall.cli.plan_source import device_trace, is_spec, trace_here, with_measured
+from memwall.cli.plans.plan_source import device_trace, is_spec, trace_here, with_measured
 from memwall.errors import InfeasibleError, UsageError
 from memwall.integrations.hf_config import config_path
 

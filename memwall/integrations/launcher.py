@@ -24,9 +24,9 @@ from memwall.checkpoint.resumption import set_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import MemwallError, OutOfMemoryError, StoreError, UsageError
 from memwall.integrations.preflight import check_model
-from memwall.integrations.script_profile import Profile, ScriptEnded
-from memwall.integrations.script_watch import ScriptWatch
-from memwall.integrations.spawned import watch_spawning
+from memwall.integrations.scripts.script_profile import Profile, ScriptEnded
+from memwall.integrations.scripts.script_watch import ScriptWatch
+from memwall.integrations.scripts.spawned import watch_spawning
 from memwall.machine.disk_location import default_directory
 from memwall.machine.tiers import Machine
 from memwall.observe.history import MemoryHistory

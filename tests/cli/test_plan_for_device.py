@@ -13,7 +13,7 @@ from forecasts import FACTORY, LLAMA, MIB, OPTIONS, OUTLIER, SCHEMA, Run, estima
 
 from memwall.apply.optimizer_state import cpu_speed
 from memwall.cli.app import main
-from memwall.cli.plan_source import Source, with_measured
+from memwall.cli.plans.plan_source import Source, with_measured
 from memwall.machine.hardware import hardware_named
 from memwall.machine.tiers import Machine, Tier
 from memwall.planning.planfile import Plan

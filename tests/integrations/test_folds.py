@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memwall.cli.app import main
-from memwall.integrations.script_watch import ScriptWatch
+from memwall.integrations.scripts.script_watch import ScriptWatch
 from memwall.trace.together import models_of
 
 FOLDS = """

@@ -5,7 +5,7 @@ import gc
 import torch
 from torch import nn
 
-from memwall.integrations.trained_models import as_one, optimizers_alive, trained_with
+from memwall.integrations.scripts.trained_models import as_one, optimizers_alive, trained_with
 from memwall.trace.together import TrainedTogether, models_of
 
 

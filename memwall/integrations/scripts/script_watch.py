@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from memwall.checkpoint.reachable import reachable
 from memwall.errors import MemwallError
-from memwall.integrations.trained_models import as_one, optimizers_alive, trained_with
+from memwall.integrations.scripts.trained_models import as_one, optimizers_alive, trained_with
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook

@@ -12,7 +12,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.errors import UsageError
-from memwall.integrations.script_watch import ScriptWatch
+from memwall.integrations.scripts.script_watch import ScriptWatch
 from memwall.patches import Patches
 
 __all__ = ["watch_spawning"]
