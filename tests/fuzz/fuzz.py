@@ -14,12 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import atheris
-
 HERE = Path(__file__).parent
 
 
 def main() -> None:
+    import atheris
+
     name, folder, *options = sys.argv[1:]
     corpus, crashes = Path(folder) / name, Path(folder) / "crashes"
     corpus.mkdir(parents=True, exist_ok=True)
