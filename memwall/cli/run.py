@@ -204,7 +204,7 @@ def run(
         raise typer.Exit(status)
     report = run_report(session)
     if session.ranks is not None:
-        joint = report_of_all(report, session.ranks)
+        joint = report_of_all(report, session.ranks, has_failed=status != 0)
         if joint is None:  # rank 0 reports
             raise typer.Exit(status)
         report = joint

@@ -11,7 +11,7 @@ from memwall.session.ranks import Ranks
 
 __all__ = ["rank_file_name", "report_of_all", "spread_over"]
 
-_PATIENCE = timedelta(seconds=60)
+_PATIENCE, _PATIENCE_AFTER_FAILURE = timedelta(seconds=60), timedelta(seconds=5)
 """Time that rank 0 waits for the others' reports: they end their scripts at about the same time."""
 
 
@@ -21,9 +21,13 @@ def rank_file_name(name: str) -> str:
     return name if here.num_ranks == 1 else f"rank{here.rank}-{name}"
 
 
-def report_of_all(own: RunReport, ranks: Ranks) -> RunReport | None:
-    """Returns the report of all ranks to rank 0, None to the others; for the end of a run."""
-    told = ranks.told_at_end(msgspec.json.encode(own), _PATIENCE)
+def report_of_all(own: RunReport, ranks: Ranks, *, has_failed: bool) -> RunReport | None:
+    """Returns the report of all ranks to rank 0, None to the others; for the end of a run.
+
+    Args:
+        has_failed: whether the script did, which may be since another rank has stopped: that one leaves no word.
+    """
+    told = ranks.told_at_end(msgspec.json.encode(own), _PATIENCE_AFTER_FAILURE if has_failed else _PATIENCE)
     if ranks.rank:
         return None
     reports = {rank: RunReport.from_json(message) for rank, message in told.items()}
