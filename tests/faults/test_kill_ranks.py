@@ -1,11 +1,13 @@
 """One of two ranks is killed, ended or stopped at any instant: the other ends too, and the run goes on bit-equal."""
 
+import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from rank_runs import launched
 
 from memwall.cli.app import main
 
@@ -13,6 +15,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "train_ranks_resumable.py")
 MOST_SECONDS = 60
+
+
+def launched(num_ranks: int, *command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs `torchrun --nproc-per-node num_ranks COMMAND`, which is what ends the other ranks."""
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--standalone", *command],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 def trained(folder: Path, *options: str, resumes: bool = False) -> int:
