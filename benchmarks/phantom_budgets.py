@@ -1,49 +1,70 @@
-"""`memwall run` of a small GPT on the phantom CUDA device, under shares of its plain peak: simulated.
+"""`memwall run` of five small models on the phantom CUDA device, under shares of their plain peaks: simulated.
 
-    phantom/run python benchmarks/phantom_budgets.py -o benchmarks/results/phantom/budgets.json
+    phantom/run python benchmarks/phantom_budgets.py [MODEL ...] [--shares 80 60 40 25]
 
 Counted is what the device's driver says is in use at its highest, in each step after the first: segments and context.
-With numbers, every run must end with the weights of the plain one, bit for bit.
+With numbers, every run must end with the weights of the plain one, bit for bit. A budget that is refused names the
+smallest one that would do, and the model is run under that one as well.
+
+Ends with status 1 where a run passed its budget, ended with other weights or failed, or where the smallest budget that
+was told does not hold. The result is benchmarks/results/simulated/phantom_budgets.json; models that are not named keep
+their rows of an earlier call.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from memwall.units import parse_size
+
 MIB = 1 << 20
+MODELS = ("gpt", "llama", "vit", "resnet", "mlp")
 SHARES = (80, 60, 40, 25)
-# Of a small model 500 MiB of context would be nearly all.
-CONTEXT_BYTES = 32 * MIB
+# Of a small model 500 MiB of context would be nearly all, and so would the workspaces of cuBLAS on an H100.
+CARD, CONTEXT_BYTES = "a100-80gb", 32 * MIB
+REFUSED = 3
+OUTPUT = Path(__file__).parent / "results/simulated/phantom_budgets.json"
 _SCRIPT = Path(__file__).with_name("phantom_budgets_script.py")
+_SMALLEST = re.compile(r"the smallest feasible one is ([\d.]+ \w+)")
+Row = dict[str, Any]
 
 
-def run(folder: Path, budget_bytes: int | None) -> dict[str, Any]:
+def run(folder: Path, model: str, budget_bytes: int | None) -> Row:
     """Returns what one run said: its steps' peaks, its digest and memwall's report."""
     said, report = folder / "said.json", folder / "report.json"
     report.unlink(missing_ok=True)
     said.unlink(missing_ok=True)
     memwall = [] if budget_bytes is None else ["-m", "memwall", "run", "--budget", str(budget_bytes)]
     options = [] if budget_bytes is None else ["--report", str(report)]
-    command = [sys.executable, *memwall, *options, str(_SCRIPT), str(said)]
-    settings = {"PHANTOM_NUMBERS": "1", "PHANTOM_ORDER": "lazy", "PHANTOM_CONTEXT_BYTES": str(CONTEXT_BYTES)}
+    command = [sys.executable, *memwall, *options, str(_SCRIPT), model, str(said)]
+    settings = {
+        "PHANTOM_CARD": CARD,
+        "PHANTOM_CONTEXT_BYTES": str(CONTEXT_BYTES),
+        "PHANTOM_NUMBERS": "1",
+        "PHANTOM_ORDER": "lazy",
+    }
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
-    found: dict[str, Any] = json.loads(said.read_text()) if said.exists() else {}
-    found |= {"status": done.returncode, "error": done.stderr.strip().splitlines()[-12:] if done.returncode else []}
+    found: Row = json.loads(said.read_text()) if said.exists() else {}
+    found |= {"status": done.returncode, "said": done.stderr.strip()}
     if report.exists():
         found["report"] = json.loads(report.read_text())
     return found
 
 
-def row_of(share: int, budget_bytes: int, plain: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the figures of one budget."""
-    row: dict[str, Any] = {"share_percent": share, "budget_bytes": budget_bytes, "status": found["status"]}
-    if "report" not in found or "digest" not in found:
-        return {**row, "error": found["error"]}
+def row_of(model: str, share: int | None, budget_bytes: int, plain: Row, found: Row) -> Row:
+    """Returns the figures of one budget; a share of None is the smallest budget that a refusal told."""
+    row: Row = {"model": model, "share_percent": share, "budget_bytes": budget_bytes, "status": found["status"]}
+    if found["status"] == REFUSED or "report" not in found or "digest" not in found:
+        told = _SMALLEST.search(found["said"])
+        row["smallest_told_bytes"] = parse_size(told.group(1)) if told else None
+        return {**row, "said": " ".join(found["said"].split())[:300]}
     counted = max(found["peak_bytes"][1:])
     predicted = found["report"]["forecast"]["phases"]["steady_step"]["process_bytes"]
     return {
@@ -58,37 +79,72 @@ def row_of(share: int, budget_bytes: int, plain: dict[str, Any], found: dict[str
     }
 
 
+def is_refused(row: Row) -> bool:
+    return bool(row["status"] == REFUSED and row["share_percent"] is not None and row["smallest_told_bytes"])
+
+
+def has_failed(row: Row) -> bool:
+    """Tells whether a row must not be: a refusal may, unless it is of the budget that a refusal has told."""
+    if "counted_bytes" not in row:
+        return not is_refused(row)
+    return bool(row["status"] or row["exceeded_bytes"] or not row["is_digest_equal"])
+
+
+def rows_of(folder: Path, model: str, shares: Sequence[int]) -> list[Row]:
+    """Runs one model plainly, under each share of its peak, and under the smallest budget that was told."""
+    plain = run(folder, model, None)
+    if "digest" not in plain:
+        raise SystemExit(f"{model}: the plain run ended with status {plain['status']}: {plain['said'][-500:]}")
+    peak_bytes = max(plain["peak_bytes"])
+    rows = [{"model": model, "share_percent": 100, "counted_bytes": peak_bytes}]
+    told_bytes = None
+    for share in (*shares, None):
+        budget_bytes = told_bytes if share is None else peak_bytes * share // 100
+        if budget_bytes is None:
+            continue
+        row = row_of(model, share, budget_bytes, plain, run(folder, model, budget_bytes))
+        told_bytes = row.get("smallest_told_bytes") or told_bytes
+        rows.append(row)
+        print(line(row), flush=True)
+    return rows
+
+
+def line(row: Row) -> str:
+    """Returns a row of the table, in Markdown."""
+    share = "smallest told" if row["share_percent"] is None else f"{row['share_percent']} %"
+    start = f"| {row['model']} | {share} | {row['budget_bytes'] / MIB:.0f} | "
+    if "counted_bytes" not in row:
+        told = row["smallest_told_bytes"]
+        return start + (
+            f"refused; {told / MIB:.0f} told | | | |" if is_refused(row) else f"FAILED: {row['said']} | | | |"
+        )
+    over = f"{row['exceeded_bytes'] / MIB:.1f} over" if row["exceeded_bytes"] else "kept"
+    return start + (
+        f"{row['predicted_bytes'] / MIB:.0f} | {row['counted_bytes'] / MIB:.0f} | "
+        f"{row['prediction_error_percent']:+.1f} % | {over}, weights {'equal' if row['is_digest_equal'] else 'OTHER'}"
+        f"{'' if not row['status'] else ', status ' + str(row['status'])} |"
+    )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], metavar="MODEL")
     parser.add_argument("--shares", type=int, nargs="+", default=SHARES)
+    parser.add_argument("-o", "--output", type=Path, default=OUTPUT)
     arguments = parser.parse_args()
+    models = arguments.models or MODELS
+    old = json.loads(arguments.output.read_text())["rows"] if arguments.output.exists() else []
+    rows = {model: [row for row in old if row["model"] == model] for model in MODELS}
+    print("| model | share of plain peak | budget MiB | predicted MiB | counted MiB | error | |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    result = {"tag": "simulated", "device": f"phantom {CARD}", "context_bytes": CONTEXT_BYTES}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        plain = run(folder, None)
-        peak_bytes = max(plain["peak_bytes"])
-        rows = []
-        print(f"plain peak {peak_bytes / MIB:.1f} MiB; simulated on the phantom device")
-        print("share   budget MiB  predicted  counted  error %  over MiB  digest  status")
-        for share in arguments.shares:
-            budget_bytes = peak_bytes * share // 100
-            row = row_of(share, budget_bytes, plain, run(folder, budget_bytes))
-            rows.append(row)
-            if "error" in row:
-                print(f"{share:4} %  {budget_bytes / MIB:11.1f}  status {row['status']}: {' '.join(row['error'])}")
-                continue
-            digest = "equal" if row["is_digest_equal"] else "OTHER"
-            print(
-                f"{share:4} %  {budget_bytes / MIB:11.1f} {row['predicted_bytes'] / MIB:10.1f} "
-                f"{row['counted_bytes'] / MIB:8.1f} {row['prediction_error_percent']:8} "
-                f"{row['exceeded_bytes'] / MIB:9.1f}  {digest:6} {row['status']:7}"
-            )
-    result = {"tag": "simulated", "device": "phantom h100-80gb", "plain_peak_bytes": peak_bytes, "rows": rows}
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    ran = [row for row in rows if "error" not in row]
-    return int(any(row["exceeded_bytes"] or not row["is_digest_equal"] for row in ran))
+        for model in models:
+            rows[model] = rows_of(Path(name), model, arguments.shares)
+            kept = [row for each in MODELS for row in rows[each]]
+            arguments.output.write_text(json.dumps({**result, "rows": kept}, indent=1) + "\n")
+    return int(any(has_failed(row) for row in kept if row["share_percent"] != 100))
 
 
 if __name__ == "__main__":
