@@ -16,7 +16,7 @@ from memwall.planning.ranks.forecast import AnySharding, RanksForecast
 from memwall.predict.sharding.network import Network
 from memwall.trace.workload import Workload
 
-__all__ = ["LiveBytes", "Model", "batch", "loss_of", "network_for", "ranked_plan", "workload"]
+__all__ = ["LiveBytes", "Model", "TiedModel", "batch", "loss_of", "network_for", "ranked_plan", "workload"]
 
 VOCABULARY, _WIDTH, _BLOCKS, _TOKENS = 2048, 64, 4, 16
 
@@ -55,9 +55,15 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def workload() -> Workload:
+class TiedModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+def workload(model: type[Model] = Model) -> Workload:
     return Workload(
-        model=Model,
+        model=model,
         batch=batch,
         loss=loss_of,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),

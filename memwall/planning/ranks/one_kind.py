@@ -93,8 +93,6 @@ class OneKind:
     def search(self, *, has_margin: bool = True) -> None:
         """Looks for the cheapest plan that fits, with room for the forecast's error or without it."""
         self.is_searched = True
-        if not self._trace.machine.tiers and not self._has_room(self.leanest_bytes, has_margin):
-            return  # without a tier nothing needs less than to recompute every block
         self._search.has_margin = has_margin
         self.found = self._search.best()
         self.fits = has_margin and self.found is not None

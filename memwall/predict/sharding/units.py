@@ -88,7 +88,9 @@ def find_units(trace: Trace, step: Step) -> tuple[ShardUnit, ...]:
         if storage.category == "parameter" and storage.birth < 0:
             found = users.get(index, {0})
             owned.setdefault(found.copy().pop() if len(found) == 1 else 0, []).append(index)
-    calls = {module: tuple(c for c in step.calls if c.module == module) for module in {0, *chosen}}
+    # One whose parameters all belong to the root, such as a tied head, is no unit: nothing of it is gathered alone.
+    held = {0, *(module for module in chosen if module in owned)}
+    calls = {module: tuple(c for c in step.calls if c.module == module) for module in held}
     made: dict[int, list[int]] = {}
     for index, storage in enumerate(step.storages):
         if storage.category == "gradient" and storage.birth >= 0:
@@ -100,7 +102,7 @@ def find_units(trace: Trace, step: Step) -> tuple[ShardUnit, ...]:
             parameters=tuple(owned.get(module, ())),
             gradients=tuple(made.get(module, ())),
         )
-        for module in sorted({0, *(m for m in chosen if m in owned)}, key=lambda m: (m != 0, _first(calls[m])))
+        for module in sorted(held, key=lambda m: (m != 0, _first(calls[m])))
     )
 
 

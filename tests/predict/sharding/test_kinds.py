@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from sharded_runs import network_for, workload
+from sharded_runs import TiedModel, network_for, workload
 
 from memwall.predict.curve import step_seconds
 from memwall.predict.sharding.ddp import Ddp
@@ -43,6 +43,15 @@ def test_units_are_blocks_and_what_is_as_large(trace: Trace) -> None:
     assert [unit.path for unit in units] == ["", "embedding", *(f"blocks.{n}" for n in range(4)), "head"]
     assert [len(unit.parameters) for unit in units] == [2, 1, 6, 6, 6, 6, 1]
     assert [len(unit.gradients) for unit in units] == [2, 1, 6, 6, 6, 6, 1]
+
+
+def test_a_tied_head_and_its_embedding_are_the_roots() -> None:
+    """GIVEN a weight that two modules share THEN its gradient is the root's, and no gradient is nobody's."""
+    step = steady_step(trace := record(workload(TiedModel)))
+    units = find_units(trace, step)
+    assert [unit.path for unit in units] == ["", *(f"blocks.{n}" for n in range(4))]
+    made = [n for n, storage in enumerate(step.storages) if storage.category == "gradient" and storage.birth >= 0]
+    assert sorted(index for unit in units for index in unit.gradients) == made
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 64])
