@@ -47,6 +47,8 @@ class RecordingSearch:
         self.steady, self._process = inputs.steady, inputs.process
         self.has_margin = True
         """Whether a plan must leave room for the forecast's error."""
+        self.fills = False
+        """Whether an allocator may be so full that it gives back what it keeps in every step."""
         self._smallest_bytes: int | None = None
         self._offers = OfferedLocations(inputs)
         self._can_pack = any(
@@ -55,6 +57,11 @@ class RecordingSearch:
             and not technique.why_not(trace, settings.allow)
             for technique in techniques()
         )
+
+    @property
+    def can_fill(self) -> bool:
+        """Tells whether a full allocator has a forecast of its own: else `fills` changes nothing."""
+        return self._process.gives_back
 
     @cached_property
     def others(self) -> "tuple[RecordingSearch, ...]":
@@ -113,7 +120,7 @@ class RecordingSearch:
     def _best_at(self, location: Location, *, packs: bool) -> Candidate | None:
         if self._inputs.writable_bytes(location) < 0:
             return None
-        return SearchAtLocation(self._inputs, location, packs=packs, fills=not self.has_margin).best(self._limit_bytes)
+        return SearchAtLocation(self._inputs, location, packs=packs, fills=self.fills).best(self._limit_bytes)
 
     @property
     def _limit_bytes(self) -> int:

@@ -94,9 +94,11 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
     """
     search = RecordingSearch(trace, settings)
     for has_margin in (True, False):
-        found = _best_of(search, has_margin=has_margin)
-        if found is not None:
-            return _sparing_the_disk(found, trace, settings, has_margin=has_margin)
+        # A full allocator takes time that no forecast counts: one is planned only where nothing else fits.
+        for fills in (False, True) if has_margin and search.can_fill else (not has_margin,):
+            found = _best_of(search, has_margin=has_margin, fills=fills)
+            if found is not None:
+                return _sparing_the_disk(found, trace, settings, has_margin=has_margin)
         for technique in techniques():
             recording = technique.recording_where_nothing_fits(trace, settings)
             if recording is not None:
@@ -112,7 +114,7 @@ def _sparing_the_disk(found: Plan, trace: Trace, settings: Settings, *, has_marg
     if not writes or settings.hardware is not None or plain_seconds is None or seconds is None:
         return found
     in_memory = RecordingSearch(trace, msgspec.structs.replace(settings, disk_bytes_per_day=0))
-    other = _best_of(in_memory, has_margin=has_margin)
+    other = _best_of(in_memory, has_margin=has_margin, fills=False)
     if other is None or other.forecast.step_seconds is None:
         return found
     most_seconds = max(plain_seconds + _WORTH_WRITING * (seconds - plain_seconds), _AS_LONG * seconds)
@@ -124,15 +126,15 @@ def _sparing_the_disk(found: Plan, trace: Trace, settings: Settings, *, has_marg
     )
 
 
-def _best_of(plain: RecordingSearch, *, has_margin: bool) -> Plan | None:
+def _best_of(plain: RecordingSearch, *, has_margin: bool, fills: bool) -> Plan | None:
     """Returns the plan of the shortest step; another recording is looked at only where the plans of this cost time."""
-    plain.has_margin = has_margin
+    plain.has_margin, plain.fills = has_margin, fills
     found = plain.best()
     if found is not None and not any((action.cost_seconds or 0.0) > 0.0 for action in found.actions):
         return plain.as_plan(found)
     best = plain
     for search in plain.others:
-        search.has_margin = has_margin
+        search.has_margin, search.fills = has_margin, fills
         other = search.best()
         if other is not None and (found is None or search.seconds_of(other) < best.seconds_of(found)):
             found, best = other, search

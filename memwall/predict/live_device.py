@@ -13,6 +13,8 @@ class LiveDeviceModel(ProcessModel):
     What the first step measured beyond its own forecast, as what closed libraries hold, is in `workspace_bytes`.
     """
 
+    gives_back = True
+
     def free(self, step: Step) -> Resident:
         return self.untreated(step)
 

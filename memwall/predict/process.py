@@ -62,6 +62,8 @@ class Process(Protocol):
     """Bytes that operators need for themselves, where the step's records leave it out."""
     next_tier: Literal["host", "disk"]
     """Tier of the bytes that leave memory."""
+    gives_back: bool = False
+    """Whether the allocator is simulated full as well: else `crowded` forecasts what `treated` does."""
 
     @property
     def allocator_advice(self) -> AllocatorAdvice | None:

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memwall.errors import InfeasibleError
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
 from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.predict.cuda.live_cuda import as_plain, cuda_device_here, with_library_workspaces, workspaces_here
 from memwall.predict.cuda_allocator.step_peaks import reserved_peak_bytes
@@ -51,6 +54,34 @@ def test_an_allocator_that_is_full_gives_back_what_it_keeps(
     assert process.crowded(step, plain).process_bytes == plain
     for limit_bytes in (least, (least + plain) // 2):
         assert process.crowded(step, limit_bytes).process_bytes <= limit_bytes
+
+
+class Growing(nn.Module):
+    """Blocks each of which needs larger pieces than those before it have left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = [(nn.Linear(1024, width), nn.Linear(width, 1024)) for width in range(2048, 8192, 1024)]
+        self.blocks = nn.ModuleList(nn.Sequential(wide, nn.GELU(), narrow) for wide, narrow in pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_the_smallest_budget_that_is_told_has_a_plan_with_its_margin(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """Also where that takes an allocator that is full: the told bytes count on it, and so does their plan."""
+    trace = recorded(workload_of(Growing, lambda: torch.zeros(4096, 1024)), "h100-80gb")
+    trace = msgspec.structs.replace(trace, base_bytes=500 * MIB)
+    with pytest.raises(InfeasibleError) as refused:
+        make_plan(trace, Settings(budget_bytes=1))
+    told_bytes = refused.value.smallest_feasible_bytes
+    found = make_plan(trace, Settings(budget_bytes=told_bytes)).forecast
+    assert found.fits
+    assert found.peak.process_bytes + found.margin_bytes <= told_bytes == found.smallest_feasible_budget_bytes
 
 
 def test_a_step_on_a_cpu_has_a_heap(workload_of: Callable[..., Workload]) -> None:
