@@ -123,7 +123,7 @@ def show_ranks(
         trace, settings, num_ranks=asked.num_ranks, num_ranks_per_node=asked.num_ranks_per_node, link=link
     )
     if made is None:
-        error: InfeasibleError = infeasible_ranks(ranks, settings)
+        error: InfeasibleError = infeasible_ranks(ranks, trace, settings)
         if as_json:
             from memwall.cli.plan import forecast_without_plan
 

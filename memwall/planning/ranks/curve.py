@@ -58,7 +58,7 @@ def _point(
             process_bytes = one.outlined_bytes(step, reserved_share)
             least_bytes = min(least_bytes or process_bytes, process_bytes)
             seconds = step_seconds(one.cost.step) + added + one.cost.exposed_seconds
-            fits = process_bytes + one.process.margin_bytes(process_bytes) <= settings.budget_bytes
+            fits = one.fits_in_budget(process_bytes)
             if fits and (best is None or seconds < (best.step_seconds or 0.0)):
                 best = CurvePoint(
                     num_ranks=num_ranks,

@@ -22,8 +22,8 @@ class RankChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The library that carries it out."""
     fits: bool
     process_bytes: int = 0
-    """Forecast for one rank: under its plan; without one, as it is or with every block recomputed, as the reason says;
-    0 where it is no choice."""
+    """Forecast for one rank: under its plan; without one, what fits the budget that the reason tells; 0 where it is no
+    choice."""
     margin_bytes: int = 0
     host_bytes: int = 0
     """Bytes in host memory for one rank."""

@@ -23,6 +23,9 @@ from memwall.units import format_bytes
 
 __all__ = ["OneKind"]
 
+# Budgets that are tried in search of one that holds, each so much larger.
+_MOST_ROUNDS, _NEXT_BUDGET = 12, 1.02
+
 
 class OneKind:
     """Answers about one kind of sharding.
@@ -39,6 +42,7 @@ class OneKind:
         self.fits = False
         self.is_searched = False
         """Whether its plans have been looked at."""
+        self._settled_bytes = 0
 
     @cached_property
     def cost(self) -> RankCost:
@@ -88,23 +92,43 @@ class OneKind:
     @property
     def fits_plain(self) -> bool:
         """Tells whether a rank fits with nothing treated, the margin included."""
-        return self._has_room(self.plain_bytes, has_margin=True)
+        return self.fits_in_budget(self.plain_bytes)
+
+    def fits_in_budget(self, process_bytes: int) -> bool:
+        """Tells whether a forecast keeps to the budget with room for its error, as the search asks of a plan."""
+        budget_bytes = self._settings.budget_bytes
+        return process_bytes <= budget_bytes - self.process.margin_bytes(budget_bytes)
 
     def search(self, *, has_margin: bool = True) -> None:
         """Looks for the cheapest plan that fits, with room for the forecast's error or without it."""
         self.is_searched = True
-        self._search.has_margin = has_margin
-        self.found = self._search.best()
-        self.fits = has_margin and self.found is not None
+        least_bytes = self._search.smallest_bytes()
+        if not has_margin:
+            least_bytes -= self.process.margin_bytes(least_bytes)
+        if least_bytes <= self._settings.budget_bytes:
+            self._search.has_margin = has_margin
+            self.found = self._search.best()
+            self.fits = has_margin and self.found is not None
 
-    def _has_room(self, process_bytes: int, has_margin: bool) -> bool:
-        margin_bytes = self.process.margin_bytes(process_bytes) if has_margin else 0
-        return process_bytes + margin_bytes <= self._settings.budget_bytes
+    @property
+    def needed_bytes(self) -> int:
+        """Returns the least budget that is told where the one given is too small, margin included."""
+        return max(self._search.smallest_bytes(), self._settings.budget_bytes + 1, self._settled_bytes)
 
-    @cached_property
-    def leanest_bytes(self) -> int:
-        """Returns the process bytes of a rank's step with every block recomputed."""
-        return self.process.untreated(self.recomputed()[0]).process_bytes
+    def settle(self) -> bool:
+        """Raises what is told until there is a plan for it, and tells whether that was still to be done.
+
+        What is told first follows from the leanest step; the search weighs other steps, with other pieces cached.
+        """
+        if self._settled_bytes:
+            return False
+        needed_bytes = self.needed_bytes
+        for _ in range(_MOST_ROUNDS):
+            if RecordingSearch(self._trace, replace(self._search.settings, budget_bytes=needed_bytes)).best():
+                break
+            needed_bytes = int(needed_bytes * _NEXT_BUDGET)
+        self._settled_bytes = needed_bytes
+        return True
 
     def plan(self) -> Plan:
         """Returns the plan that was found, its seconds with what is exposed of communication."""

@@ -64,6 +64,7 @@ def plan_ranks(
             one.search()
             best = _fastest(open_kinds)
     if best is None:
+        _settle_least(open_kinds)
         best = _inside_margin(open_kinds)
     units = tuple(unit.path for unit in find_units(trace, steady_step(trace)) if not unit.is_root)
     classes = {module.path: module.class_name for module in trace.modules if not module.is_leaf}
@@ -79,13 +80,16 @@ def plan_ranks(
     if best is None:
         return None, forecast
     made = best.plan()
+    if not best.fits:
+        needed_bytes = min(one.needed_bytes for one in open_kinds if not one.changes_numerics)
+        made = replace(made, forecast=replace(made.forecast, smallest_feasible_budget_bytes=needed_bytes))
     told = replace(made.forecast, ranks=forecast, not_modelled=(*made.forecast.not_modelled, NOT_MODELLED))
     return replace(made, forecast=told), forecast
 
 
-def infeasible_ranks(ranks: RanksForecast, settings: Settings) -> InfeasibleError:
+def infeasible_ranks(ranks: RanksForecast, trace: Trace, settings: Settings) -> InfeasibleError:
     """Returns the error for ranks none of which can keep to the budget, whatever divides the model."""
-    tried = [one for one in ranks.choices if one.process_bytes]
+    tried = [one for one in ranks.choices if one.process_bytes and not one.sharding.changes_numerics(trace)]
     leanest = min(tried, key=lambda one: one.process_bytes + one.margin_bytes)
     needed_bytes = leanest.process_bytes + leanest.margin_bytes
     fitting = next((point for point in ranks.curve if point.words), None)
@@ -113,8 +117,8 @@ def _fastest(kinds: Sequence[OneKind]) -> OneKind | None:
 
 
 def _inside_margin(kinds: Sequence[OneKind]) -> OneKind | None:
-    """Returns a kind that fits if the forecast is exact, the one whose leanest step needs least; None for none."""
-    for one in sorted(kinds, key=lambda each: each.leanest_bytes):
+    """Returns a kind that fits if the forecast is exact, the one that needs least; None for none."""
+    for one in sorted(kinds, key=lambda each: each.needed_bytes):
         if not one.changes_numerics:
             one.search(has_margin=False)
             if one.found is not None:
@@ -122,27 +126,39 @@ def _inside_margin(kinds: Sequence[OneKind]) -> OneKind | None:
     return None
 
 
+def _settle_least(kinds: Sequence[OneKind]) -> None:
+    """Sees to it that the least budget that is told of any kind has a plan."""
+    exact = [one for one in kinds if not one.changes_numerics]
+    while min(exact, key=lambda each: each.needed_bytes).settle():
+        pass  # another may need less than what this one was raised to
+
+
 def _choice(one: OneKind, best: OneKind | None, trace: Trace, network: Network) -> RankChoice:
     if one.why_not:
         named = RankChoice(sharding=one.kind, words=one.kind.words, by=one.kind.by, fits=False)
         return replace(named, reason=one.why_not)
     process, cost, found = one.process, one.cost, one.found
-    shown_bytes = one.leanest_bytes if one.is_searched else one.plain_bytes
-    process_bytes = shown_bytes if found is None else found.process_bytes
+    if found is None:
+        needed_bytes = one.needed_bytes if one.is_searched else process.budget_for(one.plain_bytes)
+        margin_bytes = process.margin_bytes(needed_bytes)
+        process_bytes = needed_bytes - margin_bytes
+    else:
+        process_bytes = found.process_bytes
+        margin_bytes = process.margin_bytes(process_bytes)
     choice = RankChoice(
         sharding=one.kind,
         words=one.kind.words,
         by=one.kind.by,
         fits=one.fits,
         process_bytes=process_bytes,
-        margin_bytes=process.margin_bytes(process_bytes),
+        margin_bytes=margin_bytes,
         host_bytes=cost.host_bytes,
         communication_seconds=cost.communication_seconds,
     )
     if found is None:
-        needed = format_bytes(choice.process_bytes + choice.margin_bytes, rounding="up")
+        needed = format_bytes(process_bytes + margin_bytes, rounding="up")
         if one.is_searched or best is None:
-            return replace(choice, reason=f"needs {needed} with every block recomputed, margin included")
+            return replace(choice, reason=f"needs {needed} at least, margin included")
         return replace(choice, reason=f"needs {needed} as it is; under any plan it is slower than {best.kind.words}")
     seconds = one.seconds()
     samples = trace.micro_batch * trace.num_micro_batches * network.num_ranks / seconds

@@ -46,9 +46,10 @@ class Ddp(Sharding, frozen=True, kw_only=True, tag="ddp"):
         rank, num = RankStep(trace, step, units), network.num_ranks
         gradient_bytes = rank.nbytes(index for unit in units for index in unit.gradients)
         largest_bytes = max((rank.nbytes([index]) for unit in units for index in unit.gradients), default=0)
-        if not self.are_views:
-            rank.add(gradient_bytes, -1, rank.end, "buffer")
-        else:  # autograd makes each gradient anew, and it is copied into its bucket
+        # The reducer keeps its buckets from step to step, also where gradients are views of them and set to None.
+        rank.add(gradient_bytes, -1, rank.end, "buffer")
+        if self.are_views:  # autograd makes each gradient anew, and it is copied into its bucket
+            rank.remove("gradient")
             end = max((call.backward_end for unit in units for call in unit.calls), default=0)
             rank.add(largest_bytes, end - 1, end, "temporary")
         gather_seconds = 0.0

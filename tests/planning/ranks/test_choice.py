@@ -5,10 +5,11 @@ from functools import cache
 import pytest
 import torch
 from fake_steps import record_fake
+from msgspec.structs import replace
 from torch import nn
 
 from memwall.machine.hardware import hardware_named
-from memwall.planning.ranks.search import plan_ranks
+from memwall.planning.ranks.search import infeasible_ranks, plan_ranks
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict.cuda.translate import recording_for, translated
@@ -32,10 +33,10 @@ class Block(nn.Module):
 
 
 @cache
-def traced(rows: int) -> Trace:
+def traced(rows: int, dtype: torch.dtype = torch.float32) -> Trace:
     workload = Workload(
-        model=lambda: nn.Sequential(*(Block() for _ in range(4))),
-        batch=lambda: torch.ones(rows, 4096),
+        model=lambda: nn.Sequential(*(Block() for _ in range(4))).to(dtype),
+        batch=lambda: torch.ones(rows, 4096, dtype=dtype),
         loss=lambda model, batch: model(batch).sum(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters),
     )
@@ -53,3 +54,40 @@ def test_micro_batches_fit_where_recomputing_every_block_does_not() -> None:
     assert made is not None
     assert made.forecast.fits
     assert any(isinstance(action, Accumulate) for action in made.actions)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_whoever_follows_the_refusal_has_a_plan_that_fits(splits: bool) -> None:
+    trace, asked = traced(64), settings(2 * GIB, splits=splits)
+    made, ranks = plan_ranks(trace, asked, num_ranks=8, num_ranks_per_node=8, link=None)
+    assert made is None
+    told_bytes = infeasible_ranks(ranks, trace, asked).smallest_feasible_bytes
+    assert told_bytes == min(one.process_bytes + one.margin_bytes for one in ranks.choices if one.process_bytes)
+    made, _ = plan_ranks(trace, settings(told_bytes, splits=splits), num_ranks=8, num_ranks_per_node=8, link=None)
+    assert made is not None
+    assert made.forecast.fits
+
+
+def test_whoever_raises_a_budget_without_margin_as_told_has_one() -> None:
+    trace = traced(64)
+    made, _ = plan_ranks(trace, settings(5 * GIB), num_ranks=8, num_ranks_per_node=8, link=None)
+    assert made is not None
+    assert not made.forecast.fits
+    told_bytes = made.forecast.smallest_feasible_budget_bytes
+    assert told_bytes is not None
+    assert 5 * GIB < told_bytes < 6 * GIB
+    made, _ = plan_ranks(trace, settings(told_bytes), num_ranks=8, num_ranks_per_node=8, link=None)
+    assert made is not None
+    assert made.forecast.fits
+
+
+def test_what_changes_numerics_is_not_told_as_what_needs_least() -> None:
+    """GIVEN that ZeRO would change numerics THEN the refusal counts the others alone."""
+    trace, asked = replace(traced(64), autocast="bfloat16"), settings(GIB)
+    _, ranks = plan_ranks(trace, asked, num_ranks=8, num_ranks_per_node=8, link=None)
+    ranks = replace(ranks, choices=tuple(one for one in ranks.choices if one.by == "DeepSpeed" or one.words == "DDP"))
+    needed_bytes = {one.words: one.process_bytes + one.margin_bytes for one in ranks.choices}
+    assert 0 < needed_bytes["ZeRO-3"] < needed_bytes["DDP"]
+    error = infeasible_ranks(ranks, trace, asked)
+    assert error.smallest_feasible_bytes == needed_bytes["DDP"]
+    assert "DDP needs least" in str(error)

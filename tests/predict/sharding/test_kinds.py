@@ -88,13 +88,15 @@ def test_offloading_leaves_nothing_on_the_device(trace: Trace) -> None:
     assert standing_bytes(state)["parameter"] == pytest.approx(whole / 4, rel=1e-3)
 
 
-def test_buckets_of_ddp_stand_beside_gradients_unless_these_are_views(trace: Trace) -> None:
+def test_buckets_of_ddp_stand_beside_gradients_which_may_be_views_of_them(trace: Trace) -> None:
     apart, views, divided = (
         standing_bytes(cost_of(kind, trace, 4))
         for kind in (Ddp(), Ddp(are_views=True), Ddp(are_views=True, divides_state=True))
     )
-    assert apart["buffer"] == parameter_bytes(trace)
-    assert views["buffer"] == 0
+    assert apart["buffer"] == views["buffer"] == parameter_bytes(trace)
+    for kind, of_their_own in ((Ddp(), parameter_bytes(trace)), (Ddp(are_views=True), 0)):
+        storages = cost_of(kind, trace, 4).step.storages
+        assert sum(storage.nbytes for storage in storages if storage.category == "gradient") == of_their_own
     assert divided["optimizer_state"] == pytest.approx(views["optimizer_state"] / 4, rel=1e-3)
 
 
