@@ -114,6 +114,7 @@ def run(
     checkpoint_path, report_path, history_path = map(_from_here, (checkpoint_path, report_path, history_path))
     metrics_path = _from_here(metrics_path)
     import torch
+    from msgspec.structs import replace
 
     from memwall.apply.technique import handler_of
     from memwall.checkpoint.resumption import open_checkpoint
@@ -183,9 +184,10 @@ def run(
             note(shown(ready.plan)) if ready.plan is not None and not (ready.ranks and ready.ranks.rank) else None
         )
         if metrics_path is not None:
-            metrics = open_metrics(metrics_path.with_name(rank_file_name(metrics_path.name)))
+            before = 0 if checkpoint is None else checkpoint.resumed_steps
+            metrics = open_metrics(metrics_path, appends=resume)
             opened.callback(metrics.close)
-            session.on_step = metrics.write
+            session.on_step = lambda of_step: metrics.write(replace(of_step, step=before + of_step.step))
         with script_output(to_error=as_json):
             status = run_script(
                 script.name,

@@ -132,5 +132,6 @@ class _Watched:
         return self._memwall_steps.training_step(super().training_step, *args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        found = {} if "train_runtime" in logs else self._memwall_steps.logged()
-        return super().log(logs | found, *args, **kwargs)  # type: ignore[misc]
+        if "loss" in logs:  # and no result of train() or evaluate(), which their callers get
+            logs.update(self._memwall_steps.logged())
+        return super().log(logs, *args, **kwargs)  # type: ignore[misc]

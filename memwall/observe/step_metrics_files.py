@@ -9,6 +9,8 @@ from typing import Any, Protocol, TextIO
 import msgspec
 
 from memwall.errors import UsageError
+from memwall.machine.launched import launched
+from memwall.observe.rank_spread import rank_file_name
 from memwall.session.watch.step_metrics import StepMetrics
 
 __all__ = ["MetricsFile", "open_metrics"]
@@ -26,26 +28,30 @@ class MetricsFile(Protocol):
         """Ends the file."""
 
 
-def open_metrics(path: Path) -> MetricsFile:
-    """Opens a file for the figures of steps, of the kind that its name says.
+def open_metrics(path: Path, *, appends: bool = False) -> MetricsFile:
+    """Opens a file for the figures of steps, of the kind that its name says; of several ranks each has one of its own.
 
     A name that ends in `.prom` is a text file for Prometheus' node exporter, with the last step; a folder is one of
     TensorBoard's; all others are JSON lines, one object a step. A write that fails later ends the figures with a
     warning, and not the training.
 
+    Args:
+        path: where; other ranks are given the same.
+        appends: keep the steps that are there, of the run that this one continues.
+
     Raises:
         UsageError: it cannot be written, or a library is missing.
     """
+    is_folder, own = path.is_dir(), path.with_name(rank_file_name(path.name))
     try:
-        return _Guarded(path, _kind_of(path)(path))
+        if is_folder:
+            if own != path:
+                own = path / f"rank{launched().rank}"
+                own.mkdir(exist_ok=True)
+            return _Guarded(own, _TensorBoard(own))
+        return _Guarded(own, _Prometheus(own) if path.suffix == ".prom" else _JsonLines(own, appends=appends))
     except OSError as error:
         raise UsageError(f"--metrics {path}: cannot be written: {error.strerror or error}") from error
-
-
-def _kind_of(path: Path) -> Callable[[Path], MetricsFile]:
-    if path.suffix == ".prom":
-        return _Prometheus
-    return _TensorBoard if path.is_dir() else _JsonLines
 
 
 class _Guarded:
@@ -74,8 +80,8 @@ class _Guarded:
 class _JsonLines:
     """Writes one object a line, each whole once it is there: `memwall top` reads on while the run goes on."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w")
+    def __init__(self, path: Path, *, appends: bool) -> None:
+        self._file: TextIO = path.open("a" if appends else "w")
 
     def write(self, metrics: StepMetrics) -> None:
         self._file.write(msgspec.json.encode(metrics).decode() + "\n")

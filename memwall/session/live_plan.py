@@ -36,7 +36,9 @@ from memwall.session.recorded_forms import RecordedForms
 from memwall.session.recorded_step import RecordedStep
 from memwall.session.shared_plan import Solve, check_equal, planned_together
 from memwall.session.step_borders import StepBorders
+from memwall.session.watch.room import RoomBetweenSteps
 from memwall.torch_internals.dispatch import without_subclass_functions
+from memwall.torch_internals.sharding import local_part
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
@@ -288,7 +290,7 @@ class LivePlan:
         self.applied = applied
         with without_subclass_functions():  # what is on disk is shown by memwall itself
             parameters = [p for p in self._borders.attached_model.parameters() if p.device.type == "cpu"]
-            self._room_bytes = _NUM_COPIES * sum(p.nbytes for p in parameters if not is_streamed(p))
+            self._room_bytes = _NUM_COPIES * sum(local_part(p).nbytes for p in parameters if not is_streamed(p))
         self._bucket_hooks = when_rebuilt(self._borders.attached_model, self._buckets_rebuilt)
         self._measured.note_peak()
         self.allocator.trim()
@@ -433,10 +435,13 @@ class LivePlan:
         out_bytes, in_bytes = (0, 0) if self.applied is None else self.applied.moved_bytes
         return self._measured.bytes_to_tier + out_bytes, self._measured.bytes_from_tier + in_bytes
 
-    def leave_room(self) -> None:
+    def leave_room(self, room: RoomBetweenSteps) -> None:
         """Leaves room after a step for copies of the weights: scripts log, hash or keep them where no hook sees it."""
-        if self.applied is not None:
-            self.allocator.leave_room(self._room_bytes)
+        if self.applied is not None and self._room_bytes:
+            room_bytes = room.after_step(self._room_bytes)
+            if room_bytes:
+                self.allocator.leave_room(room_bytes)
+            room.begin_looking()
 
     def end_showing(self) -> None:
         """Ends what was shown of parameters on disk, to save them: it is no part of the step that follows."""

@@ -20,6 +20,7 @@ from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
 from memwall.session.watch.growth import GrowthWatch
+from memwall.session.watch.room import RoomBetweenSteps
 from memwall.session.watch.step_metrics import StepLog
 from memwall.torch_internals.compiler import is_compiled
 
@@ -70,6 +71,7 @@ class Steps:
         """Steps whose effects were looked at: once in each, when all that it called has been stepped."""
         self._is_applied_inside = False
         """Whether the present plan was applied from a closure of the optimizer step that runs."""
+        self._room = RoomBetweenSteps(self.measured)
         self._has_room = True
         """Whether free memory was returned since the last step ended."""
         self._saved_after = self._num_saved_in_turn = 0
@@ -191,6 +193,7 @@ class Steps:
     def step_begins(self) -> None:
         """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""
         close_unneeded()
+        self._room.before_step()
         applied = self.live.applied
         device = next((p.device for p in self.borders.attached_model.parameters()), torch.device("cpu"))
         try:
@@ -215,6 +218,7 @@ class Steps:
             self._growth.begin_step()
         if self.live.applied is not applied:
             self._clock.forget()
+            self._room.restart()
             self._is_applied_inside = self.borders.in_optimizer  # too late for an optimizer that steps already
         if self.live.applied is not None:
             self.live.applied.begin_step()
@@ -253,12 +257,12 @@ class Steps:
             num_actions=0 if self.live.plan is None else len(self.live.plan.actions),
         )
         if is_planned:
-            self.recovery.end_step(peak_bytes)
+            self.recovery.end_step(self.measured.last_peak_bytes)
         if not self.borders.in_step and self._num_checked < self.measured.num_steps:
             self._num_checked = self.measured.num_steps
             if not self._is_applied_inside:
                 self._check_effects()
-            self.live.leave_room()
+            self.live.leave_room(self._room)
         self._is_applied_inside = False
 
     def _check_effects(self) -> None:
@@ -317,6 +321,7 @@ class Steps:
 
     def _make_room(self) -> None:
         if self.live.applied is not None:
+            self._room.look_away()
             self.live.allocator.make_room(is_first=not self._has_room)
             self._has_room = True
 

@@ -47,6 +47,27 @@ def test_json_lines_are_read_back_while_they_are_written(tmp_path: Path) -> None
     file.close()
 
 
+def test_a_run_that_continues_keeps_the_steps_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    for step in (1, 2):
+        file = open_metrics(path, appends=step > 1)
+        file.write(a_step(step))
+        file.close()
+    assert last_steps(path) == [a_step(1), a_step(2)]
+
+
+def test_each_rank_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "board").mkdir()
+    for name in ("steps.jsonl", "board"):
+        file = open_metrics(tmp_path / name)
+        file.write(a_step(1))
+        file.close()
+    assert last_steps(tmp_path / "rank1-steps.jsonl") == [a_step(1)]
+    assert [path.name.split(".")[0] for path in (tmp_path / "board" / "rank1").iterdir()] == ["events"]
+
+
 def test_of_a_long_run_the_last_steps_are_read(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     file = open_metrics(path)

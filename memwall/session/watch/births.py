@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memwall.torch_internals.compiler import is_region
 from memwall.torch_internals.dispatch import TorchDispatchMode, active_dispatch_modes
@@ -62,7 +62,8 @@ class Births(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self._is_stopped and not is_region(func):
             for made in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(made, Tensor) and made.layout is torch.strided:
+                # Of a tensor that stands for others the parts are seen when they are made.
+                if type(made) in (Tensor, nn.Parameter) and made.layout is torch.strided:
                     self._note(made)
         return out
 

@@ -92,14 +92,18 @@ class GrowthWatch:
                 self._ask(now_bytes)
             return
         self._bytes = [*self._bytes[-_NUM_STRETCHES * _STRETCHES[-1] + 1 :], float(now_bytes)]
-        # Memory outside tensors moves for more reasons: it has to rise for longer.
+        # What no step's tensors account for moves for more reasons: it has to rise for longer.
         for stretch in _STRETCHES[1:] if self._is_outside_tensors else _STRETCHES:
             rise = rise_per_step(self._bytes, stretch, _LEAST_BYTES)
             if rise is None:
                 continue
             self._bytes_per_step = rise
             if self._is_outside_tensors:
-                self._say(now_bytes, "it is held outside of torch's tensors, by Python objects or by a library")
+                self._say(
+                    now_bytes,
+                    f"no tensor of step {self._noted_at} of the plan is held: it is Python objects, a library's "
+                    "memory, or tensors that are kept at some steps only, as those that are logged",
+                )
             elif self._is_compiled() or Births.watching() != self._watching:
                 self._say(now_bytes, "which lines do that is not known, as the model is compiled or its steps watched")
             else:

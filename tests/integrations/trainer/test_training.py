@@ -87,13 +87,15 @@ class TestTraining:
         from memwall.integrations.trainer import MemwallCallback
 
         callback = MemwallCallback(plan=plan)
-        *steps, summary = train(callback, logging_strategy="steps", logging_steps=1).state.log_history
+        trainer = train(callback, logging_strategy="steps", logging_steps=1)
+        *steps, summary = trainer.state.log_history
         logged = [{name: value for name, value in one.items() if name.startswith("memwall/")} for one in steps]
         assert [one["memwall/forecast_bytes"] for one in logged] == [plan.forecast.steady_process_bytes] * NUM_STEPS
         assert max(one["memwall/peak_bytes"] for one in logged) == callback.session.measured.peak_bytes
         assert logged[-1]["memwall/step_seconds"] in callback.session.measured.step_seconds
         assert all("loss" in one for one in steps)
         assert not any(name.startswith("memwall/") for name in summary)
+        assert "epoch" in trainer.evaluate(), "the Trainer adds to what it logs, which is the result"
 
     def test_an_evaluation_after_each_step_is_no_part_of_the_step(self, train: Any, digest: Any, recorded: Recorded):
         from memwall.integrations.trainer import MemwallCallback

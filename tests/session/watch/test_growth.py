@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,23 @@ def test_what_is_held_outside_tensors_is_said_only_once_it_has_risen_for_longer(
     watched(rising[:100], step=step)
     assert caplog.messages == []
     watched(rising, step=step)
-    assert "held outside of torch's tensors" in caplog.messages[0]
+    assert "no tensor of step 20 of the plan is held: it is Python objects" in caplog.messages[0]
+
+
+def test_tensors_that_stand_for_others_are_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN steps that make tensors without storage, as FSDP2's are WHEN they are noted THEN all goes on."""
+
+    class Wrapper(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            torch.ones(2)
+            return made()
+
+    def made() -> Tensor:
+        return Tensor._make_wrapper_subclass(Wrapper, (2, 2))  # type: ignore[attr-defined,no-any-return]
+
+    watched([100 * MIB + MIB * i for i in range(24)], step=lambda _: made() * 2)
+    assert caplog.messages == []
 
 
 def test_a_compiled_model_is_not_looked_into(caplog: pytest.LogCaptureFixture) -> None:

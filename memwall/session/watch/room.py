@@ -1,0 +1,49 @@
+"""Learns how much a loop takes between two steps where no hook sees it, as one that hashes or logs its weights does."""
+
+from memwall.session.measurements import Measurements
+
+__all__ = ["RoomBetweenSteps"]
+
+_NUM_LEARNED = 3
+"""Intervals between steps that are looked at: free pages that are returned have to be faulted in again by each step."""
+
+
+class RoomBetweenSteps:
+    """Says how many bytes are to be free between steps: at first what is asked for, then what was used of it.
+
+    Args:
+        measured: its meter tells the highest bytes since it was reset.
+    """
+
+    def __init__(self, measured: Measurements) -> None:
+        self._measured = measured
+        self._num_learned = 0
+        self._used_bytes = 0
+        self._held_bytes: int | None = None
+        """What was held when the last step had ended; None where nothing is looked at."""
+
+    def restart(self) -> None:
+        """Looks anew: another plan is in effect."""
+        self._num_learned = self._used_bytes = 0
+        self._held_bytes = None
+
+    def after_step(self, asked_bytes: int) -> int:
+        """Returns the bytes to leave free now that a step has ended, of which so many are asked for."""
+        return asked_bytes if self._num_learned < _NUM_LEARNED else min(asked_bytes, self._used_bytes)
+
+    def begin_looking(self) -> None:
+        """Looks at what follows a step, once room was made."""
+        meter = self._measured.meter
+        if self._num_learned < _NUM_LEARNED and meter.reset_peak():
+            self._held_bytes = meter.now_bytes()
+
+    def look_away(self) -> None:
+        """Leaves this time out: a hook has seen what runs, and room was made for that."""
+        self._held_bytes = None
+
+    def before_step(self) -> None:
+        """Notes what was used since the last step."""
+        held_bytes, self._held_bytes = self._held_bytes, None
+        if held_bytes is not None:
+            self._num_learned += 1
+            self._used_bytes = max(self._used_bytes, self._measured.meter.peak_bytes() - held_bytes)
