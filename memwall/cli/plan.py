@@ -108,6 +108,9 @@ def plan(
     asked = asked_ranks(ranks, ranks_per_node, link, is_explained=explain, device=known)
     if has_curve and asked is not None:
         raise UsageError("--curve: not together with --ranks, which shows a curve over their number")
+    for option, value in (("--eval-batch", eval_batch), ("--disk-writes", disk_writes)):
+        if asked is not None and value is not None:
+            raise UsageError(f"{option} {value}: not together with --ranks; plan one process with it")
     budget_bytes = parse_budget(budget, device=device, whole_bytes=None if hardware is None else hardware.usable_bytes)
     disk_tier, allowed, host_bytes = parse_disk(disk), parse_allow(allow), parse_host(host)
     disk_bytes_per_day = parse_disk_writes(disk_writes, no_disk=no_disk)

@@ -6,6 +6,7 @@ from sharded_runs import Model, network_for, ranked_plan
 
 from memwall.apply.shard import shard
 from memwall.errors import UsageError
+from memwall.planning.ranks.frontends import accelerate_sharding, trainer_sharding
 from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.zero import DeepSpeedZero
@@ -37,6 +38,17 @@ def test_deepspeed_divides_by_a_configuration_of_the_plan() -> None:
     assert (zero["stage"], zero["offload_optimizer"]["device"], zero["offload_param"]["device"]) == (3, "cpu", "cpu")
     with pytest.raises(UsageError, match=r"for_hugging_face=True\) makes the configuration that the Trainer takes"):
         plan.training_arguments(None)
+
+
+def test_nothing_of_a_plan_is_dropped_by_frontends_that_have_no_word_for_it() -> None:
+    divided = ranked_plan(Ddp(are_views=True, divides_state=True), network_for(8)).forecast.ranks
+    views = ranked_plan(Ddp(are_views=True), network_for(8)).forecast.ranks
+    with pytest.raises(UsageError, match=r"Accelerate has no word for DDP, bucket views, divided state; divide the"):
+        accelerate_sharding(divided)
+    for ranks in (divided, views):
+        with pytest.raises(UsageError, match=r"the Trainer has no word for DDP, bucket views.*shard\(model, plan\)"):
+            trainer_sharding(ranks)
+    assert trainer_sharding(ranked_plan(Ddp(), network_for(8)).forecast.ranks) == {}
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ def accelerate_sharding(ranks: RanksForecast | None) -> dict[str, Any]:
     if ranks is None or chosen is None:
         return {}
     if isinstance(chosen, Ddp):
+        if chosen.divides_state:
+            raise _no_word(chosen, "Accelerate")
         if not chosen.are_views:
             return {}
         from accelerate.utils import DistributedDataParallelKwargs
@@ -54,8 +56,10 @@ def trainer_sharding(ranks: RanksForecast | None) -> dict[str, Any]:
         UsageError: the Trainer cannot do it, or another function makes its configuration.
     """
     chosen = None if ranks is None else ranks.chosen
-    if ranks is None or chosen is None or isinstance(chosen, Ddp):
+    if ranks is None or chosen is None or chosen == Ddp():
         return {}
+    if isinstance(chosen, Ddp):
+        raise _no_word(chosen, "the Trainer")
     chosen = _expressible(chosen, "the Trainer")
     config = {
         "version": 2,
@@ -80,5 +84,9 @@ def _expressible(chosen: Any, frontend: str) -> Fsdp2:
             f"{frontend} takes"
         )
     if chosen.reshard == "node":
-        raise UsageError(f"{frontend} has no word for {chosen.words}; divide the model by memwall.shard(model, plan)")
+        raise _no_word(chosen, frontend)
     return chosen
+
+
+def _no_word(chosen: Ddp | Fsdp2, frontend: str) -> UsageError:
+    return UsageError(f"{frontend} has no word for {chosen.words}; divide the model by memwall.shard(model, plan)")

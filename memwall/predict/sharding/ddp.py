@@ -4,6 +4,8 @@ Sources: torch/nn/parallel/distributed.py of torch 2.13 (`bucket_cap_mb`, `gradi
 (buckets beside the gradients, `mark_variable_ready_dense`), torch/distributed/optim/zero_redundancy_optimizer.py.
 """
 
+from collections.abc import Iterable
+from fractions import Fraction
 from typing import ClassVar
 
 from memwall.predict.sharding.kind import RankCost, Sharding
@@ -12,7 +14,7 @@ from memwall.predict.sharding.rank_step import RankStep
 from memwall.predict.sharding.units import ShardUnit
 from memwall.trace.records import Step, Trace
 
-__all__ = ["BUCKET_BYTES", "Ddp"]
+__all__ = ["BUCKET_BYTES", "Ddp", "fullest_part"]
 
 BUCKET_BYTES = 25 << 20
 
@@ -54,8 +56,10 @@ class Ddp(Sharding, frozen=True, kw_only=True, tag="ddp"):
             rank.add(largest_bytes, end - 1, end, "temporary")
         gather_seconds = 0.0
         if self.divides_state:
-            rank.divide("optimizer_state", num)
-            rank.divide_optimizer(num)
+            sizes = [rank.num_elements([index]) for unit in units for index in unit.gradients]
+            num_parts = Fraction(sum(sizes), fullest_part(sizes, num)) if sizes else Fraction(num)
+            rank.divide("optimizer_state", num_parts)
+            rank.divide_optimizer(num_parts)
             gather_seconds = network.gather_seconds(rank.nbytes(rank.parameters))
         num_buckets = max(1, -(-gradient_bytes // BUCKET_BYTES))
         each_seconds = network.all_reduce_seconds(gradient_bytes // num_buckets)
@@ -67,3 +71,14 @@ class Ddp(Sharding, frozen=True, kw_only=True, tag="ddp"):
             # The last bucket is ready when backward ends; of the others what backward is too short for.
             exposed_seconds=max(each_seconds, reduce_seconds - backward_seconds) + gather_seconds,
         )
+
+
+def fullest_part(sizes: Iterable[int], num_ranks: int) -> int:
+    """Returns the elements that the fullest rank steps: whole parameters, the largest first, go to the emptiest rank.
+
+    So `ZeroRedundancyOptimizer._partition_parameters` has it.
+    """
+    parts = [0] * num_ranks
+    for size in sorted(sizes, reverse=True):
+        parts[parts.index(min(parts))] += size
+    return max(parts)

@@ -1,6 +1,7 @@
 """A recorded step of one process as one of several ranks runs it: what is divided, and what is gathered meanwhile."""
 
 from collections.abc import Iterable
+from fractions import Fraction
 
 import msgspec
 
@@ -82,8 +83,12 @@ class RankStep:
             if storage.category == "optimizer_state" and ITEMSIZES.get(storage.dtype) == _HALF_BYTES:
                 self._storages[index] = msgspec.structs.replace(storage, nbytes=2 * storage.nbytes, dtype="float32")
 
-    def divide(self, category: Category, num: int) -> None:
-        """Leaves each rank its part of what stands of a category, rounded up; of gradients, what is there before."""
+    def divide(self, category: Category, num: int | Fraction) -> None:
+        """Leaves each rank its part of what stands of a category, rounded up; of gradients, what is there before.
+
+        Args:
+            num: the ranks; of unequal parts, so many as there would be if all were as large as the largest.
+        """
         for index, storage in enumerate(self._storages):
             is_whole = storage.category == "gradient" and storage.birth >= 0
             if storage.category == category and storage.device == self.device and not is_whole:
@@ -98,7 +103,7 @@ class RankStep:
                 self._storages[index] = msgspec.structs.replace(storage, nbytes=0)
         return removed_bytes
 
-    def divide_optimizer(self, num: int, *, is_elsewhere: bool = False) -> None:
+    def divide_optimizer(self, num: int | Fraction, *, is_elsewhere: bool = False) -> None:
         """Leaves each rank its part of the optimizer's operations, or none where it steps on the CPU."""
         for number, op in enumerate(self._ops):
             if op.phase == "optimizer":
