@@ -138,6 +138,7 @@ def objects_of(kinds: tuple[type, ...], *, without_garbage: bool = False) -> lis
             left += type.__subclasses__(kind)
     is_frozen = gc.get_freeze_count() > 0  # by a script that wants collections to be quick: then they are not listed
     if is_frozen:
+        gc.collect()  # a quick pass over what is not frozen: garbage would be, from now on
         gc.unfreeze()
     if without_garbage:
         gc.collect()

@@ -1,71 +1,95 @@
 """The models of a script are found from what is alive: its optimizers hold parameters, its modules hold them too."""
 
 import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
-from memwall.integrations.scripts.trained_models import as_one, optimizers_alive, trained_with
+from memwall.integrations.scripts.trained_models import TrainedModels, as_one, optimizers_alive, trained_with
 from memwall.trace.together import TrainedTogether, models_of
+
+Found = Callable[..., TrainedModels]
+
+
+@pytest.fixture
+def found_with() -> Found:
+    """Finds models beside those that other tests keep for the whole session, with their optimizers."""
+    return partial(trained_with, foreign=set(optimizers_alive()))
 
 
 def adam(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([parameter for model in models for parameter in model.parameters()])
 
 
-def test_the_models_of_other_optimizers_are_found_with_the_one_that_is_called() -> None:
+def test_the_models_of_other_optimizers_are_found_with_the_one_that_is_called(found_with: Found) -> None:
     critic, generator = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     optimizers = adam(critic), adam(generator)
-    found = trained_with(critic)
+    found = found_with(critic)
     assert found.is_trained
     assert {id(model) for model in found.models} == {id(critic), id(generator)}
     del optimizers
 
 
-def test_of_one_model_there_is_nothing_else() -> None:
+def test_of_one_model_there_is_nothing_else(found_with: Found) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer = adam(model)
-    assert trained_with(model).models == (model,)
+    assert found_with(model).models == (model,)
     assert as_one((model,)) is model
     del optimizer
 
 
-def test_two_modules_of_one_optimizer_are_trained_together() -> None:
+def test_two_modules_of_one_optimizer_are_trained_together(found_with: Found) -> None:
     encoder, decoder = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = adam(encoder, decoder)
-    together = as_one(trained_with(encoder).models)
+    together = as_one(found_with(encoder).models)
     assert isinstance(together, TrainedTogether)
     assert [name for name, _ in together.named_children()] == ["Linear", "Linear#2"]
     assert set(models_of(together)) == {encoder, decoder}
     del optimizer
 
 
-def test_alike_modules_come_in_the_order_of_their_optimizer() -> None:
+def test_alike_modules_come_in_the_order_of_their_optimizer(found_with: Found) -> None:
     """GIVEN a module that the garbage collector has looked at, and so lists last WHEN found THEN its place is kept."""
     encoder, first = nn.Linear(3, 3), nn.Linear(3, 3)
     gc.collect(0)
     second = nn.Linear(3, 3)
     optimizer = adam(first, second, encoder)
-    assert trained_with(encoder).models == (encoder, first, second)
+    assert found_with(encoder).models == (encoder, first, second)
     del optimizer
 
 
-def test_models_are_found_where_a_script_has_frozen_what_the_collector_knows() -> None:
+def test_models_are_found_where_a_script_has_frozen_what_the_collector_knows(found_with: Found) -> None:
     encoder, decoder = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = adam(encoder, decoder)
     gc.freeze()
-    assert trained_with(encoder).models == (encoder, decoder)
+    assert found_with(encoder).models == (encoder, decoder)
     del optimizer
 
 
-def test_a_teacher_that_no_optimizer_holds_is_not_trained() -> None:
+def test_garbage_that_came_after_a_script_has_frozen_is_collected() -> None:
+    gc.collect()
+    gc.freeze()
+    model = nn.Linear(3, 3)
+    model.held = [model]
+    held = weakref.ref(model)
+    del model
+    optimizers_alive()
+    gc.collect()
+    assert held() is None
+
+
+def test_a_teacher_that_no_optimizer_holds_is_not_trained(found_with: Found) -> None:
     teacher, student = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = adam(student)
-    assert not trained_with(teacher).is_trained
+    assert not found_with(teacher).is_trained
     del optimizer
 
 
-def test_a_class_around_the_whole_loop_is_no_model() -> None:
+def test_a_class_around_the_whole_loop_is_no_model(found_with: Found) -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -73,14 +97,14 @@ def test_a_class_around_the_whole_loop_is_no_model() -> None:
 
     loop = Loop()
     optimizers = adam(loop.actor), adam(loop.critic)
-    assert set(trained_with(loop.actor).models) == {loop.actor, loop.critic}
+    assert set(found_with(loop.actor).models) == {loop.actor, loop.critic}
     del optimizers
 
 
-def test_a_larger_model_takes_the_place_of_its_parts() -> None:
+def test_a_larger_model_takes_the_place_of_its_parts(found_with: Found) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer = adam(model)
-    assert trained_with(model, known=[model[0]]).models == (model,)
+    assert found_with(model, known=[model[0]]).models == (model,)
     del optimizer
 
 
