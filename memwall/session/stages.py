@@ -1,8 +1,9 @@
 """Keeps the plans of stages of a loop that freezes and unfreezes parameters in turns, so that few steps are recorded.
 
 Which parameters take gradients decides what a step saves, so that a plan is of one such stage. A stage that lasts is
-recorded. Of stages that follow each other within a few steps, as in loops that freeze a GAN's networks in turns, each
-is recorded once; from then on every step runs under the plan of the one that needs the most memory.
+recorded, or comes back to its own plan. Of stages that follow each other within a few steps, as in loops that freeze a
+GAN's networks in turns, a few are recorded, each once; from then on every step runs under the plan of the one that
+needs the most memory.
 """
 
 from memwall.session.live_plan import Revision
@@ -31,6 +32,10 @@ class Stages:
         """Steps of the planned stage since the last one of another."""
         self._has_run = False
         """Whether the plan ran in a step of its own stage, in which its actions show their effects."""
+        self._other: Stage | None = None
+        """The stage that the loop is in, under another one's plan."""
+        self._num_other = 0
+        """Its steps so far, in a row."""
 
     def begin(self, stage: Stage) -> None:
         """Says that a step of this stage is being recorded."""
@@ -38,7 +43,7 @@ class Stages:
 
     def goes_on(self) -> None:
         """Says that a step of the planned stage begins."""
-        self._num_steps, self._has_run = self._num_steps + 1, True
+        self._num_steps, self._has_run, self._num_other = self._num_steps + 1, True, 0
 
     def change(self, stage: Stage, present: Revision) -> Revision | None:
         """Returns the plan for a step of another stage, which may be the present one; None if it is to be recorded.
@@ -51,13 +56,18 @@ class Stages:
         # A plan for more than can be had, as turned out since, is of no use any more.
         self._known = {one: plan for one, plan in self._known.items() if plan.budget_bytes <= present.budget_bytes}
         self._known[self.planned], self._num_steps = present, 0
-        if stage not in self._known:
-            return None if len(self._known) < _MOST_STAGES else present
+        self._other, self._num_other = stage, self._num_other + 1 if stage == self._other else 1
+        is_known, lasts = stage in self._known, self._num_other >= _SHORT_STEPS
+        if not is_known and (lasts or len(self._known) < _MOST_STAGES):
+            if lasts:
+                self._known.clear()
+            return None
         largest = max(self._known, key=lambda one: _plain_bytes(self._known[one]))
-        if self.planned == largest and self._has_run:
-            return present
-        self.planned, self._has_run = stage, True
-        return self._known[stage]
+        if is_known and (lasts or self.planned != largest or not self._has_run):
+            self.planned, self._has_run = stage, True
+        elif self.planned != largest:
+            self.planned, self._has_run = largest, False
+        return self._known[self.planned]
 
 
 def _plain_bytes(revision: Revision) -> int:

@@ -12,17 +12,18 @@ import memwall
 from memwall.session.live_plan import LivePlan, Revision
 from memwall.session.stages import Stage, Stages
 
-BYTES = {"a": 3, "b": 5, "c": 4}
+BYTES = {"a": 3, "b": 5, "c": 4, "d": 2, "e": 6}
+NAMES = "abcde"
 
 
 def revision_of(stage: Stage, budget_bytes: int = 8) -> Revision:
-    needed = BYTES.get("".join("abc"[place] for place, is_trained in enumerate(stage) if is_trained), 1)
+    needed = BYTES.get("".join(NAMES[place] for place, is_trained in enumerate(stage) if is_trained), 1)
     plan: Any = SimpleNamespace(forecast=SimpleNamespace(plain_peak=SimpleNamespace(process_bytes=needed)))
     return Revision(cast(Any, stage), plan, budget_bytes)
 
 
 def stage_of(name: str) -> Stage:
-    return tuple(each == name for each in "abc")
+    return tuple(each == name for each in NAMES)
 
 
 def planned(names: str) -> str:
@@ -41,7 +42,7 @@ def planned(names: str) -> str:
                 ran += "R"
                 continue
             present = found
-        ran += "abc"[present.trace.index(True)]  # type: ignore[arg-type]
+        ran += NAMES[present.trace.index(True)]  # type: ignore[arg-type]
     return ran
 
 
@@ -53,6 +54,9 @@ def planned(names: str) -> str:
         ("bababa", "RRbbbb"),
         ("abcabcabc", "RRRabbbbb"),
         ("aaaaaaaaabbbbbbbbbbaaa", "RaaaaaaaaRbbbbbbbbbRaa"),  # stages that last are recorded
+        ("aabbccddeeeeeeeeee", "RaRbRcRdbbbbbbbRee"),  # a fifth stage runs under the largest plan, until it lasts
+        ("bbbbabbbaaaaaaaaaa", "RbbbRbbbbbbbbbbaaa"),  # one that is known has its own plan where it lasts
+        ("bbbabbaabaaaaaaaba", "RbbRbbbbbbbbbbbbbb"),  # short ones do not add up
     ],
 )
 def test_stages_in_turns_are_recorded_once_each(names: str, ran: str) -> None:
