@@ -125,7 +125,7 @@ def test_steps_of_a_model_that_comes_later_are_not_committed(refused: Refused, f
     said = refused("run", "--budget", "8GiB", "--checkpoint", "kept", "later.py").splitlines()[-1]
     assert said == (
         f"--checkpoint {Path('kept').absolute()} commits what one optimizer trains from the first step on, and this "
-        "script goes on to train Linear, Linear; run it without --checkpoint, and save in the script"
+        "script goes on to train Linear; run it without --checkpoint, and save in the script"
     )
 
 

@@ -1,5 +1,6 @@
 """Waits for the models and the optimizers of an unmodified script to show themselves."""
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class ScriptWatch:
     """
 
     def __init__(self, script: str, begins: Callable[[nn.Module, nn.Module, bool], None]) -> None:
-        self.script, self._begins = script, begins
+        self.script, self._begins, self._pid = script, begins, os.getpid()
         self.model: nn.Module | None = None
         self._early: list[torch.optim.Optimizer] = []
         self._foreign = weakref.WeakSet(optimizers_alive())
@@ -64,6 +65,8 @@ class ScriptWatch:
         """Looks at a call: of a model that is known, of a part of one, or of something new."""
         if torch.compiler.is_compiling():
             return  # within compiled code, whose module was looked at
+        if self._is_inherited:
+            return
         number = id(module)
         if self._running or number in self._called:
             self._running = self._running or number
@@ -101,6 +104,8 @@ class ScriptWatch:
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether an optimizer that is about to step trains a model that was called."""
+        if self._is_inherited:
+            return False
         if self.model is None and optimizer not in self._early:
             self._early.append(optimizer)  # its closure is going to call the model
         return self.model is not None and trains(optimizer, self.model)
@@ -110,6 +115,11 @@ class ScriptWatch:
         early, self._early = self._early, []
         return [optimizer for optimizer in early if trains(optimizer, model)]
 
+    @property
+    def _is_inherited(self) -> bool:
+        """Tells whether this is a process that the script has forked, with the hooks of its own."""
+        return os.getpid() != self._pid
+
     def _is_trainable(self, module: nn.Module) -> bool:
         return (
             torch.is_grad_enabled()
@@ -118,7 +128,8 @@ class ScriptWatch:
         )
 
     def _found(self, module: nn.Module) -> None:
-        self._let_go(module)
+        if any(trains(optimizer, module) for optimizer in optimizers_alive()):
+            self._let_go(module)  # what nothing trains, as a network that measures a loss, takes no model's place
         found = trained_with(module, self._called.values(), foreign=self._foreign)
         if not found.is_trained:
             self._known.update((each, 0) for each in module.modules())
@@ -150,6 +161,8 @@ class ScriptWatch:
         for number, model in list(self._called.items()):
             if model not in self._returned and held.isdisjoint(map(id, model.parameters())):
                 self._gone.add(self._called.pop(number))
+                for module in model.modules():
+                    self._known.pop(module, None)
                 self._foreign.update(one for one in optimizers_alive() if trains(one, model))
 
 
