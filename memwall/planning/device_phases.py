@@ -23,7 +23,7 @@ __all__ = [
     "with_smallest_that_holds",
 ]
 
-# Budgets that are tried in search of one that holds, each so much larger at least.
+# Budgets that are tried in search of one that holds, each so much larger at least; the last half in growing steps.
 _MOST_ROUNDS, _NEXT_BUDGET = 12, 1.02
 SMALLER_EVALUATION = "a smaller batch in evaluation: --eval-batch N"
 
@@ -115,7 +115,7 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
 
 
 def with_smallest_that_holds(plan: Plan, planned: Callable[[int], Plan]) -> Plan:
-    """Returns the plan with the smallest budget that it tells raised to one under which the run fits.
+    """Returns the plan with the smallest budget that it tells raised to one under which the run fits; None if unfound.
 
     What is told follows from this plan, and a larger budget has another one, whose steps leave other pieces cached.
 
@@ -126,13 +126,18 @@ def with_smallest_that_holds(plan: Plan, planned: Callable[[int], Plan]) -> Plan
     told_bytes, least_bytes = plan.forecast.smallest_feasible_budget_bytes, plan.forecast.budget_bytes
     if told_bytes is None or least_bytes is None:
         return plan
-    for _ in range(_MOST_ROUNDS):
+    growth = _NEXT_BUDGET
+    for number in range(_MOST_ROUNDS):
         told_bytes = max(told_bytes, least_bytes + 1)
         found = planned(told_bytes).forecast
         if found.fits:
             break
-        least_bytes = int(told_bytes * _NEXT_BUDGET)
+        if number >= _MOST_ROUNDS // 2:
+            growth *= growth
+        least_bytes = int(told_bytes * growth)
         told_bytes = found.smallest_feasible_budget_bytes or least_bytes
+    else:
+        told_bytes = None  # what was not planned is not told
     forecast = msgspec.structs.replace(plan.forecast, smallest_feasible_budget_bytes=told_bytes)
     return msgspec.structs.replace(plan, forecast=forecast)
 
