@@ -91,11 +91,12 @@ def open_checkpoint(
     here = launched()
     if here.num_ranks > 1:
         folder: str | os.PathLike[str] = folder_of_rank(directory, here.rank, here.num_ranks)
-        together = Together(meet, num_ranks=here.num_ranks, every=every)
+        together = Together(meet, num_ranks=here.num_ranks)
     else:
         check_alone(directory)
         folder, together = directory, None
     checkpoint = StepCheckpoint(folder, every=every, is_resuming=is_resuming, together=together)
+    checkpoint.run_directory = os.path.abspath(directory)
     if is_resuming and checkpoint.is_new:
         _log.warning(
             "--resume: %s holds no committed step yet; this run begins at step 0; if there should be "

@@ -53,6 +53,7 @@ class StepCheckpoint:
         together: what agrees with the other ranks of a run; None of a process that trains alone.
 
     Attributes:
+        run_directory: the folder that the user named; of one of several ranks, the one that has the folders of all.
         resumed_steps: optimizer steps that the run had committed when this process began.
         steps_done: of all processes of the run together.
         failure: what ended the run.
@@ -75,7 +76,7 @@ class StepCheckpoint:
         together: Together | None = None,
     ) -> None:
         self._together, self._has_agreed = together, together is None
-        self.directory = os.path.abspath(directory)  # a script may go to another folder
+        self.directory = self.run_directory = os.path.abspath(directory)  # a script may go to another folder
         self._journal = Journal(self.directory, backend=backend)
         self._every = every
         self.failure: MemwallError | None = None
@@ -130,19 +131,19 @@ class StepCheckpoint:
         """Goes back to the last step that all ranks have committed; of a process alone, stays where it is.
 
         Raises:
-            MemwallError: see `Together.common_step` and `Journal.go_back_to`.
+            MemwallError: see `Together.common_step`.
         """
         if self._together is None or self._has_agreed:
             return
-        step = self._together.common_step(self.resumed_steps, self.directory)
+        self._together.common_step(self.resumed_steps, self._go_back_to, self.directory)
         self._has_agreed = True
-        if step == self.resumed_steps:
-            return
-        _log.info("%s: continuing from step %d, the last one that all ranks have committed", self.directory, step)
+
+    def _go_back_to(self, step: int) -> None:
         found = self._journal.go_back_to(step)
         self._restoration = None if found is None else Restoration(self._journal, found)
         self._beside.restoration = self._restoration
         self.resumed_steps = self.steps_done = self._committed_before = step
+        _log.info("%s: continuing from step %d, the last one that all ranks have committed", self.directory, step)
 
     # -- a loop that cooperates --------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from memwall.errors import UsageError
+from memwall.errors import StoreError, UsageError
 
 __all__ = ["Meeting", "Together", "check_alone", "folder_of_rank"]
 
@@ -30,32 +30,39 @@ class Together:
     Args:
         meet: makes the meeting, on all ranks alike; None where the script has no process group yet.
         num_ranks: how many there are.
-        every: steps between two commits.
     """
 
-    def __init__(self, meet: Callable[[], Meeting | None], *, num_ranks: int, every: int) -> None:
-        self._meet, self._num_ranks, self._every = meet, num_ranks, every
+    def __init__(self, meet: Callable[[], Meeting | None], *, num_ranks: int) -> None:
+        self._meet, self._num_ranks = meet, num_ranks
         self._meeting: Meeting | None = None
 
-    def common_step(self, own_step: int, directory: str) -> int:
-        """Returns the last step that all ranks have committed.
+    def common_step(self, own_step: int, go_back_to: Callable[[int], None], directory: str) -> int:
+        """Returns the last step that all ranks have committed, once each of them is there.
 
         Args:
             own_step: the last one of this rank; 0 for none.
+            go_back_to: has this rank continue from an earlier step, if it still has it.
             directory: of this rank, for an error.
 
         Raises:
-            UsageError: there is no process group yet, or a rank has lost steps that the others need.
+            UsageError: there is no process group yet, or a rank has lost a step that the others need: on all alike.
             RankError: a rank is missing.
         """
-        negated, most = self._met(directory).largest((-own_step, own_step))
-        least = -negated
-        if most - least > self._every:
+        meeting = self._met(directory)
+        negated, most = meeting.largest((-own_step, own_step))
+        least, lack = -negated, None
+        try:
+            if least != own_step:
+                go_back_to(least)
+        except StoreError as error:
+            lack = error
+        (is_lacking,) = meeting.largest((int(lack is not None),))
+        if is_lacking:
             raise UsageError(
                 f"--checkpoint {os.path.dirname(directory)}: one rank has committed step {most}, another only step "
-                f"{least}, and the one ahead has no step before {most - self._every} any more; restore the folders of "
-                "all ranks from one copy, or begin anew with another --checkpoint DIR"
-            )
+                f"{least}, and {lack or 'a rank that is ahead cannot go back to that'}; restore the folders of all "
+                "ranks from one copy, or begin anew with another --checkpoint DIR"
+            ) from lack
         return least
 
     def wait(self, directory: str) -> None:

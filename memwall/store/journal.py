@@ -183,7 +183,7 @@ class Journal(Closing):
         """Makes the step before the last one, or none, the one to continue from; before anything is written.
 
         Args:
-            step: of the last generation or of the one before it; 0 for none at all.
+            step: of the last generation or of the one before it; 0, for none at all, where there is but one.
 
         Returns:
             The generation; None for step 0.
@@ -192,7 +192,7 @@ class Journal(Closing):
             StoreError: there is no such step, or it is damaged.
         """
         record = next((record for record in self._records if record.step == step), None)
-        if step and record is None:
+        if record is None and (step or (self.last is not None and self.last.number > 1)):
             raise StoreError(f"{self.directory} has no step {step} any more")
         self.last = None if record is None else verified(self.data, record, block_bytes=self._block_bytes)
         self.data.adopt(() if self.last is None else self.last.slots)

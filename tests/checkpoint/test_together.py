@@ -16,32 +16,32 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Others:
-    """Stands for the other ranks: says how far the slowest of them is."""
+    """Stands for the other ranks: says how far the slowest of them is, and whether one lacks the step agreed on."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.num_waits = 0
+    def __init__(self, step: int, *, lacks: bool = False) -> None:
+        self.step, self.lacks = step, lacks
+        self.num_waits = -1  # once they say whether they have it
 
     def largest(self, values: Sequence[int], /) -> tuple[int, ...]:
         if len(values) == 1:
             self.num_waits += 1
-            return tuple(values)
+            return (max(values[0], int(self.lacks)),)
         return max(values[0], -self.step), max(values[1], self.step)
 
     def leave(self) -> None:
         self.step = -1
 
 
-def killed(folder: Path, *, stop_in: int) -> int:
+def killed(folder: Path, *, stop_in: int, every: int = 1) -> int:
     """Returns the last step that a rank has committed."""
-    run(lambda: Script(stop_in=stop_in), StepCheckpoint(folder, together=together(Others(0))))
+    run(lambda: Script(stop_in=stop_in), StepCheckpoint(folder, every=every, together=together(Others(0))))
     checkpoint = StepCheckpoint(folder, is_resuming=True)
     checkpoint.close(completed=False)
     return checkpoint.resumed_steps
 
 
-def together(others: Others | None, every: int = 1) -> Together:
-    return Together(lambda: others, num_ranks=2, every=every)
+def together(others: Others | None) -> Together:
+    return Together(lambda: others, num_ranks=2)
 
 
 def test_a_rank_that_is_ahead_goes_back_a_step(tmp_path: Path) -> None:
@@ -74,15 +74,34 @@ def test_a_run_that_went_back_can_be_killed_again(tmp_path: Path) -> None:
     assert last.resumed_steps == step
 
 
-def test_ranks_with_steps_too_far_apart_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"one rank has committed step 5, another only step 2, .* no step before 4"):
-        together(Others(2)).common_step(5, str(tmp_path / "rank-0-of-2"))
-    assert together(Others(2), every=3).common_step(5, str(tmp_path)) == 2
+def test_a_rank_goes_back_to_what_it_has_though_commits_are_to_be_closer_now(tmp_path: Path) -> None:
+    """GIVEN commits two steps apart WHEN they are to be one apart from now on THEN the one before is still there."""
+    plain = run(Script)
+    step = killed(tmp_path, stop_in=4, every=2)
+    checkpoint = StepCheckpoint(tmp_path, every=1, is_resuming=True, together=together(Others(step - 2)))
+    assert are_equal(plain.result, run(Script, checkpoint).result)
+    assert checkpoint.resumed_steps == step - 2 > 0
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_ranks_with_steps_too_far_apart_are_refused(tmp_path: Path, missing: int) -> None:
+    step = killed(tmp_path, stop_in=4)
+    checkpoint = StepCheckpoint(tmp_path, is_resuming=True, together=together(Others(missing)))
+    said = rf"one rank has committed step {step}, another only step {missing}, and .* has no step {missing} any more"
+    with pytest.raises(UsageError, match=said):
+        checkpoint.ask()
+    checkpoint.close(completed=False)
+
+
+def test_what_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:
+    """GIVEN a rank that is there already WHEN another one cannot go back THEN neither goes on."""
+    with pytest.raises(UsageError, match="another only step 2, and a rank that is ahead cannot go back to that"):
+        together(Others(2, lacks=True)).common_step(2, lambda _: None, str(tmp_path / "rank-0-of-2"))
 
 
 def test_ranks_agree_in_the_scripts_process_group(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"2 ranks go on from one step.*init_process_group before memwall\.steps"):
-        together(None).common_step(5, str(tmp_path / "rank-0-of-2"))
+        together(None).common_step(5, lambda _: None, str(tmp_path / "rank-0-of-2"))
 
 
 def meets_nobody() -> None:
@@ -103,6 +122,7 @@ def test_each_rank_has_a_folder_and_their_number_stays(tmp_path: Path, rank_1_of
     checkpoint = open_checkpoint(tmp_path, every=1, is_resuming=False, meet=meets_nobody)
     checkpoint.close(completed=False)
     assert checkpoint.directory == str(tmp_path / "rank-1-of-2")
+    assert checkpoint.run_directory == str(tmp_path)
     rank_1_of(3)
     with pytest.raises(UsageError, match=r"holds a run of 2 ranks, and this is one of 3 ranks"):
         open_checkpoint(tmp_path, every=1, is_resuming=True, meet=meets_nobody)
