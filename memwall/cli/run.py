@@ -197,6 +197,7 @@ def run(
                 checkpoint=checkpoint,
                 history=history,
                 is_last=True,
+                num_failures=0 if following is None else following.num_failures,
             )
         if checkpoint is not None and checkpoint.times.num_commits:
             note(commits_line(checkpoint.directory, checkpoint.times))

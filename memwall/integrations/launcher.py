@@ -55,6 +55,7 @@ def run_script(
     checkpoint: StepCheckpoint | None = None,
     history: MemoryHistory | None = None,
     is_last: bool = False,
+    num_failures: int = 0,
 ) -> int:
     """Runs a script, or a module, under a session, which is closed at the end.
 
@@ -63,6 +64,7 @@ def run_script(
         history: what records the device's allocator, begun already; closed at the end as well.
         is_last: the process ends when the script has ended. What is on disk stays there then: the budget may have no
             room for it.
+        num_failures: how many processes before this one ran out of memory under the same budget.
 
     Returns:
         The script's own status.
@@ -117,7 +119,9 @@ def run_script(
         status = _execute(name, args, is_module=is_module, failed=failed, explained=session.explained)
     except OutOfMemoryError as error:
         if checkpoint is not None and session.budget_bytes:
-            raise note_failure(checkpoint.directory, session.budget_bytes, error) from error
+            raise note_failure(
+                checkpoint.run_directory, session.budget_bytes, error, num_before=num_failures
+            ) from error
         raise
     finally:
         patches.undo()

@@ -33,14 +33,8 @@ def read_next_budget(directory: str | Path, budget_bytes: int | None) -> NextBud
         UsageError: the run has failed too often to go on by itself.
         StoreError: the file is damaged.
     """
-    path = Path(directory) / _NAME
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=NextBudget)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise StoreError(f"{path} cannot be read ({error}); remove it to go on with the budget as it is") from error
-    if found.budget_bytes != budget_bytes:
+    found = _left_in(directory)
+    if found is None or found.budget_bytes != budget_bytes:
         return None
     if found.num_failures > MAX_ATTEMPTS:
         raise UsageError(
@@ -51,23 +45,30 @@ def read_next_budget(directory: str | Path, budget_bytes: int | None) -> NextBud
     return found
 
 
-def note_failure(directory: str | Path, budget_bytes: int, failure: OutOfMemoryError) -> OutOfMemoryError:
+def note_failure(
+    directory: str | Path, budget_bytes: int, failure: OutOfMemoryError, *, num_before: int
+) -> OutOfMemoryError:
     """Leaves what follows from a failure in a training step; returns the same error, which says how to go on.
 
+    Of ranks that fail together, the one with the least budget counts, and all are one failure.
+
+    Args:
+        directory: of the whole run, where `read_next_budget` looks on all ranks.
+        num_before: failures before this process began, under the same budget.
+
     Raises:
-        StoreError: the file cannot be written.
+        StoreError: the file cannot be read or written.
     """
     if not failure.next_budget_bytes:
         return failure
-    try:
-        before = read_next_budget(directory, budget_bytes)
-    except UsageError:
-        return failure
-    number = 1 + (0 if before is None else before.num_failures)
-    left = NextBudget(budget_bytes=budget_bytes, within_bytes=failure.next_budget_bytes, num_failures=number)
-    path = Path(directory) / _NAME
-    with whole_file(path, noun="budget of the next run", error=StoreError) as file:
+    number, within_bytes, there = num_before + 1, failure.next_budget_bytes, _left_in(directory)
+    if there is not None and (there.budget_bytes, there.num_failures) == (budget_bytes, number):
+        within_bytes = min(within_bytes, there.within_bytes)
+    left = NextBudget(budget_bytes=budget_bytes, within_bytes=within_bytes, num_failures=number)
+    with whole_file(Path(directory) / _NAME, noun="budget of the next run", error=StoreError) as file:
         file.write(msgspec.json.encode(left))
+    if number > MAX_ATTEMPTS:
+        return failure
     return OutOfMemoryError(
         f"{failure}; or go on from the last committed step: the same command with --resume plans for that, attempt "
         f"{number} of {MAX_ATTEMPTS}",
@@ -76,3 +77,13 @@ def note_failure(directory: str | Path, budget_bytes: int, failure: OutOfMemoryE
         held_bytes=failure.held_bytes,
         next_budget_bytes=failure.next_budget_bytes,
     )
+
+
+def _left_in(directory: str | Path) -> NextBudget | None:
+    path = Path(directory) / _NAME
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=NextBudget)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); remove it to go on with the budget as it is") from error

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from memwall.checkpoint.resumption import open_checkpoint
 from memwall.cli.app import main
+from memwall.errors import OutOfMemoryError, UsageError
+from memwall.integrations.launcher import run_script
+from memwall.session.next_budget import note_failure, read_next_budget
+from memwall.session.session import Session
 from memwall.units import format_bytes
 
 SCRIPT = str(Path(__file__).parent.parent / "scripts" / "runs_out_once.py")
@@ -50,6 +55,41 @@ def test_it_goes_on_within_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"margin in a budget of {format_bytes(within_bytes, rounding='down')}" in said
     expected, found = load_file(tmp_path / "expected"), load_file(tmp_path / "found")
     assert all((expected[name] == found[name]).all() for name in expected)
+
+
+def test_a_rank_leaves_it_where_all_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a rank that commits into a folder of its own WHEN it fails THEN what follows is for all, and once."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "from memwall.errors import OutOfMemoryError\n"
+        "raise OutOfMemoryError('out', phase='forward', asked_bytes=1, held_bytes=1, next_budget_bytes=1000)\n"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    checkpoint = open_checkpoint(tmp_path / "steps", every=1, is_resuming=False, meet=lambda: None)
+    with pytest.raises(OutOfMemoryError, match="--resume plans for that, attempt 3 of 3"):
+        run_script(str(script), [], Session(budget_bytes=5000), checkpoint=checkpoint, num_failures=2)
+    found = read_next_budget(tmp_path / "steps", 5000)
+    assert found is not None
+    assert (found.within_bytes, found.num_failures) == (1000, 3)
+
+
+def test_ranks_that_fail_together_are_one_failure(tmp_path: Path) -> None:
+    """GIVEN ranks that can have less and more WHEN the one with less is first THEN it still counts, and once."""
+    for number in (1, 2):
+        for within_bytes in (1000, 2000):
+            failure = OutOfMemoryError(
+                "out", phase="forward", asked_bytes=0, held_bytes=0, next_budget_bytes=within_bytes // number
+            )
+            said = str(note_failure(tmp_path, 5000, failure, num_before=number - 1))
+            assert f"attempt {number} of 3" in said
+        left = read_next_budget(tmp_path, 5000)
+        assert left is not None
+        assert (left.within_bytes, left.num_failures) == (1000 // number, number)
+    said = str(note_failure(tmp_path, 5000, failure, num_before=3))
+    assert said == "out"
+    with pytest.raises(UsageError, match="has run out of memory 4 times"):
+        read_next_budget(tmp_path, 5000)
 
 
 def test_attempts_are_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
