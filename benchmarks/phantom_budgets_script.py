@@ -21,13 +21,13 @@ _WIDTH, _LENGTH, _VOCABULARY, _HEADS = 128, 128, 256, 4
 class Block(nn.Module):
     """A pre-norm transformer block: a GPT's with LayerNorm, GELU and dropout, or a Llama's with RMSNorm and SwiGLU."""
 
-    def __init__(self, *, is_llama: bool, is_causal: bool = True) -> None:
+    def __init__(self, *, is_llama: bool, is_causal: bool = True, width: int = _WIDTH) -> None:
         super().__init__()
         norm = nn.RMSNorm if is_llama else nn.LayerNorm
-        self.is_causal, self.norm_1, self.norm_2 = is_causal, norm(_WIDTH), norm(_WIDTH)
-        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
-        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
-        self.gate = nn.Linear(_WIDTH, 4 * _WIDTH) if is_llama else None
+        self.is_causal, self.norm_1, self.norm_2 = is_causal, norm(width), norm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gate = nn.Linear(width, 4 * width) if is_llama else None
         self.drop = nn.Dropout(0.0 if is_llama else 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,11 +42,11 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    def __init__(self, *, is_llama: bool, num_layers: int = 4) -> None:
+    def __init__(self, *, is_llama: bool, num_layers: int = 4, width: int = _WIDTH, length: int = _LENGTH) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(_VOCABULARY, _WIDTH), nn.Embedding(_LENGTH, _WIDTH)
-        self.blocks = nn.ModuleList(Block(is_llama=is_llama) for _ in range(num_layers))
-        self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+        self.tokens, self.places = nn.Embedding(_VOCABULARY, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(is_llama=is_llama, width=width) for _ in range(num_layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, _VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.places.weight
