@@ -44,7 +44,7 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
             f"there before memwall.shard); make one with --ranks {num_here}"
         )
     if isinstance(ranks.chosen, Fsdp2):
-        return _fully_sharded(model, plan, ranks, ranks.chosen)
+        return _fully_sharded(model, ranks, ranks.chosen)
     if isinstance(ranks.chosen, Ddp):
         if ranks.chosen.divides_state:
             _log.warning(
@@ -58,7 +58,7 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
     )
 
 
-def _fully_sharded(model: nn.Module, plan: Plan, ranks: RanksForecast, chosen: Fsdp2) -> nn.Module:
+def _fully_sharded(model: nn.Module, ranks: RanksForecast, chosen: Fsdp2) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -76,7 +76,6 @@ def _fully_sharded(model: nn.Module, plan: Plan, ranks: RanksForecast, chosen: F
     per_node = ranks.network.size("node")
     options: dict[str, Any] = {
         "reshard_after_forward": {"yes": True, "no": False, "node": per_node}[chosen.reshard],
-        **_precision(plan),
     }
     if chosen.is_hybrid:
         options["mesh"] = init_device_mesh(
@@ -89,17 +88,6 @@ def _fully_sharded(model: nn.Module, plan: Plan, ranks: RanksForecast, chosen: F
     # The root's parameters stay from its forward to the end of its backward whatever is said.
     fully_shard(model, **options | {"reshard_after_forward": None})
     return model
-
-
-def _precision(plan: Plan) -> dict[str, Any]:
-    """Returns the policy for parameters that are used in lower precision: gathered so, and reduced in float32."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    workload = plan.forecast.workload
-    if workload is None or workload.autocast == "none":
-        return {}
-    dtype = torch.bfloat16 if workload.autocast == "bfloat16" else torch.float16
-    return {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
 
 
 def _device_type(model: nn.Module) -> str:

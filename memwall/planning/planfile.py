@@ -13,7 +13,7 @@ from msgspec import Struct
 from memwall.errors import PlanError
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast
-from memwall.planning.ranks.frontends import accelerate_sharding, trainer_sharding
+from memwall.planning.ranks.frontends import accelerate_sharding, in_kept_precision, trainer_sharding
 from memwall.planning.technique import technique_of, techniques
 from memwall.versioned_files import FileKind, json_bytes, whole_file
 
@@ -108,10 +108,11 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Raises:
             UsageError: what divides the model is nothing that the Trainer takes so.
         """
-        changes = trainer_sharding(self.forecast.ranks)
+        changes = sharding = trainer_sharding(self.forecast.ranks)
         for action in self.actions:
-            changes |= technique_of(action).training_arguments(action)
-        return dataclasses.replace(args, **changes)
+            changes = changes | technique_of(action).training_arguments(action)
+        made = dataclasses.replace(args, **changes)
+        return in_kept_precision(made) if sharding else made
 
     def deepspeed_config(self, **settings: Any) -> dict[str, Any]:
         """Returns the configuration under which DeepSpeed does its part of the plan.

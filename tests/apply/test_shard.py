@@ -64,6 +64,9 @@ def test_accelerate_and_the_trainer_take_fsdp2_from_the_plan() -> None:
     arguments = plan.training_arguments(TrainingArguments(output_dir="unused", use_cpu=True))
     assert arguments.fsdp is True
     assert arguments.fsdp_plugin_args["reshard_after_forward"] is False
+    for each in (plugin, FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)):
+        each.set_mixed_precision("bf16")  # as Accelerator(mixed_precision="bf16") does
+        assert each.mixed_precision_policy.param_dtype is None
     hybrid = ranked_plan(Fsdp2(is_hybrid=True), network_for(16)).accelerate_kwargs()["parallelism_config"]
     assert (hybrid.dp_replicate_size, hybrid.dp_shard_size) == (2, 8)
     views = ranked_plan(Ddp(are_views=True), network_for(8)).accelerate_kwargs()["kwargs_handlers"]

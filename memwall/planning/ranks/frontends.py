@@ -10,7 +10,7 @@ from memwall.planning.ranks.forecast import RanksForecast
 from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.fsdp2 import Fsdp2
 
-__all__ = ["accelerate_sharding", "trainer_sharding"]
+__all__ = ["accelerate_sharding", "in_kept_precision", "trainer_sharding"]
 
 _WRAP = "TRANSFORMER_BASED_WRAP"
 
@@ -42,6 +42,7 @@ def accelerate_sharding(ranks: RanksForecast | None) -> dict[str, Any]:
         auto_wrap_policy=_WRAP.lower(),
         transformer_cls_names_to_wrap=list(ranks.block_classes),
         cpu_offload=chosen.is_offloaded,
+        mixed_precision_policy=_kept_precision(),
     )
     if not chosen.is_hybrid:
         return {"fsdp_plugin": plugin}
@@ -75,6 +76,19 @@ def trainer_sharding(ranks: RanksForecast | None) -> dict[str, Any]:
         sizes = {"dp_replicate_size": ranks.network.num_nodes, "dp_shard_size": ranks.network.size("node")}
         fields["parallelism_config"] = ParallelismConfig(**sizes)
     return fields
+
+
+def in_kept_precision(args: Any) -> Any:
+    """Returns the TrainingArguments, of which FSDP2 is to gather parameters as they are kept."""
+    args.fsdp_plugin_args["mixed_precision_policy"] = _kept_precision()  # its configuration has no word for it
+    return args
+
+
+def _kept_precision() -> Any:
+    """Returns the policy without which Accelerate casts every parameter, norms too, where it is told to autocast."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy()
 
 
 def _expressible(chosen: Any, frontend: str) -> Fsdp2:

@@ -4,6 +4,9 @@ What is there when: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py of 
 `wait_for_unshard`, `post_backward`), _fsdp_collectives.py (`foreach_all_gather`, `foreach_reduce`), _fsdp_state.py (the
 root stays gathered). In forward the flat buffer of a gather outlives its unit, until the next one has been gathered; in
 backward the next unit is gathered while one computes, and the input of the last reduction is held until the next.
+
+Parameters are gathered in the precision in which they are kept, and autocast casts them then, as in one process:
+`MixedPrecisionPolicy(param_dtype=...)` would cast norms as well, which is other training.
 """
 
 from typing import ClassVar, Literal
@@ -68,7 +71,6 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
             host_bytes = 0
             rank.divide("parameter", num)
             rank.divide("optimizer_state", num)
-        rank.without_casts()
         passes = Passes(units)
         for position, (unit, call) in enumerate(passes.forward):
             self._forward(rank, unit, call, passes.start_after(position), network)
@@ -94,7 +96,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
 
     def _forward(self, rank: RankStep, unit: ShardUnit, call: ModuleCall, next_start: int, network: Network) -> None:
         """Adds what a unit gathers in forward, and what of it stays until its backward."""
-        whole_bytes, num = rank.compute_bytes(unit), network.size(self._group)
+        whole_bytes, num = rank.nbytes(unit.parameters), network.size(self._group)
         rank.add(_padded(whole_bytes, num), call.start, next_start)
         stays = self.reshard == "no" and call.backward_start >= 0
         rank.add(whole_bytes, call.start, _freed_at(call) if stays else call.end)
@@ -105,7 +107,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
         self, rank: RankStep, unit: ShardUnit, call: ModuleCall, passes: Passes, position: int, network: Network
     ) -> None:
         """Adds what a unit gathers in backward, the gather of it while the one before computes, and its reduction."""
-        whole_bytes, num = rank.compute_bytes(unit), network.size(self._group)
+        whole_bytes, num = rank.nbytes(unit.parameters), network.size(self._group)
         if self.reshard != "no":
             rank.add(_padded(whole_bytes, num), passes.prefetched_at(position), call.backward_start)
             rank.add(whole_bytes, call.backward_start, _freed_at(call))
@@ -119,7 +121,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
         if not gradient_bytes:
             return
         until_end = rank.gradients_end(unit)
-        rank.end_gradients(unit, at, is_half=rank.compute_bytes(unit) < rank.nbytes(unit.parameters))
+        rank.end_gradients(unit, at)
         # The last operation stands for the reduction, ahead of which gathered parameters are freed; where there is only
         # one, it is the larger of both.
         is_alone = any(call.backward_start + 1 >= at == call.backward_end for call in unit.calls)
@@ -133,7 +135,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
 
     def _root(self, rank: RankStep, root: ShardUnit, passes: Passes, num: int) -> None:
         """Adds what the root gathers: its parameters stay from its forward to the end of its backward."""
-        whole_bytes = rank.compute_bytes(root)
+        whole_bytes = rank.nbytes(root.parameters)
         for call in root.calls:
             end = call.backward_end if call.backward_end >= 0 else call.end
             first = next((other.start for _, other in passes.forward if other.start >= call.start), call.end)
@@ -158,7 +160,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
         )
 
     def _gather_seconds(self, rank: RankStep, unit: ShardUnit, network: Network, group: Group) -> float:
-        seconds = network.gather_seconds(rank.compute_bytes(unit), group)
+        seconds = network.gather_seconds(rank.nbytes(unit.parameters), group)
         if self.is_offloaded:
             seconds += rank.nbytes(unit.parameters) / network.size(self._group) / network.host_bytes_per_second
         return seconds

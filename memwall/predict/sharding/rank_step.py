@@ -44,12 +44,6 @@ class RankStep:
             self._step.storages[index].nbytes // ITEMSIZES.get(self._step.storages[index].dtype, 4) for index in indices
         )
 
-    def compute_bytes(self, unit: ShardUnit) -> int:
-        """Returns the bytes of a unit's parameters in the precision in which they are used."""
-        if any(index in self._casts for index in unit.parameters):
-            return self.num_elements(unit.parameters) * _HALF_BYTES
-        return self.nbytes(unit.parameters)
-
     @property
     def parameters(self) -> tuple[int, ...]:
         """Returns the storages of all parameters."""

@@ -1,9 +1,13 @@
 """What a rank holds and waits for under each kind of sharding, against formulas that others published."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
-from sharded_runs import VOCABULARY, TiedModel, network_for, workload
+import torch
+from msgspec.structs import replace
+from sharded_runs import VOCABULARY, TiedModel, loss_of, network_for, workload
+from torch import nn
 
 from memwall.predict.curve import step_seconds
 from memwall.predict.sharding.ddp import Ddp, fullest_part
@@ -59,6 +63,23 @@ def test_fsdp2_divides_parameters_and_state(trace: Trace, num_ranks: int) -> Non
     found, whole = standing_bytes(cost_of(Fsdp2(), trace, num_ranks)), parameter_bytes(trace)
     assert found["parameter"] == pytest.approx(whole / num_ranks, rel=1e-3)
     assert found["optimizer_state"] == pytest.approx(2 * whole / num_ranks, rel=1e-3)
+
+
+def test_fsdp2_gathers_under_autocast_what_is_kept() -> None:
+    """GIVEN autocast, which casts no norm THEN what a rank gathers is float32, and casts are one process's."""
+
+    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, tokens)
+
+    trace = replace(record(dataclasses.replace(workload(), loss=loss)), autocast="bfloat16")
+    step, unit = steady_step(trace), find_units(trace, steady_step(trace))[2]
+    rank = cost_of(Fsdp2(), trace, 4).step
+    copies = [number for number, storage in enumerate(step.storages) if storage.dtype == "bfloat16"]
+    assert copies
+    assert all(rank.storages[number] == step.storages[number] for number in copies)
+    gathered = sum(step.storages[index].nbytes for index in unit.parameters)
+    assert sum(each.nbytes == gathered for each in rank.storages[len(step.storages) :]) >= 2 * 4
 
 
 def test_hsdp_divides_among_the_ranks_of_a_node(trace: Trace) -> None:
