@@ -115,7 +115,7 @@ def test_rows_beyond_two_to_the_31_elements(tmp_path: Path, direction: str, narr
     paths = []
     for number, source in enumerate((FORWARD, BACKWARD)):
         text = source.read_text()
-        assert text.count("tl.program_id(0).to(tl.int64)") == 2
+        assert text.count("tl.program_id(0).to(tl.int64)") == (1 if source == FORWARD else 2)
         path = tmp_path / f"far{number}.py"
         if narrow:
             text = text.replace("tl.program_id(0).to(tl.int64)", "tl.program_id(0)").replace(
