@@ -128,8 +128,7 @@ class ScriptWatch:
         )
 
     def _found(self, module: nn.Module) -> None:
-        if any(trains(optimizer, module) for optimizer in optimizers_alive()):
-            self._let_go(module)  # what nothing trains, as a network that measures a loss, takes no model's place
+        self._let_go(module)
         found = trained_with(module, self._called.values(), foreign=self._foreign)
         if not found.is_trained:
             self._known.update((each, 0) for each in module.modules())
@@ -150,8 +149,8 @@ class ScriptWatch:
         if called in self._gone:
             self._returned.add(called)
             self._foreign.difference_update([one for one in self._foreign if trains(one, called)])
-        if not self._called:
-            return
+        if not self._called or not any(trains(optimizer, called) for optimizer in optimizers_alive()):
+            return  # what nothing trains, as a network that measures a loss, takes no model's place
         held: set[int] = set()
         for _, value in reachable():
             if isinstance(value, nn.Module):
