@@ -1,4 +1,4 @@
-"""What the executor costs besides the recomputation itself: per checkpointed block and selective operation.
+"""Measures what the executor costs besides the recomputation itself: per checkpointed block and selective operation.
 
     python benchmarks/executor_cost.py
 

@@ -29,9 +29,9 @@ from memwall.store.pinned_arena import PinnedArena
 MIB = 1 << 20
 SIZES_MIB = (1, 4, 16, 64, 256)
 LEAST_SHARE = 0.8
-"""Of the data sheet's rate, what pinned copies of the largest size should reach one way."""
+"""The share of the data sheet's rate that pinned copies of the largest size should reach one way."""
 MOST_ERROR = 0.2
-"""Of the rate that plans count on, against large copies."""
+"""The most that the rate that plans count on may be above large copies."""
 _LAYERS = 12
 Way = tuple[str, str]
 WAYS: tuple[Way, ...] = (

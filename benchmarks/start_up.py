@@ -1,4 +1,4 @@
-"""What `memwall run` costs before a script's first line, until its first step, and until its plan stands.
+"""Measures what `memwall run` costs before a script's first line, until its first step, and until its plan stands.
 
     python benchmarks/start_up.py [--rounds N]
 

@@ -40,7 +40,7 @@ class Surroundings:
         self.loop = LoopState(self.companions)
         self._helpers = Helpers()
         self._named: set[str] = set()
-        """What was named as not committed."""
+        """Names that were told as not committed."""
 
     def look(self, model: nn.Module) -> None:
         """Finds the optimizer and what goes with it, if they have appeared, and puts them back."""

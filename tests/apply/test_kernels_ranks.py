@@ -49,7 +49,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
-    """What each of two ranks saw: with the model's own forwards, with fused norms and MLPs, with the loss too."""
+    """Returns what each of two ranks saw: with the model's own forwards, with fused ones, with the loss too."""
     runs: dict[str, Found] = {}
 
     def by(wrapper: str) -> Found:

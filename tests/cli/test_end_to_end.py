@@ -34,7 +34,7 @@ def memwall(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def planned(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """What `memwall plan` makes of the trace: its status and what it prints. This process is no part of the plan."""
+    """Returns what `memwall plan` makes of the trace: status, and what is printed, in this process."""
     out, said = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
         status = main(["plan", "t.trace", *arguments])

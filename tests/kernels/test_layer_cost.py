@@ -1,4 +1,4 @@
-"""What a layer of a model saves for backward: in eager code, and with fused kernels."""
+"""A layer of a model saves so much for backward: in eager code, and with fused kernels."""
 
 from typing import Any
 

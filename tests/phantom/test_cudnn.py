@@ -1,4 +1,4 @@
-"""What cuDNN itself says without a device: from a card's properties, its choice of engines and their workspaces."""
+"""cuDNN itself answers without a device: from a card's properties, its choice of engines and their workspaces."""
 
 import pytest
 import torch

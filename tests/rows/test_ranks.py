@@ -123,7 +123,7 @@ def train_alone(table: Any, optimizer: torch.optim.Optimizer, first: int, end: i
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """What two ranks print that train a table, and then one together with replicated parameters; and their folder."""
+    """Returns what two ranks print that train a table, then one with replicated parameters; and their folder."""
     folder = tmp_path_factory.mktemp("ranks")
     return printed_by_ranks(folder, TRAIN + TOGETHER, 2), folder
 

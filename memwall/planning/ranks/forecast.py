@@ -1,4 +1,4 @@
-"""What is said of many ranks: every kind of sharding with its bytes and seconds, and a curve over numbers of ranks."""
+"""Holds what is said of many ranks: every kind of sharding with its bytes and seconds, and a curve over ranks."""
 
 from msgspec import Struct
 
@@ -17,7 +17,7 @@ class RankChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     sharding: AnySharding
     words: str
-    """What people call the kind."""
+    """The name that people give the kind."""
     by: str
     """The library that carries it out."""
     fits: bool
@@ -32,15 +32,15 @@ class RankChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     communication_seconds: float = 0.0
     """All collectives of a step, one after the other."""
     exposed_seconds: float = 0.0
-    """What of the step is communication, and copies and steps on the CPU, that no computation hides."""
+    """Seconds of the step for communication, and copies and steps on the CPU, that no computation hides."""
     samples_per_second: float | None = None
-    """Of all ranks together."""
+    """Counts all ranks together."""
     tokens_per_second: float | None = None
-    """Of all ranks together; None where inputs are no tokens."""
+    """Counts all ranks together; None where inputs are no tokens."""
     micro_batch: int = 0
     num_micro_batches: int = 1
     actions: tuple[str, ...] = ()
-    """What memwall does beside it, each with the number of blocks."""
+    """Says what memwall does beside it, each with the number of blocks."""
     reason: str = ""
     """Why it was not chosen; "" for the choice."""
 
@@ -53,7 +53,7 @@ class CurvePoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     num_ranks: int
     words: str
-    """What people call the kind; "" where none fits."""
+    """The name that people give the kind; "" where none fits."""
     process_bytes: int
     """Forecast for one rank; where none fits, the least of all kinds."""
     step_seconds: float | None = None

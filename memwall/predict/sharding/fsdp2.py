@@ -30,7 +30,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
     by: ClassVar[str] = "torch"
 
     reshard: Reshard = "yes"
-    """What `reshard_after_forward` is: True, False, or the ranks of a node."""
+    """The value of `reshard_after_forward`: True, False, or the ranks of a node."""
     is_hybrid: bool = False
     """Whether a node holds all of the model, and nodes average their gradients (HSDP)."""
     is_offloaded: bool = False

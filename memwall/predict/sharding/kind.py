@@ -18,9 +18,9 @@ class RankCost(Struct, frozen=True, kw_only=True):
     communication_seconds: float
     """All collectives of a step, one after the other, at the peak rate of the links."""
     exposed_seconds: float
-    """What of them no computation hides, and copies and steps on the CPU that nothing hides."""
+    """Seconds of them that no computation hides, and copies and steps on the CPU that nothing hides."""
     exposed_per_pass: float = 0.0
-    """What of that is spent again for each further micro-batch."""
+    """The part of that which is spent again for each further micro-batch."""
     host_bytes: int = 0
     """Bytes that the kind keeps in host memory for the rank."""
 

@@ -23,7 +23,7 @@ _NUM_STRETCHES = 4
 _EVEN = 0.5
 """The least rise from one stretch to the next, as a share of the largest."""
 _LEAST_BYTES = 8 << 20
-"""What four stretches must have risen by; a heap without growth moves by less."""
+"""The least that four stretches must have risen by; a heap without growth moves by less."""
 _STEPS_LATER = 3
 """Steps after which tensors of a step are asked for: what a loop holds over to the next step is gone by then."""
 _LEAST_SHARE = 0.5

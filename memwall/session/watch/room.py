@@ -20,7 +20,7 @@ class RoomBetweenSteps:
         self._num_learned = 0
         self._used_bytes = 0
         self._held_bytes: int | None = None
-        """What was held when the last step had ended; None where nothing is looked at."""
+        """Bytes that were held when the last step had ended; None where nothing is looked at."""
 
     def restart(self) -> None:
         """Looks anew: another plan is in effect."""

@@ -1,4 +1,4 @@
-"""What a rank holds and waits for under each kind of sharding, against formulas that others published."""
+"""A rank holds and waits for as much under each kind of sharding as formulas say that others published."""
 
 import dataclasses
 from collections import Counter
