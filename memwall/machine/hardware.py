@@ -7,20 +7,22 @@ tensors (`context_bytes`) is a range, because published figures differ tenfold: 
 
 import difflib
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from memwall.errors import UsageError
 
-__all__ = ["Dtype", "Hardware", "hardware_named", "hardware_of_device"]
+__all__ = ["Dtype", "Hardware", "entry_named", "hardware_named", "hardware_of_device"]
 
 Dtype = Literal["float32", "tf32", "bfloat16", "float16", "float8"]
 _Bytes = Annotated[int, Meta(gt=0)]
 _Rate = Annotated[float, Meta(gt=0)]
+_Entry = TypeVar("_Entry")
 
 
 class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +62,18 @@ def hardware_named(name: str) -> Hardware:
     Raises:
         UsageError: there is none; the message offers the closest names.
     """
-    known = _shipped()
+    return entry_named(name, _shipped(), "device")
+
+
+def entry_named(name: str, known: Mapping[str, _Entry], noun: str) -> _Entry:
+    """Returns the entry of that name, however it is spelled.
+
+    Args:
+        noun: says what entries are, for the message.
+
+    Raises:
+        UsageError: there is none; the message offers the closest names.
+    """
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in known:
         return known[wanted]
@@ -68,7 +81,7 @@ def hardware_named(name: str) -> Hardware:
     starting = [other for other in known if wanted and other.startswith(wanted)]
     near = starting or difflib.get_close_matches(wanted, known, n=4, cutoff=0.5)
     meant = f"closest are {', '.join(near)}" if near else f"known are {', '.join(known)}"
-    raise UsageError(f"'{name}' is no device that memwall has figures for; {meant}")
+    raise UsageError(f"'{name}' is no {noun} that memwall has figures for; {meant}")
 
 
 def hardware_of_device(name: str) -> Hardware:

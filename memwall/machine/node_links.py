@@ -1,6 +1,5 @@
 """Links between nodes, as `plan --ranks` knows them, each figure with its source in `memwall/data/hardware.toml`."""
 
-import difflib
 import tomllib
 from importlib import resources
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from memwall.errors import UsageError
+from memwall.machine.hardware import entry_named
 
 __all__ = ["NodeLink", "link_named"]
 
@@ -30,13 +29,7 @@ def link_named(name: str) -> NodeLink:
     Raises:
         UsageError: there is none; the message offers the closest names.
     """
-    known = _shipped()
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    if wanted in known:
-        return known[wanted]
-    near = difflib.get_close_matches(wanted, known, n=4, cutoff=0.5)
-    meant = f"closest are {', '.join(near)}" if near else f"known are {', '.join(known)}"
-    raise UsageError(f"'{name}' is no link that memwall has figures for; {meant}")
+    return entry_named(name, _shipped(), "link")
 
 
 def _shipped() -> dict[str, NodeLink]:
