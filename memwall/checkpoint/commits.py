@@ -17,6 +17,7 @@ from memwall.checkpoint.training_state import (
     names_of_parameters,
     record_of,
     state_dict_names,
+    state_kind,
 )
 from memwall.checkpoint.writer import CommitWriter, PackedBucket, bytes_of, packed
 from memwall.errors import ApplyError
@@ -189,13 +190,13 @@ class Commits:
 
 def find_on_disk(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     space: KeptSpace,
     absent: Iterable[Part],
     *,
     first: int,
 ) -> OnDisk:
-    """Returns what a commit is to name of the optimizer's state and of the model's parameters.
+    """Returns what a commit is to name of the optimizers' state and of the model's parameters.
 
     Args:
         space: where it lies.
@@ -206,20 +207,23 @@ def find_on_disk(
         ApplyError: one of them lies elsewhere.
         StoreError: no room on disk, or a transfer failed.
     """
-    names = names_of_parameters(model, optimizer)
-    holders = {id(state): names[id(p)] for p, state in optimizer.state.items() if id(p) in names}
     stored: list[Stored] = []
     records: list[TensorRecord] = []
-    keeper = space.keeper_of(optimizer)
-    for bucket in () if keeper is None else keeper.buckets:
-        if bucket.slot is None:
-            continue
-        number = first + len(stored)
-        records += [
-            record_of(f"state/{key}/{holders[id(holder)]}", away, number, offset, is_on_host=True)
-            for (holder, key), away, offset in bucket.pieces_away()
-        ]
-        stored.append(Stored(bucket.slot, bucket.num_bytes))
+    names: dict[int, str] = {}
+    for place, optimizer in enumerate(optimizers):
+        own = names_of_parameters(model, optimizer, place)
+        names = own | names
+        holders = {id(state): own[id(p)] for p, state in optimizer.state.items() if id(p) in own}
+        keeper = space.keeper_of(optimizer)
+        for bucket in () if keeper is None else keeper.buckets:
+            if bucket.slot is None:
+                continue
+            number = first + len(stored)
+            records += [
+                record_of(f"{state_kind(place)}/{key}/{holders[id(holder)]}", away, number, offset, is_on_host=True)
+                for (holder, key), away, offset in bucket.pieces_away()
+            ]
+            stored.append(Stored(bucket.slot, bucket.num_bytes))
     for parameter, slot, num_bytes in [] if space.parameters is None else space.parameters.stored():
         number = first + len(stored)
         records.append(record_of(f"parameter/{names[id(parameter)]}", parameter, number, 0, is_on_host=True))

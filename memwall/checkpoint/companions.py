@@ -7,7 +7,7 @@ its first update, which a resumed run does not have yet.
 
 import random
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,14 +54,14 @@ class Companions:
         self.copies = False
         """Says whether tensors are copied at the top of the loop: a script changes them before its model runs."""
 
-    def look(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, given: Iterable[Any]) -> None:
+    def look(self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer], given: Iterable[Any]) -> None:
         """Finds what the script's variables lead to by now: they may lead to other objects than before.
 
         Args:
-            model, optimizer: what is committed anyway; None where it is not known yet, then modules wait.
+            model, optimizers: what is committed anyway; None and () where it is not known yet, then modules wait.
             given: what the script names itself.
         """
-        own = _Own(model, optimizer, given)
+        own = _Own(model, optimizers, given)
         self._generators, self._stateful, self._tensors, self._known = {}, {}, {}, set()
         self.uncommitted = []
         for name, value in reachable():
@@ -73,10 +73,10 @@ class Companions:
                 if model is not None:
                     self._add_module(name, value, own)
             elif isinstance(value, torch.optim.Optimizer):
-                if optimizer is not None and not isinstance(getattr(value, "optimizer", None), torch.optim.Optimizer):
+                if optimizers and not isinstance(getattr(value, "optimizer", None), torch.optim.Optimizer):
                     self._add_stateful(name, value)
             elif isinstance(value, HELPERS):
-                if isinstance(value, LRScheduler) and optimizer is not None and value.optimizer is not optimizer:
+                if isinstance(value, LRScheduler) and optimizers and value.optimizer not in optimizers:
                     self._add_stateful(name, value)
             elif is_loader_iterator(value) or (isinstance(value, types.GeneratorType) and not _is_own(value)):
                 self.uncommitted.append(f"the position in '{name}' ({type(value).__name__})")
@@ -163,13 +163,15 @@ class Companions:
 class _Own:
     """Says what is committed anyway: by identity, address and the names of the model's tensors."""
 
-    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, given: Iterable[Any]) -> None:
+    def __init__(
+        self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer], given: Iterable[Any]
+    ) -> None:
         tensors = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
-        trained = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         modules = [] if model is None else model.modules()
         each = () if model is None else models_of(model)  # a script names the tensors of one as that does
         self.names = {name for one in each for name, _ in (*one.named_parameters(), *one.named_buffers())}
-        self.numbers = {id(one) for one in (optimizer, *given, *modules, *trained, *(one for _, one in tensors))}
+        self.numbers = {id(one) for one in (*optimizers, *given, *modules, *trained, *(one for _, one in tensors))}
         self.addresses = {one.data_ptr() for _, one in tensors if is_plain(one)} - {0}
 
 

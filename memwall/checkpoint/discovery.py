@@ -13,33 +13,33 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from memwall.apply.precision import GradientScaling
+from memwall.checkpoint.variables import Variables
 from memwall.torch_internals.optimizers import inner_schedulers
 from memwall.torch_internals.sharding import local_part, standing_parameters
 from memwall.trace.together import TrainedTogether
 
-__all__ = ["HELPERS", "Helpers", "find_models", "find_optimizer", "find_together", "objects_of"]
+__all__ = ["HELPERS", "Helpers", "find_models", "find_optimizers", "find_together", "objects_of", "shapes_of"]
 
 HELPERS = (LRScheduler, torch.amp.GradScaler, GradientScaling)
 """Classes of objects that have a state of their own beside the optimizer."""
 _LOOK_RATIO = 8
 
 
-def find_optimizer(model: nn.Module, objects: Iterable[Any]) -> torch.optim.Optimizer | None:
-    """Returns the only optimizer among them that trains a model's parameters; None where there is none, or several."""
+def find_optimizers(model: nn.Module, objects: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers among them that train a model's parameters."""
     parameters = {id(parameter) for parameter in standing_parameters(model).values()}
-    found = [
+    return [
         value
         for value in objects
         if isinstance(value, torch.optim.Optimizer)
         and not isinstance(getattr(value, "optimizer", None), torch.optim.Optimizer)  # a wrapper, as accelerate's
         and any(id(parameter) in parameters for group in value.param_groups for parameter in group["params"])
     ]
-    return found[0] if len(found) == 1 else None
 
 
 def find_models(shapes: Mapping[str, tuple[int, ...]]) -> list[nn.Module]:
     """Returns modules in use whose parameters have exactly these names and shapes."""
-    return [value for value in objects_of((nn.Module,), without_garbage=True) if _shapes_of(value) == shapes]
+    return [value for value in objects_of((nn.Module,), without_garbage=True) if shapes_of(value) == shapes]
 
 
 def find_together(shapes: Mapping[str, tuple[int, ...]], trained: Sequence[str]) -> nn.Module | None:
@@ -64,62 +64,73 @@ def find_together(shapes: Mapping[str, tuple[int, ...]], trained: Sequence[str])
             if any(parameters.get(f"{root}.{name}") is parameter for name, parameter in model.named_parameters())
         ]
     together = TrainedTogether(models)
-    return together if _shapes_of(together) == shapes else None
+    return together if shapes_of(together) == shapes else None
 
 
 class Helpers:
-    """Holds an optimizer's schedulers, gradient scalers and memwall's own, in an order that a new process finds."""
+    """Holds optimizers' schedulers, gradient scalers and memwall's own, in an order that a new process finds."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Variables) -> None:
+        self._variables = variables
         self._found: list[Any] = []
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._num_commits = 0
-        self._step: Any = None
+        self._steps: list[Any] = []
 
-    def look(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, objects: Iterable[Any]) -> None:
+    def look(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Iterable[Any]) -> None:
         """Adds those among `objects` that are new."""
+        self._optimizers = optimizers
         known = {id(value) for value in self._found}
         new = [
             value
             for value in objects
-            if isinstance(value, HELPERS) and id(value) not in known and _belongs(value, model, optimizer)
+            if isinstance(value, HELPERS) and id(value) not in known and _belongs(value, model, optimizers)
         ]
         inner = {id(part) for value in [*self._found, *new] for part in inner_schedulers(value)}
-        # Two of a class are told apart by the state they have when they are found, which is the same in each process.
+        # Two of a class are told apart by the state they have when they are found, which is the same in each process,
+        # or else by the script's variables.
         self._found += sorted(
-            (value for value in new if id(value) not in inner), key=lambda v: (_name(v), repr(v.state_dict()))
+            (value for value in new if id(value) not in inner),
+            key=lambda v: (self._name(v), repr(v.state_dict()), self._variables.name_of(v)),
         )
 
-    def look_now_and_then(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def look_now_and_then(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Looks at the first commit, the 8th, the 64th, and so on, as it takes 0.1 s; and when a scheduler has come."""
         self._num_commits += 1
         # torch's schedulers put a counter around the optimizer's step (LRScheduler.__init__).
-        step, self._step = self._step, optimizer.__dict__.get("step")
+        steps, self._steps = self._steps, [optimizer.__dict__.get("step") for optimizer in optimizers]
         number = self._num_commits
         while number % _LOOK_RATIO == 0:
             number //= _LOOK_RATIO
-        if number == 1 or step is not self._step:
-            self.look(model, optimizer, objects_of(HELPERS))
+        if number == 1 or any(one is not other for one, other in zip(steps, self._steps, strict=False)):
+            self.look(model, optimizers, objects_of(HELPERS))
 
     def names(self) -> list[str]:
-        """Returns the class of each."""
-        return [_name(value) for value in self._found]
+        """Returns the class of each, and the number of its optimizer where that is not the first."""
+        return [self._name(value) for value in self._found]
 
     def states(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns class and state of each."""
-        return [(_name(value), value.state_dict()) for value in self._found]
+        """Returns name and state of each."""
+        return [(self._name(value), value.state_dict()) for value in self._found]
 
     def restore(self, states: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-        """Gives each the state that the one of its class had; returns what is left, for objects that are made later."""
+        """Gives each the state that the one of its name had; returns what is left, for objects that are made later."""
         waiting = list(self._found)
         left = []
         for name, state in states:
-            value = next((value for value in waiting if _name(value) == name), None)
+            value = next((value for value in waiting if self._name(value) == name), None)
             if value is None:
                 left.append((name, state))
                 continue
             waiting.remove(value)
             value.load_state_dict(state)
         return left
+
+    def _name(self, value: Any) -> str:
+        name = type(value).__qualname__
+        own = getattr(value, "optimizer", None)
+        place = next((place for place, optimizer in enumerate(self._optimizers) if optimizer is own), 0)
+        return f"{name} of optimizer {place}" if place else name
 
 
 def objects_of(kinds: tuple[type, ...], *, without_garbage: bool = False) -> list[Any]:
@@ -148,17 +159,14 @@ def objects_of(kinds: tuple[type, ...], *, without_garbage: bool = False) -> lis
     return found
 
 
-def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model's parameters, by name; of divided ones that of this rank's part."""
     return {name: tuple(local_part(parameter).shape) for name, parameter in standing_parameters(model).items()}
 
 
-def _belongs(value: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
+def _belongs(value: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     if isinstance(value, LRScheduler):
-        return optimizer is not None and getattr(value, "optimizer", None) is optimizer
+        return getattr(value, "optimizer", None) in optimizers
     if isinstance(value, GradientScaling):
         return value.is_of(model)
     return bool(value.is_enabled())
-
-
-def _name(value: Any) -> str:
-    return type(value).__qualname__

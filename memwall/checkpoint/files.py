@@ -119,11 +119,11 @@ def read_summary(directory: str | os.PathLike[str]) -> CheckpointSummary:
     """
     with _Committed(directory) as found:
         weights = [record for record in found.records.values() if record.name.startswith("parameter/")]
-        state = [record for record in found.records.values() if record.name.startswith("state/")]
+        state = [record for record in found.records.values() if record.name.startswith(("state/", "state "))]
         return CheckpointSummary(
             directory=os.fspath(directory),
             step=found.step,
-            optimizer=found.objects["optimizer"]["class"],
+            optimizer=" + ".join(saved["class"] for saved in found.restoration.saved_optimizers),
             num_parameters=sum(_numel(record) for record in weights),
             weight_bytes=sum(_num_bytes(record) for record in weights),
             state_bytes=sum(_num_bytes(record) for record in state),
@@ -171,8 +171,9 @@ def export_safetensors(directory: str | os.PathLike[str], path: str | os.PathLik
 def export_torch(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
     """Writes `{"model": ..., "optimizer": ..., "helpers": ..., "step": ...}` with torch.save; returns its step.
 
-    `model` and `optimizer` are what `load_state_dict` of the model and of the optimizer take. `helpers` is a list of
-    the class and the state dict of each scheduler and scaler. torch.load(weights_only=True) reads the file.
+    `model` and `optimizer` are what `load_state_dict` of the model and of the optimizer take; of several optimizers
+    there is a list, `optimizers`. `helpers` is a list of the class and the state dict of each scheduler and scaler.
+    torch.load(weights_only=True) reads the file.
 
     Raises:
         UsageError: the directory holds no committed step, or a part of a divided model.
@@ -182,9 +183,10 @@ def export_torch(directory: str | os.PathLike[str], path: str | os.PathLike[str]
         found.check_whole()
         names: dict[str, str] = found.objects["state_dict"]
         tensors = found.read({name: found.records[name] for name in dict.fromkeys(names.values())})
+        states = [_optimizer_state_dict(found, number) for number in range(len(found.restoration.saved_optimizers))]
         content = {
             "model": {key: tensors[name] for key, name in names.items()},
-            "optimizer": _optimizer_state_dict(found),
+            **({"optimizer": states[0]} if len(states) == 1 else {"optimizers": states}),
             "helpers": found.objects["helpers"],
             "step": found.step,
         }
@@ -225,12 +227,12 @@ def import_checkpoint(
         raise checkpoint.failure
 
 
-def _optimizer_state_dict(found: _Committed) -> dict[str, Any]:
-    saved = found.objects["optimizer"]
+def _optimizer_state_dict(found: _Committed, place: int) -> dict[str, Any]:
+    saved = found.restoration.saved_optimizers[place]
     order = [name for group in saved["groups"] for name in group["parameters"]]
     numbers = {name: number for number, name in enumerate(order)}
     state: dict[int, dict[Any, Any]] = {numbers[name]: dict(rest) for name, rest in saved["state"].items()}
-    chosen = {(numbers[name], key): record for name, key, record in state_records(found.records.values())}
+    chosen = {(numbers[name], key): record for name, key, record in state_records(found.records.values(), place)}
     for (number, key), tensor in found.read(chosen).items():
         state.setdefault(number, {})[key] = tensor
     for name, number in numbers.items():

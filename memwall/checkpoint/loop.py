@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from torch import nn
+
 from memwall.checkpoint.companions import Companions, State
-from memwall.checkpoint.training_state import random_states
+from memwall.checkpoint.training_state import Part, parts_of_model, random_states
 from memwall.errors import UsageError
 
 __all__ = ["LoopState"]
@@ -23,6 +25,7 @@ class LoopState:
         self._position = 0
         self._stateful: dict[str, Any] = {}
         self._at_top: dict[str, Any] | None = None
+        self._buffers: dict[str, Part] = {}
 
     def begin(self, stateful: dict[str, Any]) -> None:
         """Begins a loop, at its first iteration.
@@ -55,9 +58,23 @@ class LoopState:
 
     def at_top(self, position: int, *, is_due: bool) -> None:
         """Notes what an iteration begins with, before it fetches its batch; takes it down if a commit is due."""
-        self._position = position
+        self._position, self._buffers = position, {}
         self._at_top = self._taken() if is_due else None
         self._beside = self._companions.take() if is_due else None
+
+    def keep_buffers(self, model: nn.Module) -> None:
+        """Copies, once an iteration, what a call without gradients may change before a model is called to be trained.
+
+        A generator, say, whose norms count what its critic is shown.
+        """
+        if self.is_open and not self._buffers:
+            volatile = (part for part in parts_of_model(model) if part.kind == "volatile")
+            self._buffers = {part.name: part._replace(tensor=part.tensor.detach().clone()) for part in volatile}
+
+    def parts_at_top(self, model: nn.Module) -> list[Part]:
+        """Returns a model's tensors as they were at the top of the present iteration."""
+        kept, self._buffers = self._buffers, {}
+        return [kept.get(part.name, part) for part in parts_of_model(model)]
 
     def take(self) -> dict[str, Any] | None:
         """Returns the loop as it was at the top of the present iteration; None of one that shows nothing of itself."""

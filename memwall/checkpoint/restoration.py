@@ -1,7 +1,7 @@
 """Puts a new process where another one was: the model first, then its optimizer, its schedulers and its loop."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from memwall.apply.optimizer_state.kept_space import KeepsState
 from memwall.apply.optimizer_state.low_bit_form import put_together
 from memwall.checkpoint.companions import PREFIX, Companions, holder_of
-from memwall.checkpoint.discovery import Helpers, find_models, find_optimizer, find_together, objects_of
+from memwall.checkpoint.discovery import (
+    Helpers,
+    find_models,
+    find_optimizers,
+    find_together,
+    objects_of,
+    shapes_of,
+)
 from memwall.checkpoint.reachable import reachable
 from memwall.checkpoint.training_state import (
     Part,
@@ -20,18 +27,21 @@ from memwall.checkpoint.training_state import (
     check_records,
     decode_objects,
     dtype_name,
+    is_beside_model,
     low_bit_of,
     names_of_parameters,
     parts_of_model,
     parts_of_optimizer,
     state_records,
 )
+from memwall.checkpoint.variables import Variables
 from memwall.errors import StoreError
 from memwall.planning.planfile import Plan, decoded
 from memwall.store.buckets import BucketBuffer
 from memwall.store.generation import Generation
 from memwall.store.journal import Journal
 from memwall.torch_internals.sharding import like_shard
+from memwall.trace.together import TrainedTogether, models_of
 
 __all__ = ["Content", "Restoration"]
 
@@ -64,8 +74,9 @@ class Restoration:
         found: the generation.
 
     Attributes:
-        has_model, has_options, has_state: whether the model, the options of the optimizer, and its state have been put
-            back.
+        has_options, has_state: whether the options of the optimizers, and their state, have been put back.
+        model: what the parameters were put back into; None before that.
+        saved_optimizers: of each optimizer its class, options, and what of its state is no tensor.
         objects: the rest of the step; see `memwall.checkpoint.training_state`.
 
     Raises:
@@ -83,7 +94,8 @@ class Restoration:
         missing = sorted({"optimizer", "helpers", "random", "loop", "state_dict"} - self.objects.keys())
         if missing:
             raise self._written_by_another(ValueError(f"it has no {', '.join(missing)}"))
-        self.has_model = False
+        self.saved_optimizers = [self.objects["optimizer"], *self.objects.get("further_optimizers", ())]
+        self.model: nn.Module | None = None
         self.has_options = False
         self.has_state = False
         self._is_checked = False
@@ -106,19 +118,49 @@ class Restoration:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError) as error:
             raise self._written_by_another(error) from error
 
-    def find_model(self) -> nn.Module | None:
+    def find_model(self, variables: Variables) -> nn.Module | None:
         """Returns what of this process has these parameters; of several modules the only one that is trained."""
         kind = "parameter/"
         shapes = {r.name.removeprefix(kind): r.shape for r in self.content.tensors if _is_of_model(r, kind)}
+        named = variables.find_models(self.objects.get("models", ()))
+        if named:
+            model = named[0] if len(named) == 1 else TrainedTogether(named)
+            if shapes_of(model) == shapes:
+                return model
         models = find_models(shapes)
         if len(models) > 1:  # copies by moving average, a teacher
             optimizers = objects_of((torch.optim.Optimizer,))
             near = {id(value) for _, value in reachable() if isinstance(value, nn.Module)}
-            models = [m for m in models if id(m) in near and find_optimizer(m, optimizers) is not None]
+            models = [m for m in models if id(m) in near and len(find_optimizers(m, optimizers)) == 1]
         elif not models:
             groups = self.objects["optimizer"]["groups"]
             return find_together(shapes, [name for group in groups for name in group["parameters"]])
         return models[0] if len(models) == 1 else None
+
+    def in_order(self, model: nn.Module, variables: Variables) -> nn.Module:
+        """Returns models that are trained together in the order in which they were committed, where it is known."""
+        named = variables.find_models(self.objects.get("models", ()))
+        is_same = {*map(id, named)} == {*map(id, models_of(model))}
+        return TrainedTogether(named) if is_same and len(named) > 1 else model
+
+    def optimizers_of(
+        self, model: nn.Module, alive: Sequence[torch.optim.Optimizer], variables: Variables
+    ) -> tuple[torch.optim.Optimizer, ...]:
+        """Returns the optimizers that were committed, in their order; () before all of them are there."""
+        found: list[torch.optim.Optimizer] = []
+        names = self.objects.get("optimizers", [""] * len(self.saved_optimizers))
+        for number, saved in enumerate(self.saved_optimizers):
+            fitting = [
+                one
+                for one in alive
+                if one not in found
+                and type(one).__qualname__ == saved["class"]
+                and _groups_of(model, one, number) == [group["parameters"] for group in saved["groups"]]
+            ]
+            if len(fitting) > 1:
+                fitting = [one for one in fitting if names[number] and variables.name_of(one) == names[number]]
+            found += fitting[:1]
+        return tuple(found) if len(found) == len(self.saved_optimizers) else ()
 
     @torch.no_grad()
     def restore_model(self, model: nn.Module) -> None:
@@ -132,34 +174,40 @@ class Restoration:
         self._check_belongs(records, parts)
         tensors = {part.name: part.tensor for part in parts}
         self.read([(record, tensors[record.name]) for record in records])
-        self.has_model = True
+        self.model = model
         _log.info("the run continues from step %d of %s", self._found.step, self._journal.directory)
 
     @torch.no_grad()
-    def restore_options(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Loads the options of the optimizer's groups, and parameters that it trains beside the model's.
-
-        Raises:
-            StoreError: they are another optimizer's.
-        """
-        saved, names = self.objects["optimizer"], names_of_parameters(model, optimizer)
-        found = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        wanted = [group["parameters"] for group in saved["groups"]]
-        if type(optimizer).__qualname__ != saved["class"] or found != wanted:
-            raise StoreError(
-                f"the checkpoint is of a {saved['class']} with {_groups_text(wanted)}, and this script has a "
-                f"{type(optimizer).__qualname__} with {_groups_text(found)}; resume with the script that made it"
-            )
-        for group, before in zip(optimizer.param_groups, saved["groups"], strict=True):
-            group.update(before["options"])
-        outside = {part.name: part.tensor for part in parts_of_optimizer(model, optimizer)}
-        beside = [record for record in self.content.tensors if record.name.startswith("parameter/(group ")]
+    def restore_options(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Loads the options of the optimizers' groups, and parameters that they train beside the model's."""
+        outside: dict[str, Tensor] = {}
+        for number, (optimizer, saved) in enumerate(zip(optimizers, self.saved_optimizers, strict=True)):
+            for group, before in zip(optimizer.param_groups, saved["groups"], strict=True):
+                group.update(before["options"])
+            outside |= {part.name: part.tensor for part in parts_of_optimizer(model, optimizer, number)}
+        beside = [record for record in self.content.tensors if record.name in outside and not _is_state(record)]
         self.read([(record, outside[record.name]) for record in beside])
         self.has_options = True
 
+    def is_of_others(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoreError:
+        """Returns the error that says what optimizer the checkpoint has in place of one that begins to step."""
+        of = [
+            f"a {saved['class']} with {_groups_text([group['parameters'] for group in saved['groups']])}"
+            for saved in self.saved_optimizers
+        ]
+        return StoreError(
+            f"the checkpoint is of {' and '.join(of)}, and this script has a {type(optimizer).__qualname__} with "
+            f"{_groups_text(_groups_of(model, optimizer, 0))}; resume with the script that made it"
+        )
+
     @torch.no_grad()
-    def restore_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, keeper: KeepsState | None) -> None:
-        """Loads the optimizer's state: to where it is kept between steps, and in the form in which it is kept.
+    def restore_state(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        keeper_of: Callable[[torch.optim.Optimizer], KeepsState | None],
+    ) -> None:
+        """Loads the optimizers' state: to where it is kept between steps, and in the form in which it is kept.
 
         Moments that were in 8 bits stay as they are where this process has them so. Where it does not they are opened
         for torch's Adam, which cannot step on them; torchao's own optimizers can.
@@ -167,10 +215,17 @@ class Restoration:
         Raises:
             StoreError: the bytes cannot be had, or came back different, or there is no room for them.
         """
-        names, saved = names_of_parameters(model, optimizer), self.objects["optimizer"]
+        for number, optimizer in enumerate(optimizers):
+            self._restore_state(number, model, optimizer, keeper_of(optimizer))
+        self.has_state = True
+
+    def _restore_state(
+        self, number: int, model: nn.Module, optimizer: torch.optim.Optimizer, keeper: KeepsState | None
+    ) -> None:
+        names, saved = names_of_parameters(model, optimizer, number), self.saved_optimizers[number]
 
         def load(chosen: Sequence[Tensor] | None) -> None:
-            self._load_state(optimizer, names, chosen, keeper)
+            self._load_state(number, optimizer, names, chosen, keeper)
 
         if keeper is not None:
             keeper.fill(load)
@@ -180,10 +235,10 @@ class Restoration:
         ordered = sorted(optimizer.state.items(), key=lambda item: place.get(names[id(item[0])], len(place)))
         optimizer.state.clear()
         optimizer.state.update(ordered)
-        self.has_state = True
 
     def _load_state(
         self,
+        number: int,
         optimizer: torch.optim.Optimizer,
         names: dict[int, str],
         chosen: Sequence[Tensor] | None,
@@ -193,12 +248,12 @@ class Restoration:
         if chosen is None:
             every = (parameter for group in optimizer.param_groups for parameter in group["params"])
             chosen = [parameter for parameter in every if not optimizer.state.get(parameter)]
-        saved, parameters = self.objects["optimizer"], {names[id(parameter)]: parameter for parameter in chosen}
+        saved, parameters = self.saved_optimizers[number], {names[id(parameter)]: parameter for parameter in chosen}
         states: dict[str, dict[Any, Any]] = {
             name: dict(rest) for name, rest in saved["state"].items() if name in parameters
         }
         targets: list[tuple[TensorRecord, Tensor]] = []
-        for name, key, record in state_records(self.content.tensors):
+        for name, key, record in state_records(self.content.tensors, number):
             if name not in parameters:
                 continue
             device = torch.device("cpu") if record.is_on_host else parameters[name].device
@@ -333,5 +388,14 @@ def _groups_text(groups: list[list[str]]) -> str:
     return f"{len(groups)} group{'s' if len(groups) != 1 else ''} of {', '.join(str(len(group)) for group in groups)}"
 
 
+def _groups_of(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> list[list[str]]:
+    names = names_of_parameters(model, optimizer, number)
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 def _is_of_model(record: TensorRecord, *kinds: str) -> bool:
-    return record.name.startswith(kinds) and not record.name.startswith("parameter/(group ")
+    return record.name.startswith(kinds) and not is_beside_model(record.name.partition("/")[2])
+
+
+def _is_state(record: TensorRecord) -> bool:
+    return record.name.startswith("state")

@@ -17,6 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
 from memwall.checkpoint.commits import Commits, find_on_disk
+from memwall.checkpoint.instants import Instants
+from memwall.checkpoint.refusals import check_told_apart, steps_beside, steps_in_between
 from memwall.checkpoint.restoration import Restoration
 from memwall.checkpoint.surroundings import Surroundings
 from memwall.checkpoint.together import Together
@@ -34,7 +36,7 @@ from memwall.store.backend import SystemBackend
 from memwall.store.journal import Journal
 from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
-from memwall.trace.optimizers import joint_name, trains
+from memwall.trace.optimizers import trains
 from memwall.trace.together import models_of
 
 __all__ = ["StepCheckpoint"]
@@ -43,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepCheckpoint:
-    """Commits the steps of what one optimizer trains, a model or several together, into a directory.
+    """Commits the steps of a model, or of several that are trained together, into a directory.
 
     Args:
         directory: of this run alone; made where it is missing.
@@ -55,7 +57,6 @@ class StepCheckpoint:
     Attributes:
         run_directory: the folder that the user named; of one of several ranks, the one that has the folders of all.
         resumed_steps: optimizer steps that the run had committed when this process began.
-        steps_done: of all processes of the run together.
         failure: what ended the run.
         recovered_bytes, recovery_seconds: of what it had committed, all of which was read and verified.
         times: of this process's commits, once it has finished.
@@ -92,12 +93,11 @@ class StepCheckpoint:
         except BaseException:
             self._journal.close()
             raise
-        self.steps_done = self.resumed_steps
+        self._instants = Instants(self.resumed_steps)
         self._committed_before = self.resumed_steps
         self._model: nn.Module | None = None
         self._beside = Surroundings(self.directory, self._restoration)
         self._commits: Commits | None = None
-        self._is_between_steps = False
         self._was_asked = False
         self._patches = Patches("commits steps to a checkpoint")
 
@@ -123,6 +123,11 @@ class StepCheckpoint:
         return plan if plan is not None and plan.forecast.budget_bytes == budget_bytes else None
 
     @property
+    def steps_done(self) -> int:
+        """Returns the steps of all processes of the run together."""
+        return self._instants.steps_done
+
+    @property
     def is_new(self) -> bool:
         """Tells whether nothing had been committed when this process began."""
         return self._restoration is None
@@ -142,7 +147,8 @@ class StepCheckpoint:
         found = self._journal.go_back_to(step)
         self._restoration = None if found is None else Restoration(self._journal, found)
         self._beside.restoration = self._restoration
-        self.resumed_steps = self.steps_done = self._committed_before = step
+        self.resumed_steps = self._committed_before = step
+        self._instants.go_back_to(step)
         _log.info("%s: continuing from step %d, the last one that all ranks have committed", self.directory, step)
 
     # -- a loop that cooperates --------------------------------------------------------------------------------------
@@ -169,25 +175,28 @@ class StepCheckpoint:
         self._agree()
         self._was_asked = True
         self._beside.loop.begin(stateful)
+        self._beside.variables.look()
+        self._instants.at_top()
         restoration = self._restoration
         if restoration is None:
             return 0
         saved = restoration.objects["loop"]
         begin = self._beside.loop.restore(saved, self.directory)
         # A loop that has nothing left to do never calls its model, and then saves it.
-        model = restoration.find_model()
+        model = restoration.find_model(self._beside.variables)
         if model is None:
             self._beside.look_beside(None)
         else:
             restoration.restore_model(model)
             self._beside.look(model)
-            if begin >= num_steps and self._beside.optimizer is not None:
-                restoration.restore_state(model, self._beside.optimizer, None)
+            if begin >= num_steps and self._beside.optimizers:
+                restoration.restore_state(model, self._beside.optimizers, lambda _: None)
         restore_random_states(saved["random"])
         return begin
 
     def at_loop_top(self, position: int) -> None:
         """Takes down what an iteration begins with; to be called before it fetches its batch."""
+        self._instants.at_top()
         if self._is_due:
             self._beside.look_beside(self._model)
         self._beside.loop.at_top(position, is_due=self._is_due)
@@ -213,6 +222,7 @@ class StepCheckpoint:
         """
         with self._noting_failure():
             self._begin(model)
+            check_told_apart(self.directory, model, self._beside.variables)
         for each in models_of(model):
             self._patches.push(attach_hook(each.register_forward_pre_hook, self._before_forward))
         self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
@@ -232,7 +242,8 @@ class StepCheckpoint:
                 "begin at `memwall.resumed_steps()` and pass over the data of the steps before"
             )
         else:
-            if not restoration.has_model:
+            model = restoration.in_order(model, self._beside.variables)
+            if restoration.model is None or {*restoration.model.parameters()} != {*model.parameters()}:
                 restoration.restore_model(model)
             if not self._beside.loop.is_open:
                 restore_random_states(restoration.objects["random"])
@@ -249,11 +260,11 @@ class StepCheckpoint:
         try:
             if commits is not None and self.failure is None:
                 commits.writer.wait()
-                if completed and self._is_between_steps and self.steps_done > commits.step:
+                if completed and self._instants.is_between_steps and self.steps_done > commits.step:
                     self._commit(commits, is_last=True)
                     commits.writer.wait()
             restoration = self._restoration
-            if completed and self.failure is None and restoration is not None and not restoration.has_model:
+            if completed and self.failure is None and restoration is not None and restoration.model is None:
                 raise UsageError(
                     f"the script ended without continuing the run in {self.directory}, which has done "
                     f"{self.resumed_steps} steps: its model was never trained, and nothing was loaded into it"
@@ -296,86 +307,76 @@ class StepCheckpoint:
     def _before_forward(self, *_: Any) -> None:
         if self.failure is not None:
             raise self.failure.without_frames()
-        if self._commits is None or not torch.is_grad_enabled() or current_node() is not None:
+        if self._commits is None or current_node() is not None:
             return
-        is_first_forward, self._is_between_steps = self._is_between_steps, False
-        if is_first_forward and self._is_due:
+        if not torch.is_grad_enabled():
+            if self._instants.is_between_steps and self._is_due and self._model is not None:
+                self._beside.loop.keep_buffers(self._model)
+        elif self._instants.called() and self._is_due:
             with self._noting_failure():
                 self._commit(self._commits)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._model is not None and self._commits is not None:
             with self._noting_failure():
-                if self._beside.optimizer is not None and not trains(optimizer, self._model):
+                if self._beside.optimizers and not trains(optimizer, self._model):
                     self._commits.writer.wait()  # its parameters may be among what is written
-                    self._check_order(optimizer)
+                    is_between = self._instants.is_between_steps and not self._beside.loop.is_open
+                    if is_between and self._beside.companions.trains_with(optimizer):
+                        raise steps_in_between(self.directory, optimizer)
                     return
                 self._prepare_step(self._model, optimizer, self._commits)
 
-    def _check_order(self, optimizer: torch.optim.Optimizer) -> None:
-        """Checks that another model's step does not fall between this model's and the commit of that.
-
-        Raises:
-            UsageError: it does, and no loop says where an iteration begins.
-        """
-        if self._is_between_steps and not self._beside.loop.is_open and self._beside.companions.trains_with(optimizer):
-            raise UsageError(
-                f"--checkpoint {self.directory}: a {type(optimizer).__name__} of another model steps before the model "
-                "that is committed is called again, so that the two would be committed from different steps; loop over "
-                "`for step in memwall.steps(NUM_STEPS)`, which says where a step begins"
-            )
-
     def _prepare_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits) -> None:
-        """Puts the optimizer's state back before its first update, and has every update wait for what is written."""
-        if self._beside.optimizer is None:
-            self._beside.optimizer = optimizer
-            self._beside.look(model)
-        elif optimizer is not self._beside.optimizer and trains(optimizer, model):
-            raise UsageError(
-                f"--checkpoint {self.directory} commits what one optimizer trains, and this model is stepped "
-                f"by {joint_name((self._beside.optimizer, optimizer))}; run it without --checkpoint, and save in "
-                "the script"
-            )
-        if self.steps_done == self.resumed_steps:
+        """Puts the optimizers' state back before the first update, and has each update wait for what is written."""
+        if not self._beside.optimizers:
+            self._beside.join(model, optimizer)
+        if optimizer not in self._beside.optimizers and trains(optimizer, model):
+            if self._restoration is not None and not self._instants.has_stepped:
+                raise self._restoration.is_of_others(model, optimizer)
+            known = self._beside.optimizers
+            raise steps_beside(self.directory, known, optimizer, has_tops=self._beside.loop.is_open)
+        if not self._instants.has_stepped:
             self._beside.settle(model)
         if self._restoration is not None and not self._restoration.has_state:
             self._beside.check_complete(self._restoration)
             # Not earlier: only now it is certain where the state is to live, and in which form.
-            self._restoration.restore_state(model, optimizer, self.space.keeper_of(optimizer))
+            self._restoration.restore_state(model, self._beside.optimizers, self.space.keeper_of)
         commits.writer.wait()
         commits.check_first()
         if self._together is not None:  # what was committed before may be written over from now on
             self._together.wait(self.directory)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer is self._beside.optimizer:
-            self.steps_done += 1
-            self._is_between_steps = True
+        if optimizer in self._beside.optimizers:
+            self._instants.stepped()
 
     # -- committing --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _commit(self, commits: Commits, *, is_last: bool = False) -> None:
         """Takes down everything of the present step, and begins to write it; of the last one the script has ended."""
-        model, optimizer = self._model, self._beside.optimizer
+        model, optimizers = self._model, self._beside.optimizers
         assert model is not None
-        assert optimizer is not None
         commits.writer.wait()
-        self._beside.look_now_and_then(model, optimizer)
+        self._beside.look_now_and_then(model)
         if not (self._beside.loop.is_open or is_last):
             self._beside.look_beside(model)
         beside = self._beside.take()
         if beside is None:
             return
         self._beside.name_uncommitted()
-        parts = [*parts_of_model(model), *parts_of_optimizer(model, optimizer), *beside.parts]
+        parts = self._beside.loop.parts_at_top(model)
+        for number, optimizer in enumerate(optimizers):
+            parts += parts_of_optimizer(model, optimizer, number)
+        parts += beside.parts
         absent = [part for part in parts if part.kind == "away"]
         commits.begin(
             self.steps_done,
             [part for part in parts if part.kind != "away"],
-            lambda: self._beside.encoded(model, optimizer, beside.objects, commits.state_dict_names(model)),
+            lambda: self._beside.encoded(model, beside.objects, commits.state_dict_names(model)),
             self.plan_in_effect(),
-            lambda first: find_on_disk(model, optimizer, self.space, absent, first=first),
+            lambda first: find_on_disk(model, optimizers, self.space, absent, first=first),
         )
 
     def commit_as(
@@ -391,4 +392,6 @@ class StepCheckpoint:
         self._beside.loop.at_top(step, is_due=False)
         self._committed_before = -1
         self.attach(model)
-        self._beside.optimizer, self.steps_done, self._is_between_steps = optimizer, step, True
+        self._beside.optimizers = (optimizer,)
+        self._instants = Instants(step)
+        self._instants.is_between_steps = True

@@ -31,6 +31,7 @@ __all__ = [
     "decode_objects",
     "encode_objects",
     "fingerprint_of",
+    "is_beside_model",
     "is_plain",
     "low_bit_of",
     "names_of_parameters",
@@ -41,6 +42,7 @@ __all__ = [
     "record_of",
     "restore_random_states",
     "state_dict_names",
+    "state_kind",
     "state_records",
 ]
 
@@ -164,18 +166,33 @@ def state_dict_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Returns names by id; parameters that the optimizer trains beside the model's are named by their place in it."""
+def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> dict[int, str]:
+    """Returns names by id; parameters that the optimizer trains beside the model's are named by their place in it.
+
+    Args:
+        number: of the optimizer, among those that train the model.
+    """
     names = {id(value): name for name, value in standing_parameters(model).items()}
-    for number, group in enumerate(optimizer.param_groups):
+    of = f"optimizer {number}, " if number else ""
+    for place_of_group, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            names.setdefault(id(parameter), f"(group {number}, parameter {place})")
+            names.setdefault(id(parameter), f"({of}group {place_of_group}, parameter {place})")
     return names
 
 
-def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
+def is_beside_model(name: str) -> bool:
+    """Returns whether a parameter's name is that of one that an optimizer trains beside the model's."""
+    return name.startswith(("(group ", "(optimizer "))
+
+
+def state_kind(number: int) -> str:
+    """Returns how names of the tensors in an optimizer's state begin: two optimizers may step one parameter."""
+    return f"state {number}" if number else "state"
+
+
+def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> list[Part]:
     """Returns tensors of the optimizer's state, and parameters that it trains beside the model's."""
-    names = names_of_parameters(model, optimizer)
+    names = names_of_parameters(model, optimizer, number)
     of_model = {id(parameter) for parameter in standing_parameters(model).values()}
     parts = [
         Part(f"parameter/{names[id(parameter)]}", local_part(parameter), "trained")
@@ -190,13 +207,14 @@ def parts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
             pieces = pieces_of(key, value) if is_low_bit(value) else {key: value}
             for piece, tensor in pieces.items():
                 if is_plain(_local(tensor)):
-                    parts.append(Part(f"state/{piece}/{names[id(parameter)]}", _local(tensor), "trained"))
+                    name = f"{state_kind(number)}/{piece}/{names[id(parameter)]}"
+                    parts.append(Part(name, _local(tensor), "trained"))
     return parts
 
 
-def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> dict[str, Any]:
     """Returns what is no tensor: options of its groups, the rest of its state, and which of that is in 8 bits."""
-    names = names_of_parameters(model, optimizer)
+    names = names_of_parameters(model, optimizer, number)
     rest: dict[Any, Any] = {}
     low_bit: dict[str, dict[Any, Any]] = {}
     sharded: dict[str, list[Any]] = {}
@@ -225,12 +243,12 @@ def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return found | ({"sharded": sharded} if any(sharded.values()) else {})
 
 
-def state_records(records: Iterable[TensorRecord]) -> Iterator[tuple[str, str, TensorRecord]]:
+def state_records(records: Iterable[TensorRecord], number: int = 0) -> Iterator[tuple[str, str, TensorRecord]]:
     """Yields the tensors of an optimizer's state: of which parameter, under which key, and where."""
     for record in records:
         kind, _, rest = record.name.partition("/")
         key, _, name = rest.partition("/")
-        if kind == "state":
+        if kind == state_kind(number):
             yield name, key, record
 
 

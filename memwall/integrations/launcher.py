@@ -200,7 +200,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
 def _trains_later(checkpoint: StepCheckpoint, model: nn.Module) -> UsageError:
     names = ", ".join(type(each).__name__ for each in models_of(model))
     return UsageError(
-        f"--checkpoint {checkpoint.directory} commits what one optimizer trains from the first step on, and this "
+        f"--checkpoint {checkpoint.directory} commits what is trained from the first step on, and this "
         f"script goes on to train {names}; run it without --checkpoint, and save in the script"
     )
 

@@ -112,11 +112,13 @@ for model in (torch.nn.Linear(4, 2), torch.nn.Linear(2, 2)):
 """
 
 
-def test_steps_of_several_optimizers_are_not_committed(refused: Refused, folder: Path) -> None:
+def test_steps_of_several_optimizers_are_not_committed_where_no_iteration_is_told(
+    refused: Refused, folder: Path
+) -> None:
     (folder / "both.py").write_text(TWO_OPTIMIZERS.replace("PARAMETERS", "model.parameters()"))
     assert refused("run", "--budget", "8GiB", "--checkpoint", "kept", "both.py") == (
-        f"--checkpoint {Path('kept').absolute()} commits what one optimizer trains, and this model is stepped by "
-        "SGD + SGD; run it without --checkpoint, and save in the script"
+        f"--checkpoint {Path('kept').absolute()}: SGD + SGD step this model, and nothing says where an iteration of "
+        "all of them begins; loop over `for step in memwall.steps(NUM_STEPS)`"
     )
 
 
@@ -124,7 +126,7 @@ def test_steps_of_a_model_that_comes_later_are_not_committed(refused: Refused, f
     (folder / "later.py").write_text(LATER_MODEL)
     said = refused("run", "--budget", "8GiB", "--checkpoint", "kept", "later.py").splitlines()[-1]
     assert said == (
-        f"--checkpoint {Path('kept').absolute()} commits what one optimizer trains from the first step on, and this "
+        f"--checkpoint {Path('kept').absolute()} commits what is trained from the first step on, and this "
         "script goes on to train Linear; run it without --checkpoint, and save in the script"
     )
 

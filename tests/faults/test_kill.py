@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from plans import RESUMABLE, resumable_on_disk
 
 from memwall.cli.app import main
@@ -18,6 +19,7 @@ from memwall.cli.app import main
 pytestmark = pytest.mark.slow(seconds=4)
 
 ROOT = Path(__file__).parents[2]
+GAN = ROOT / "tests" / "scripts" / "train_gan.py"
 KILLED = ROOT / "tests" / "scripts" / "train_killed.py"
 PLAIN = ROOT / "tests" / "scripts" / "train_plain.py"
 NUM_STEPS = 40
@@ -26,7 +28,8 @@ NUM_STEPS = 40
 def command(folder: Path, *options: str, num_steps: int = NUM_STEPS) -> list[str]:
     limit = () if "--plan" in options else ("--budget", "8GiB")
     memwall = [sys.executable, "-m", "memwall", "run", *limit, *options]
-    return [*memwall, str(RESUMABLE), "--steps", str(num_steps), "--out", str(folder / "sha256.txt")]
+    script = () if str(GAN) in options else (str(RESUMABLE),)
+    return [*memwall, *script, "--steps", str(num_steps), "--out", str(folder / "sha256.txt")]
 
 
 def finish(folder: Path, *options: str, num_steps: int = NUM_STEPS) -> str:
@@ -94,6 +97,20 @@ def test_a_command_killed_with_its_parameters_on_disk_ends_with_the_same_weights
     kill_within(tmp_path, 0.2, *options)
     finish(tmp_path, *options)
     assert (tmp_path / "sha256.txt").read_text() == plain_sha256
+
+
+@pytest.mark.exhaustive
+def test_a_generator_and_its_critics_killed_twice_end_with_the_same_weights(tmp_path: Path) -> None:
+    """GIVEN three optimizers, and two gradient scalers alike WHEN a run is killed THEN each has its own state again."""
+    plain = [sys.executable, str(GAN), "--scaled", "--steps", str(NUM_STEPS), "--out", str(tmp_path / "plain.pt")]
+    subprocess.run(plain, check=True, stdout=subprocess.DEVNULL, timeout=100)
+    options = ("--checkpoint", str(tmp_path / "run"), "--resume", str(GAN), "--scaled")
+    draw = random.Random(3)
+    for _ in range(2):
+        kill_within(tmp_path, draw.uniform(0, 0.3), *options)
+    finish(tmp_path, *options)
+    found, wanted = (torch.load(tmp_path / name, weights_only=True) for name in ("sha256.txt", "plain.pt"))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 _MANY = [pytest.mark.exhaustive, pytest.mark.timeout(900)]

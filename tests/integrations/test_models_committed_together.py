@@ -1,4 +1,4 @@
-"""Models that one optimizer steps are committed together: an encoder and its decoder."""
+"""Models that are trained together are committed together: an encoder and its decoder, a GAN."""
 
 import gc
 import runpy
@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from memwall.cli.app import main
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "train_encoder_decoder.py"
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
 def digits_of(path: Path) -> Any:
@@ -20,14 +20,28 @@ def digits_of(path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_an_encoder_and_its_decoder_go_on_from_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GIVEN a run of three modules that ends in step 3 WHEN it is resumed, twice THEN each has the plain run's bits."""
+@pytest.mark.parametrize(
+    ("script", "stops"),
+    [
+        pytest.param("train_encoder_decoder.py", ("3",), id="three modules of one optimizer"),
+        pytest.param("train_gan.py", ("1", "4"), id="a generator and two critics, three optimizers"),
+    ],
+)
+def test_models_go_on_from_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, stops: tuple[str, ...]
+) -> None:
+    """GIVEN a run that ends in the midst of steps WHEN it is resumed, also once done THEN it has the plain run's bits.
+
+    The generator is called without gradients first, its norm counts that, and a critic is stepped twice in a step.
+    """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--out", "plain.pt"])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
-    kept = ["run", "--budget", "8GiB", "--checkpoint", "kept"]
-    assert main([*kept, str(SCRIPT), "--out", "kept.pt", "--stop-in", "3"]) == 9
-    for _ in ("resumed", "finished already"):
+    monkeypatch.setattr(sys, "argv", [script, "--out", "plain.pt"])
+    runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+    kept = ["run", "--budget", "8GiB", "--checkpoint", "kept", "--resume", str(SCRIPTS / script), "--out", "kept.pt"]
+    for stop in stops:
         gc.collect()  # what another process would not have
-        assert main([*kept, "--resume", str(SCRIPT), "--out", "kept.pt"]) == 0
+        assert main([*kept, "--stop-in", stop]) == 9
+    for _ in ("resumed", "finished already"):
+        gc.collect()
+        assert main(kept) == 0
         assert_close(digits_of(Path("kept.pt")), digits_of(Path("plain.pt")), rtol=0, atol=0)
