@@ -10,13 +10,26 @@ from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.open_state import open_optimizer_state
+from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.store.buckets import DiskSpace
 from memwall.store.transfer import TransferPool
 
-__all__ = ["KIB", "VOCABULARY", "GPT", "Stream", "everything", "loss_of", "put_on_disk", "streamed", "train_gpt"]
+__all__ = [
+    "KIB",
+    "VOCABULARY",
+    "GPT",
+    "Stream",
+    "everything",
+    "large",
+    "loss_of",
+    "on_disk",
+    "put_on_disk",
+    "streamed",
+    "train_gpt",
+]
 
 KIB = 1 << 10
 VOCABULARY, WIDTH = 64, 64
@@ -168,3 +181,11 @@ def train_gpt(
         with streamed(model, pool, optimizer if has_state else None, **settings):
             run()
     return numbers, everything(model, optimizer)
+
+
+def on_disk(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if type(parameter) is GuardedParameter}
+
+
+def large(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.nbytes >= 4 * KIB}

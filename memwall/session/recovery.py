@@ -44,7 +44,9 @@ class Recovery:
     def end_step(self, peak_bytes: int) -> None:
         """Notes what a step under the plan held at most."""
         if self._live.plan is not None and self._live.trace is not None and self._can_plan_again:
-            self._excess_bytes = 0 if self._live.device_budget.is_kept else excess_bytes(self._live.plan, peak_bytes)
+            self._excess_bytes = (
+                0 if self._live.in_effect.device_budget.is_kept else excess_bytes(self._live.plan, peak_bytes)
+            )
 
     def forget_excess(self) -> None:
         """Forgets what the last step took too much: the plan that it ran under is no more."""
@@ -74,7 +76,7 @@ class Recovery:
                 error,
             )
             self._can_plan_again = False
-            self._live.device_budget.lift()
+            self._live.in_effect.device_budget.lift()
             return
         _log.warning(
             "a step used %s more than foreseen; a new plan makes up for it, and nothing needs to be done",
@@ -118,7 +120,7 @@ class Recovery:
         before = self._live.plan
         assert before is not None
         self._live.note_lost()
-        self._live.allocator.trim()
+        self._live.in_effect.allocator.trim()
         charged_bytes = max(0, found.held_bytes + found.asked_bytes - _foreseen_bytes(before))
         try:
             revision = self._live.revised(charged_bytes=charged_bytes, held_bytes=found.held_bytes)

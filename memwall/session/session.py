@@ -170,11 +170,11 @@ class Session:
         check_optimizer(optimizer)
         if optimizer not in self._borders.optimizers:
             self._borders.add_optimizer(optimizer)
-            self._live.add_optimizer(optimizer)
+            self._live.in_effect.add_optimizer(optimizer)
 
     def watch_building(self) -> None:
         """Has parameters go to disk as modules get them, where the budget has no room for them."""
-        self._live.watch_building()
+        self._live.in_effect.watch_building(self.plan, self._live.settings.budget_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -201,7 +201,7 @@ class Session:
         try:
             self._steps.end(completed=completed)
         finally:
-            take_back = partial(self._live.take_back, keeps_state=not brings_back)
+            take_back = partial(self._live.in_effect.take_back, keeps_state=not brings_back)
             ends = (self._live.stop_recording, take_back, self._borders.let_go, self._live.end, close_once_unneeded)
             try:
                 with interruptions_put_off():
@@ -231,13 +231,13 @@ class Session:
                 rank weighs its own terms alone, as the mean loss of a plain script does. Ranks with few terms count
                 too much then.
         """
-        self._live.take_batches(is_begun=self.state != "waiting")
+        self._live.in_effect.take_batches(self.plan, is_begun=self.state != "waiting")
         total_of = self._live.terms_per_rank if over_ranks else float
-        yield from self._live.micro.split(batch, count, total_of=total_of)
+        yield from self._live.in_effect.micro.split(batch, count, total_of=total_of)
 
     def backward(self, loss: Tensor) -> None:
         """Runs `loss.backward()`, weighted by the present micro-batch's share of the batch."""
-        self._live.micro.backward(loss)
+        self._live.in_effect.micro.backward(loss)
 
     def compute_gradients(
         self,
@@ -269,7 +269,7 @@ class Session:
 
         def part() -> Tensor:
             parts = self.step(batch, count=count, over_ranks=over_ranks)
-            return sum((self._live.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
+            return sum((self._live.in_effect.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
 
         return self.redoable(part)
 

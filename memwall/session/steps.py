@@ -102,7 +102,7 @@ class Steps:
         if completed:
             self._clock.settle()
         self.log.flush()
-        self.live.end_showing()
+        self.live.in_effect.end_showing()
         self._watch.look()
         self._watch.close()
         self._growth.close()
@@ -181,7 +181,7 @@ class Steps:
     def saving_begins(self) -> None:
         """Frees what the last step has left, but for a script that looks at a state dict after step upon step."""
         self._watch.look()
-        self.live.end_showing()
+        self.live.in_effect.end_showing()
         self.measured.note_peak()
         if self.measured.num_steps > self._saved_after:
             is_next = self.measured.num_steps == self._saved_after + 1
@@ -194,11 +194,11 @@ class Steps:
         """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""
         close_unneeded()
         self._room.before_step()
-        applied = self.live.applied
+        applied = self.live.in_effect.applied
         device = next((p.device for p in self.borders.attached_model.parameters()), torch.device("cpu"))
         try:
             check_not_captured(device)
-            self.live.end_showing()
+            self.live.in_effect.end_showing()
             self.end_step()
             if self._is_outgrown or (self.state == "running" and (self._has_newcomer or self._is_new_stage())):
                 self._is_outgrown = False
@@ -216,13 +216,13 @@ class Steps:
         if self.state == "running":
             self.recovery.begin_step()
             self._growth.begin_step()
-        if self.live.applied is not applied:
+        if self.live.in_effect.applied is not applied:
             self._clock.forget()
             self._room.restart()
             self._is_applied_inside = self.borders.in_optimizer  # too late for an optimizer that steps already
-        if self.live.applied is not None:
-            self.live.applied.begin_step()
-            self.live.device_budget.begin_step(can_be_redone=self._redo.is_used)
+        if self.live.in_effect.applied is not None:
+            self.live.in_effect.applied.begin_step()
+            self.live.in_effect.device_budget.begin_step(can_be_redone=self._redo.is_used)
         self.log.begin_step()
         self._clock.begin(device)
 
@@ -233,14 +233,14 @@ class Steps:
             NotExactError: an action of the plan has made them others.
         """
         if self.borders.in_step:
-            self.live.check_proofs()
+            self.live.in_effect.check_proofs()
         if self.live.recorded is not None:
             self.live.recorded.before_optimizer(self.borders.optimizers)
 
     def optimizer_stepped(self, *, is_first: bool) -> None:
         """Notes what a step that has ended, or went on, needed, and what the plan's actions did in it."""
         self._has_room = False
-        self.live.device_budget.end_step()
+        self.live.in_effect.device_budget.end_step()
         self._redo.end_step()
         self._watch.look()
         self._growth.end_step()
@@ -262,12 +262,12 @@ class Steps:
             self._num_checked = self.measured.num_steps
             if not self._is_applied_inside:
                 self._check_effects()
-            self.live.leave_room(self._room)
+            self.live.in_effect.leave_room(self._room)
         self._is_applied_inside = False
 
     def _check_effects(self) -> None:
         try:
-            self.live.check_effects()
+            self.live.in_effect.check_effects()
         except NoEffectError:
             if self.live.ranks is None:
                 raise
@@ -275,7 +275,7 @@ class Steps:
 
     def step_skipped(self) -> None:
         """Has the next forward begin a step anew; one that was recorded is no step to plan from."""
-        self.live.device_budget.end_step()
+        self.live.in_effect.device_budget.end_step()
         self._redo.end_step()
         if self.state == "recording":
             self.live.stop_recording()
@@ -320,9 +320,9 @@ class Steps:
                 tell_of_failure(self.live.ranks)
 
     def _make_room(self) -> None:
-        if self.live.applied is not None:
+        if self.live.in_effect.applied is not None:
             self._room.look_away()
-            self.live.allocator.make_room(is_first=not self._has_room)
+            self.live.in_effect.allocator.make_room(is_first=not self._has_room)
             self._has_room = True
 
     def _note_engine_failure(self) -> None:

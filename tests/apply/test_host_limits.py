@@ -30,7 +30,7 @@ from memwall.planning.action import Action
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
-from memwall.session import live_plan, recorded_step
+from memwall.session import live_plan, plan_in_effect, recorded_step
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.step_borders import StepBorders
@@ -146,15 +146,15 @@ def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
 
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("cache given back"))
-    monkeypatch.setattr(live_plan, "pinnable_bytes", lambda: can_pin_bytes)
+    monkeypatch.setattr(plan_in_effect, "pinnable_bytes", lambda: can_pin_bytes)
     monkeypatch.setattr(live_plan, "RecordedStep", taken)
-    monkeypatch.setattr(live_plan, "AppliedPlan", taken)
+    monkeypatch.setattr(plan_in_effect, "AppliedPlan", taken)
     monkeypatch.setattr(Measurements, "begin_plan", lambda *_: None)
     live._borders.model = OnCuda()
     live.begin()
     made_with = live._present_settings()
     # What the host has free may change: what the plan was made with counts.
-    monkeypatch.setattr(live_plan, "pinnable_bytes", lambda: 3)
+    monkeypatch.setattr(plan_in_effect, "pinnable_bytes", lambda: 3)
     live.plan = a_plan(device="cuda")
     live.apply()
     assert [*told, made_with.tier_capacity_bytes] == 3 * [expected_bytes]

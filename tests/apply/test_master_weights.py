@@ -273,8 +273,8 @@ def test_parameters_and_masters_on_disk_train_to_the_same_bits(tmp_path: Path) -
         if is_placed:
             with memwall.fit(model, optimizer, plan=plan_of(model, PARAMETERS, STATE), disk=str(tmp_path)) as session:
                 steps()
-                assert session._live.parameters.away_bytes > 0
-                assert session._live.keeper.away_bytes > 5 * session._live.parameters.away_bytes
+                assert session._live.in_effect.parameters.away_bytes > 0
+                assert session._live.in_effect.keeper.away_bytes > 5 * session._live.in_effect.parameters.away_bytes
         else:
             steps()
         return model, optimizer.state_dict()["state"]

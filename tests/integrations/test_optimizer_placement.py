@@ -188,9 +188,9 @@ def test_what_is_on_disk_when_the_process_ends_is_not_brought_back(
     plan = msgspec.structs.replace(parameters_on_disk(nn.Module()), model_fingerprint=first.plan.model_fingerprint)
     session = Session(plan=plan, disk=str(tmp_path))
     assert run_script(str(SCRIPT), ["--out", str(out)], session, is_last=is_last) == 0
-    assert (session._live.keeper.away_bytes > 0) == is_last
-    assert (session._live.parameters.away_bytes > 0) == is_last
+    assert (session._live.in_effect.keeper.away_bytes > 0) == is_last
+    assert (session._live.in_effect.parameters.away_bytes > 0) == is_last
     assert session.measured.bytes_from_tier > 0
     assert {name: t.tolist() for name, t in load_file(out).items()} == {n: t.tolist() for n, t in plain_weights.items()}
-    session._live.parameters.bring_back()
-    session._live.keeper.bring_back()
+    session._live.in_effect.parameters.bring_back()
+    session._live.in_effect.keeper.bring_back()

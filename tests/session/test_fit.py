@@ -117,8 +117,8 @@ def test_where_memory_comes_from_changes_no_bit(policy: str) -> None:
     plan = plan_of(planned, AllocatorReuse(policy=policy, limit_bytes=1 << 40))
     with Session(plan=plan) as session:
         assert train(case, planned, session) == expected
-        assert session._live.allocator.policy == policy
-    assert session._live.allocator.policy is None
+        assert session._live.in_effect.allocator.policy == policy
+    assert session._live.in_effect.allocator.policy is None
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_two_sessions_cannot_hold_one_process_to_two_limits() -> None:
         inside = torch.ones(1 << 20)
         assert hooked_heap().figures().num_blocks > 0
         del inside
-        assert session._live.allocator.policy == "tensor-heap"
+        assert session._live.in_effect.allocator.policy == "tensor-heap"
 
 
 @pytest.mark.slow
@@ -379,7 +379,7 @@ def test_accumulation_gives_the_gradient_of_the_undivided_batch(micro_batch: int
     plan = plan_of(model, Accumulate(micro_batch=micro_batch, num_micro_batches=-(-5 // micro_batch)))
     with Session(plan=plan) as session:
         session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        session._live.micro.micro_batch = micro_batch
+        session._live.in_effect.micro.micro_batch = micro_batch
         num_parts = 0
         for micro in session.step(batch):
             session.backward(loss(micro))

@@ -260,9 +260,11 @@ def test_a_first_step_without_room_keeps_state_in_memory_and_has_parameters_back
     model, optimizers = made()
     session = Session(budget_bytes=1 << 40, disk=str(tmp_path))
     session.attach(model, optimizers if is_known else None)
-    live, in_forward, at_end = session._live, [], []
-    model.last.register_forward_hook(lambda *_: in_forward.append(live.parameters.away_bytes > 0))
-    optimizers[1].register_step_post_hook(lambda *_: at_end.append(live.keeper.is_away or live.parameters.away_bytes))
+    standing, in_forward, at_end = session._live.in_effect, [], []
+    model.last.register_forward_hook(lambda *_: in_forward.append(standing.parameters.away_bytes > 0))
+    optimizers[1].register_step_post_hook(
+        lambda *_: at_end.append(standing.keeper.is_away or standing.parameters.away_bytes)
+    )
     with session, shown_at_first_step(session):
         train(model, optimizers, num_steps=2)
     assert same(everything(model, optimizers), plain)

@@ -43,8 +43,8 @@ def test_blocks_that_are_left_out_are_waited_for(caplog: pytest.LogCaptureFixtur
     actions = [Recompute(block=f"blocks.{place}") for place in range(3)]
     with caplog.at_level(logging.INFO, "memwall"), Session(plan=plan_of(model, *actions)) as session:
         train(session, model, num_steps=4)
-        assert session._live.applied is not None
-        assert session._live.applied.effects._open == []
+        assert session._live.in_effect.applied is not None
+        assert session._live.in_effect.applied.effects._open == []
     assert "watched on: recompute of 'blocks.2'" in caplog.text
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
@@ -104,8 +104,8 @@ def test_the_watch_ends_once_everything_was_seen(tmp_path: Path) -> None:
         actions.append(AllocatorReuse(policy="tensor-heap"))
     with Session(plan=plan_of(model, *actions), disk=str(tmp_path), allow=("precision",)) as session:
         train(session, model, num_steps=1)
-        assert session._live.applied is not None
-        assert session._live.applied.effects._open == []
+        assert session._live.in_effect.applied is not None
+        assert session._live.in_effect.applied.effects._open == []
         assert len(model._forward_hooks) == len(plain._forward_hooks)
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 

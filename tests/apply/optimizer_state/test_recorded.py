@@ -183,7 +183,7 @@ def test_a_session_spills_state_that_was_loaded_before_its_first_step(
     assert step_record.kind == "steady"
     sizes = [s.nbytes for s in step_record.storages if s.category == "optimizer_state" and s.nbytes >= KIB]
     assert sum(sizes) == resident_state_bytes(optimizer)
-    assert not session._live.keeper.is_away
+    assert not session._live.in_effect.keeper.is_away
 
 
 # When the recorded step spills.

@@ -42,7 +42,7 @@ def test_a_first_step_without_room_has_parameters_on_disk_until_a_plan_brings_th
             model,
             optimizer,
             scheduler,
-            after=lambda: away.append(session._live.parameters.away_bytes),
+            after=lambda: away.append(session._live.in_effect.parameters.away_bytes),
             set_to_none=set_to_none,
         )
         assert session.plan is not None
@@ -72,8 +72,8 @@ def test_layers_that_are_not_trained_do_not_bring_all_back_before_a_first_step(
     with memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)) as session:
         loss_of(model, 0).backward()
         optimizer.step()
-        assert session._live.keeper.is_away
-        assert session._live.parameters.absent_bytes > 0
+        assert session._live.in_effect.keeper.is_away
+        assert session._live.in_effect.parameters.absent_bytes > 0
 
 
 def test_an_optimizer_that_cannot_be_stepped_in_parts_brings_them_back_before_its_step(
@@ -96,12 +96,12 @@ def test_an_optimizer_that_cannot_be_stepped_in_parts_brings_them_back_before_it
             session.attach(model, None)
             handle = register_optimizer_step_pre_hook(lambda found, *_, session=session: session.add_optimizer(found))
             closure()
-            assert session._live.parameters.away_bytes > 0
+            assert session._live.in_effect.parameters.away_bytes > 0
         else:
             closure()
         optimizer.step(closure)
         if is_under_session:
-            assert session._live.parameters.away_bytes == 0
+            assert session._live.in_effect.parameters.away_bytes == 0
             handle.remove()
             session.close()
         found.append(everything(model))
@@ -174,7 +174,7 @@ def test_a_step_that_ran_out_of_memory_is_done_again_with_parameters_where_they_
             optimizer.zero_grad()
         if session is not None:
             assert session.measured.oom_recoveries == 1
-            assert session._live.parameters.away_bytes > 400 * KIB
+            assert session._live.in_effect.parameters.away_bytes > 400 * KIB
             session.close()
         found.append(everything(model, optimizer))
     assert handles == []

@@ -47,7 +47,7 @@ def test_parameters_that_a_plan_leaves_in_memory_have_only_their_gradients_on_di
         placement = msgspec.structs.replace(PARAMETERS, staying=stays)
         with memwall.fit(model, optimizer, plan=plan_of(model, placement, STATE), disk=str(tmp_path)) as session:
             numbers = train(model, optimizer, scheduler)
-            keeper = session._live.parameters
+            keeper = session._live.in_effect.parameters
             assert keeper.num_spilled > 4
             assert (keeper.away_bytes == 0) == (len(stays) > 2)
             present = [member.name for member in keeper._streaming.tier if member.values.is_here]
@@ -69,8 +69,8 @@ def test_state_may_stay_in_part_where_all_parameters_leave(tmp_path: Path) -> No
         state = msgspec.structs.replace(STATE, resident_bytes=resident_bytes)
         with memwall.fit(model, optimizer, plan=plan_of(model, PARAMETERS, state), disk=str(tmp_path)) as session:
             numbers = train(model, optimizer, scheduler)
-            assert session._live.parameters.away_bytes > 0
-            away.append(session._live.keeper.away_bytes)
+            assert session._live.in_effect.parameters.away_bytes > 0
+            away.append(session._live.in_effect.keeper.away_bytes)
         assert numbers == plain_numbers
         assert differing(plain, everything(model, optimizer)) == []
     assert 0 < away[1] < away[0]
@@ -89,10 +89,10 @@ def test_what_stays_may_change_from_plan_to_plan(tmp_path: Path) -> None:
     with memwall.fit(model, optimizer, plan=plan_with(*BLOCKS), disk=str(tmp_path)) as session:
         train(model, optimizer, scheduler, num_steps=2)
         for first, staying in ((2, ()), (4, BLOCKS[:1])):
-            away.append(session._live.parameters.away_bytes)
+            away.append(session._live.in_effect.parameters.away_bytes)
             session._live.change_to(Revision(session.trace, plan_with(*staying), session.budget_bytes))  # type: ignore[arg-type]
             train(model, optimizer, scheduler, first=first, num_steps=2)
-        away.append(session._live.parameters.away_bytes)
+        away.append(session._live.in_effect.parameters.away_bytes)
     assert away[0] < away[2] < away[1]
     assert differing(plain, everything(model, optimizer)) == []
 
@@ -115,7 +115,7 @@ def test_a_plan_with_parameters_on_disk_trains_to_the_same_bits(set_to_none: boo
     model, optimizer, scheduler = made()
     absent: list[int] = []
     with memwall.fit(model, optimizer, plan=plan_for(model), disk=str(tmp_path)) as session:
-        keeper = session._live.parameters
+        keeper = session._live.in_effect.parameters
         numbers = train(
             model,
             optimizer,
@@ -171,7 +171,7 @@ def test_one_session_after_another_has_the_parameters_on_disk(tmp_path: Path) ->
         for first in range(0, 6, 2):
             with memwall.fit(model, optimizer, plan=plan_for(model), disk=str(tmp_path)) as session:
                 train(model, optimizer, scheduler, first=first, num_steps=2)
-                assert session._live.parameters.away_bytes > 400 * KIB
+                assert session._live.in_effect.parameters.away_bytes > 400 * KIB
     finally:
         gc.enable()
 
@@ -240,7 +240,7 @@ def test_a_parameter_that_its_model_uses_itself_stays_and_is_no_reason_for_the_o
         loss.backward()
         assert why_not_streamed(model, optimizer) is None
         optimizer.step()
-        assert session._live.parameters.away_bytes > 0
+        assert session._live.in_effect.parameters.away_bytes > 0
 
 
 def test_an_optimizer_that_mixes_parameters_is_a_reason_too() -> None:

@@ -1,0 +1,258 @@
+"""What stands in a model and its process for a plan: actions, what is on disk or on the host, the heap, the limits."""
+
+import logging
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from memwall.apply.applied import AppliedPlan
+from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.apply.memory.cuda_setting import restore_variables
+from memwall.apply.memory.ddp_buckets import when_rebuilt
+from memwall.apply.microbatch import MicroBatches
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper, is_streamed
+from memwall.apply.technique import handler_of
+from memwall.errors import ApplyError, MemwallError
+from memwall.machine.limits import pinnable_bytes
+from memwall.patches import undo_all
+from memwall.planning.blocks import find_blocks
+from memwall.planning.planfile import Plan
+from memwall.planning.technique import technique_of
+from memwall.session.device_budget import DeviceBudget
+from memwall.session.measurements import Measurements
+from memwall.session.step_borders import StepBorders
+from memwall.session.watch.room import RoomBetweenSteps
+from memwall.torch_internals.dispatch import without_subclass_functions
+from memwall.torch_internals.sharding import local_part
+from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
+from memwall.units import format_bytes
+
+__all__ = ["PlanInEffect"]
+
+_log = logging.getLogger(__name__)
+
+_NUM_COPIES = 2
+"""Copies of the weights that there is room for between two steps: one in parts, and those joined into one."""
+
+
+class PlanInEffect:
+    """Applies a plan, looks after it in each step, and takes it back; every method is to be called between two steps.
+
+    Args:
+        borders: knows the model and what steps it.
+        measured: where moved bytes are counted.
+        set_by_loop: tags of actions that the training loop carries out itself.
+        disk: where bytes go that have no room in memory.
+        disk_capacity_bytes: the most to take of the disk below a CPU's memory; None for what is free there.
+        host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
+
+    Attributes:
+        allocator: the heap that tensors on a CPU get.
+        parameters: which parameters are on disk.
+        keeper: where the optimizer's state is.
+        micro: divides batches, where the loop hands them over.
+        device_budget: holds torch's allocator to the budget on CUDA.
+        applied: the plan's actions; None while there is no plan.
+    """
+
+    def __init__(
+        self,
+        borders: StepBorders,
+        measured: Measurements,
+        *,
+        set_by_loop: tuple[str, ...],
+        disk: str | None,
+        disk_capacity_bytes: int | None,
+        host_capacity_bytes: int | None,
+    ) -> None:
+        self._borders, self._measured, self._set_by_loop, self._disk = borders, measured, set_by_loop, disk
+        self.disk_capacity_bytes, self._host_capacity_bytes = disk_capacity_bytes, host_capacity_bytes
+        self.host_limit_bytes: int | None = None
+        """Host memory below a model on CUDA: what plans are made with is what they are applied with."""
+        self.allocator = AllocatorHandler()
+        self.parameters = ParameterKeeper(disk, disk_capacity_bytes)
+        self.keeper = StateKeeper(disk, disk_capacity_bytes, self.parameters.around_step)
+        self.micro = MicroBatches()
+        self.is_cooperative = False
+        """Whether the loop takes its micro-batches from the session."""
+        self.device_budget = DeviceBudget()
+        self.applied: AppliedPlan | None = None
+        self._bucket_hooks: tuple[RemovableHandle, ...] = ()
+        self._room_bytes = 0
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """Returns what failed where no hook of the session sees it: in a transfer within autograd, in an effect."""
+        applied = () if self.applied is None else (self.applied.engine, self.applied.effects)
+        return next((part.failure for part in (*applied, self.keeper, self.parameters) if part and part.failure), None)
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of saved tensors that the plan's actions have moved to the next tier so far, and back."""
+        return (0, 0) if self.applied is None else self.applied.moved_bytes
+
+    def watch_building(self, plan: Plan | None, budget_bytes: int) -> None:
+        """Has parameters go to disk as they are made, where there is no room for them.
+
+        Args:
+            plan: the one that was given.
+        """
+        is_possible = not torch.cuda.is_available()
+        if plan is not None:
+            is_possible &= any(handler_of(action).can_be_built_away for action in plan.actions)
+        if is_possible and budget_bytes:
+            self.parameters.watch_building(budget_bytes, self.allocator)
+
+    def take_batches(self, plan: Plan | None, *, is_begun: bool) -> None:
+        """Divides the batches that the loop hands over, from now on.
+
+        Args:
+            plan: the one that stands.
+            is_begun: whether the run's first forward has been called. A given plan is applied in there, too late for
+                the batch that it is fed from.
+        """
+        self.is_cooperative = True
+        if not is_begun and self._borders.model is not None:
+            self.micro.follow(self._borders.model)
+            given = plan.actions if plan is not None else ()
+            self.micro.divide_into(next((p[0] for a in given if (p := technique_of(a).batch_parts(a))), None))
+
+    def measure_host(self) -> None:
+        """Finds out what may be taken of host memory, for a model on CUDA."""
+        if all(parameter.device.type != "cuda" for parameter in self._borders.attached_model.parameters()):
+            self.host_limit_bytes = None
+            return
+        can_pin_bytes, told_bytes = pinnable_bytes(), self._host_capacity_bytes
+        self.host_limit_bytes = can_pin_bytes if told_bytes is None else min(can_pin_bytes, told_bytes)
+
+    def apply(self, plan: Plan, trace: Trace | None, budget_bytes: int) -> None:
+        """Applies a plan.
+
+        Args:
+            trace: what it was made from; None where it was given.
+            budget_bytes: the process bytes that the device is to be held to.
+
+        Raises:
+            MemwallError: an action cannot be applied here.
+        """
+        if self.host_limit_bytes is None:  # the plan was given
+            self.measure_host()
+        order = () if trace is None else tuple(b.path for b in find_blocks(trace, steady_step(trace)))
+        applied = AppliedPlan(
+            self._borders.attached_model,
+            plan.actions,
+            block_order=order,
+            disk=self._disk,
+            disk_capacity_bytes=self.disk_capacity_bytes,
+            allocator=self.allocator,
+            micro=self.micro,
+            is_cooperative=self.is_cooperative,
+            is_running=self._borders.in_first_forward,
+            set_by_loop=self._set_by_loop,
+            optimizers=self._borders.optimizers,
+            keeper=self.keeper,
+            parameters=self.parameters,
+            host_limit_bytes=self.host_limit_bytes,
+        )
+        applied.apply()
+        self.count_state(is_recorded=True)
+        self.applied = applied
+        with without_subclass_functions():  # what is on disk is shown by memwall itself
+            parameters = [p for p in self._borders.attached_model.parameters() if p.device.type == "cpu"]
+            self._room_bytes = _NUM_COPIES * sum(local_part(p).nbytes for p in parameters if not is_streamed(p))
+        self._bucket_hooks = when_rebuilt(self._borders.attached_model, self._buckets_rebuilt)
+        self._measured.note_peak()
+        self.allocator.trim()
+        if self.host_limit_bytes is not None:
+            # What the plan has taken off the device since the last step is torch's still, and counts as held.
+            torch.cuda.empty_cache()
+            self.device_budget.hold(self._measured.meter, budget_bytes)
+        self._measured.begin_plan(None if trace is None else trace.base_bytes)
+        _log.info(
+            "a plan with %d actions is applied; it foresees a peak of %s",
+            len(plan.actions),
+            format_bytes(plan.forecast.peak.process_bytes),
+        )
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Says that an optimizer steps the model, before its first step; what waited for that is applied.
+
+        Raises:
+            MemwallError: the plan cannot be applied to it.
+        """
+        if self.keeper.is_away:
+            raise ApplyError(
+                f"{type(optimizer).__name__} begins to step the model while another optimizer's state is on disk, and "
+                "of several it stays in memory; have every optimizer step in the first step, hand all of them to "
+                "memwall.fit(model, [first, second], budget=...), or give a larger budget"
+            )
+        if self.applied is not None:
+            self.applied.add_optimizer(optimizer)
+
+    def take_back(self, *, keeps_state: bool = False) -> None:
+        """Leaves the model as it was before.
+
+        Args:
+            keeps_state: leave the optimizer's state and the parameters where they are, for the plan that follows.
+        """
+        self.count_state()
+        for hook in self._bucket_hooks:
+            hook.remove()
+        if self.applied is not None:
+            self._measured.count_moved(*self.applied.moved_bytes)
+            applied, self.applied = self.applied, None
+            applied.undo(keeps_state=keeps_state)
+        if not keeps_state:
+            self.parameters.bring_back()
+            self.keeper.bring_back()
+
+    def check_effects(self) -> None:
+        """Notes what the plan's actions did in a step; to be called after each optimizer step.
+
+        Raises:
+            NoEffectError: an action has none.
+        """
+        if self.applied is not None:
+            self._measured.lost |= self.applied.lost
+            self.applied.check_effects()
+
+    def check_proofs(self) -> None:
+        """Checks that no action has changed the gradients; to be called before an optimizer uses them.
+
+        Raises:
+            NotExactError: one has.
+        """
+        if self.applied is not None:
+            self.applied.check_proofs()
+
+    def leave_room(self, room: RoomBetweenSteps) -> None:
+        """Leaves room after a step for copies of the weights: scripts log, hash or keep them where no hook sees it."""
+        if self.applied is not None and self._room_bytes:
+            room_bytes = room.after_step(self._room_bytes)
+            if room_bytes:
+                self.allocator.leave_room(room_bytes)
+            room.begin_looking()
+
+    def end_showing(self) -> None:
+        """Ends what was shown of parameters on disk, to save them: it is no part of the step that follows."""
+        shown_bytes = self.parameters.end_showing()
+        if shown_bytes:
+            self._measured.note_peak(shown_bytes)
+            self._measured.meter.reset_peak()
+
+    def count_state(self, *, is_recorded: bool = False) -> None:
+        """Counts what of state and parameters was moved since the last time."""
+        for counts in (self.keeper.moved_bytes(), self.parameters.moved_bytes()):
+            self._measured.count_moved(*counts, is_recorded=is_recorded)
+
+    def end(self) -> None:
+        """Leaves the process as it was before, too."""
+        ends = (self.allocator.undo, restore_variables, self.parameters.end_building)
+        undo_all((*ends, self.device_budget.lift))
+
+    def _buckets_rebuilt(self) -> None:
+        """Lets go of the buckets of the first step, which are free: what malloc keeps of them no forecast knows."""
+        self.allocator.trim(generation=0)
+        self.allocator.hold_limit()
