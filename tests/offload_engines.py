@@ -108,10 +108,22 @@ def offload_for(pool: Pool, module: nn.Module | None = None, **settings: int) ->
     return ActivationOffload(pool, is_excluded=excluded, owns_pages=pool.allocator.owns_pages, **sizes)
 
 
+def loaded_bytes(offload: ActivationOffload) -> int:
+    """Returns the bytes brought back that no backward node has taken yet; of packed ones what they unpack to."""
+    offload._reap()
+    return offload._loaded_bytes
+
+
+def held_bytes(offload: ActivationOffload) -> int:
+    """Returns the bytes that are parked for a graph that still lives, as they left."""
+    offload._reap()
+    return sum(entry.parked.num_bytes for entry in offload._entries)
+
+
 def is_empty(offload: ActivationOffload, pool: TransferPool) -> bool:
     """Nothing is held in memory or on disk."""
     gc.collect()
-    if offload.num_held or offload.held_bytes or offload.loaded_bytes:
+    if offload.num_held or loaded_bytes(offload):
         return False
     pool.wait_for(lambda: pool.scratch.used_bytes == 0)
     return True

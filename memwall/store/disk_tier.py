@@ -58,9 +58,6 @@ class ByteRange(NamedTuple):
 class StorageTier(Protocol[P, L]):
     """Holds bytes away from their device. Methods are called by one thread at a time."""
 
-    stall_seconds: float
-    """Counts the time that `park` waited for room, so far."""
-
     def park(self, source: ByteRange, label: str) -> P:
         """Takes `source` away; the caller lets go of it on return.
 
@@ -70,8 +67,8 @@ class StorageTier(Protocol[P, L]):
     def load(self, parked: P, *, is_urgent: bool) -> L:
         """Begins to bring the bytes back into fresh memory; may be called again and again."""
 
-    def collect(self, load: L) -> tuple[Tensor, float]:
-        """Returns the bytes (uint8, one dimension) once all are there, and the seconds the caller had to wait."""
+    def collect(self, load: L) -> Tensor:
+        """Returns the bytes (uint8, one dimension) once all are there."""
 
     def discard(self, load: L) -> None:
         """Gives up a load that nobody collects."""
@@ -217,7 +214,6 @@ class DiskTier:
         """Counts the bytes of sources that are written from where they lie and are not there yet."""
         # Reentrant: a garbage collection inside may run a callback.
         self.leaving_lock = threading.RLock()
-        self.stall_seconds = 0.0
 
     @property
     def staging_bytes(self) -> int:
@@ -289,7 +285,7 @@ class DiskTier:
 
     def _wait_for(self, is_ready: Callable[[], bool]) -> None:
         if not is_ready():
-            self.stall_seconds += self._pool.wait_for(is_ready)
+            self._pool.wait_for(is_ready)
 
     def load(self, parked: DiskParked, *, is_urgent: bool) -> DiskLoad:
         """Begins to bring bytes back; what is wanted at once and has not left yet is copied, before all writes."""
@@ -317,22 +313,22 @@ class DiskTier:
         parked.reads.append(read)
         return DiskLoad(buffer=buffer, read=read, parked=parked)
 
-    def collect(self, load: DiskLoad) -> tuple[Tensor, float]:
-        """Returns the bytes once they are all there, and the seconds that took.
+    def collect(self, load: DiskLoad) -> Tensor:
+        """Returns the bytes once they are all there.
 
         Raises:
             StoreError: the bytes cannot be had, or came back different.
         """
         if load.read is None:
-            return load.buffer, 0.0
-        seconds = load.read.wait()
+            return load.buffer
+        load.read.wait()
         if load.parked.slot.is_torn:
             raise StoreError(
                 f"{load.parked.label} came back different from {self._pool.scratch.place}: something wrote into its "
                 "memory or freed it while it was on its way, and autograd was not told (write into a copy, not into "
                 "`.data`), or the disk loses data (try another --disk DIR)"
             )
-        return load.buffer, seconds
+        return load.buffer
 
     def discard(self, load: DiskLoad) -> None:
         """Gives up a load; a block that has begun keeps its memory until it is read."""

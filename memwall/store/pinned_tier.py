@@ -59,7 +59,6 @@ class PinnedTier:
         self._arena = PinnedArena(limit_bytes, device=device)
         self._leaving: dict[PinnedParked, None] = {}
         self._leaving_bytes = 0
-        self.stall_seconds = 0.0
 
     def park(self, source: ByteRange, label: str) -> PinnedParked:
         tensor = source.tensor()
@@ -91,11 +90,11 @@ class PinnedTier:
         parked.last_read = ready
         return PinnedLoad(buffer=buffer, ready=ready)
 
-    def collect(self, load: PinnedLoad) -> tuple[Tensor, float]:
-        """Returns the bytes; the compute stream waits for them, the host does not: 0 seconds."""
+    def collect(self, load: PinnedLoad) -> Tensor:
+        """Returns the bytes; the compute stream waits for them, the host does not."""
         if load.ready is not None:
             torch.cuda.current_stream(self._device).wait_event(load.ready)
-        return load.buffer, 0.0
+        return load.buffer
 
     def discard(self, load: PinnedLoad) -> None:
         """Gives up a load: the buffer's next user on the compute stream must come after the copy into it."""

@@ -152,9 +152,9 @@ class TransferPool(Closing):
             after.then(lambda: self._state.queue(piece, is_urgent=True))
         return transfer
 
-    def wait_for(self, is_ready: Callable[[], bool]) -> float:
-        """Blocks until `is_ready()`, asked again whenever a piece is finished; returns the seconds that took."""
-        return self._state.wait_for(is_ready)
+    def wait_for(self, is_ready: Callable[[], bool]) -> None:
+        """Blocks until `is_ready()`, asked again whenever a piece is finished."""
+        self._state.wait_for(is_ready)
 
     def close(self) -> None:
         """Drops what is queued, ends the workers, and returns the file's space. Never raises, never hangs."""

@@ -64,17 +64,16 @@ class Transfer:
                 return
         callback()
 
-    def wait(self) -> float:
-        """Blocks until done, and returns the seconds that took.
+    def wait(self) -> None:
+        """Blocks until done.
 
         Raises:
             StoreError: a block of this or an earlier transfer failed (`OffloadIOError` with the place), or the disk
                 finished nothing for the pool's `stall_seconds`.
         """
-        seconds = self._state.wait_for(lambda: self._pending == 0)
+        self._state.wait_for(lambda: self._pending == 0)
         if self.is_cancelled:
             raise StoreError(f"the transfer of {self.label} was cancelled: the disk offload has been closed")
-        return seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -195,9 +194,8 @@ class WorkState:
                 if any(is_ready() for is_ready in self.questions):
                     self.work_done.notify_all()
 
-    def wait_for(self, is_ready: Callable[[], bool]) -> float:
-        """Blocks until `is_ready()`, asked again whenever a piece is finished; returns the seconds that took."""
-        started = time.perf_counter()
+    def wait_for(self, is_ready: Callable[[], bool]) -> None:
+        """Blocks until `is_ready()`, asked again whenever a piece is finished."""
         left_seconds = self.stall_seconds
         with self.lock:
             self.questions.append(is_ready)
@@ -222,7 +220,6 @@ class WorkState:
             finally:
                 self.questions.remove(is_ready)
             self.raise_failure()
-        return time.perf_counter() - started
 
     def fail(self, error: BaseException) -> None:
         """Notes a failure, if it is the first, for whoever waits and whoever comes later."""

@@ -75,7 +75,7 @@ for step in range(1, 301):
     layers.zero_grad()
     del loss
     if step in (3, 300):
-        print(anonymous_bytes(), offload.held_bytes, pool.scratch.reserved_bytes)
+        print(anonymous_bytes(), offload.num_held, pool.scratch.reserved_bytes)
 print(offload.bytes_written)
 """
     early, late, moved = in_a_process(code, tmp_path).splitlines()

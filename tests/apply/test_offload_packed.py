@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from offload_engines import KIB, GradientIsSaved, Pool, is_empty, offload_for
+from offload_engines import KIB, GradientIsSaved, Pool, is_empty, loaded_bytes, offload_for
 from oracle import count_allocations
 from packing_error import error_bound
 from plans import a_plan, plan_of
@@ -176,7 +176,7 @@ def test_reading_ahead_counts_what_is_unpacked(pool: Pool) -> None:
             packed = [offload.pack(source) for source in sources]
         for left in reversed(range(12)):
             torch.testing.assert_close(offload.unpack(packed[left]), sources[left], rtol=0.0, atol=0.02)
-            assert offload.loaded_bytes == min(left, 5) * 8 * KIB
+            assert loaded_bytes(offload) == min(left, 5) * 8 * KIB
             packed.pop()
         assert offload.bytes_read == 12 * num_packed_bytes(2048)
         assert is_empty(offload, pool)

@@ -62,7 +62,7 @@ def test_a_storage_of_whole_pages_is_written_from_where_it_lies_and_stays_until_
     assert (tier.staging_bytes, tier.leaving_bytes) == (0, 3 * BLOCK)
     assert alive() is not None
     gate.event.set()
-    back, _ = tier.collect(tier.load(parked, is_urgent=False))
+    back = tier.collect(tier.load(parked, is_urgent=False))
     assert torch.equal(back, wanted)
     assert tier.leaving_bytes == 0
     gc.collect()
@@ -82,7 +82,7 @@ def test_what_does_not_lie_so_or_is_beyond_the_window_is_copied_and_may_change_a
         parked = tier.park(ByteRange.of(source), "x")
         source.zero_()
         assert tier.staging_bytes > 0
-        assert torch.equal(tier.collect(tier.load(parked, is_urgent=True))[0], wanted)
+        assert torch.equal(tier.collect(tier.load(parked, is_urgent=True)), wanted)
 
 
 def test_a_range_of_bytes_is_those_of_its_tensor_in_their_storage() -> None:
@@ -116,7 +116,7 @@ def test_pages_that_are_not_known_to_be_a_tensors_own_are_copied(
     parked = tier.park(ByteRange.of(source), "x")
     source.zero_()
     gate.event.set()
-    assert torch.equal(tier.collect(tier.load(parked, is_urgent=True))[0], wanted)
+    assert torch.equal(tier.collect(tier.load(parked, is_urgent=True)), wanted)
 
 
 def test_a_source_waits_until_the_window_has_room_for_it(gate: Gate, gated: TransferPool) -> None:
@@ -126,7 +126,6 @@ def test_a_source_waits_until_the_window_has_room_for_it(gate: Gate, gated: Tran
     opener.start()
     tier.park(ByteRange.of(on_a_page(2 * BLOCK)), "second")
     assert gate.event.is_set()
-    assert tier.stall_seconds > 0.1
     opener.join()
 
 
@@ -145,7 +144,7 @@ def test_a_source_that_changes_while_it_is_written_is_an_error_for_its_reader_on
     first.add_(1)
     gate.event.set()
     load = tier.load(changed, is_urgent=False)
-    assert torch.equal(tier.collect(tier.load(kept, is_urgent=True))[0], wanted)
+    assert torch.equal(tier.collect(tier.load(kept, is_urgent=True)), wanted)
     with pytest.raises(
         StoreError, match=r"^float32\[4, 4\] saved in blocks.1 came back different from .* its memory or freed"
     ):
@@ -171,7 +170,7 @@ def test_bytes_on_their_way_out_never_take_more_than_the_window(gate: Gate, gate
         source = on_a_page(num_bytes, draw.choice((0, 0, 64)))
         kept.append((tier.park(ByteRange.of(source), "x"), source.clone()))
     for parked, wanted in kept:
-        assert torch.equal(tier.collect(tier.load(parked, is_urgent=True))[0], wanted)
+        assert torch.equal(tier.collect(tier.load(parked, is_urgent=True)), wanted)
     assert 4 * BLOCK < most_bytes <= 6 * BLOCK
     assert {parked.leaving is None for parked, _ in kept} == {True, False}
 
@@ -190,12 +189,12 @@ def test_what_is_wanted_at_once_and_has_not_left_is_copied(gate: Gate, gated: Tr
     tier = tier_on(gated, 4)
     source = on_a_page(2 * BLOCK)
     parked = tier.park(ByteRange.of(source), "x")
-    back, seconds = tier.collect(tier.load(parked, is_urgent=True))
-    assert (torch.equal(back, source), seconds) == (True, 0.0)
+    back = tier.collect(tier.load(parked, is_urgent=True))  # while nothing reaches the disk
+    assert torch.equal(back, source)
     back.zero_()  # as a gradient may be
     ahead = tier.load(parked, is_urgent=False)
     gate.event.set()
-    assert torch.equal(tier.collect(ahead)[0], source)
+    assert torch.equal(tier.collect(ahead), source)
 
 
 def test_an_arena_gives_its_memory_back_when_no_block_is_in_use() -> None:
@@ -248,6 +247,6 @@ def test_bytes_read_back_land_on_a_page_without_a_copy(tmp_path: Path) -> None:
         tier = DiskTier(pool, window_bytes=2 * BLOCK)
         source = torch.arange(3 * BLOCK + 5, dtype=torch.int64).to(torch.uint8)
         parked = tier.park(ByteRange.of(source), "x")
-        back, _ = tier.collect(tier.load(parked, is_urgent=True))
+        back = tier.collect(tier.load(parked, is_urgent=True))
         assert back.data_ptr() % 4096 == 0
         assert torch.equal(back, source)

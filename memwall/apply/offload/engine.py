@@ -92,14 +92,12 @@ class ActivationOffload(Closing):
         self._active = threading.local()
         self._loaded: dict[Entry, None] = {}
         self._loaded_bytes = 0
-        self._held_bytes = 0
         # Saved handles die in any thread, at any instant, under any lock (garbage collection): they only leave a note
         # here, and the next call acts on it.
         self._dead: deque[tuple[Entry, bool]] = deque()
         self._is_closed = False
         self._moved_bytes = 0
         self._restored_bytes = 0
-        self._stall_seconds = 0.0
         self.refusal = ""
         """Why saved tensors stayed on a device that were to leave it; "" if none did."""
         self.failure: MemwallError | None = None
@@ -123,30 +121,11 @@ class ActivationOffload(Closing):
         return sum(tier.staging_bytes for tier in self._tiers.values() if isinstance(tier, DiskTier))
 
     @property
-    def stall_seconds(self) -> float:
-        """Returns how long the training thread waited for the host's side of transfers, not inside a CUDA stream."""
-        return self._stall_seconds + sum(tier.stall_seconds for tier in self._tiers.values())
-
-    @property
     def num_held(self) -> int:
         """Returns how many storage ranges are parked for a graph that still lives."""
         with self._lock:
             self._reap()
             return len(self._entries)
-
-    @property
-    def held_bytes(self) -> int:
-        """Returns the bytes of those ranges, as they left."""
-        with self._lock:
-            self._reap()
-            return self._held_bytes
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Returns the bytes brought back that no backward node has taken yet; of packed ones what they unpack to."""
-        with self._lock:
-            self._reap()
-            return self._loaded_bytes
 
     # What callers put around a forward, and before a backward.
 
@@ -316,7 +295,6 @@ class ActivationOffload(Closing):
         self._entries.append(entry)
         self._by_range[key] = entry
         self._groups.setdefault(group, {})[entry] = None
-        self._held_bytes += entry.parked.num_bytes
         self._moved_bytes += entry.parked.num_bytes
         return entry
 
@@ -330,8 +308,7 @@ class ActivationOffload(Closing):
                 self._drop_load(entry, is_collected=True)
             if entry.load is None:
                 self._begin_load(entry, is_urgent=True)
-            buffer, seconds = entry.tier.collect(entry.load)
-            self._stall_seconds += seconds
+            buffer = entry.tier.collect(entry.load)
             entry.remember(buffer)
         tensor = saved.view_of(buffer)
         saved.mark_read()
@@ -395,7 +372,6 @@ class ActivationOffload(Closing):
         del members[entry]
         if not members:
             del self._groups[entry.group]
-        self._held_bytes -= entry.parked.num_bytes
         entry.tier.release(entry.parked)
 
 

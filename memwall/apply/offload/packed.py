@@ -88,8 +88,6 @@ class PackedTier:
         dtype: of the elements in all ranges.
     """
 
-    stall_seconds = 0.0  # the tier behind counts
-
     def __init__(self, tier: StorageTier[Any, Any], form: LeavingForm, dtype: torch.dtype) -> None:
         self._tier, self._codes, self._dtype = tier, _CODES[form], dtype
 
@@ -105,14 +103,13 @@ class PackedTier:
     def load(self, parked: PackedRange, *, is_urgent: bool) -> PackedLoad:
         return PackedLoad(parked, self._tier.load(parked.parked, is_urgent=is_urgent))
 
-    def collect(self, load: PackedLoad) -> tuple[Tensor, float]:
+    def collect(self, load: PackedLoad) -> Tensor:
         """Unpacks once, and lets go of the packed bytes then."""
-        seconds = 0.0
         if load.buffer is None:
-            memory, seconds = self._tier.collect(load.load)
+            memory = self._tier.collect(load.load)
             load.load = None
             load.buffer = self._unpacked(memory, load.of.num_elements) if load.of.num_elements else memory
-        return load.buffer, seconds
+        return load.buffer
 
     def discard(self, load: PackedLoad) -> None:
         if load.load is not None:
