@@ -3,10 +3,11 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from warm_python import warm_python
 
 __all__ = ["PRELUDE", "found_by_ranks", "run_ranks"]
 
@@ -37,25 +38,18 @@ def run_ranks(num_ranks: int, *arguments: str, folder: Path, timeout_s: float = 
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    shared |= {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    shared |= {"LOCAL_WORLD_SIZE": str(num_ranks), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", *arguments],
-            cwd=folder,
-            env=os.environ | shared | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        warm_python().start(*arguments, folder=folder, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(num_ranks)
     ]
     try:
-        done = [rank.communicate(timeout=timeout_s) for rank in ranks]
+        done = [rank.wait(timeout_s=timeout_s) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(errors[-6000:] for _, errors in done)
-    return [output for output, _ in done]
+    assert done == [0] * num_ranks, "\n".join(rank.said[-6000:] for rank in ranks)
+    return [rank.printed for rank in ranks]
 
 
 def found_by_ranks(num_ranks: int, script: str, folder: Path) -> list[dict[str, Any]]:

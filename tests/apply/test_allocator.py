@@ -1,9 +1,9 @@
 """Where torch's tensors live once a plan says so; each case in a process of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from processes import Forks
+from warm_python import warm_python
 
 from memwall.predict.malloc.malloc_policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
@@ -34,10 +34,9 @@ OutputOf = Callable[[str], list[str]]
 
 
 @pytest.fixture(scope="module")
-def output_of() -> Iterator[OutputOf]:
+def output_of() -> OutputOf:
     """Returns what a script prints after the prelude, in a process whose memory no other script has used."""
-    with Forks("import torch, memwall.apply.memory.allocator, memwall.errors, memwall.machine.meter") as forks:
-        yield lambda script: forks.printed_by(_PRELUDE + script)
+    return lambda script: warm_python().printed_by(_PRELUDE + script)
 
 
 @needs_heap

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import jsonschema
 import pytest
 import referencing
 from figures import untagged, without_unit
+from warm_python import warm_python
 
 from memwall.cli.app import main
 
@@ -21,16 +21,14 @@ TESTS = Path(__file__).parents[1]
 SCRIPT = (str(TESTS / "scripts" / "train_plain.py"), "--batch", "32", "--sequence", "128", "--steps", "3")
 
 
-def memwall(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def memwall(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """A command in a process of its own, whose memory is not this one's."""
-    return subprocess.run(
-        [sys.executable, "-m", "memwall", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return warm_python().run("-m", "memwall", *arguments, folder=folder, timeout_s=100)
+
+
+def run_plainly(folder: Path, *script: str) -> None:
+    done = warm_python().run(*script, folder=folder, timeout_s=100)
+    assert done.returncode == 0, done.stderr
 
 
 def planned(folder: Path, *arguments: str) -> tuple[int, str, str]:
@@ -67,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "forecast.json").write_text(out)
     run = memwall(folder, "run", "--plan", "plan.json", "--report", "run.json", *SCRIPT, "--out", "planned.bin")
     assert run.returncode == 0, run.stderr
-    subprocess.run([sys.executable, *SCRIPT, "--out", "plain.bin"], cwd=folder, check=True, timeout=100)
+    run_plainly(folder, *SCRIPT, "--out", "plain.bin")
     return folder
 
 
@@ -205,7 +203,7 @@ def test_a_script_that_steps_muon_and_adamw_fits_with_the_same_weights(folder: P
     budget = roomy["plain_peak"]["process_bytes"] + (16 << 20)
     run = memwall(folder, "run", "--budget", str(budget), "--report", "muon.json", *script, "--out", "muon_planned.bin")
     assert run.returncode == 0, run.stderr
-    subprocess.run([sys.executable, *script, "--out", "muon_plain.bin"], cwd=folder, check=True, timeout=100)
+    run_plainly(folder, *script, "--out", "muon_plain.bin")
     assert (folder / "muon_planned.bin").read_bytes() == (folder / "muon_plain.bin").read_bytes()
     report = valid(json.loads((folder / "muon.json").read_text()), "run.schema.json")
     forecast, measured = report["forecast"], report["measured"]

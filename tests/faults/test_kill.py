@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from plans import RESUMABLE, resumable_on_disk
+from warm_python import warm_python
 
 from memwall.cli.app import main
 
@@ -27,49 +26,38 @@ NUM_STEPS = 40
 
 def command(folder: Path, *options: str, num_steps: int = NUM_STEPS) -> list[str]:
     limit = () if "--plan" in options else ("--budget", "8GiB")
-    memwall = [sys.executable, "-m", "memwall", "run", *limit, *options]
+    memwall = ["-m", "memwall", "run", *limit, *options]
     script = () if str(GAN) in options else (str(RESUMABLE),)
     return [*memwall, *script, "--steps", str(num_steps), "--out", str(folder / "sha256.txt")]
 
 
 def finish(folder: Path, *options: str, num_steps: int = NUM_STEPS) -> str:
     """Standard output of a run that is left alone."""
-    done = subprocess.run(
-        command(folder, *options, num_steps=num_steps),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = warm_python().run(*command(folder, *options, num_steps=num_steps), folder=folder, timeout_s=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def kill_within(folder: Path, seconds: float, *options: str) -> int:
     """Starts a run, kills it some time after its first step of its own, and returns how many steps it printed."""
-    process = subprocess.Popen(command(folder, *options), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    process.stdout.readline()
-    time.sleep(seconds)
-    process.send_signal(signal.SIGKILL)
-    printed = process.stdout.read()
+    reading, writing = os.pipe()
+    process = warm_python().start(*command(folder, *options), folder=folder, out=writing)
+    os.close(writing)
+    with open(reading, "rb") as printed:
+        printed.readline()
+        time.sleep(seconds)
+        process.kill()
+        num_steps = 1 + printed.read().count(b"step")
     process.wait()
-    process.stdout.close()
-    return 1 + printed.count(b"step")
+    return num_steps
 
 
 @pytest.fixture(scope="module")
 def plain_sha256(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights of a run without memwall that nobody killed."""
     folder = tmp_path_factory.mktemp("plain")
-    subprocess.run(
-        [sys.executable, str(RESUMABLE), "--steps", str(NUM_STEPS), "--out", str(folder / "plain.txt")],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=100,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-    )
+    done = warm_python().run(RESUMABLE, "--steps", NUM_STEPS, "--out", folder / "plain.txt", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
     return (folder / "plain.txt").read_text()
 
 
@@ -102,8 +90,8 @@ def test_a_command_killed_with_its_parameters_on_disk_ends_with_the_same_weights
 @pytest.mark.exhaustive
 def test_a_generator_and_its_critics_killed_twice_end_with_the_same_weights(tmp_path: Path) -> None:
     """GIVEN three optimizers, and two gradient scalers alike WHEN a run is killed THEN each has its own state again."""
-    plain = [sys.executable, str(GAN), "--scaled", "--steps", str(NUM_STEPS), "--out", str(tmp_path / "plain.pt")]
-    subprocess.run(plain, check=True, stdout=subprocess.DEVNULL, timeout=100)
+    plain = warm_python().run(GAN, "--scaled", "--steps", NUM_STEPS, "--out", tmp_path / "plain.pt")
+    assert plain.returncode == 0, plain.stderr
     options = ("--checkpoint", str(tmp_path / "run"), "--resume", str(GAN), "--scaled")
     draw = random.Random(3)
     for _ in range(2):
@@ -121,9 +109,8 @@ _MANY = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
     [(4, ()), (3, ("--on-disk",)), pytest.param(50, (), marks=_MANY), pytest.param(50, ("--on-disk",), marks=_MANY)],
 )
 def test_kills_at_random_instants_change_nothing(tmp_path: Path, num_kills: int, options: tuple[str, ...]) -> None:
-    command = [sys.executable, str(KILLED), str(tmp_path), "--kills", str(num_kills), *options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
+    search = os.pathsep.join(sys.path)
+    done = warm_python().run(KILLED, tmp_path, "--kills", num_kills, *options, timeout_s=800, PYTHONPATH=search)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["killed"] == num_kills

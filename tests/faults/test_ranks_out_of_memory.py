@@ -1,12 +1,12 @@
 """One of two processes runs out of memory: it ends with a typed error, and the other does not wait for ever."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 SCRIPT = textwrap.dedent("""
     import sys
@@ -39,20 +39,12 @@ SCRIPT = textwrap.dedent("""
 @pytest.mark.slow
 def test_no_process_is_left_waiting(tmp_path: Path) -> None:
     """GIVEN two processes with a timeout of ten minutes WHEN one fails THEN both have ended within one."""
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for rank in range(2)
-    ]
+    search = os.pathsep.join(sys.path)
+    runs = [warm_python().start("-c", SCRIPT, rank, tmp_path / "store", PYTHONPATH=search) for rank in range(2)]
     try:
-        errors = [run.communicate(timeout=120)[1] for run in runs]
+        assert [run.wait(timeout_s=120) for run in runs] == [1, 1]
     finally:
         for run in runs:
             run.kill()
-    assert "memwall.errors.OutOfMemoryError: out of memory in the forward of step 2: " in errors[1]
-    assert "this is one of 2 processes, and the others wait for its part of this step: it ends, so that" in errors[1]
-    assert [run.returncode for run in runs] == [1, 1]
+    assert "memwall.errors.OutOfMemoryError: out of memory in the forward of step 2: " in runs[1].said
+    assert "this is one of 2 processes, and the others wait for its part of this step: it ends, so" in runs[1].said

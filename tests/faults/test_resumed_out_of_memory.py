@@ -3,12 +3,12 @@
 import json
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from warm_python import warm_python
 
 from memwall.checkpoint.resumption import open_checkpoint
 from memwall.cli.app import main
@@ -28,8 +28,7 @@ def options(folder: Path) -> list[str]:
 def run(folder: Path, *arguments: str, resume: bool = True) -> tuple[int, str]:
     """In a process of its own, of which nothing but the run is in memory; its status and what it said."""
     resumes = ["--resume"] if resume else []
-    command = [sys.executable, "-m", "memwall", "run", *options(folder), *resumes, SCRIPT, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm_python().run("-m", "memwall", "run", *options(folder), *resumes, SCRIPT, *arguments)
     return done.returncode, done.stderr
 
 

@@ -3,9 +3,6 @@
 import hashlib
 import json
 import mmap
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from warm_python import warm_python
 
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
@@ -169,10 +167,7 @@ def run_both_ways(tmp_path: Path) -> Callable[[Path], dict[str, Any]]:
 
 def _python(*arguments: str, cwd: Path, accepted: tuple[int, ...] = (0,)) -> str:
     """Runs Python; returns what it wrote to standard error."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=100, check=False, env=environment
-    )
+    done = warm_python().run(*arguments, folder=cwd, timeout_s=100)
     assert done.returncode in accepted, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stderr
 

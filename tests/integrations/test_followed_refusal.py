@@ -1,14 +1,13 @@
 """A refusal is followed as told: the script runs again under the budget that was named, and keeps to it."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from combinations import exhaustive
+from warm_python import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -43,16 +42,9 @@ for step in range(5):
 """
 
 
-def run_under(budget: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "memwall", "run", "--budget", budget, "--report", "run.json", "train.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def run_under(budget: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    arguments = ("-m", "memwall", "run", "--budget", budget, "--report", "run.json", "train.py")
+    return warm_python().run(*arguments, folder=folder, timeout_s=110)
 
 
 @pytest.mark.parametrize("name", ["mlp", exhaustive("tables")])

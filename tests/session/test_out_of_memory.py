@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 import torch
 from plans import plan_of
 from torch import Tensor, nn
+from warm_python import warm_python
 
 import memwall
 from memwall.errors import OutOfMemoryError
@@ -264,8 +264,7 @@ class TestRecovery:
             print(sum(p.double().sum().item() for p in model.parameters()).hex())
         """)
         monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process
-        command = [sys.executable, "-c", script, str(tmp_path)]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        run = warm_python().run("-c", script, tmp_path)
         assert run.returncode == 0, run.stderr
         monkeypatch.setattr(sys, "argv", ["script", "plain"])
         exec(script, {})

@@ -8,8 +8,8 @@ import pytest
 import torch
 from optimizer_runs import Net, in_groups, train_step
 from plans import plan_of
-from processes import printed_by
 from torch import nn
+from warm_python import printed_by
 
 import memwall
 from memwall.apply.optimizer_state.low_bit_form import load_torchao

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import printed_by
+from warm_python import printed_by
 
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 

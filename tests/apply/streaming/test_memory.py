@@ -4,13 +4,11 @@ Each run is a process of its own; the meter is the process's own high-water mark
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
@@ -69,15 +67,7 @@ print(json.dumps(found))
 
 def output_of(*command: str, cwd: Path) -> str:
     """What a Python process prints."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = warm_python().run(*command, folder=cwd, timeout_s=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
