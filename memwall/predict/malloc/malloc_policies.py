@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -112,15 +113,22 @@ def replay(policy: MallocPolicy, step: StepEvents, *, num_steps: int = 3, timeou
     if reason:
         raise UsageError(f"cannot replay allocations: {reason}")
     events = repeated(step, num_steps)
-    num_events = len(events) // 3
+    return _replayed(policy, events.tobytes(), len(events) // 3, timeout_s, tuple(_replay_environment().items()))
+
+
+@lru_cache(maxsize=2)
+def _replayed(
+    policy: MallocPolicy, events: bytes, num_events: int, timeout_s: float, environment: tuple[tuple[str, str], ...]
+) -> MallocForecast:
+    """Replays events in a process of their own; a plan asks for the same step under the same policy several times."""
     request = json.dumps({"mallopt": settings_of(policy), "num_events": num_events}).encode()
     try:
         done = subprocess.run(
             [sys.executable, "-S", "-s", "-P", malloc_process.__file__],
-            input=request + b"\n" + events.tobytes(),
+            input=request + b"\n" + events,
             capture_output=True,
             timeout=timeout_s,
-            env=_replay_environment(),
+            env=dict(environment),
             check=False,
         )
     except subprocess.TimeoutExpired:
