@@ -3,7 +3,7 @@
 import ctypes
 import gc
 import mmap
-from pathlib import Path
+import os
 from typing import Protocol
 
 import psutil
@@ -21,29 +21,37 @@ __all__ = [
     "return_free_memory",
 ]
 
-_STATUS = Path("/proc/self/status")
-_STATM = Path("/proc/self/statm")
+_STATUS = "/proc/self/status"
+_STATM = "/proc/self/statm"
+_MOST_SAID_BYTES = 8192
 _PAGE_BYTES = mmap.PAGESIZE
-_CLEAR_REFS = Path("/proc/self/clear_refs")
+_CLEAR_REFS = "/proc/self/clear_refs"
 
 
-def _status_bytes(field: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024  # proc_pid_status(5): these lines are in kB of 1024 bytes
-    return 0
+def _read(path: str) -> bytes:
+    """Returns what the kernel says in one read: several of them in each step are to cost nothing."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, _MOST_SAID_BYTES)
+    finally:
+        os.close(file)
 
 
 def process_bytes() -> int:
     """Returns the resident bytes of this process."""
-    if _STATM.exists():
-        return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
-    return int(psutil.Process().memory_info().rss)
+    try:
+        return int(_read(_STATM).split(maxsplit=2)[1]) * _PAGE_BYTES
+    except FileNotFoundError:
+        return int(psutil.Process().memory_info().rss)
 
 
 def process_peak_bytes() -> int:
     """Returns the highest resident bytes of this process since it started or since the last reset (VmHWM)."""
-    return _status_bytes("VmHWM") if _STATUS.exists() else int(psutil.Process().memory_info().rss)
+    try:
+        _, _, rest = _read(_STATUS).partition(b"VmHWM:")
+    except FileNotFoundError:
+        return int(psutil.Process().memory_info().rss)
+    return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0  # proc_pid_status(5): in kB of 1024 bytes
 
 
 def reset_process_peak() -> bool:
@@ -53,7 +61,11 @@ def reset_process_peak() -> bool:
         False where the system does not allow it: then the peak is the one since the process started.
     """
     try:
-        _CLEAR_REFS.write_text("5")
+        file = os.open(_CLEAR_REFS, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(file, b"5")
+        finally:
+            os.close(file)
     except OSError:
         return False
     return True

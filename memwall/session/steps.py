@@ -242,12 +242,12 @@ class Steps:
         self._has_room = False
         self.live.in_effect.device_budget.end_step()
         self._redo.end_step()
-        self._watch.look()
         self._growth.end_step()
         is_planned = self.state == "running"
         if is_planned:
             self._clock.end(is_first=is_first)
         peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
+        self._watch.look(peak_bytes)
         self.log.end_step(
             peak_bytes,
             is_first=is_first,

@@ -56,11 +56,15 @@ class BudgetWatch:
         self._thread = threading.Thread(target=_look_now_and_then, args=run, name="memwall-budget", daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
-        """Says that the budget is passed, where it is and nobody has said so."""
+    def look(self, peak_bytes: int | None = None) -> None:
+        """Says that the budget is passed, where it is and nobody has said so.
+
+        Args:
+            peak_bytes: what the process has held at most, where that was just measured.
+        """
         if not self._budget_bytes or self._measured.meter.device != "cpu":
             return
-        peak_bytes = self._measured.meter.peak_bytes()
+        peak_bytes = self._measured.meter.peak_bytes() if peak_bytes is None else peak_bytes
         if peak_bytes <= self._budget_bytes:
             return
         place, is_told_later = self._place()

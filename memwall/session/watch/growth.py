@@ -92,6 +92,8 @@ class GrowthWatch:
                 self._ask(now_bytes)
             return
         self._bytes = [*self._bytes[-_NUM_STRETCHES * _STRETCHES[-1] + 1 :], float(now_bytes)]
+        if max(self._bytes) - min(self._bytes) < _LEAST_BYTES:
+            return  # as in nearly every step, and quickly found
         # What no step's tensors account for moves for more reasons: it has to rise for longer.
         for stretch in _STRETCHES[1:] if self._is_outside_tensors else _STRETCHES:
             rise = rise_per_step(self._bytes, stretch, _LEAST_BYTES)
