@@ -27,11 +27,12 @@ from memwall.cli.options import (
 )
 from memwall.cli.ranks import check_no_launcher, run_by_torchrun
 from memwall.cli.verbosity import is_verbose
-from memwall.errors import UsageError
+from memwall.errors import OutOfMemoryError, UsageError
 
 if TYPE_CHECKING:
     from memwall.machine.launched import Launched
     from memwall.observe.run_report import RunReport
+    from memwall.session.session import Session
 
 
 def run(
@@ -188,17 +189,22 @@ def run(
             metrics = open_metrics(metrics_path, appends=resume)
             opened.callback(metrics.close)
             session.on_step = lambda of_step: metrics.write(replace(of_step, step=before + of_step.step))
-        with script_output(to_error=as_json):
-            status = run_script(
-                script.name,
-                script.arguments,
-                session,
-                is_module=script.is_module,
-                checkpoint=checkpoint,
-                history=history,
-                is_last=True,
-                num_failures=0 if following is None else following.num_failures,
-            )
+        try:
+            with script_output(to_error=as_json):
+                status = run_script(
+                    script.name,
+                    script.arguments,
+                    session,
+                    is_module=script.is_module,
+                    checkpoint=checkpoint,
+                    history=history,
+                    is_last=True,
+                    num_failures=0 if following is None else following.num_failures,
+                )
+        except OutOfMemoryError as error:
+            if report_path is not None:
+                _save_failure_page(error, session, report_path, is_committed=checkpoint is not None)
+            raise
         if checkpoint is not None and checkpoint.times.num_commits:
             note(commits_line(checkpoint.directory, checkpoint.times))
     if session.plan is None or session.measured.num_steps == 0:
@@ -230,6 +236,29 @@ def run(
         err=True,
     )
     raise typer.Exit(0)
+
+
+def _save_failure_page(error: OutOfMemoryError, session: "Session", report_path: Path, *, is_committed: bool) -> None:
+    """Writes a page where the report would be; one that cannot be written leaves the error as it is."""
+    from memwall.cli.output import note
+    from memwall.report.failure_page import failure_page
+    from memwall.report.html import save_page
+
+    page = failure_page(
+        error,
+        command=["memwall", *sys.argv[1:]],
+        plan=session.plan,
+        trace=session.trace,
+        peak_bytes=session.measured.peak_bytes,
+        is_committed=is_committed,
+    )
+    path = report_path.with_suffix(".html")
+    try:
+        save_page(page, path)
+    except UsageError as failure:
+        note(f"no page about the failure: {failure}")
+    else:
+        note(f"{path} shows what held the memory, and how to go on")
 
 
 def over_budget(report: "RunReport", here: "Launched") -> str:

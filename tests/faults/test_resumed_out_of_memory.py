@@ -25,10 +25,10 @@ def options(folder: Path) -> list[str]:
     return ["--budget", "1TiB", "--checkpoint", str(folder / "steps"), "--disk", str(folder)]
 
 
-def run(folder: Path, *arguments: str, resume: bool = True) -> tuple[int, str]:
+def run(folder: Path, *arguments: str, resume: bool = True, report: Path | None = None) -> tuple[int, str]:
     """In a process of its own, of which nothing but the run is in memory; its status and what it said."""
-    resumes = ["--resume"] if resume else []
-    done = warm_python().run("-m", "memwall", "run", *options(folder), *resumes, SCRIPT, *arguments)
+    further = [*(["--resume"] if resume else []), *(["--report", str(report)] if report else [])]
+    done = warm_python().run("-m", "memwall", "run", *options(folder), *further, SCRIPT, *arguments)
     return done.returncode, done.stderr
 
 
@@ -39,8 +39,12 @@ def test_it_goes_on_within_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process, which trains undisturbed
     monkeypatch.setattr(sys, "argv", [SCRIPT, "passes", str(tmp_path / "expected")])
     runpy.run_path(SCRIPT)
-    status, error = run(tmp_path, "fails", "unused", resume=False)
+    status, error = run(tmp_path, "fails", "unused", resume=False, report=tmp_path / "report.json")
     assert status == 3
+    page = (tmp_path / "report.html").read_text()
+    for told in ("Out of memory in forward", "1.0 MiB could not be had", "runs_out_once.py:", "Foreseen and measured"):
+        assert told in page
+    assert f"memwall run --resume {' '.join(options(tmp_path))} --report" in page
     assert "memwall: out of memory in the forward of step 3: 1.0 MiB could not be had while the process held" in error
     assert "the same command with --resume plans for that, attempt 1 of 3" in error
     status, error = run(tmp_path, "passes", str(tmp_path / "found"))
