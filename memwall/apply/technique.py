@@ -26,6 +26,7 @@ from memwall.errors import ApplyError
 from memwall.machine.tiers import Machine
 from memwall.planning.settings import Settings
 from memwall.planning.technique import Technique, techniques
+from memwall.store.room import cuda_room_bytes
 from memwall.trace.modules import root_names
 from memwall.trace.records import Trace
 
@@ -116,6 +117,11 @@ class Target:
             is_state: not where the next plan goes on with state and parameters as this one has them.
         """
         self._undo.append((undo, is_state))
+
+    def room_bytes(self) -> int | None:
+        """Returns the bytes that tensors may still take in this step; None where nothing limits them."""
+        device = next((p.device for p in self.model.parameters() if p.device.type == "cuda"), None)
+        return self.allocator.room_bytes() if device is None else cuda_room_bytes(device)
 
     def left_bytes(self, tier: TierName) -> int | None:
         """Returns what saved tensors may use of a tier: without the part that the plan means for other things."""

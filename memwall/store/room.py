@@ -14,7 +14,7 @@ import torch
 from memwall.patches import Patches
 from memwall.units import format_bytes
 
-__all__ = ["CudaLimit", "asked_bytes_of", "with_room"]
+__all__ = ["CudaLimit", "asked_bytes_of", "cuda_room_bytes", "with_room"]
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +118,12 @@ def with_room(make: Callable[[], _T], *, before_again: Callable[[], object] = la
             if not any(limit.give(error) for limit in _giving):
                 raise
         before_again()
+
+
+def cuda_room_bytes(device: torch.device) -> int:
+    """Returns the bytes that tensors may still take within the fraction of a device that torch is held to."""
+    limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * _total_bytes(device))
+    return limit_bytes - torch.cuda.memory_allocated(device)
 
 
 def _total_bytes(device: torch.device) -> int:

@@ -91,6 +91,22 @@ print(all(float(t.sum()) == t.numel() for t in narrow + wide))
 
 
 @needs_heap
+def test_room_is_what_tensors_may_still_take_below_the_limit(output_of: OutputOf) -> None:
+    without, of_none, left = output_of("""
+print(handler.room_bytes())
+handler.apply("tensor-heap")
+print(handler.room_bytes())
+base = process_bytes()
+handler.apply("tensor-heap", limit_bytes=base + 100 * MIB, outside_bytes=20 * MIB)
+held, freed = tensor(30), tensor(10)
+del freed
+print(handler.room_bytes() // MIB)
+""")
+    assert (without, of_none) == ("None", "None")
+    assert 48 <= int(left) <= 50
+
+
+@needs_heap
 def test_threads_and_forked_children_use_it_too(output_of: OutputOf) -> None:
     assert output_of("""
 handler.apply("tensor-heap")

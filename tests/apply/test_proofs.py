@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from plans import plan_of
 from torch import Tensor, nn
 
 from memwall.apply import applied
+from memwall.apply.blocks.hidden_state import HiddenState
 from memwall.apply.offload.engine import ActivationOffload
+from memwall.apply.technique import Target
 from memwall.apply.techniques.offload import OffloadLayer
 from memwall.errors import ApplyError, NotExactError
 from memwall.planning.action import Action
@@ -110,6 +113,50 @@ def test_a_recomputed_block_whose_results_are_written_past_autograd_ends_the_run
         with pytest.raises(ApplyError, match=r"'blocks\.1' is recomputed .* was written past autograd in between"):
             out.square().mean().backward()
         assert model.blocks[1].inner.weight.grad is None
+
+
+def test_without_room_for_a_second_run_the_one_in_backward_is_the_proof(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GIVEN a step that fills its budget WHEN a block is proven THEN nothing runs twice in forward."""
+    calls: list[str] = []
+
+    class Counted(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append("forward")
+            return super().forward(x)
+
+    model = model_with(Counted)
+    expected = trained(copy.deepcopy(model), num_steps=1)
+    calls.clear()
+    monkeypatch.setattr(Target, "room_bytes", lambda target: 1000)
+    with Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session, caplog.at_level(logging.DEBUG):
+        session.attach(model, optimizer := torch.optim.AdamW(model.parameters()))
+        batch = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+        loss = model(batch).square().mean()
+        assert calls == ["forward"]
+        loss.backward()
+        assert calls == ["forward"] * 2
+        assert_same([p.grad for p in model.parameters() if p.grad is not None], expected)
+        optimizer.step()
+    assert "'blocks.1' has no room for a second run, and is proven by the one in backward" in caplog.messages
+
+
+def test_a_block_that_was_not_run_twice_and_differs_in_backward_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moving(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            moved.append(0)
+            return x + self.outer(torch.tanh(self.inner(x) * len(moved)))
+
+    moved: list[int] = []
+    monkeypatch.setattr(HiddenState, "recalled", lambda state: nullcontext())
+    monkeypatch.setattr(Target, "room_bytes", lambda target: 0)
+    model = model_with(Moving)
+    with (
+        Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session,
+        pytest.raises(ApplyError, match=r"'blocks\.1' is recomputed in backward, and what it saves differs"),
+    ):
+        trained(model, session, num_steps=1)
 
 
 def test_bytes_that_come_back_different_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,8 @@ class Digesting:
         self._kept: list[_Kept] = []
         self.places: list[tuple[Digest, Place]] = []
         """Says where tensors lie that are kept, as long as they do."""
+        self.largest_bytes = 0
+        """The size of the largest tensor that is kept."""
         self._passed_by: frozenset[int] = frozenset()
 
     def __enter__(self) -> Self:
@@ -221,6 +223,7 @@ class Digesting:
         if not self._keeps:
             return packed
         self._kept.append(_Kept(packed, tensor))
+        self.largest_bytes = max(self.largest_bytes, tensor.nbytes)
         if self.taken[-1].order:
             self.places.append((self.taken[-1], Place.of(tensor)))
         return self._kept[-1]

@@ -40,22 +40,32 @@ Forward = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
 
+# A second run has what it computes with beside all that the first one saved: what an operation reads, its result, and
+# what it needs for itself.
+_RESULTS_AT_ONCE = 3
+
 
 class RecomputedBlock:
     """Has a forward, `run`, that keeps its inputs and the results of kept operations alone, and runs again in backward.
 
     Its first call is proven: the forward runs a second time at once, and where it saves other bits than the first time,
     nothing of the block is recomputed from then on, and the log says so. What the second run is given is all that the
-    one in backward has; that one is compared with the first too.
+    one in backward has; that one is compared with the first too, and alone where there is no room for a second run.
 
     Args:
         module: whose forward it is; its BatchNorm layers update their running statistics in the first run only.
         action: which operations to keep. Without names they are kept by number alone.
         counts: where the runs are counted, and where it is said why the block is not recomputed.
+        room_bytes: returns what tensors may still take; None where nothing limits them.
     """
 
     def __init__(
-        self, module: nn.Module, forward: Forward, action: Recompute, counts: BlockCounts | None = None
+        self,
+        module: nn.Module,
+        forward: Forward,
+        action: Recompute,
+        counts: BlockCounts | None = None,
+        room_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         counts = counts or BlockCounts()
         self.modules = tuple(module.named_modules())
@@ -68,6 +78,7 @@ class RecomputedBlock:
         self._module, self._plain, self._counts = module, forward, counts
         self._forward = counts.counting(forward)
         self._caches = OwnCaches(module)
+        self._room_bytes = room_bytes
         self._is_proven = False
 
     def prove_again(self) -> None:
@@ -116,6 +127,12 @@ class RecomputedBlock:
             self._drop(call.kept.overwritten)
             return out
         saved, before = list(first.taken), list(map(digest_of, _tensors_in(out)))
+        room_bytes = self._room_bytes()
+        if room_bytes is not None and room_bytes < _RESULTS_AT_ONCE * first.largest_bytes:
+            _log.debug("'%s' has no room for a second run, and is proven by the one in backward", self.path)
+            first.release()
+            call.expected, call.places = saved, first.places
+            return out
         try:
             with call.hidden.recalled(), random.recalled(), _spared(self.norms), _alone(is_watched=bool(self.kept)):
                 after = list(map(digest_of, _tensors_in(self._again(call, tensors, second))))

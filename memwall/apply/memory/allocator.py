@@ -113,10 +113,14 @@ class AllocatorHandler:
         if self._heap is not None:
             ceiling_bytes = 0
             if self._limit_bytes:
-                # What the step will need outside may be resident already: scratch that a library keeps.
-                others_bytes = max(self._present_others_bytes(), self._others_bytes + self._outside_bytes)
-                ceiling_bytes = max(self._limit_bytes - others_bytes, 1)
+                ceiling_bytes = max(self._limit_bytes - self._most_others_bytes(), 1)
             self._heap.set_ceiling(ceiling_bytes)
+
+    def room_bytes(self) -> int | None:
+        """Returns the bytes that tensors may still take below the limit; None where nothing is held to one."""
+        if self._heap is None or not self._limit_bytes:
+            return None
+        return self._limit_bytes - self._most_others_bytes() - self._heap.figures().live_bytes
 
     def leave_room(self, num_bytes: int) -> None:
         """Returns free pages after a step until so many bytes are free below the limit, for what is made elsewhere."""
@@ -133,6 +137,10 @@ class AllocatorHandler:
         figures = self._heap.figures()
         is_new = figures.peak_resident_bytes > self._peak_before_bytes
         return max(0, figures.peak_resident_bytes - figures.peak_live_bytes) if is_new else None
+
+    def _most_others_bytes(self) -> int:
+        # What a step will need outside may be resident already: scratch that a library keeps.
+        return max(self._present_others_bytes(), self._others_bytes + self._outside_bytes)
 
     def _present_others_bytes(self) -> int:
         assert self._heap is not None

@@ -1,5 +1,7 @@
 """Recompute: a block's forward runs again in backward, in place of keeping what it saves."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from memwall.apply.block_technique import BlockEffect, BlockHandler
@@ -17,11 +19,11 @@ class RecomputeLayer(BlockLayer):
 
     depth = 0
 
-    def __init__(self, action: Recompute) -> None:
-        self._action = action
+    def __init__(self, action: Recompute, room_bytes: Callable[[], int | None] = lambda: None) -> None:
+        self._action, self._room_bytes = action, room_bytes
 
     def wrapped(self, module: nn.Module, forward: Forward, counts: BlockCounts) -> Forward:
-        self._block = RecomputedBlock(module, forward, self._action, counts)
+        self._block = RecomputedBlock(module, forward, self._action, counts, self._room_bytes)
         return self._block.run
 
     def set_proving(self, is_proving: bool) -> None:
@@ -64,7 +66,7 @@ class RecomputeHandler(BlockHandler[Recompute]):
     watches = RecomputeEffect
 
     def layer(self, target: Target) -> RecomputeLayer:
-        return RecomputeLayer(self.action)
+        return RecomputeLayer(self.action, target.room_bytes)
 
     def lost(self, target: Target) -> str:
         return target.blocks.wrapped(self.action.block)[1].dropped
