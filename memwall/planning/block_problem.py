@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from memwall.planning.action import Action
 from memwall.planning.menu import Costs, Menu
 from memwall.planning.solver.instance import BlockOptions, Choice, Instance, Link, Option, Row
+from memwall.planning.step_rows import StepRows
 from memwall.planning.technique import techniques
 from memwall.predict.call_rules import BlockCalls, Treatment
-from memwall.predict.curve import live_curve
-from memwall.predict.lives import LAST, Life
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Trace
 
@@ -25,12 +24,17 @@ Int64s = NDArray[np.int64]
 _LAUNCH_SECONDS = 10e-6
 
 
-def build_menus(trace: Trace, model: StepModel, costs: Costs) -> tuple[Menu, ...]:
-    """Returns the menu of each block: keeping everything, and what techniques offer for it."""
-    return tuple(_menu(trace, model, block, costs) for block in model.blocks)
+def build_menus(trace: Trace, model: StepModel, costs: Costs, rows: StepRows | None = None) -> tuple[Menu, ...]:
+    """Returns the menu of each block: keeping everything, and what techniques offer for it.
+
+    Args:
+        rows: those of the model, where they are known already.
+    """
+    rows = rows or StepRows(model, trace.device)
+    return tuple(_menu(trace, model, block, costs, rows) for block in model.blocks)
 
 
-def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs) -> Menu:
+def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows: StepRows) -> Menu:
     options = [Option(name="keep", extra_seconds=0.0, moved_bytes=0)]
     treatments: list[Treatment | None] = [None]
     moved: dict[str, int] = {}
@@ -45,7 +49,7 @@ def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs) -> Me
                 treatments.append(treatment)
     number = model.blocks.index(block)
     op_names = tuple(model.names[model.step.ops[op].name] for op in model.counted_ops(block.calls[0]))
-    freed = tuple(0 if t is None else _freed_bytes(model, number, t) for t in treatments)
+    freed = tuple(0 if t is None else rows.freed_bytes(number, t) for t in treatments)
     return Menu(
         block=block,
         options=tuple(options),
@@ -54,14 +58,6 @@ def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs) -> Me
         freed_bytes=freed,
         window_bytes=costs.window_bytes,
     )
-
-
-def _freed_bytes(model: StepModel, number: int, treatment: Treatment) -> int:
-    call = next(call for call in model.blocks[number].calls if call.backward_start >= 0)
-    between = (call.end, LAST + 1)
-    gone, come = model.changed_lives(number, treatment)
-    held = [sum(life.nbytes for life in lives if life.begin < between < life.end) for lives in (gone, come)]
-    return held[0] - held[1]
 
 
 def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Costs) -> tuple[float, int]:
@@ -94,40 +90,32 @@ def _not_hidden(python_seconds: float, device_seconds: float, launch_seconds: fl
 
 
 def build_instance(
-    model: StepModel, menus: Sequence[Menu], *, budget_bytes: int, device: str, link: Link | None
+    model: StepModel,
+    menus: Sequence[Menu],
+    *,
+    budget_bytes: int,
+    device: str,
+    link: Link | None,
+    rows: StepRows | None = None,
 ) -> Instance:
-    """Returns memory rows at every block of forward, at the loss, at every block of backward and around them.
+    """Returns the instance of a step's memory rows; what their figures mean says `StepRows`.
 
-    A row covers a stretch of operations. Within a block's own stretch the highest point of step and option together
-    counts; elsewhere what an option holds or frees there. Both are upper bounds of what options do together, but for
-    one case: a checkpoint that holds a tensor which only another block saved (found: up to 2 % of the peak). The search
-    therefore replays what it chose.
+    Args:
+        rows: those of the model, where they are known already.
     """
-    step = model.step
-    curve = live_curve(step.storages, len(step.ops), device=device)
-    # Live just before each operation: what it makes is not there yet.
-    before = curve.copy()
-    for storage in step.storages:
-        if storage.birth >= 0 and storage.birth < storage.death and storage.device.partition(":")[0] == device:
-            before[storage.birth] -= storage.nbytes
-    bounds, labels, owners = _stretches(model)
-    base_peaks = np.maximum.reduceat(curve, bounds)
-    columns: list[list[Int64s]] = []
-    for b, menu in enumerate(menus):
-        options = []
-        for treatment in menu.treatments:
-            if treatment is None:
-                options.append(np.zeros(len(bounds), dtype=np.int64))
-            else:
-                options.append(_column(model, b, treatment, curve, before, bounds, base_peaks, owners, device))
-        columns.append(options)
-    rows = tuple(
+    step_rows = rows or StepRows(model, device)
+    columns = [
+        [step_rows.nothing if treatment is None else step_rows.column(b, treatment) for treatment in menu.treatments]
+        for b, menu in enumerate(menus)
+    ]
+    window_bytes = link.window_bytes if link is not None else 0
+    held_in_rows = tuple(
         Row(
-            label=labels[r],
-            fixed_bytes=int(base_peaks[r]) + (link.window_bytes if link is not None else 0),
+            label=label,
+            fixed_bytes=fixed_bytes + window_bytes,
             held=tuple(tuple(int(column[r]) for column in options) for options in columns),
         )
-        for r in range(len(bounds))
+        for r, (label, fixed_bytes) in enumerate(step_rows.named)
     )
     blocks = tuple(
         BlockOptions(
@@ -142,100 +130,11 @@ def build_instance(
         )
         for menu in menus
     )
-    return Instance(blocks=blocks, rows=rows, budget_bytes=budget_bytes, link=link)
+    return Instance(blocks=blocks, rows=held_in_rows, budget_bytes=budget_bytes, link=link)
 
 
 def _seconds(model: StepModel, start: int, end: int) -> float:
     return sum(op.seconds for op in model.step.ops[start:end])
-
-
-def _stretches(model: StepModel) -> tuple[NDArray[np.intp], list[str], list[int]]:
-    """Returns consecutive stretches of the step: where each begins, its name, and the block it belongs to or -1."""
-    step = model.step
-    owner = np.full(len(step.ops), -1, dtype=np.int64)
-    side = np.zeros(len(step.ops), dtype=np.int64)
-    for b, block in enumerate(model.blocks):
-        for call in block.calls:
-            owner[call.start : call.end] = b
-            side[call.start : call.end] = 1
-            if call.backward_start >= 0:
-                owner[call.backward_start : call.backward_end] = b
-                side[call.backward_start : call.backward_end] = 2
-    phases = [op.phase for op in step.ops]
-    bounds, labels, owners = [], [], []
-    names = {1: "forward", 2: "backward"}
-    for op in range(len(step.ops)):
-        if op and owner[op] == owner[op - 1] and side[op] == side[op - 1] and phases[op] == phases[op - 1]:
-            continue
-        bounds.append(op)
-        owners.append(int(owner[op]))
-        if owner[op] >= 0:
-            labels.append(f"{names[int(side[op])]} of {model.blocks[owner[op]].path}")
-        else:
-            labels.append({"optimizer": "optimizer step"}.get(phases[op], phases[op]))
-    return np.asarray(bounds, dtype=np.intp), labels, owners
-
-
-def _column(
-    model: StepModel,
-    b: int,
-    treatment: Treatment,
-    curve: Int64s,
-    before: Int64s,
-    bounds: NDArray[np.intp],
-    base_peaks: Int64s,
-    owners: Sequence[int],
-    device: str,
-) -> Int64s:
-    """Returns the bytes that one option of one block adds to each row."""
-    num_ops = len(model.step.ops)
-    gone, come = model.changed_lives(b, treatment)
-    change = np.zeros(num_ops + 1, dtype=np.int64)
-    for lives, sign in ((gone, -1), (come, 1)):
-        for life in lives:
-            if model.step.storages[life.origin].device.partition(":")[0] != device:
-                continue
-            begin = max(life.begin[0], 0)  # a life begun while recomputing before t is there at t
-            end = min(life.end[0], num_ops)
-            if begin < end:
-                change[begin] += sign * life.nbytes
-                change[end] -= sign * life.nbytes
-    delta = np.cumsum(change[:-1])
-    column = np.maximum.reduceat(delta, bounds)
-    own = np.maximum.reduceat(curve + delta, bounds) - base_peaks
-    own_rows = np.asarray(owners) == b
-    column[own_rows] = own[own_rows]
-    changed = _Lives(gone, come)
-    for call, saved in zip(model.blocks[b].calls, model.blocks[b].saved, strict=True):
-        for at, ops in model.repeated_ops(call, saved, treatment) if call.backward_start >= 0 else ():
-            row = int(np.searchsorted(bounds, at, side="right")) - 1
-            peak = int(before[at]) + changed.repeated_peak(at, len(ops))
-            column[row] = max(int(column[row]), peak - int(base_peaks[row]))
-    return column
-
-
-class _Lives:
-    """Holds what a treatment changes, in columns: a recurrent block is called, and looked at, hundreds of times."""
-
-    def __init__(self, gone: Sequence[Life], come: Sequence[Life]) -> None:
-        lives = [*gone, *come]
-        self._begin = np.asarray([life.begin for life in lives], dtype=np.int64).reshape(-1, 2)
-        self._end = np.asarray([life.end for life in lives], dtype=np.int64).reshape(-1, 2)
-        signs = np.repeat((-1, 1), (len(gone), len(come)))
-        self._bytes = signs * np.asarray([life.nbytes for life in lives], dtype=np.int64)
-
-    def repeated_peak(self, at: int, num_ops: int) -> int:
-        """Returns the highest bytes, relative to the plain step at `at`, while operations run again before it."""
-        begins_here, ends_here = self._begin[:, 0] == at, self._end[:, 0] == at
-        has_begun = (self._begin[:, 0] < at) | (begins_here & (self._begin[:, 1] < LAST))
-        has_not_ended = (self._end[:, 0] > at) | (ends_here & (self._end[:, 1] > 0))
-        there = has_begun & has_not_ended
-        begin = np.where(begins_here, self._begin[:, 1], 0)[there]
-        end = np.where(ends_here, self._end[:, 1], num_ops + 1)[there]
-        change = np.zeros(num_ops + 2, dtype=np.int64)
-        np.add.at(change, begin, self._bytes[there])
-        np.subtract.at(change, end, self._bytes[there])
-        return int(np.cumsum(change[:-1]).max())
 
 
 def window_bytes_of(menus: Sequence[Menu], choice: Choice) -> int:

@@ -29,6 +29,7 @@ from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.live_limits import LiveLimits
 from memwall.planning.solver.solve import lowest_peak, smallest_feasible_bytes, solve
+from memwall.planning.step_rows import StepRows
 from memwall.planning.step_under_plan import step_under_actions
 from memwall.planning.technique import technique_of, techniques
 from memwall.predict.call_rules import Treatment
@@ -47,6 +48,7 @@ class _Batch(NamedTuple):
     """Holds the step of one micro-batch, and how the recorded one is split into such."""
 
     model: StepModel
+    rows: StepRows
     num_parts: int = 1
     actions: tuple[Action, ...] = ()
     """Are what splits it."""
@@ -98,16 +100,17 @@ class SearchAtLocation:
     def _batches(self) -> Iterator[_Batch]:
         """Yields each micro-batch there is, the recorded one first."""
         steady = step_under_actions(self._trace, self._steady, self._location.actions)
-        yield _Batch(self._model(steady))
+        yield self._batch(steady)
         # What passes all through a step is read again for each part, which no cost here knows.
         if not self._location.keeps_tier_busy:
             is_cooperative = self._settings.allow_accumulation
             for technique in techniques():
                 for step, num_parts, action in technique.parts(self._trace, steady, is_cooperative=is_cooperative):
-                    yield _Batch(self._model(step), num_parts, (action,))
+                    yield self._batch(step, num_parts, (action,))
 
-    def _model(self, step: Step) -> StepModel:
-        return StepModel(step, self._trace.names, find_blocks(self._trace, step))
+    def _batch(self, step: Step, num_parts: int = 1, actions: tuple[Action, ...] = ()) -> _Batch:
+        model = StepModel(step, self._trace.names, find_blocks(self._trace, step))
+        return _Batch(model, StepRows(model, self._trace.device), num_parts, actions)
 
     @property
     def _can_move(self) -> bool:
@@ -203,7 +206,7 @@ class SearchAtLocation:
             window_bytes=window_bytes or WINDOW_BYTES,
             lost=self._settings.lost,
         )
-        menus = build_menus(self._trace, batch.model, costs)
+        menus = build_menus(self._trace, batch.model, costs, batch.rows)
         tier, link = machine.next_tier if window_bytes else None, None
         if tier is not None:
             # A block's seconds are those of all parts, its bytes those of one, which pass as often as there are parts.
@@ -216,7 +219,8 @@ class SearchAtLocation:
                     max(0, self._inputs.writable_bytes(self._location)) // batch.num_parts,
                 ),
             )
-        return menus, build_instance(batch.model, menus, budget_bytes=0, device=self._trace.device, link=link)
+        device = self._trace.device
+        return menus, build_instance(batch.model, menus, budget_bytes=0, device=device, link=link, rows=batch.rows)
 
     def _found(
         self,

@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.text import Text
 
 from memwall.observe.run_report import RunReport
-from memwall.planning.plan_line import actions_text, writes_text
+from memwall.planning.explain import actions_text, writes_text
 from memwall.planning.planfile import Plan
 from memwall.report.grid import ratio_text
 from memwall.report.run_grids import time_findings

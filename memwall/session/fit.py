@@ -8,7 +8,7 @@ from torch import nn
 from memwall.errors import UsageError
 from memwall.logs import tell
 from memwall.machine.limits import budget_bytes
-from memwall.planning.plan_line import plan_line
+from memwall.planning.explain import plan_line
 from memwall.planning.planfile import Plan
 from memwall.session.parallel import check_parallel
 from memwall.session.session import Session

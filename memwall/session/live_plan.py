@@ -23,8 +23,7 @@ from memwall.session.first_plan import charged, planned
 from memwall.session.measurements import Measurements
 from memwall.session.plan_in_effect import PlanInEffect
 from memwall.session.ranks import Ranks
-from memwall.session.recorded_forms import RecordedForms
-from memwall.session.recorded_step import RecordedStep
+from memwall.session.recorded_step import RecordedForms, RecordedStep
 from memwall.session.shared_plan import Solve, check_equal, planned_together
 from memwall.session.step_borders import StepBorders
 from memwall.trace.records import Trace

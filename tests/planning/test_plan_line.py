@@ -2,7 +2,7 @@
 
 from plans import a_plan
 
-from memwall.planning.plan_line import actions_text, plan_line, writes_text
+from memwall.planning.explain import actions_text, plan_line, writes_text
 from memwall.planning.techniques.recompute import Recompute
 
 
