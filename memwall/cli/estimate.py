@@ -11,6 +11,7 @@ from memwall.cli.options import (
     DtypeOption,
     EvalBatchOption,
     JsonOption,
+    LoraOption,
     MaskShareOption,
     OptimizerOption,
     TorchOption,
@@ -57,6 +58,7 @@ def estimate(
     dtype: DtypeOption = None,
     autocast: AutocastOption = None,
     checkpointing: CheckpointingOption = False,
+    lora: LoraOption = None,
     budget: Annotated[
         str | None,
         typer.Option("--budget", metavar="SIZE", help="What the process may use; by default all of the device."),
@@ -71,7 +73,7 @@ def estimate(
 
     Of several devices the status is that of the one where it fits best.
 
-    What no option says, as LoRA, an 8-bit optimizer or a loss of one's own, a factory does: it returns the Workload.
+    What no option says, as an 8-bit optimizer or a loss of one's own, a factory does: it returns the Workload.
     """
     from memwall.machine.hardware import hardware_named
 
@@ -95,6 +97,7 @@ def estimate(
             "optimizer": optimizer,
             "autocast": autocast,
             "checkpointing": checkpointing,
+            "lora": lora,
             "mask_share": mask_share,
             "worst_batch": rule,
             "data": data,

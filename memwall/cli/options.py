@@ -29,6 +29,7 @@ __all__ = [
     "EvalBatchOption",
     "HostOption",
     "JsonOption",
+    "LoraOption",
     "NoDiskOption",
     "MaskShareOption",
     "OptimizerOption",
@@ -108,6 +109,12 @@ AutocastOption = Annotated[
 ]
 CheckpointingOption = Annotated[
     bool, typer.Option("--checkpointing", help="With a config.json: as the Trainer's gradient_checkpointing.")
+]
+LoraOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lora", metavar="r=N,...", help="With a config.json: trains adapters, as r=16 or r=16,targets=q_proj,v_proj."
+    ),
 ]
 TorchOption = Annotated[
     str | None,

@@ -17,6 +17,7 @@ from memwall.cli.options import (
     EvalBatchOption,
     HostOption,
     JsonOption,
+    LoraOption,
     MaskShareOption,
     NoDiskOption,
     OptimizerOption,
@@ -88,6 +89,7 @@ def plan(
     dtype: DtypeOption = None,
     autocast: AutocastOption = None,
     checkpointing: CheckpointingOption = False,
+    lora: LoraOption = None,
     mask_share: MaskShareOption = None,
     has_curve: CurveOption = False,
     ranks: RanksOption = None,
@@ -117,7 +119,12 @@ def plan(
     if output is not None:
         require_writable(output, option="--output")
     given: dict[str, object] = {"--batch": batch, "--seq": seq, "--optimizer": optimizer, "--dtype": dtype}
-    given |= {"--autocast": autocast, "--checkpointing": checkpointing or None, "--eval-batch": eval_batch}
+    given |= {
+        "--autocast": autocast,
+        "--checkpointing": checkpointing or None,
+        "--lora": lora,
+        "--eval-batch": eval_batch,
+    }
     rule = parse_worst_batch(worst_batch, data)
     choice: BatchChoice | None = None
     if hardware is None or not is_spec(source):
@@ -154,6 +161,7 @@ def plan(
             dtype=dtype,
             optimizer=optimizer,
             is_checkpointed=checkpointing,
+            lora=lora,
             is_padded=choice is not None and choice.is_padded,
             eval_batch=eval_batch,
         )

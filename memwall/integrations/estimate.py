@@ -30,6 +30,7 @@ def estimate(
     optimizer: str | None = None,
     autocast: str | None = None,
     checkpointing: bool = False,
+    lora: str | None = None,
     mask_share: float | None = None,
     worst_batch: BatchRule | None = None,
     data: str | PathLike[str] | None = None,
@@ -49,6 +50,8 @@ def estimate(
         optimizer: with a configuration, as "adamw" (the default) or "sgd-momentum".
         autocast: the dtype of forward under autocast; None for none.
         checkpointing: the model recomputes its layers in backward, with a configuration.
+        lora: the adapters that are trained while the weights are frozen, with a configuration, as
+            "r=16,targets=q_proj,v_proj"; without targets every linear layer but the output's gets one.
         mask_share: the share of rows that a data-dependent mask selects.
         worst_batch: which batch to look for: "max-length", or "dataset" or "p99" of `data`.
         data: a file of samples, see `memwall estimate --help`.
@@ -100,6 +103,7 @@ def estimate(
         optimizer=optimizer,
         autocast=autocast,
         is_checkpointed=checkpointing,
+        lora=lora,
         mask_share=mask_share,
         is_padded=choice is not None and choice.is_padded,
         eval_batch=eval_batch,

@@ -22,6 +22,7 @@ from memwall.integrations.hf_heads import (
     in_dtype,
     padded,
 )
+from memwall.integrations.hf_lora import Lora, parse_lora, with_adapters
 from memwall.integrations.hf_optimizers import check_optimizer, make_optimizer
 from memwall.trace.workload import Workload
 
@@ -43,6 +44,7 @@ def hugging_face_workload(
     optimizer: str = "adamw",
     is_padded: bool = False,
     is_checkpointed: bool = False,
+    lora: str | None = None,
 ) -> Workload:
     """Returns the training step of a model that a configuration describes.
 
@@ -56,12 +58,14 @@ def hugging_face_workload(
         optimizer: one of `memwall.integrations.hf_optimizers.OPTIMIZERS`.
         is_padded: all texts but the first are padded to `sequence`, so that the batch needs its mask.
         is_checkpointed: the model recomputes its layers in backward, as with the Trainer's `gradient_checkpointing`.
+        lora: the adapters that are trained in place of the weights, see `parse_lora`; None trains the weights.
 
     Raises:
         UsageError: the configuration or one of the other arguments can't be used; the message says why.
     """
     dtype = None if dtype is None else parse_dtype(dtype, option="--dtype")
     check_optimizer(optimizer)
+    adapters = None if lora is None else parse_lora(lora)
     if batch < 1 or (sequence is not None and sequence < 1) or batch * (sequence or 1) > _MOST_TOKENS:
         raise UsageError(
             f"batch {batch} x sequence {sequence or 'default'} is no batch; expected positive numbers of at most "
@@ -83,7 +87,7 @@ def hugging_face_workload(
     if is_padded:
         make_batch = partial(padded, make_batch)
     return Workload(
-        model=partial(_model, path, config, head, dtype, is_checkpointed),
+        model=partial(_model, path, config, head, dtype, is_checkpointed, adapters),
         batch=partial(in_dtype, make_batch, dtype),
         loss=_loss,
         optimizer=partial(make_optimizer, optimizer),
@@ -154,7 +158,7 @@ def _head_of(path: str, config: Any) -> Head:
     )
 
 
-def _model(path: str, config: Any, head: Head, dtype: str, is_checkpointed: bool) -> Any:
+def _model(path: str, config: Any, head: Head, dtype: str, is_checkpointed: bool, adapters: Lora | None) -> Any:
     import torch
 
     auto_class = head.auto_class
@@ -164,6 +168,8 @@ def _model(path: str, config: Any, head: Head, dtype: str, is_checkpointed: bool
         except (ValueError, TypeError, RuntimeError, ImportError, AttributeError, ZeroDivisionError) as error:
             message = " ".join(str(error).split())
             raise UsageError(f"{path}: building the model failed: {type(error).__name__}: {message}") from error
+    if adapters is not None:
+        model = with_adapters(path, model, adapters)
     return _checkpointed(path, model).train() if is_checkpointed else model.train()
 
 

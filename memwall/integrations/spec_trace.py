@@ -34,6 +34,8 @@ class SpecOptions(TypedDict, total=False):
     """Names the optimizer for `hugging_face_workload`; None is adamw."""
     autocast: str | None
     """The dtype that the model runs under autocast in, of a configuration or a factory; None for none."""
+    lora: str | None
+    """Says which adapters are trained, for `hugging_face_workload`; None trains the weights."""
     is_checkpointed: bool
     is_padded: bool
     """Both: see `hugging_face_workload`."""
@@ -61,6 +63,7 @@ def workload_of_spec(spec: str | Workload, **options: Unpack[SpecOptions]) -> Wo
             optimizer=options.get("optimizer") or "adamw",
             is_padded=options.get("is_padded", False),
             is_checkpointed=is_checkpointed,
+            lora=options.get("lora"),
         )
         return workload if autocast is None else under_autocast(workload, autocast)
     if isinstance(spec, str) and ":" not in spec and not Path(spec).suffix == ".py":
@@ -69,6 +72,7 @@ def workload_of_spec(spec: str | Workload, **options: Unpack[SpecOptions]) -> Wo
             f"config.json of a Hugging Face model on this disk{hub_hint(spec)}"
         )
     names = {"--batch": "batch", "--seq": "sequence", "--dtype": "dtype", "--optimizer": "optimizer"}
+    names |= {"--lora": "lora"}
     unused = [option for option, name in names.items() if options.get(name) is not None]
     unused += ["--checkpointing"] if is_checkpointed else []
     if unused:

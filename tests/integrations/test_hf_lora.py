@@ -1,0 +1,118 @@
+"""LoRA adapters of a configuration's model: as many, as large and as costly as those that PEFT makes."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from fake_steps import record_fake
+from hf_configurations import LLAMA, LLAMA_3_8B
+
+from memwall.errors import UsageError
+from memwall.integrations.hf_lora import Lora, parse_lora
+from memwall.integrations.hf_spec import hugging_face_workload
+from memwall.predict.curve import live_peak_bytes
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("r=16", Lora(rank=16)),
+        ("r=16,targets=all-linear", Lora(rank=16)),
+        ("r=4, targets=q_proj,v_proj, dropout=0.05", Lora(rank=4, targets=("q_proj", "v_proj"), dropout=0.05)),
+        ("targets=q_proj,r=4", Lora(rank=4, targets=("q_proj",))),
+    ],
+)
+def test_adapters_are_asked_for_by_rank_targets_and_dropout(text: str, expected: Lora) -> None:
+    assert parse_lora(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("16", "'16' is not understood; expected r=N"),
+        ("r=16,rank=4", "'rank' is not understood"),
+        ("r=16,r=4", "'r' is not understood"),
+        ("r=16,targets=", "'targets' is not understood"),
+        ("targets=q_proj,v_proj", "expected r=N"),
+        ("r=many", "expected r=N"),
+        ("r=0", "r is 0, expected 1 to 65536"),
+        ("r=4,dropout=1", "dropout is 1, expected 0 to below 1"),
+    ],
+)
+def test_what_asks_for_no_adapters_is_refused_with_what_is_expected(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_lora(text)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers")
+def test_only_adapters_have_gradients_and_optimizer_state(written: Any) -> None:
+    spec = written({**LLAMA, "torch_dtype": "bfloat16"})
+    base = sum(p.nbytes for p in hugging_face_workload(spec).make_model().parameters())
+    workload = hugging_face_workload(spec, batch=2, sequence=16, lora="r=4,targets=q_proj,v_proj", optimizer="adamw")
+    trained = [p for p in workload.make_model().parameters() if p.requires_grad]
+    # Two layers: q_proj is 32 x 32, v_proj 32 x 16 of two heads in place of four.
+    assert sum(p.numel() for p in trained) == 2 * (4 * (32 + 32) + 4 * (32 + 16))
+    steady = record_fake(workload, has_cpu_workspaces=True).steps[1]
+    held = Counter[str]()
+    for storage in steady.storages:
+        held[storage.category] += storage.nbytes
+    adapters = sum(p.nbytes for p in trained)
+    assert {p.dtype for p in trained} == {torch.float32}
+    assert held["parameter"] == base + adapters
+    assert held["gradient"] == adapters
+    assert 2 * adapters <= held["optimizer_state"] < 2 * adapters + 1024  # two moments, and a count for each
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers")
+def test_without_targets_every_linear_layer_but_the_output_gets_an_adapter(written: Any) -> None:
+    with torch.device("meta"):
+        model = hugging_face_workload(written(LLAMA_3_8B), dtype="bf16", lora="r=16").make_model()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    attention, feed_forward = 2 * (4096 + 4096) + 2 * (4096 + 1024), 3 * (4096 + 14336)
+    assert trained == 32 * 16 * (attention + feed_forward) == 41_943_040
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers")
+def test_a_target_that_names_no_layer_is_refused_with_those_that_there_are(written: Any) -> None:
+    workload = hugging_face_workload(written(LLAMA), lora="r=4,targets=query")
+    with pytest.raises(
+        UsageError, match=r"targets=query: no linear layer has that name; there are down_proj, gate_proj"
+    ):
+        workload.make_model()
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", "peft")
+@pytest.mark.parametrize(
+    ("config", "lora"),
+    [
+        (LLAMA, "r=4"),
+        (LLAMA, "r=4,targets=q_proj,v_proj,dropout=0.1"),
+        ({**LLAMA, "torch_dtype": "bfloat16"}, "r=8,targets=self_attn.q_proj,down_proj"),
+        (GPT2, "r=4,targets=c_attn"),
+    ],
+)
+def test_adapters_are_those_of_peft_and_so_is_their_step(config: dict[str, Any], lora: str, written: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    spec, asked = written(config), parse_lora(lora)
+    ours = hugging_face_workload(spec, batch=2, sequence=16, lora=lora)
+    plain = hugging_face_workload(spec, batch=2, sequence=16)
+
+    def with_peft() -> Any:
+        targets = list(asked.targets) or "all-linear"
+        adapters = LoraConfig(r=asked.rank, target_modules=targets, lora_dropout=asked.dropout)
+        return get_peft_model(plain.make_model(), adapters).train()
+
+    theirs = type(plain)(model=with_peft, batch=plain.batch, loss=plain.loss, optimizer=plain.optimizer)
+    models = ours.make_model(), theirs.make_model()
+    shapes = [sorted((tuple(p.shape), str(p.dtype), p.requires_grad) for p in model.parameters()) for model in models]
+    assert shapes[0] == shapes[1]
+    peaks = [live_peak_bytes(record_fake(each, has_cpu_workspaces=True).steps[1], "cpu") for each in (ours, theirs)]
+    assert peaks[0] == peaks[1]
