@@ -9,6 +9,9 @@ as it is there, and docs/scripts.md is written anew from all of them.
 """
 
 import argparse
+import ast
+import importlib.metadata
+import importlib.util
 import json
 import platform
 import re
@@ -55,6 +58,24 @@ def budget_bytes(text: str) -> int:
     return parse_size(text)
 
 
+def packages(script: Path) -> dict[str, str | None]:
+    """Returns the frameworks that a script imports, by distribution, with their versions; None where not installed."""
+    names = set()
+    for node in ast.parse(script.read_text()).body:
+        names |= {each.name for each in node.names} if isinstance(node, ast.Import) else set()
+        names |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
+    found: dict[str, str | None] = {}
+    for root in sorted({name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"torch"}):
+        distribution = root.replace("_", "-")
+        found[distribution] = importlib.metadata.version(distribution) if importlib.util.find_spec(root) else None
+    return found
+
+
+def missing_packages(script: Path) -> list[str]:
+    """Returns what a script needs and is not installed."""
+    return [name for name, version in packages(script).items() if version is None]
+
+
 def measured(script: Path) -> dict[str, Any]:
     """Returns a row of the table."""
     with tempfile.TemporaryDirectory() as name:
@@ -95,7 +116,8 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     for name, row in sorted(rows.items()):
         lines.append(line(name, row))
         first = (SCRIPTS / f"{name}.py").read_text().splitlines()[0].strip('"')
-        kinds.append(f"- `{name}`: {first}")
+        with_versions = ", ".join(f"{each} {version}" for each, version in row.get("packages", {}).items())
+        kinds.append(f"- `{name}`: {first}{f' ({with_versions})' if with_versions else ''}")
     kept = sum(is_kept(row) for row in rows.values())
     summary = f"Of {len(rows)} scripts {kept} were held, or refused at 70 % and then held at the budget that was told."
     return _INTRODUCTION.format(summary=summary, table="\n".join(lines), kinds="\n".join(kinds))
@@ -128,7 +150,11 @@ def main() -> None:
     for script in sorted(path for path in SCRIPTS.glob("*.py") if path.stem != "conftest"):
         if given.names and script.stem not in given.names:
             continue
-        row = measured(script)
+        missing = missing_packages(script)
+        if missing:
+            print(f"{script.stem}: left out, not installed: {', '.join(missing)}", flush=True)
+            continue
+        row = measured(script) | {"packages": packages(script)}
         commit = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
         )

@@ -1,9 +1,11 @@
 """The table of scripts of many kinds: what counts as held, and the page that shows it."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import compat
+import numpy
 import pytest
 
 MIB = 1 << 20
@@ -40,6 +42,13 @@ def test_what_was_not_held_is_said_in_its_cell() -> None:
     assert compat.cell(run(5, peak=110)) == "100: 110, **not held** (status 5)"
     assert compat.cell(run(0, held=True, equal=False)) == "100: 90, held, **other bits**"
     assert compat.cell(None) == "none told"
+
+
+def test_what_a_script_needs_and_is_not_installed_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import json\nimport torch\nimport no_such.part\nfrom numpy.linalg import norm\n")
+    assert compat.packages(script) == {"no-such": None, "numpy": numpy.__version__}
+    assert compat.missing_packages(script) == ["no-such"]
 
 
 def test_the_page_is_what_was_measured() -> None:
