@@ -5,6 +5,8 @@ callers of the callback's first event, and two of its methods are overridden, fo
 """
 
 import copy
+import dis
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -74,14 +76,18 @@ class TrainerSteps:
         session = self._owner.session
         if not self._is_running_steps or session is None or session.state == "closed":
             return method(model, inputs, *args, **kwargs)
-        if self._divides and not any(given is not None for given in (*args[:1], kwargs.get("num_items_in_batch"))):
-            self._divides = False
-            _log.warning(
-                "auto_find_batch_size: %s is not told how many labels a whole batch has, so that the losses of its "
-                "parts cannot be added up, and plans do not divide batches; set per_device_train_batch_size and "
-                "gradient_accumulation_steps where the budget is too small",
-                type(model).__name__,
-            )
+        if self._divides:
+            is_counted = any(given is not None for given in (*args[:1], kwargs.get("num_items_in_batch")))
+            reason = "" if is_counted else f"{type(model).__name__} is not told how many labels a whole batch has"
+            reason = reason or _own_mean(method.__self__)  # type: ignore[attr-defined]
+            if reason:
+                self._divides = False
+                _log.warning(
+                    "auto_find_batch_size: %s, so that the losses of its parts cannot be added up, and plans do not "
+                    "divide batches; set per_device_train_batch_size and gradient_accumulation_steps where the budget "
+                    "is too small",
+                    reason,
+                )
         divided = session if self._divides else None
 
         def step() -> Any:
@@ -118,6 +124,26 @@ class TrainerSteps:
             if explained is not None:
                 raise explained from error
             raise
+
+
+def _own_mean(trainer: Any) -> str:
+    """Says why the losses of a batch's parts may not add up to the batch's; "" where they do.
+
+    A trainer may say itself that its loss is a mean (`loss_is_scaled_for_ga`), as TRL's DPOTrainer does; another one
+    may compute a loss of its own without the number of labels that it is given.
+    """
+    kind = type(trainer).__name__
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is False:
+        return f"{kind} takes the mean over the samples of each batch"
+    code = getattr(trainer.compute_loss, "__code__", None)
+    if code is None:
+        return ""
+    counts = {"num_items_in_batch"}
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        counts.add(code.co_varnames[place])
+    read = {each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")}
+    return "" if counts & read else f"{kind}.compute_loss does not use num_items_in_batch"
 
 
 class _Watched:

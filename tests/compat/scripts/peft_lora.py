@@ -31,5 +31,8 @@ for _ in range(STEPS):
     schedule.step()
     optimizer.zero_grad()
 model.save_pretrained("adapters")
-weights = b"".join(p.detach().float().numpy().tobytes() for p in model.parameters() if p.requires_grad)
-print("weights", hashlib.sha256(weights).hexdigest())
+digest = hashlib.sha256()
+for p in model.parameters():
+    if p.requires_grad:
+        digest.update(p.detach().float().numpy())
+print("weights", digest.hexdigest())

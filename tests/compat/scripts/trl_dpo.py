@@ -62,5 +62,8 @@ trainer = DPOTrainer(
     peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
 )
 trainer.train()
-weights = b"".join(p.detach().float().numpy().tobytes() for p in trainer.model.parameters() if p.requires_grad)
-print("weights", hashlib.sha256(weights).hexdigest())
+digest = hashlib.sha256()
+for p in trainer.model.parameters():
+    if p.requires_grad:
+        digest.update(p.detach().float().numpy())
+print("weights", digest.hexdigest())

@@ -57,5 +57,8 @@ trainer = SFTTrainer(
     peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
 )
 trainer.train()
-weights = b"".join(p.detach().float().numpy().tobytes() for p in trainer.model.parameters() if p.requires_grad)
-print("weights", hashlib.sha256(weights).hexdigest())
+digest = hashlib.sha256()
+for p in trainer.model.parameters():
+    if p.requires_grad:
+        digest.update(p.detach().float().numpy())
+print("weights", digest.hexdigest())

@@ -60,6 +60,48 @@ def test_a_model_that_the_trainer_compiles_is_planned(digest: Any) -> None:
     assert callback.session.measured.num_steps == 3
 
 
+class _Ignores:
+    """Computes a mean of its own, whatever it is told."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return model(**inputs).loss
+
+
+class _Declares:
+    """Says what its loss is, as TRL's trainers do."""
+
+    loss_is_scaled_for_ga = False
+
+
+class _Passes:
+    """Leaves the loss to the Trainer."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (_Ignores, "Subclass.compute_loss does not use num_items_in_batch, so that the losses of its parts cannot be"),
+        (_Declares, "Subclass takes the mean over the samples of each batch, so that the losses of its parts cannot"),
+        (_Passes, ""),
+    ],
+)
+def test_batches_are_divided_only_where_the_losses_of_their_parts_add_up(
+    kind: type, said: str, samples: Any, make_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from memwall.integrations.trainer import MemwallCallback
+
+    subclass = type("Subclass", (kind, Trainer), {})
+    args = arguments(TrainingArguments, max_steps=1, per_device_train_batch_size=1, auto_find_batch_size=True)
+    subclass(model=make_model(), args=args, train_dataset=samples, callbacks=[MemwallCallback(budget="1TiB")]).train()
+    assert said in caplog.text
+    assert ("auto_find_batch_size" in caplog.text) == bool(said)
+
+
 def test_auto_find_batch_size_is_answered_by_the_plan(train: Any, budget_relative_to: Any) -> None:
     """GIVEN a budget that whole batches do not fit WHEN the batch size is to be found THEN the plan divides batches."""
     from memwall.integrations.trainer import MemwallCallback
