@@ -55,8 +55,8 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
     what runs out elsewhere ends in `memwall.OutOfMemoryError`. However training ends, the model is given back.
 
     With `auto_find_batch_size=True` no batch size is tried out: a plan divides batches into the largest micro-batches
-    that fit, at the same global batch. With `torch_compile=True` the compiled model is planned, and with `model_init`
-    each model that the Trainer trains.
+    that fit, at the same global batch, where the losses of parts add up to the batch's. With `torch_compile=True` the
+    compiled model is planned, and with `model_init` each model that the Trainer trains.
 
     Args:
         budget: what the process may use: a size, or a percentage of the model's device. Either this or `plan`. Ranks

@@ -24,7 +24,7 @@ OPTIONS = {
     "explain": {"--torch", "--device", "--json"},
     "export": {"--to", "--output", "--world-size", "--disk", "--json"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}
-    | {"--worst-batch", "--data", "--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--torch"},
+    | {"--worst-batch", "--data", "--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--lora", "--torch"},
     "plan": {
         "--budget",
         "--device",
@@ -38,7 +38,7 @@ OPTIONS = {
     }
     | {"--json"}
     | {"--batch", "--seq", "--optimizer", "--dtype", "--worst-batch", "--data", "--mask-share"}
-    | {"--autocast", "--checkpointing", "--eval-batch", "--curve"}
+    | {"--autocast", "--checkpointing", "--lora", "--eval-batch", "--curve"}
     | {"--ranks", "--ranks-per-node", "--link", "--explain"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
