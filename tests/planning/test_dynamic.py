@@ -36,7 +36,6 @@ def test_the_rows_of_a_chain_are_its_program_points_in_the_order_of_the_step() -
     ]
     # Keep both: the backward of b holds what a left, 10, and its own 14.
     assert evaluate(instance, (0, 0)).peak_bytes == 124
-    assert evaluate(instance, (0, 0)).binding_row_label == "backward of b"
     # Recompute a: 2 left by it, 14 for the backward of b; a's own backward has 15.
     assert evaluate(instance, (1, 0)).peak_bytes == 116
 

@@ -34,8 +34,6 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 
     peak_bytes: int
     """The largest row; 0 for an instance without rows."""
-    binding_row_label: str
-    """Label of the first row that reaches the peak; empty without rows."""
     extra_seconds: float
     """Per step, beyond keeping everything: the options' own seconds and the stalls."""
     stall_seconds: float
@@ -49,12 +47,11 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 def evaluate(instance: Instance, options: Sequence[int]) -> Evaluation:
     """Returns what choosing `options` (one index per block, in block order) does."""
     chosen = [block.options[option] for block, option in zip(instance.blocks, options, strict=True)]
-    peak_bytes, binding_row_label = 0, ""
-    for number, row in enumerate(instance.rows):
-        row_bytes = row.fixed_bytes + sum(held[option] for held, option in zip(row.held, options, strict=True))
-        if number == 0 or row_bytes > peak_bytes:
-            peak_bytes, binding_row_label = row_bytes, row.label
-
+    held_bytes = (
+        row.fixed_bytes + sum(held[option] for held, option in zip(row.held, options, strict=True))
+        for row in instance.rows
+    )
+    peak_bytes = max(held_bytes, default=0)
     moved_bytes = sum(option.moved_bytes for option in chosen)
     room_bytes = instance.link.capacity_bytes if instance.link else 0
     stall_seconds = 0.0
@@ -62,7 +59,6 @@ def evaluate(instance: Instance, options: Sequence[int]) -> Evaluation:
         stall_seconds = _write_stalls(instance, chosen, instance.link) + _read_stalls(instance, chosen, instance.link)
     return Evaluation(
         peak_bytes=peak_bytes,
-        binding_row_label=binding_row_label,
         extra_seconds=sum(option.extra_seconds for option in chosen) + stall_seconds,
         stall_seconds=stall_seconds,
         moved_bytes=moved_bytes,
