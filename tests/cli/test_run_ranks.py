@@ -1,12 +1,10 @@
 """`memwall run` on several ranks: one plan, one report, one status; and the orders that cannot work, in words."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from warm_python import warm_python
 
 from memwall.cli.app import main
 from memwall.observe.rank_spread import spread_over
@@ -18,16 +16,8 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 @pytest.mark.slow
 def test_two_processes_show_one_plan_and_one_report(tmp_path: Path) -> None:
     """GIVEN the short form of torchrun, and a script that closes its group at its end THEN rank 0 alone reports."""
-    command = [sys.executable, "-m", "memwall", "run", "--nproc", "2", "--budget", "8GiB", "--report", "run.json"]
-    result = subprocess.run(
-        [*command, str(SCRIPTS / "train_ddp.py")],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    command = ("-m", "memwall", "run", "--nproc", "2", "--budget", "8GiB", "--report", "run.json")
+    result = warm_python().run(*command, SCRIPTS / "train_ddp.py", folder=tmp_path, timeout_s=110)
     assert result.returncode == 0, result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     report = RunReport.load(tmp_path / "run.json")

@@ -1,10 +1,8 @@
 """Why a step for a device that is not here is recorded on fake tensors of the CPU: those of `cuda` run none."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from warm_python import warm_python
 
 STEP = """
 import torch
@@ -22,6 +20,6 @@ with FakeTensorMode(allow_non_fake_inputs=True):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_fake_tensors_on_cuda_run_no_step_where_there_is_no_device() -> None:
     """In a process of its own, which torch may abort. One that gets to the end has found another way to record."""
-    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, timeout=120, check=False)
+    done = warm_python().run("-c", STEP, timeout_s=120)
     assert done.stdout.split() == ["made"]
     assert done.returncode != 0
