@@ -203,7 +203,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             self.session.end_step()
         except InfeasibleError as error:
             self.close(completed=False)
-            raise self._with_arguments(error) from error
+            raise self._with_arguments(error, args) from error
         if self._lengths is not None and self.session.state == "running":
             self._lengths.compare()
             self._lengths = None
@@ -248,8 +248,11 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
     def _open(self, model: nn.Module) -> None:
         self.session = self._session_on(model, None, set_by_loop=set_by_loop() if self._plan is not None else ())
 
-    def _with_arguments(self, error: InfeasibleError) -> InfeasibleError:
-        """Returns the same error; where smaller micro-batches would fit, with the arguments that say so."""
+    def _with_arguments(self, error: InfeasibleError, args: Any) -> InfeasibleError:
+        """Returns the same error; where smaller micro-batches would fit, with the arguments that say so.
+
+        A trainer may make several rows of a sample, as TRL's DPOTrainer makes two, an answer to train and one to avoid.
+        """
         trace = self.session.trace if self.session is not None else None
         settings = Settings(
             budget_bytes=error.budget_bytes, disk=self._disk, allow=self._allow, allow_accumulation=True
@@ -263,8 +266,11 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         micro_batch, num_micro_batches = plan.batch_parts
         if (micro_batch, num_micro_batches) == (plan.micro_batch, plan.num_micro_batches):
             return error
+        rows_of_sample = max(1, trace.micro_batch // args.per_device_train_batch_size)
+        if micro_batch < rows_of_sample:
+            return error
         help_line = (
-            f"set TrainingArguments(per_device_train_batch_size={micro_batch}, "
+            f"set TrainingArguments(per_device_train_batch_size={micro_batch // rows_of_sample}, "
             f"gradient_accumulation_steps={num_micro_batches}): the same global batch, and it fits"
         )
         return InfeasibleError(

@@ -147,7 +147,7 @@ def test_a_budget_below_the_floor_names_the_floor_and_the_cheapest_relaxation(re
     )
     assert (
         next(line for line in lines if line.startswith("  - "))
-        == "  - halve the micro-batch and accumulate: batch size 2, 2 accumulation steps (the same global batch)"
+        == "  - halve the micro-batch and accumulate: batch size 4 to 2, 2 accumulation steps (the same global batch)"
     )
 
 

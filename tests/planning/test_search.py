@@ -276,7 +276,7 @@ def test_an_infeasible_budget_says_by_how_much_and_what_would_help(
         f"of that, 100.0 MiB are the process before the step, {parameter_bytes / MIB:.1f} MiB parameters "
         "(largest: tokens)\n"
         "  - give a disk for saved tensors: --disk DIR\n"
-        "  - halve the micro-batch and accumulate: batch size 2, 2 accumulation steps (the same global batch)\n"
+        "  - halve the micro-batch and accumulate: batch size 4 to 2, 2 accumulation steps (the same global batch)\n"
         "  - allow fused kernels for norms, gated MLPs and the loss of a language model: --allow kernels\n"
         "  - allow bfloat16 autocast, which changes numerics: --allow precision\n"
         "  - shorten the sequence or lower the resolution"

@@ -32,7 +32,7 @@ class _Accumulate(Technique[Accumulate]):
         if can_split or can_accumulate(trace, is_cooperative=True) is not None:
             return None
         return (
-            f"halve the micro-batch and accumulate: batch size {trace.micro_batch // 2}, "
+            f"halve the micro-batch and accumulate: batch size {trace.micro_batch} to {trace.micro_batch // 2}, "
             f"{2 * trace.num_micro_batches} accumulation steps (the same global batch)"
         )
 

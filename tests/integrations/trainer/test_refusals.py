@@ -2,6 +2,7 @@
 
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -44,6 +45,20 @@ class TestInfeasible:
         with pytest.raises(InfeasibleError, match=r"cannot be met: the smallest feasible one is") as caught:
             train(MemwallCallback(budget="1TiB"))
         assert "TrainingArguments(" not in str(caught.value)
+
+    def test_counts_a_sample_of_two_rows_once(self, monkeypatch: pytest.MonkeyPatch):
+        from memwall.integrations import trainer
+
+        trace = SimpleNamespace(micro_batch=8)
+        found = SimpleNamespace(batch_parts=(2, 4), micro_batch=8, num_micro_batches=1)
+        monkeypatch.setattr(trainer, "make_plan", lambda *_: found)
+        callback = trainer.MemwallCallback(budget="1GiB")
+        callback.session = SimpleNamespace(trace=trace)
+        refused = InfeasibleError("too small", budget_bytes=MIB, smallest_feasible_bytes=2 * MIB)
+        told = callback._with_arguments(refused, SimpleNamespace(per_device_train_batch_size=4))
+        assert "(per_device_train_batch_size=1, gradient_accumulation_steps=4)" in str(told)
+        found.batch_parts = (1, 8)
+        assert callback._with_arguments(refused, SimpleNamespace(per_device_train_batch_size=4)) is refused
 
 
 class TestRefusals:
