@@ -32,6 +32,7 @@ from memwall.errors import OutOfMemoryError, UsageError
 if TYPE_CHECKING:
     from memwall.machine.launched import Launched
     from memwall.observe.run_report import RunReport
+    from memwall.planning.planfile import Plan
     from memwall.session.session import Session
 
 
@@ -207,6 +208,8 @@ def run(
             raise
         if checkpoint is not None and checkpoint.times.num_commits:
             note(commits_line(checkpoint.directory, checkpoint.times))
+    if session.measured.num_steps == 0 and status == 0 and (checkpoint is None or checkpoint.is_new):
+        raise typer.Exit(_judged_without_plan(script.target, session, given))
     if session.plan is None or session.measured.num_steps == 0:
         ending = f"memwall: {script.target} ended with status {status} before a step under a plan"
         typer.echo(f"{ending}; there is nothing to report", err=True)
@@ -236,6 +239,25 @@ def run(
         err=True,
     )
     raise typer.Exit(0)
+
+
+def _judged_without_plan(target: str, session: "Session", given: "Plan | None") -> int:
+    """Says how a run ended that memwall had no part in; returns the exit status."""
+    from memwall.units import format_bytes
+
+    budget_bytes = session.budget_bytes or (0 if given is None else given.forecast.budget_bytes or 0)
+    peak_bytes = max(session.measured.overall_peak_bytes, session.measured.meter.peak_bytes())
+    is_over = 0 < budget_bytes < peak_bytes
+    held = f"it held {format_bytes(peak_bytes, rounding='up')}"
+    if budget_bytes:
+        over = format_bytes(budget_bytes, rounding="down")
+        held += f", {'over' if is_over else 'within'} the budget of {over}"
+    typer.echo(
+        f"memwall: {target} trained in a way that memwall has no part in, and ran as it is without it: {held}. Models "
+        "are planned that are called as model(batch), not by .forward or torch.func, and trained by loss.backward()",
+        err=True,
+    )
+    return 5 if is_over else 0
 
 
 def _save_failure_page(error: OutOfMemoryError, session: "Session", report_path: Path, *, is_committed: bool) -> None:

@@ -67,7 +67,7 @@ def run_script(
         num_failures: how many processes before this one ran out of memory under the same budget.
 
     Returns:
-        The script's own status.
+        The script's own status. Without a step in `session.measured` it trained past memwall.
 
     Raises:
         UsageError: the script finished without a training step.
@@ -144,7 +144,8 @@ def run_script(
     failure = watch.failure or session.failure or (None if checkpoint is None else checkpoint.failure)
     if failure is not None:
         raise failure
-    if session.measured.num_steps == 0 and status == 0 and (checkpoint is None or checkpoint.is_new):
+    is_missed = watch.has_missed_steps or session.has_missed_steps
+    if session.measured.num_steps == 0 and status == 0 and not is_missed and (checkpoint is None or checkpoint.is_new):
         raise UsageError(_without_step(name, status, compiles=num_compiled() > num_before))
     return status
 

@@ -172,6 +172,11 @@ class Session:
             self._borders.add_optimizer(optimizer)
             self._live.in_effect.add_optimizer(optimizer)
 
+    @property
+    def has_missed_steps(self) -> bool:
+        """Tells whether gradients were computed where no hook sees them, by torch.func."""
+        return self._borders.is_transformed
+
     def watch_building(self) -> None:
         """Has parameters go to disk as modules get them, where the budget has no room for them."""
         self._live.in_effect.watch_building(self.plan, self._live.settings.budget_bytes)

@@ -80,7 +80,7 @@ class StepBorders:
         self._is_watching = self._is_watching_scaling = False
         self._is_left_out = False
         """Whether loss scaling has left out an optimizer's step since the present step began."""
-        self._is_transformed = False
+        self.is_transformed = False
         self.in_first_forward = False
         """Tells whether the model's forward is about to be called, from within the hook before it."""
         self.in_optimizer = False
@@ -169,8 +169,8 @@ class StepBorders:
         model = self.attached_model if model is None else model
         self._listener.before_forward()
         if execution_is_transformed():
-            if not self._is_transformed:
-                self._is_transformed = True
+            if not self.is_transformed:
+                self.is_transformed = True
                 _log.warning(
                     "gradients are computed by torch.func, which allows no hooks on saved tensors: such steps run as "
                     "without memwall, and may pass the budget; use loss.backward() to have them planned"

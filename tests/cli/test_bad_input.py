@@ -91,6 +91,31 @@ def test_a_script_whose_model_is_called_in_compiled_code_alone(refused: Refused,
     )
 
 
+BESIDE_HOOKS = """
+import torch
+class Layer(torch.nn.Linear):
+    def train_on(self, batch):
+        self.forward(batch).sum().backward()  # past every hook
+        OPTIMIZER.step()
+layer = Layer(4, 2)
+OPTIMIZER = torch.optim.SGD(layer.parameters(), lr=0.1)
+layer.train_on(torch.ones(3, 4))
+"""
+
+
+@pytest.mark.parametrize(("budget", "status"), [("8GiB", 0), ("32MiB", 5)])
+def test_a_script_that_trains_past_memwall_is_told_so_and_judged_by_its_budget(
+    folder: Path, capsys: pytest.CaptureFixture[str], budget: str, status: int
+) -> None:
+    (folder / "beside.py").write_text(BESIDE_HOOKS)
+    assert main(["run", "--budget", budget, "beside.py"]) == status
+    said = capsys.readouterr().err
+    assert "beside.py trained in a way that memwall has no part in, and ran as it is without it: " in said
+    assert (
+        "over" if status else "within"
+    ) + f" the budget of {budget.replace('GiB', '.00 GiB').replace('MiB', '.0 MiB')}" in said
+
+
 TWO_OPTIMIZERS = """
 import torch
 model, other = torch.nn.Linear(4, 2), torch.nn.Linear(2, 2)

@@ -116,6 +116,11 @@ class ScriptWatch:
         return [optimizer for optimizer in early if trains(optimizer, model)]
 
     @property
+    def has_missed_steps(self) -> bool:
+        """Tells whether optimizers have stepped of which no model was seen called."""
+        return bool(self._early)
+
+    @property
     def _is_inherited(self) -> bool:
         """Tells whether this is a process that the script has forked, with the hooks of its own."""
         return os.getpid() != self._pid
