@@ -15,6 +15,8 @@
 #   make gpu-day   all that needs a GPU, in 40 minutes: forecasts, kernels, live runs, link, phantom; one file, one page
 #   make gpu-day-phantom   a little of that on the phantom device, simulated, in two minutes: it shows that nothing breaks
 #   make fuzz FUZZ_SECONDS=60   look for files that a reader does not refuse in one clear error, by atheris (30 MB once)
+#   make site     the pages as a site, by Sphinx, which a folder of its own gets: .venv/site/html/docs/site/index.html
+#   make first-walk   as a newcomer: a new environment, the page docs/start.md, a script of one's own; three minutes
 #   make reference   write docs/reference.md anew, from the code
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
@@ -39,6 +41,8 @@ FUZZED := trace trace_file plan run snapshot steps config lengths allocator_sett
 FUZZ_FOLDER := .venv/fuzz
 FUZZ_SECONDS := 60
 TORCHAO := 0.18.0
+SPHINX := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
+SITE := .venv/site
 TORCHAO_FOLDER := .venv/torchao-$(TORCHAO)
 LOW_BIT_TESTS := $(wildcard tests/apply/optimizer_state/test_low_bit*.py)
 KERNEL_TESTS := tests/kernels/test_interpreter.py tests/kernels/test_ahead_of_time.py
@@ -58,7 +62,7 @@ UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and n
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv fuzz reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
+.PHONY: venv fuzz site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -170,6 +174,19 @@ types: $(STAMP)
 
 layers: $(STAMP)
 	$(BIN)/lint-imports
+
+# A link that leads nowhere, or a page that no list names, ends it.
+site: $(SITE)/.installed
+	rm -rf $(SITE)/html
+	PYTHONPATH=$(CURDIR)/$(SITE)/tools $(BIN)/python -m sphinx --quiet --nitpicky --fail-on-warning --keep-going \
+	    --doctree-dir $(SITE)/doctrees --conf-dir docs/site . $(SITE)/html
+
+$(SITE)/.installed: Makefile | $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --target $(SITE)/tools $(SPHINX)
+	touch $@
+
+first-walk: $(STAMP)
+	$(BIN)/python -m pytest tests/test_first_walk.py
 
 reference: $(STAMP)
 	$(BIN)/python .ci/reference.py

@@ -31,7 +31,7 @@ PAGE = ROOT / "docs" / "scripts.md"
 _MIB = 1 << 20
 _INTRODUCTION = """# Scripts of many kinds
 
-`make compat` runs each script of [tests/compat](../tests/compat/scripts) as it is: free, under 70 % of its free peak,
+`make compat` runs each script of `tests/compat/scripts` as it is: free, under 70 % of its free peak,
 and under the smallest budget that a refusal of 64 MiB names. Peaks are the resident memory of the whole process tree in
 MiB, sampled from outside every 20 ms; *held* means exit status 0, no sample above the budget, and, unless it says
 otherwise, the weights of the free run, bit for bit. A budget may be passed between two samples, which memwall, but not
