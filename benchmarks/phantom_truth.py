@@ -1,34 +1,40 @@
 """Compares forecasts for a card with what torch's own allocator counts on the phantom one. All simulated.
 
-    PHANTOM_CARD=NAME phantom/run python benchmarks/phantom_truth.py NAME [--seconds 600] [--every N] [CASE ...]
+    phantom/run python benchmarks/phantom_truth.py [--cards NAME ...] [--seconds 240] [CASE ...]
 
-Cases are those of gpu_truth.py, in its order, each in a forked process: forecast, then trained on the device; CASE is
-family/precision/optimizer. Rows of earlier calls for the same zoo are kept, so that a second call goes on. The result
-is benchmarks/results/simulated/phantom_truth.json, with a table for each card: errors of allocated and reserved bytes
-in the first and in a steady step, against the goals, and each row that deviates by more than 0.1 %.
+Cases are those of the zoo on each card: twelve families, six optimizers, three precisions. Each is forecast and, in a
+forked process, trained on the device; CASE is a family or family/precision/optimizer. Rows of earlier calls for the
+same zoo are kept, so that a second call goes on: first with cases that are missing, then with those that other code of
+memwall forecast; what was counted stays. The result is benchmarks/results/simulated/phantom_truth.json, with a table
+for each card: errors of allocated and reserved bytes in the first and in a steady step, against the goals, and each row
+that deviates by more than 0.1 %.
 
 On the phantom torch's dispatcher, kernels' host code and caching allocator are real; cuDNN's workspaces are 0 bytes.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from fake_steps import record_fake
-from gpu_truth import Case, cases
+from gpu_truth import Case
 from gpu_truth_case import SAMPLES_FACTOR, measured
 from knob_report import provenance
-from prediction_zoo import FAMILIES, Precision, workload, zoo_sha256
+from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, Precision, workload, zoo_sha256
 
+import memwall
 from memwall.machine.hardware import Hardware, hardware_named
 from memwall.patches import Patches
 from memwall.predict.cuda.translate import recording_for, translated
@@ -39,6 +45,7 @@ from memwall.predict.roofline import Roofline
 OUTPUT = Path(__file__).parent / "results/simulated/phantom_truth.json"
 GOALS = {"allocated_bytes": {"median": 0.001, "worst": 0.01}, "reserved_bytes": {"median": 0.005, "worst": 0.03}}
 STEPS = ("first", "steady")
+CARDS = ("h100-80gb", "l4")
 _NOTABLE = 0.001
 Row = dict[str, Any]
 
@@ -80,30 +87,80 @@ def as_with_values() -> Iterator[None]:
         yield
 
 
-def row_of(case: Case, hardware: Hardware) -> Row:
-    """Runs one case in a forked process, before which CUDA has not been touched."""
+def forked(work: Callable[[], Any]) -> Any:
+    """Returns what a forked process, before which CUDA has not been touched, made of its work, or how that failed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        row: Row = {"device": hardware.name, "case": "/".join(case)}
         try:
-            row["foreseen"] = foreseen(*case, hardware)  # type: ignore[arg-type]
-            with as_with_values():
-                found = measured(*case, used_bytes=0)  # type: ignore[arg-type]
-            row["counted"] = {step: found[step] for step in STEPS}
+            said = json.dumps(work())
         except Exception:
-            row["failure"] = traceback.format_exc().strip().splitlines()[-1][:300]
-        os.write(writer, json.dumps(row).encode())
+            said = json.dumps({"failure": traceback.format_exc().strip().splitlines()[-1][:300]})
+        with os.fdopen(writer, "w") as pipe:
+            pipe.write(said)
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
+    with os.fdopen(reader) as pipe:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
-    if not text:
-        return {"device": hardware.name, "case": "/".join(case), "failure": f"ended with status {status}"}
-    found: Row = json.loads(text)
+    return json.loads(text) if text else {"failure": f"ended with status {status}"}
+
+
+def all_foreseen(cases: Sequence[tuple[Case, Hardware]]) -> list[Row]:
+    """Returns the forecasts of cases of one family: together, since fake tensors know its operations' results then."""
+    found = []
+    for case, hardware in cases:
+        try:
+            found.append(foreseen(*case, hardware))  # type: ignore[arg-type]
+        except Exception:
+            found.append({"failure": traceback.format_exc().strip().splitlines()[-1][:300]})
     return found
+
+
+def counted(case: Case, card: str) -> Row:
+    """Returns what torch's allocator counts in the steps of a case on this card."""
+    os.environ["PHANTOM_CARD"] = card
+    with as_with_values():
+        found = measured(*case, used_bytes=0)  # type: ignore[arg-type]
+    return {step: found[step] for step in STEPS}
+
+
+def rows_of(missing: Sequence[tuple[Case, Hardware]], old: dict[tuple[str, str], Row]) -> Iterator[Row]:
+    """Yields a row for each of these cases of one family; what was counted before is not counted again."""
+    forecasts = forked(lambda: all_foreseen(missing))
+    for index, (case, hardware) in enumerate(missing):
+        name = "/".join(case)
+        forecast = forecasts if isinstance(forecasts, dict) else forecasts[index]
+        count = old.get((hardware.name, name), {}).get("counted") or forked(partial(counted, case, hardware.name))
+        row: Row = {"device": hardware.name, "case": name, "forecast_code": forecast_code()}
+        failures = [found["failure"] for found in (forecast, count) if "failure" in found]
+        if "failure" not in count:
+            row["counted"] = count
+        yield {**row, "failure": failures[0]} if failures else {**row, "foreseen": forecast}
+
+
+def groups() -> Iterator[list[Case]]:
+    """Yields every case once, in groups of one family that have each optimizer once.
+
+    After the first twelve groups each family has met each optimizer and each precision.
+    """
+    for turn in range(len(PRECISIONS)):
+        for offset, family in enumerate(FAMILIES):
+            yield [
+                (family, PRECISIONS[(turn + offset + number) % len(PRECISIONS)], optimizer)
+                for number, optimizer in enumerate(OPTIMIZERS)
+            ]
+
+
+@cache
+def forecast_code() -> str:
+    """Returns a hash of the code that forecasts are made by: a row of another one is forecast again."""
+    folder = Path(memwall.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(file for part in ("predict", "trace") for file in (folder / part).rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def error(row: Row, step: str, quantity: str) -> float:
@@ -142,40 +199,53 @@ def line(device: str, figures: dict[str, Any]) -> str:
     return f"| {device} | {figures['num_rows']} | {' | '.join(cells)} |"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("device", type=hardware_named)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--every", type=int, default=1, help="take every n-th case only")
-    parser.add_argument("cases", nargs="*")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    begin = time.monotonic()
-    old = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
-    rows: list[Row] = old.get("rows", []) if old.get("zoo_sha256") == zoo_sha256() else []
-    chosen = [tuple(case.split("/")) for case in options.cases] or list(cases())[:: options.every]
-    rows = [
-        r for r in rows if not (options.cases and r["device"] == options.device.name and r["case"] in options.cases)
-    ]
-    done = {(row["device"], row["case"]) for row in rows}
-    for case in chosen:
-        if (options.device.name, "/".join(case)) in done:
-            continue
-        if time.monotonic() - begin > options.seconds:
-            break
-        rows.append(row_of(case, options.device))  # type: ignore[arg-type]
-        print(json.dumps(rows[-1]), file=sys.stderr)
+def result_of(rows: Sequence[Row]) -> dict[str, Any]:
     devices = sorted({row["device"] for row in rows})
-    result = {
+    return {
         **provenance(),
-        "schema": "memwall.benchmarks.phantom_truth/1",
+        "schema": "memwall.benchmarks.phantom_truth/2",
         "tag": "simulated",
         "zoo_sha256": zoo_sha256(),
+        "num_cases": len(CARDS) * len(FAMILIES) * len(OPTIMIZERS) * len(PRECISIONS),
         "tables": {device: table([row for row in rows if row["device"] == device]) for device in devices},
         "rows": sorted(rows, key=lambda row: (row["device"], row["case"])),
     }
-    OUTPUT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["tables"], indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cards", nargs="+", type=hardware_named, default=[hardware_named(card) for card in CARDS])
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--stale", action="store_true", help="forecast rows of other code again, which come last else")
+    parser.add_argument("-o", "--output", type=Path, default=OUTPUT)
+    parser.add_argument("cases", nargs="*", help="FAMILY, or FAMILY/PRECISION/OPTIMIZER; done again if named")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    begin = time.monotonic()
+    before = json.loads(options.output.read_text()) if options.output.exists() else {}
+    same = before.get("zoo_sha256") == zoo_sha256()
+    rows: dict[tuple[str, str], Row] = {(r["device"], r["case"]): r for r in before.get("rows", []) if same}
+    asked = [
+        [case for case in group if not options.cases or {case[0], "/".join(case)} & set(options.cases)]
+        for group in groups()
+    ]
+
+    def is_stale(case: Case, card: Hardware, *, is_missing: bool) -> bool:
+        row = rows.get((card.name, "/".join(case)))
+        return row is None if is_missing else row is not None and row.get("forecast_code") != forecast_code()
+
+    for is_missing in (False, True) if options.stale else (True, False):
+        for group in asked:
+            pairs = [(c, h) for c in group for h in options.cards if is_stale(c, h, is_missing=is_missing)]
+            if not pairs or time.monotonic() - begin > options.seconds:
+                continue
+            FAMILIES[group[0][0]].model()  # what it imports, forked processes have
+            for row in rows_of(pairs, rows):
+                rows[row["device"], row["case"]] = row
+                print(json.dumps(row), file=sys.stderr, flush=True)
+            options.output.write_text(json.dumps(result_of(list(rows.values())), indent=1) + "\n")
+    print(json.dumps(result_of(list(rows.values()))["tables"], indent=1))
 
 
 if __name__ == "__main__":
