@@ -53,6 +53,24 @@ def test_a_devices_sum_depends_on_every_element_and_its_place() -> None:
     assert len(set(sums)) == 3
 
 
+@pytest.mark.parametrize("shape", [(1 << 20,), (4, 1 << 18), (1 << 12, 256)])
+def test_a_devices_sum_needs_little_memory_beside_the_tensor(shape: tuple[int, ...]) -> None:
+    """In the step in which plans are proved it lies on top of what was forecast."""
+    made: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            made.append(0 if found._is_view() else found.nbytes) if isinstance(found, Tensor) else None
+            return found
+
+    words = torch.zeros(shape, dtype=torch.int32)
+    with Sizes():
+        weighted_sum(words)
+    # Weights, and what they are mixed with.
+    assert 0 < 2 * max(made) <= words.nbytes // 4
+
+
 def test_digests_that_stay_on_a_device_are_compared() -> None:
     one, other = ([Digest((3,), torch.float32, (0,), torch.tensor(n))] for n in (1, 2))
     assert difference(one, one) == ""

@@ -22,8 +22,9 @@ from memwall.torch_internals.modules import own_buffers
 __all__ = ["Digest", "Digesting", "Place", "difference", "digest_of", "weighted_sum", "written"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements that are worked on at a time, where that takes a copy.
-_PART = 1 << 19
+# Elements that are worked on at a time, where that takes a copy; on a device 16 bytes for each, which no forecast has.
+# Parts take launches: small tensors are divided into many, large ones into few of what is little beside them.
+_LEAST_PART, _MOST_PART, _NUM_PARTS = 1 << 16, 1 << 19, 64
 # Any odd number with bits all over: 2^64 by the golden ratio.
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 # What CUDA's attention saves for its dropout: seed and offset, or both in one. Without dropout they are never written
@@ -133,13 +134,14 @@ def _spread(words: Tensor) -> list[int]:
     return [dim for dim, (size, step) in enumerate(zip(words.shape, words.stride(), strict=True)) if size > 1 and step]
 
 
-def _parts(words: Tensor, *, is_copied: bool) -> Sequence[Tensor]:
+def _parts(words: Tensor, *, is_copied: bool, most: int = 0) -> Sequence[Tensor]:
     if not is_copied or not words.dim():
         return (words,)
     row = max(1, words.numel() // words.shape[0])
-    if row > 2 * _PART and words.dim() > 1:
-        return [part for slab in words.unbind(0) for part in _parts(slab, is_copied=True)]
-    parts: Sequence[Tensor] = words.split(max(1, _PART // row))
+    most = most or min(max(_LEAST_PART, words.numel() // _NUM_PARTS), _MOST_PART)
+    if row > 2 * most and words.dim() > 1:
+        return [part for slab in words.unbind(0) for part in _parts(slab, is_copied=True, most=most)]
+    parts: Sequence[Tensor] = words.split(max(1, most // row))
     return parts
 
 
