@@ -10,6 +10,8 @@ import psutil
 import torch
 from torch import nn
 
+from memwall.machine.device_peaks import AllocatorPeak, allocator_peak, reset_allocator_peak
+
 __all__ = [
     "CudaMeter",
     "HostMeter",
@@ -99,6 +101,9 @@ class Meter(Protocol):
     def reset_peak(self) -> bool:
         """Begins a new peak; returns False where that is not possible."""
 
+    def allocator_peak(self) -> AllocatorPeak | None:
+        """Returns what torch's caching allocator counts, since that reset; None where it has no part in it."""
+
     def standing_bytes(self) -> int:
         """Returns what the run holds now: of a device in tensors, for what its segments have free is no growth."""
 
@@ -113,6 +118,9 @@ class HostMeter:
     now_bytes = standing_bytes = staticmethod(process_bytes)
     peak_bytes = staticmethod(process_peak_bytes)
     reset_peak = staticmethod(reset_process_peak)
+
+    def allocator_peak(self) -> None:
+        """Nothing: malloc says less of itself than the system does."""
 
     def base_bytes(self, tensor_bytes: int) -> int:
         """Counts what malloc keeps free as well: it should be returned before."""
@@ -139,10 +147,13 @@ class CudaMeter:
 
     def peak_bytes(self) -> int:
         """Adds the segments' peak to what is beside them, which only grows."""
-        return self._beside_bytes() + torch.cuda.max_memory_reserved(self.place)
+        return self._beside_bytes() + self.allocator_peak().reserved_bytes
+
+    def allocator_peak(self) -> AllocatorPeak:
+        return allocator_peak(self.place)
 
     def reset_peak(self) -> bool:
-        torch.cuda.reset_peak_memory_stats(self.place)
+        reset_allocator_peak(self.place)
         return True
 
     def base_bytes(self, tensor_bytes: int) -> int:

@@ -24,6 +24,7 @@ def run_report(session: Session) -> RunReport:
     steady_bytes = measured.peak_bytes or measured.first_step_peak_bytes
     judged_bytes = max(measured.judged_peak_bytes, measured.peak_bytes)
     tier = "disk" if plan.forecast.device == "cpu" else "host"
+    allocator = measured.allocator
     planned_bytes = measured.bytes_to_tier - measured.first_step_bytes_to_tier
     return RunReport(
         plan_hash=plan.plan_hash,
@@ -32,12 +33,15 @@ def run_report(session: Session) -> RunReport:
         measured=Measured(
             tag=measured_tag(plan.forecast.device),
             peak=PeakBytes(
-                allocated_bytes=max(0, steady_bytes - measured.base_bytes),
+                allocated_bytes=allocator.allocated_bytes if allocator else max(0, steady_bytes - measured.base_bytes),
+                reserved_bytes=allocator.reserved_bytes if allocator else None,
                 process_bytes=judged_bytes,
                 disk_bytes=plan.forecast.moved_bytes_per_step if tier == "disk" else None,
             ),
             steady_peak_bytes=steady_bytes,
             first_step_peak_bytes=measured.first_step_peak_bytes,
+            inactive_bytes=allocator.inactive_bytes if allocator else None,
+            num_alloc_retries=allocator.num_retries if allocator else None,
             step_seconds_median=median(measured.step_seconds) if measured.step_seconds else None,
             steps=measured.num_steps,
             oom_recoveries=measured.oom_recoveries,

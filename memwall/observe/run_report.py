@@ -25,12 +25,17 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tag: Tag = "cpu-measured"
     """Files that do not say are of runs on a CPU."""
     peak: PeakBytes
-    """The peak of the whole run; on a CUDA device of what followed the recorded step. On a CPU, allocated_bytes is
-    what the process held beyond its base."""
+    """The peak of the whole run; on a CUDA device of what followed the recorded step, with the allocated and reserved
+    bytes of the steps under the plan as torch counts them. On a CPU, allocated_bytes is what the process held beyond
+    its base."""
     steady_peak_bytes: int = 0
     """Process bytes of the steps under the plan."""
     first_step_peak_bytes: int
     """Process bytes of the recorded first step, which ran under the safest plan."""
+    inactive_bytes: int | None = None
+    """Bytes that the CUDA allocator held free between blocks in use, at most; null on a CPU."""
+    num_alloc_retries: int | None = None
+    """Requests that torch granted only after it had given its cache back, in the whole process; null on a CPU."""
     step_seconds_median: float | None
     steps: int
     oom_recoveries: int

@@ -1,7 +1,7 @@
 """Shows prediction beside measurement, and one run beside another, as tables."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -22,6 +22,7 @@ __all__ = [
 # How far a step may lie outside the bounds that its forecast gave: its time is that noisy where both are right.
 _SHORTER, _LONGER = 0.95, 1.1
 _LEAST_STEPS = 5
+_Compared = tuple[str, Callable[[Any], str], float | None, float | None]
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -61,15 +62,32 @@ def time_findings(report: RunReport) -> tuple[str, ...]:
     return ()
 
 
+def _of_allocator(report: RunReport) -> Iterator[_Compared]:
+    """Yields what torch's allocator counts of a CUDA device in the steps under the plan."""
+    foreseen, found = report.forecast.phases["steady_step"], report.measured.peak
+    if found.reserved_bytes is not None:
+        yield "allocated peak, steady step", _needed, foreseen.allocated_bytes, found.allocated_bytes
+        yield "reserved peak, steady step", _needed, foreseen.reserved_bytes, found.reserved_bytes
+        yield "free between blocks in use", bytes_or_dash, None, report.measured.inactive_bytes
+    if report.measured.num_alloc_retries:
+        yield (
+            "cache given back for a request",
+            lambda number: f"{number} times",
+            None,
+            report.measured.num_alloc_retries,
+        )
+
+
 def run_grid(report: RunReport) -> Grid:
     """Shows what was predicted and what was measured, quantity by quantity."""
     forecast, measured = report.forecast, report.measured
     # What was measured already is no prediction.
     first = None if "first_step" in forecast.measured_phases else forecast.phases.get("first_step")
     first_bytes = first.process_bytes if first is not None else None
-    compared: list[tuple[str, Callable[[Any], str], float | None, float | None]] = [
+    compared: list[_Compared] = [
         ("process peak, steady step", _needed, forecast.steady_process_bytes, report.steady_peak_bytes),
         ("process peak, first step", _needed, first_bytes, measured.first_step_peak_bytes or None),
+        *_of_allocator(report),
         ("step", seconds_or_dash, forecast.step_seconds, measured.step_seconds_median),
         ("bytes moved per step", bytes_or_dash, forecast.moved_bytes_per_step, measured.bytes_moved_per_step),
     ]

@@ -5,7 +5,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from memwall.machine.meter import HostMeter, Meter, meter_of
+from memwall.machine.device_peaks import AllocatorPeak, SeparatePeaks
+from memwall.machine.meter import CudaMeter, HostMeter, Meter, meter_of
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.torch_internals.storages import sparse_indices, sparse_values
@@ -44,6 +45,9 @@ class Measurements(Struct, kw_only=True):
     plan_seconds: float = 0.0
     has_plan: bool = False
     """Whether a plan was in effect already."""
+    allocator: AllocatorPeak | None = None
+    """The most that the caching allocator counted in the steps under the plan; None where there is none."""
+    script_peaks: SeparatePeaks | None = None
 
     def note_peak(self, shown_bytes: int = 0) -> None:
         """Notes what the process held at most; to be called before every reset of its peak, and at the end.
@@ -61,7 +65,15 @@ class Measurements(Struct, kw_only=True):
     def begin_run(self, model: nn.Module) -> None:
         """Measures the device of a model from now on."""
         self.meter = meter_of(model)
+        if isinstance(self.meter, CudaMeter) and self.script_peaks is None:
+            self.script_peaks = SeparatePeaks(self.meter.place)
         self.note_peak()
+
+    def end_run(self) -> None:
+        """Leaves torch's peaks to the script."""
+        if self.script_peaks is not None:
+            self.script_peaks.undo()
+            self.script_peaks = None
 
     def begin_plan(self, base_bytes: int | None) -> None:
         """Measures steps under a plan from now on.
@@ -77,7 +89,7 @@ class Measurements(Struct, kw_only=True):
 
     def forget_steps(self) -> None:
         """Forgets what was measured of another plan's steps."""
-        self.peak_bytes, self.step_seconds = 0, []
+        self.peak_bytes, self.step_seconds, self.allocator = 0, [], None
 
     def note_first_step(self, peak_bytes: int) -> None:
         """Notes the peak of a recorded step; there are two of them where the first was not the last."""
@@ -97,6 +109,9 @@ class Measurements(Struct, kw_only=True):
         self.num_steps += is_first
         if is_planned:
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
+            found = self.meter.allocator_peak()
+            if found is not None:
+                self.allocator = found if self.allocator is None else self.allocator.joined(found)
         return peak_bytes
 
     def note_seconds(self, seconds: float) -> None:

@@ -207,7 +207,8 @@ class Session:
             self._steps.end(completed=completed)
         finally:
             take_back = partial(self._live.in_effect.take_back, keeps_state=not brings_back)
-            ends = (self._live.stop_recording, take_back, self._borders.let_go, self._live.end, close_once_unneeded)
+            parts = (self._live.stop_recording, take_back, self._borders.let_go, self._live.end)
+            ends = (*parts, self.measured.end_run, close_once_unneeded)
             try:
                 with interruptions_put_off():
                     undo_all(ends[::-1])
