@@ -146,16 +146,20 @@ def free_memory_bytes(*, root: Path = _ROOT) -> int:
     return max(0, min(free_bytes, limit.limit_bytes - used_bytes))
 
 
-def pinnable_bytes(*, root: Path = _ROOT) -> int:
-    """Returns the host memory that this process may pin: its part of nine tenths of what is free.
+def pinnable_bytes(*, is_asked_for: bool = False, root: Path = _ROOT) -> int:
+    """Returns the host memory that this process may pin: its part of six tenths of what is free.
 
-    Beyond that a run raises, where the kernel would kill. Processes that a launcher started on one host have equal
-    parts.
+    The rest is for what comes later and the kernel would kill for: loader workers, the page cache of the data, a
+    checkpoint on its way to disk. Processes that a launcher started on one host have equal parts.
+
+    Args:
+        is_asked_for: whether the user said how much may be taken: then nine tenths are.
 
     Raises:
         UsageError: the system does not say how much memory it has.
     """
-    return free_memory_bytes(root=root) * 9 // 10 // num_local_ranks()
+    tenths = 9 if is_asked_for else 6
+    return free_memory_bytes(root=root) * tenths // 10 // num_local_ranks()
 
 
 def cgroup_limit(*, root: Path = _ROOT) -> CgroupLimit | None:

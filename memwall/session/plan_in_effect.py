@@ -124,7 +124,8 @@ class PlanInEffect:
         if all(parameter.device.type != "cuda" for parameter in self._borders.attached_model.parameters()):
             self.host_limit_bytes = None
             return
-        can_pin_bytes, told_bytes = pinnable_bytes(), self._host_capacity_bytes
+        told_bytes = self._host_capacity_bytes
+        can_pin_bytes = pinnable_bytes(is_asked_for=told_bytes is not None)
         self.host_limit_bytes = can_pin_bytes if told_bytes is None else min(can_pin_bytes, told_bytes)
 
     def apply(self, plan: Plan, trace: Trace | None, budget_bytes: int) -> None:

@@ -300,4 +300,5 @@ def test_processes_of_one_host_share_what_may_be_pinned(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert pinnable_bytes(root=tree) == 8 * GIB * 9 // 10 // share
+    assert pinnable_bytes(root=tree) == 8 * GIB * 6 // 10 // share
+    assert pinnable_bytes(is_asked_for=True, root=tree) == 8 * GIB * 9 // 10 // share
