@@ -40,7 +40,7 @@ class DemoResult(Struct, frozen=True, kw_only=True):
     """Holds the demo in figures, for `--json`."""
 
     schema: str = "memwall.demo/1"
-    tag: Tag = "cpu-measured"
+    tag: Tag
     """Belongs to every figure that is not called predicted."""
     free_peak_bytes: int
     free_step_seconds: float
@@ -119,6 +119,7 @@ def run_demo(*, budget: str, out: Path | None, as_json: bool, script_arguments: 
     )
     save_page(page, folder / "report.html")
     result = DemoResult(
+        tag=run.measured.tag,
         free_peak_bytes=free_peak_bytes,
         free_step_seconds=seconds[0],
         budget_bytes=budget_bytes,
@@ -146,7 +147,10 @@ def run_demo(*, budget: str, out: Path | None, as_json: bool, script_arguments: 
 
 
 def _free_run(folder: Path, arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """Runs the script in a fresh process with nothing applied; returns its peak as the kernel kept it, and its log."""
+    """Runs the script in a fresh process with nothing applied; returns its peak and its log.
+
+    The peak is the kernel's, or on a CUDA device the script's own, which nobody resets.
+    """
     log = folder / "free.json"
     command = [sys.executable, str(_SCRIPT), *arguments, "--log", str(log)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
@@ -154,9 +158,11 @@ def _free_run(folder: Path, arguments: Sequence[str]) -> tuple[int, dict[str, An
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise UsageError(
-            f"the demo's free run ended with status {process.returncode}; it needs about 2.2 GiB of memory"
+            f"the demo's free run ended with status {process.returncode}; it needs about 2.2 GiB of memory, "
+            "of a CUDA device where torch sees one"
         )
-    return usage.ru_maxrss * 1024, json.loads(log.read_text())
+    record = json.loads(log.read_text())
+    return record.get("device_peak_bytes", usage.ru_maxrss * 1024), record
 
 
 def _planned_run(folder: Path, arguments: Sequence[str], budget_bytes: int) -> tuple[int, dict[str, Any]]:

@@ -9,6 +9,7 @@ import json
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        x = self.byte(text) + self.position(torch.arange(text.shape[1]))
+        x = self.byte(text) + self.position(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
@@ -61,6 +62,12 @@ def library_text(num_bytes: int) -> Tensor:
     return torch.frombuffer(bytearray(text[:num_bytes]), dtype=torch.uint8)
 
 
+def device_peak_bytes() -> int:
+    """Returns what this process made the CUDA device hold at most: torch's segments, and what lies beside them."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return total_bytes - free_bytes - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5)
@@ -68,33 +75,36 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--log", type=Path, help="write losses, step times and a digest of the weights here")
     options = parser.parse_args()
     # Two runs shall end with the same bits: https://github.com/pytorch/pytorch/issues/188792
     torch.ones(1).sqrt()
     torch.manual_seed(0)
     text = library_text(2_000_000)
-    model = GPT(options.width, options.layers, options.tokens)
+    model = GPT(options.width, options.layers, options.tokens).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     losses, seconds = [], []
     for step in range(options.steps):
         starts = torch.randint(0, len(text) - options.tokens - 1, (options.batch,))
-        window = torch.stack([text[start : start + options.tokens + 1] for start in starts]).long()
+        window = torch.stack([text[start : start + options.tokens + 1] for start in starts]).long().to(options.device)
         begin = time.perf_counter()
         logits = model(window[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.item())  # and a device is done
         seconds.append(time.perf_counter() - begin)
-        losses.append(loss.item())
         del logits, loss
         print(f"step {step}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s", flush=True)
     if options.log:
         digest = hashlib.sha256()
         for parameter in model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
-        record = {"losses": losses, "step_seconds": seconds, "weights_sha256": digest.hexdigest()}
+            digest.update(parameter.detach().cpu().numpy().tobytes())
+        record: dict[str, Any] = {"losses": losses, "step_seconds": seconds, "weights_sha256": digest.hexdigest()}
+        if options.device != "cpu":
+            record["device_peak_bytes"] = device_peak_bytes()
         options.log.write_text(json.dumps(record))
 
 
