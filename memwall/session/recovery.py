@@ -24,6 +24,11 @@ __all__ = ["Recovery", "excess_bytes"]
 
 _log = logging.getLogger(__name__)
 
+_STATE_IN_FIRST_STEP = (
+    "the recorded step makes all of the optimizer's state on the device; a plan that was made before has it in host "
+    "memory from the start: `memwall plan SPEC --device NAME --host SIZE`, then `memwall run --plan`"
+)
+
 
 class Recovery:
     """Watches the steps of one session, and changes its plan where they need more."""
@@ -165,6 +170,8 @@ class Recovery:
         found = None if isinstance(error, OutOfMemoryError) else self.exhaustion_of(error)
         if found is None:
             return None
+        if found.phase == "optimizer step" and self._live.plan is None and self._measured.meter.device == "cuda":
+            return self.error(found, _STATE_IN_FIRST_STEP)
         if found.phase == "optimizer step":
             return self.error(found, "parameters had begun to change, so that the step cannot be done again")
         reason = self.why_final(None) or "the loop computes the gradients itself, so that memwall cannot do that again"

@@ -111,13 +111,19 @@ class PinnedSpace:
         """
         self._outward.wait_stream(self._compute())
         for tensor, offset in tensors:
-            start = (int(slot.memory.storage_offset()) + offset) // tensor.element_size()
-            there = torch.empty(0, dtype=tensor.dtype, device=slot.memory.device)
-            there.set_(slot.memory.untyped_storage(), start, tensor.size(), tensor.stride())
+            there = _in_slot(slot, tensor, offset)
             with torch.cuda.stream(self._outward):
                 there.copy_(tensor, non_blocking=True)
             self.bytes_written += tensor.numel() * tensor.element_size()
         return StreamCopy(self._outward.record_event(), self.device)
+
+    def on_host(self, slot: PinnedSlot, tensors: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+        """Returns CPU tensors like these with what a slot has at their offsets; waits for copies.
+
+        Of the device it takes no memory: there may be none left.
+        """
+        self._synchronize()
+        return [_in_slot(slot, tensor, offset).clone() for tensor, offset in tensors]
 
     def close(self) -> None:
         """Unpins everything."""
@@ -150,6 +156,14 @@ class PinnedBucket(Bucket[StreamCopy]):
         self._space = space
         self._slot: PinnedSlot | None = None
 
+    def copies(self, device: torch.device | None = None) -> dict[int, Tensor]:
+        """Takes from the slot what is to be in the host's memory: the device may have no room for it."""
+        if self._slot is None or not self.num_bytes or device is None or device.type != "cpu":
+            return super().copies(device)
+        places = [(piece.away, piece.offset) for piece in self._pieces]
+        copies = self._space.on_host(self._slot, places)
+        return {id(away): copy for (away, _), copy in zip(places, copies, strict=True)}
+
     def drop_read(self) -> None:
         """Gives up a read: whoever gets the buffer's memory next comes after the copy into it."""
         if self._read is not None:
@@ -172,3 +186,10 @@ class PinnedBucket(Bucket[StreamCopy]):
         if self._slot is not None:
             self._space.free(self._slot)
             self._slot = None
+
+
+def _in_slot(slot: PinnedSlot, like: Tensor, offset: int) -> Tensor:
+    """Returns what lies at an offset of a slot, in bytes, as a tensor with the dtype, shape and strides of `like`."""
+    start = (int(slot.memory.storage_offset()) + offset) // like.element_size()
+    there = torch.empty(0, dtype=like.dtype, device=slot.memory.device)
+    return there.set_(slot.memory.untyped_storage(), start, like.size(), like.stride())
