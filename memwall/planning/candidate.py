@@ -71,6 +71,9 @@ def plan_of(
     )
     moved_bytes = found.moved_bytes + found.location.written_bytes
     link = _link_time(found, trace, process, steady) if moved_bytes else None
+    margin_bytes = process.margin_bytes(found.process_bytes)
+    if fits and process.gives_back:  # above the budget its allocator does not go
+        margin_bytes = min(margin_bytes, budget_bytes - found.process_bytes)
     phases = {"steady_step": peak}
     built_bytes = found.location.built_bytes
     if built_bytes:
@@ -90,7 +93,7 @@ def plan_of(
         source=trace.source,
         fits=fits,
         budget_bytes=budget_bytes,
-        margin_bytes=process.margin_bytes(found.process_bytes),
+        margin_bytes=margin_bytes,
         peak=msgspec.structs.replace(peak, process_bytes=max(phase.process_bytes for phase in phases.values())),
         phases=phases,
         measured_phases=tuple(name for name in phases if name == "first_step"),

@@ -174,16 +174,30 @@ class SearchAtLocation:
             if choice.options in tried:
                 continue
             tried.add(choice.options)
-            treatments, window_bytes = treatments_of_choice(menus, choice), window_bytes_of(menus, choice)
+            treatments, window_bytes = self._treatments(menus, choice)
             step = model.treated(treatments)
             resident = self._resident(step, limit_bytes - window_bytes, fills=self._fills)
             if resident.process_bytes + window_bytes > limit_bytes:
                 limits.over(resident.process_bytes + window_bytes - self._process.base_bytes)
                 continue
+            if self._fills and self._process.gives_back:
+                # It could do with less, but is held to the budget alone: up to that it keeps what it has.
+                most_bytes = self._settings.budget_bytes - self._location.library_bytes - window_bytes
+                resident = self._resident(step, most_bytes, fills=True)
             found = self._found(batch, treatments, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:
                 best = found
         return best
+
+    def _treatments(self, menus: Sequence[Menu], choice: Choice) -> tuple[dict[str, Treatment], int]:
+        """Returns a choice's treatments, and the memory beside the step for what passes through.
+
+        On a device sources and buffers are the allocator's blocks as all others are, and part of the step.
+        """
+        treatments, window_bytes = treatments_of_choice(menus, choice), window_bytes_of(menus, choice)
+        if self._trace.device == "cpu" or not window_bytes:
+            return treatments, window_bytes
+        return {path: each.but(window_bytes=window_bytes) for path, each in treatments.items()}, 0
 
     def _resident(self, step: Step, limit_bytes: int, *, fills: bool) -> Resident:
         if self._trace.device not in ("cpu", "cuda"):  # nothing is known about another device's allocator
@@ -272,11 +286,7 @@ class SearchAtLocation:
         # Where the program runs into its time limit, it may not find again what it has found here.
         choice = solve(msgspec.structs.replace(instance, budget_bytes=verdict.peak_bytes))
         choice = choice or Choice(leanest, verdict.extra_seconds, 0.0)
-        treatments = treatments_of_choice(menus, choice)
+        treatments, beside_bytes = self._treatments(menus, choice)
         step = batch.model.treated(treatments)
-        process_bytes = (
-            self._resident(step, 0, fills=True).process_bytes
-            + window_bytes_of(menus, choice)
-            + self._location.library_bytes
-        )
+        process_bytes = self._resident(step, 0, fills=True).process_bytes + beside_bytes + self._location.library_bytes
         return self._process.budget_for(max(process_bytes, self._location.built_bytes))

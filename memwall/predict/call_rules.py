@@ -27,6 +27,8 @@ class Treatment(Struct, frozen=True, kw_only=True):
     """Whether, with offload and without recompute, floating-point numbers leave in a byte each."""
     min_bytes: int = 1 << 20
     """Tensors below this stay where they are."""
+    window_bytes: int = 0
+    """Memory of a device for bytes on their way, which hold their sources; 0: it is counted elsewhere."""
 
     def but(self, **changes: Any) -> "Treatment":
         """Returns this treatment with some fields changed."""

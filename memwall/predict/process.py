@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
-from memwall.predict.cuda_allocator.step_peaks import reserved_peak_bytes
+from memwall.predict.cuda_allocator.step_peaks import allocated_peak_bytes
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.malloc_calls import events_of
 from memwall.predict.malloc.malloc_policies import RESTORED, MallocPolicy, policy_named, replay, unavailable_reason
@@ -207,6 +207,8 @@ def calibrated(
     away_min_bytes: int | None = None,
     peak_before_optimizer_bytes: int = 0,
     kept_bytes: int | None = None,
+    read_ahead_bytes: int = 0,
+    allocated_bytes: int | None = None,
     as_run: Callable[[Step], Step] = lambda step: step,
 ) -> Trace:
     """Returns the trace with base and workspace as measured after its first step, which was recorded parked.
@@ -220,26 +222,41 @@ def calibrated(
         peak_before_optimizer_bytes: where state was on disk, what the process held at most before the optimizer ran.
         kept_bytes: free pages that the tensor heap held at the peak, which depend on the budget and are no workspace;
             None where that is not known, and is forecast.
+        read_ahead_bytes: of a device, what of moved tensors may come back ahead of its use.
+        allocated_bytes: of a device, what its allocator handed out at most. What lies in its segments besides is no
+            workspace: how it cuts them up hangs on the step, and is forecast.
         as_run: what else differs between the step that the trace describes and the one that ran.
     """
     step = trace.steps[0]
     peak_bytes = step.process_peak_bytes if away_min_bytes is None else peak_before_optimizer_bytes
     tensor_bytes = parked_bytes(
-        trace, as_run(step), min_bytes=min_bytes, away_min_bytes=away_min_bytes, kept_bytes=kept_bytes
+        trace,
+        as_run(step),
+        min_bytes=min_bytes,
+        away_min_bytes=away_min_bytes,
+        kept_bytes=kept_bytes,
+        read_ahead_bytes=read_ahead_bytes,
     )
-    beyond = peak_bytes - base_bytes - tensor_bytes - window_bytes
+    held_bytes = peak_bytes - base_bytes - window_bytes if allocated_bytes is None else allocated_bytes
+    beyond = held_bytes - tensor_bytes
     return msgspec.structs.replace(trace, base_bytes=base_bytes, workspace_bytes=max(0, beyond))
 
 
 def parked_bytes(
-    trace: Trace, step: Step, *, min_bytes: int, away_min_bytes: int | None, kept_bytes: int | None = None
+    trace: Trace,
+    step: Step,
+    *,
+    min_bytes: int,
+    away_min_bytes: int | None,
+    kept_bytes: int | None = None,
+    read_ahead_bytes: int = 0,
 ) -> int:
     """Returns the most that tensors of a step recorded parked hold; where state is on disk, up to its optimizer.
 
     Args:
-        step: of the trace, or as it ran. min_bytes, away_min_bytes, kept_bytes: see `calibrated`.
+        step: of the trace, or as it ran. min_bytes, away_min_bytes, kept_bytes, read_ahead_bytes: see `calibrated`.
     """
-    parked = StepModel(step, trace.names, ()).parked(min_bytes)
+    parked = StepModel(step, trace.names, ()).parked(min_bytes, read_ahead_bytes=read_ahead_bytes)
     if away_min_bytes is not None:
         parked = before_optimizer(parked, away_min_bytes)
     if trace.device == "cpu" and not heap_unavailable_reason():
@@ -248,5 +265,5 @@ def parked_bytes(
         events = events_of(parked, has_small_blocks=False)
         return replay_in_heap(events, ceiling_bytes, num_steps=1).peak_resident_bytes + (kept_bytes or 0)
     if trace.device == "cuda":
-        return reserved_peak_bytes(parked) or 0
+        return allocated_peak_bytes(parked)
     return live_peak_bytes(parked, trace.device)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from memwall.predict.call_rules import BlockCalls, CallRules, Moved, Treatment
 from memwall.predict.lives import LAST, Life, Time, rebuilt
+from memwall.predict.offload_window import Passing, through_window
 from memwall.predict.packed_bytes import scratch_bytes
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.trace.records import Step, Storage
@@ -26,11 +27,16 @@ class _Reload(NamedTuple):
 
     call_start: int
     moved: Moved
+    left: Time
+    """When they leave."""
     prefetch: Time
     """When they come if this call was the first to send them away: then they belong to its group."""
     demand: Time
     """When the call asks for them."""
     end: Time
+
+
+_PASSING = ("left", "prefetch", "demand")
 
 
 class _Changes:
@@ -47,6 +53,27 @@ class _Changes:
     def hold(self, index: int, until: Time) -> None:
         """Notes that a storage is held until then, at least."""
         self.held_until[index] = max(self.held_until.get(index, (0, 0)), until)
+
+    def pass_window(self, window_bytes: int) -> None:
+        """Has what leaves pass through a device's window: sources are held, and bytes come back, as it has room.
+
+        Several calls that save the same bytes send them away once.
+        """
+        if not window_bytes:
+            return
+        indices = list(self.reloads)
+        passing = [
+            Passing(max(n.moved.nbytes for n in needs), *(min(getattr(n, at) for n in needs) for at in _PASSING))
+            for needs in self.reloads.values()
+        ]
+        for index, (held_until, back) in zip(indices, through_window(passing, window_bytes), strict=True):
+            needs = self.reloads[index]
+            if held_until is None:
+                self.hold(index, max(need.end for need in needs))
+                del self.reloads[index]
+            else:
+                self.hold(index, held_until)
+                self.reloads[index] = [need._replace(prefetch=min(need.prefetch, back)) for need in needs]
 
 
 class StepModel(CallRules):
@@ -108,6 +135,7 @@ class StepModel(CallRules):
                 if treatment.offload:
                     self._offload(b, c, treatment, changes)
         come = changes.come
+        changes.pass_window(max((one.window_bytes for one in treatments.values() if one.offload), default=0))
         for index, needs in changes.reloads.items():
             come.extend(_reloaded(self.step.storages[index], index, needs))
         lives = []
@@ -157,7 +185,8 @@ class StepModel(CallRules):
                 changes.taken.update(number for number in saved if step.saved[number].storage == index)
                 if storage.birth >= 0:
                     at = self._prefetch_at[call.start]
-                    need = _Reload(call.start, Moved(storage.nbytes), at, (begin, 0), (call.backward_end, 0))
+                    left, until = (call.start, 0), (call.backward_end, 0)
+                    need = _Reload(call.start, Moved(storage.nbytes), left, at, (begin, 0), until)
                     changes.reloads.setdefault(index, []).append(need)
             else:
                 changes.hold(index, (call.backward_end, 0))
@@ -176,7 +205,8 @@ class StepModel(CallRules):
         at = self._prefetch_at[call.start]
         for index, moved in self._moved_of(self.blocks[b].saved[c], treatment).items():
             asked, until = spans[index]
-            changes.reloads.setdefault(index, []).append(_Reload(call.start, moved, at, (asked, 0), (until, 0)))
+            need = _Reload(call.start, moved, (packed_at[index], 0), at, (asked, 0), (until, 0))
+            changes.reloads.setdefault(index, []).append(need)
             changes.come.extend(self._packing(index, moved, packed_at[index]))
             changes.come.extend(self._packing(index, moved, asked))
 
@@ -202,20 +232,32 @@ class StepModel(CallRules):
                         insertions.extend(self.repeated_ops(call, saved, treatment))
         return rebuilt(self.step, sorted(insertions), self.lives(treatments))
 
-    def parked(self, min_bytes: int) -> Step:
-        """Returns the step as it runs while being recorded with every large saved tensor moved away."""
+    def parked(self, min_bytes: int, *, read_ahead_bytes: int = 0) -> Step:
+        """Returns the step as it runs while being recorded with every large saved tensor moved away.
+
+        Args:
+            read_ahead_bytes: of a device, what may come back ahead of its use.
+        """
         taken: set[int] = set()
         come: list[Life] = []
         anywhere = Treatment(offload=True, min_bytes=min_bytes)
         spans: dict[int, tuple[int, int]] = {}
+        left: dict[int, int] = {}
         for number, save in enumerate(self.step.saved):
             if self.movable(number, anywhere):
                 taken.add(number)
+                left.setdefault(save.storage, save.packed)
                 begin, end = spans.get(save.storage, (save.unpacked, save.released))
                 spans[save.storage] = (min(begin, save.unpacked), max(end, save.released))
-        for index, moved in self._moved_of(range(len(self.step.saved)), anywhere).items():
+        moves = self._moved_of(range(len(self.step.saved)), anywhere)
+        asked = {index: (spans[index][0], LAST) for index in moves}
+        if read_ahead_bytes:
+            passing = [Passing(moved.nbytes, (left[i], 0), asked[i], asked[i]) for i, moved in moves.items()]
+            passages = through_window(passing, read_ahead_bytes, holds_sources=False)
+            asked = {index: passage.back for index, passage in zip(moves, passages, strict=True)}
+        for index, moved in moves.items():
             nbytes = _reloaded_bytes(self.step.storages[index], moved.nbytes)
-            come.append(Life(index, nbytes, (spans[index][0], LAST), (spans[index][1], 0)))
+            come.append(Life(index, nbytes, asked[index], (spans[index][1], 0)))
         lives = []
         for index, storage in enumerate(self.step.storages):
             end = storage.death

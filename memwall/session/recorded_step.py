@@ -145,7 +145,7 @@ class RecordedStep:
         """
         assert self._parked is not None
         assert self._builder is not None
-        builder = self._builder
+        builder, allocator = self._builder, meter_of(self._model).allocator_peak()
         with self._keeper.shown():
             step = builder.finish_step(optimizers)
         window_bytes, min_bytes = self._parked.engine.staging_bytes, self._parked.min_bytes
@@ -169,6 +169,8 @@ class RecordedStep:
             away_min_bytes=away_min_bytes,
             peak_before_optimizer_bytes=self._peak_before_optimizer_bytes,
             kept_bytes=kept_bytes,
+            read_ahead_bytes=WINDOW_BYTES if self._device.type == "cuda" else 0,
+            allocated_bytes=None if allocator is None else allocator.allocated_bytes,
             as_run=(lambda plain: as_streamed(plain, modules)) if is_streamed else (lambda plain: plain),
         )
         in_memory_bytes = 0

@@ -62,6 +62,8 @@ class ActivationOffload(Closing):
         is_excluded: True for what must stay: parameters, buffers, and whatever shares a storage with them.
         host_limit_bytes: the most pinned host memory for CUDA tensors; None for no limit.
         owns_pages: which CPU tensors need no copy on their way out, see `DiskTier`.
+        holds_sources: whether a CUDA tensor is held until its copy is done. Else its memory is the program's at once,
+            whose kernels wait for the copy: while a step is recorded, a tensor is to end when the program drops it.
 
     Raises:
         StoreError: from `pack` and `unpack`, when the tier is full or fails; from the first `pack`, when the window is
@@ -77,8 +79,9 @@ class ActivationOffload(Closing):
         is_excluded: Callable[[Tensor], bool],
         host_limit_bytes: int | None = None,
         owns_pages: Callable[[int], bool] | None = None,
+        holds_sources: bool = True,
     ) -> None:
-        self._pool = pool
+        self._pool, self._holds_sources = pool, holds_sources
         self._owns_pages = owns_pages
         self._window_bytes = window_bytes
         self._min_bytes = max(1, min_bytes)
@@ -262,7 +265,8 @@ class ActivationOffload(Closing):
             if device.type == "cpu" and self._pool is not None:
                 tier = DiskTier(self._pool, window_bytes=self._window_bytes, owns_pages=self._owns_pages)
             else:
-                tier = PinnedTier(device, window_bytes=self._window_bytes, limit_bytes=self._host_limit_bytes)
+                window_bytes = self._window_bytes if self._holds_sources else 0
+                tier = PinnedTier(device, window_bytes=window_bytes, limit_bytes=self._host_limit_bytes)
             self._tiers[device] = tier
         return tier
 

@@ -69,6 +69,7 @@ def open_engine(
     min_bytes: int,
     host_limit_bytes: int | None = None,
     owns_pages: Callable[[int], bool] | None = None,
+    holds_sources: bool = True,
 ) -> tuple[ActivationOffload, Callable[[], None]]:
     """Opens an offload engine for the modules' devices: disk under CPU tensors, pinned host memory under CUDA ones.
 
@@ -99,6 +100,7 @@ def open_engine(
         is_excluded=parameter_guard(roots),
         host_limit_bytes=host_limit_bytes,
         owns_pages=owns_pages,
+        holds_sources=holds_sources,
     )
 
     def close_all() -> None:
@@ -177,6 +179,7 @@ class Parked:
             window_bytes=window_bytes,
             min_bytes=min_bytes,
             host_limit_bytes=host_limit_bytes,
+            holds_sources=False,
         )
         if device is None:
             self.machine = measured_machine(disk if disk is not None else default_directory())

@@ -116,7 +116,9 @@ class _Offload(Technique[Offload]):
         )
 
     def treatment(self, action: Offload, other: Treatment) -> Treatment:
-        return other.but(offload=True, is_packed=action.form != "exact", min_bytes=action.min_bytes)
+        window_bytes = action.window_bytes if action.tier == "host" else 0
+        is_packed = action.form != "exact"
+        return other.but(offload=True, is_packed=is_packed, min_bytes=action.min_bytes, window_bytes=window_bytes)
 
     def what(self, action: Offload) -> str:
         thing = "saved tensors" if action.scope == "saved" else "block inputs"

@@ -13,7 +13,14 @@ from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profil
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.records import Step
 
-__all__ = ["NUM_STEADY", "StepPeak", "least_reserved_bytes", "reserved_peak_bytes", "step_peaks"]
+__all__ = [
+    "NUM_STEADY",
+    "StepPeak",
+    "allocated_peak_bytes",
+    "least_reserved_bytes",
+    "reserved_peak_bytes",
+    "step_peaks",
+]
 
 NUM_STEADY = 2
 """How often the last step of a run is repeated: what it caches, the second one finds."""
@@ -83,6 +90,14 @@ def reserved_peak_bytes(step: Step, *, capacity_bytes: int | None = None) -> int
     profile, _ = profile_for(str(torch.__version__))
     peaks = step_peaks((step,), profile, capacity_bytes=capacity_bytes)
     return None if peaks is None else max(peak.reserved_bytes for peak in peaks)
+
+
+def allocated_peak_bytes(step: Step) -> int:
+    """Returns the most that the allocator of this torch hands out at once in a step which is repeated."""
+    profile, _ = profile_for(str(torch.__version__))
+    peaks = step_peaks((step,), profile)
+    assert peaks is not None, "memory without end is never full"
+    return max(peak.allocated_bytes for peak in peaks)
 
 
 def least_reserved_bytes(step: Step) -> int:
