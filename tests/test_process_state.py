@@ -29,6 +29,7 @@ STATE = {
     "memwall.checkpoint.reachable._caller": "set_checkpoint(None), when a run ends",
     "memwall.checkpoint.resumption._present": "set_checkpoint(None), when a run ends",
     "memwall.observe.history._recording": "MemoryHistory.close",
+    "memwall.machine.device_peaks._separate": "SeparatePeaks.undo, when a session closes",
     "memwall.patches._active": "Patch.undo, and the end of the object that was changed",
     "memwall.patches._values": "the end of the patch: it holds nothing",
     "memwall.store.directory_lock._held": "DirectoryLock.release",
