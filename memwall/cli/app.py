@@ -11,8 +11,9 @@ from memwall.cli import plan as plan_command
 from memwall.cli.options import PASS_ARGUMENTS
 from memwall.cli.output import plain
 from memwall.cli.verbosity import with_verbosity
-from memwall.errors import MemwallError
+from memwall.errors import MemwallError, OutOfMemoryError
 from memwall.logs import log_to_standard_error, quiet_libraries
+from memwall.units import format_bytes
 
 __all__ = ["app", "main"]
 
@@ -84,4 +85,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             return stop.code or 0
         typer.echo(stop.code, err=True)
         return 1
+    except Exception as error:
+        said = _out_of_memory(error)
+        if said is None:
+            raise
+        typer.echo(said, err=True)
+        return OutOfMemoryError.exit_status
     return 0
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """Returns what to say of memory that ran out outside of any script; None of any other failure."""
+    from memwall.apply.memory.exhaustion import exhaustion_of
+    from memwall.machine.meter import HostMeter
+
+    found = exhaustion_of(error, "between steps", HostMeter())
+    if found is None:
+        return None
+    asked = format_bytes(found.asked_bytes) if found.asked_bytes else "memory"
+    return (
+        f"memwall: out of memory outside any training step: {asked} could not be had while the process held "
+        f"{format_bytes(found.held_bytes)}; give the process more memory"
+    )

@@ -81,7 +81,13 @@ class Session:
         self._borders, self._live = self._steps.borders, self._steps.live
         if within_bytes is not None:
             self._live.lower_budget(within_bytes)
-        settle_first_calls()
+        try:
+            settle_first_calls()
+        except Exception as error:
+            explained = self.explained(error)
+            if explained is None:
+                raise
+            raise explained from error
 
     @property
     def state(self) -> State:

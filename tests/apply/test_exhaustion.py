@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
+import memwall
 from memwall.apply.memory.exhaustion import exhaustion_of
+from memwall.cli.app import main
+from memwall.errors import OutOfMemoryError
 from memwall.machine.meter import HostMeter
 
 MIB = 1 << 20
@@ -48,3 +52,22 @@ def test_failures_to_get_memory_are_told_from_others(error: Exception, asked_byt
     found = exhaustion_of(error, "forward", HostMeter())
     assert (None if found is None else found.asked_bytes) == asked_bytes
     assert found is None or found.held_bytes > 50 * MIB
+
+
+def _fails() -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12")
+
+
+def test_memory_that_runs_out_in_memwall_itself_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN no memory for what a session or a command does WHEN it begins THEN it says so, without a traceback."""
+    monkeypatch.setattr("memwall.session.session.settle_first_calls", _fails)
+    model = nn.Linear(2, 2)
+    with pytest.raises(OutOfMemoryError, match=r"out of memory outside any training step.*4\.0 KiB could not be had"):
+        memwall.fit(model, torch.optim.SGD(model.parameters()), budget="1GiB")
+    monkeypatch.setattr("memwall.session.session.Session.explained", lambda *_: None)
+    assert main(["run", "--budget", "8GiB", __file__]) == 3
+    said = capsys.readouterr().err
+    assert "memwall: out of memory outside any training step: 4.0 KiB could not be had while the process held" in said
+    assert "Traceback" not in said
