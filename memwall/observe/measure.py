@@ -51,6 +51,7 @@ def run_report(session: Session) -> RunReport:
             num_replans=measured.num_replans,
             not_recomputed={block: why for (tag, block), why in measured.lost.items() if tag == "recompute"},
             lost={" ".join(name): why for name, why in measured.lost.items() if name[0] != "recompute"},
+            unproven=dict(measured.unproven),
             not_itemised_bytes=steady_bytes - plan.forecast.steady_process_bytes,
         ),
         within_budget=judged_bytes <= budget_bytes,

@@ -51,6 +51,8 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lost: dict[str, str] = {}
     """Other actions of the plan, by kind and block, that the run found to change the training and dropped; with the
     reason."""
+    unproven: dict[str, str] = {}
+    """Actions, by kind, of which the run could not show that they leave the training as it is; with the reason."""
     not_itemised_bytes: int = 0
     """Process bytes of the steps' peak that no part of the forecast accounts for; negative if it foresaw more."""
 

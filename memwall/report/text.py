@@ -256,6 +256,7 @@ def run_findings(report: RunReport) -> list[str]:
         *time_findings(report),
         *(f"Not recomputed: '{path}': {reason}." for path, reason in sorted(report.measured.not_recomputed.items())),
         *(f"Dropped: {name}: {reason}." for name, reason in sorted(report.measured.lost.items())),
+        *(f"Not proven: {name}: {reason}." for name, reason in sorted(report.measured.unproven.items())),
     ]
 
 

@@ -36,6 +36,8 @@ class Measurements(Struct, kw_only=True):
     num_replans: int = 0
     lost: dict[tuple[str, str], str] = {}
     """Actions of the plan, by tag and block, that the run has found to change the training and dropped, and why."""
+    unproven: dict[str, str] = {}
+    """Actions of the plan, by kind, that could not prove themselves, and why."""
     oom_recoveries: int = 0
     """Failures to get memory after which a step was done again."""
     bytes_to_tier: int = 0

@@ -22,6 +22,7 @@ from memwall.session.interruptions import interruptions_put_off
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.parallel import check_optimizer, check_parallel
+from memwall.session.parts_proof import PartsProof
 from memwall.session.ranks import Ranks
 from memwall.session.refusals import check_is_trainable_here
 from memwall.session.step_borders import StepBorders
@@ -78,6 +79,7 @@ class Session:
             )
 
         self._steps = Steps(self.measured, live_plan)
+        self._parts_proof = PartsProof()
         self._borders, self._live = self._steps.borders, self._steps.live
         if within_bytes is not None:
             self._live.lower_budget(within_bytes)
@@ -244,6 +246,9 @@ class Session:
                 too much then.
         """
         self._live.in_effect.take_batches(self.plan, is_begun=self.state != "waiting")
+        self._steps.batch_begins()
+        if not self._parts_proof.knows(self._live.in_effect.applied):
+            self.measured.unproven = {"accumulate": "the loop computes its losses itself"}
         total_of = self._live.terms_per_rank if over_ranks else float
         yield from self._live.in_effect.micro.split(batch, count, total_of=total_of)
 
@@ -280,10 +285,20 @@ class Session:
         """
 
         def part() -> Tensor:
+            self._live.in_effect.take_batches(self.plan, is_begun=self.state != "waiting")
+            self._steps.batch_begins()
+            self._prove_parts(batch, loss_of, count)
             parts = self.step(batch, count=count, over_ranks=over_ranks)
             return sum((self._live.in_effect.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
 
         return self.redoable(part)
+
+    def _prove_parts(self, batch: Any, loss_of: Callable[[Any], Tensor], count: Callable[[Any], int] | None) -> None:
+        """Has a plan that divides batches prove itself before its first step, as far as that can be."""
+        if self.state != "running" or self._borders.in_step:
+            return
+        self._parts_proof.before_step(self._live.in_effect.applied, batch, loss_of, count)
+        self.measured.unproven = {"accumulate": self._parts_proof.unproven} if self._parts_proof.unproven else {}
 
     def redoable(self, part: Callable[[], _T]) -> _T:
         """Runs a part of a training step, which may be run again, as `compute_gradients` says.

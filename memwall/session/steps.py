@@ -130,6 +130,30 @@ class Steps:
             raise
         self.state = "running" if is_made else "waiting"
 
+    def batch_begins(self) -> None:
+        """Makes and applies the plan for the step whose batch is about to be divided: its forward would be too late.
+
+        Raises:
+            InfeasibleError: nothing fits.
+            RankError: another rank failed, or does not come.
+        """
+        if self.borders.in_step or self.failure is not None:
+            return
+        applied = self.live.in_effect.applied
+        self.end_step()
+        if self.state == "running" and self.live.ranks is None:
+            self._plan_again()
+        if self.live.in_effect.applied is not applied:
+            self._clock.forget()
+            self._room.restart()
+
+    def _plan_again(self) -> None:
+        try:
+            self.recovery.plan_again()
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+
     def end_last_step(self) -> None:
         """Says so at the end of the run, where other ranks may have ended: a first step that was alone is planned.
 

@@ -36,11 +36,13 @@ def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., An
     module: nn.Module = register.__self__  # type: ignore[attr-defined]
     if compiled_form(module) == "in place" and register.__name__ in CompiledCall.HOOKS:
         return CompiledCall.before(module).hook(register.__name__, hook, why=_purpose_of(hook), **options)
-    handle = register(_Hook(hook), **options)
+    attached = _Hook(hook)
+    handle = register(attached, **options)
     _hide(module)
 
     def undo() -> None:
         handle.remove()
+        attached.is_over = True
         _show(module)
 
     where = f"{type(module).__name__}.{register.__name__}"
@@ -90,9 +92,11 @@ def _purpose_of(function: Callable[..., Any]) -> str:
 class _Hook:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self.is_over = False
+        """Whether it was taken away: a call whose hooks were collected before calls it once more, without options."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # called by compiled code: this is what the compiler makes of it
+        if self.is_over or torch.compiler.is_compiling():  # called by compiled code: what the compiler makes of it
             return None
         return self._function(*args, **kwargs)
 

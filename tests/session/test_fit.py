@@ -388,6 +388,33 @@ def test_accumulation_gives_the_gradient_of_the_undivided_batch(micro_batch: int
     torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.slow
+def test_the_first_step_under_a_plan_is_divided_already(tmp_path: Path) -> None:
+    """GIVEN a budget that only smaller parts of the batch meet WHEN a plan divides it THEN from its first step on."""
+    sizes: list[int] = []
+
+    def train(budget: int | str, num_steps: int) -> Session:
+        layers = [nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 64)) for _ in range(3)]
+        model = nn.Sequential(*layers)
+        model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with memwall.fit(model, optimizer, budget=budget, disk=str(tmp_path)) as session:
+            for _ in range(num_steps):
+                session.compute_gradients(torch.ones(1024, 64), lambda rows: model(rows).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                sizes.append(0)
+        return session
+
+    forecast = train("1TiB", 1).plan.forecast
+    sizes.clear()
+    session = train(forecast.smallest_feasible_budget_bytes + (6 << 20), 3)
+    assert any(isinstance(action, Accumulate) for action in session.plan.actions)
+    first, second, *_ = [list(map(int, step.split())) for step in " ".join(map(str, sizes)).split(" 0")]
+    assert first == [1024]
+    assert max(second) < 1024 <= sum(second)
+
+
 def test_backward_outside_a_step_is_refused() -> None:
     """GIVEN no micro-batch WHEN session.backward is called THEN the error names the loop to write."""
     model = nn.Linear(2, 2)
