@@ -32,6 +32,8 @@ __all__ = ["RecordingSearch"]
 _CLEARLY_SHORTER = 1.3
 # A lossy technique is chosen only if the step gets 5 % shorter, or nothing else fits.
 _WORTH_DIGITS = 1.05
+# Of a margin that no plan leaves whole, the part that a plan may take for a shorter step.
+_SHARE_FOR_SPEED = 0.25
 
 
 class RecordingSearch:
@@ -49,6 +51,8 @@ class RecordingSearch:
         """Whether a plan must leave room for the forecast's error."""
         self.fills = False
         """Whether an allocator may be so full that it gives back what it keeps in every step."""
+        self._limit_bytes = 0
+        """Process bytes that the candidates looked for may use."""
         self._smallest_bytes: int | None = None
         self._offers = OfferedLocations(inputs)
         self._can_pack = any(
@@ -72,7 +76,21 @@ class RecordingSearch:
         return tuple(RecordingSearch(one.trace, one.settings, plain=self) for one in found if one is not None)
 
     def best(self) -> Candidate | None:
-        """Returns the cheapest candidate that fits; one that loses digits only where that is worth it."""
+        """Returns the cheapest candidate that fits; one that loses digits only where that is worth it.
+
+        Where the margin does not fit, one that leaves nearly as much of it as any does.
+        """
+        budget_bytes = self.settings.budget_bytes
+        if not self.has_margin:
+            least_bytes = self._least_plan_bytes - self._process.margin_bytes(self._least_plan_bytes)
+            near_bytes = least_bytes + int(_SHARE_FOR_SPEED * self._process.margin_bytes(budget_bytes))
+            found = self._best_within(near_bytes) if near_bytes < budget_bytes else None
+            if found is not None:
+                return found
+        return self._best_within(self._inputs.limit_bytes(has_margin=self.has_margin))
+
+    def _best_within(self, limit_bytes: int) -> Candidate | None:
+        self._limit_bytes = limit_bytes
         exact = self._best(packs=False)
         if exact is not None and not exact.actions:
             return exact
@@ -122,10 +140,6 @@ class RecordingSearch:
             return None
         return SearchAtLocation(self._inputs, location, packs=packs, fills=self.fills).best(self._limit_bytes)
 
-    @property
-    def _limit_bytes(self) -> int:
-        return self._inputs.limit_bytes(has_margin=self.has_margin)
-
     def seconds_of(self, found: Candidate) -> float:
         """Returns the seconds of a step under a candidate."""
         return step_seconds(self.steady) + found.extra_seconds
@@ -159,12 +173,7 @@ class RecordingSearch:
         Of a run that has begun, one that its first step keeps to as well.
         """
         if self._smallest_bytes is None:
-            last = [part.plus(self._offers.leanest) for part in self._offers.last_resorts[-1:]]
-            lossy = [location for _, location in self._offers.lossy]
-            leanest = (next(iter(self._offers.ordinary), IN_MEMORY), *lossy, *last)
-            smallest_bytes = min(
-                SearchAtLocation(self._inputs, location, packs=self._can_pack).smallest_bytes() for location in leanest
-            )
+            smallest_bytes = self._least_plan_bytes
             first = self.settings.first_step
             if first is not None:
                 smallest_bytes = first.least_budget_bytes(
@@ -172,6 +181,15 @@ class RecordingSearch:
                 )
             self._smallest_bytes = smallest_bytes
         return self._smallest_bytes
+
+    @cached_property
+    def _least_plan_bytes(self) -> int:
+        last = [part.plus(self._offers.leanest) for part in self._offers.last_resorts[-1:]]
+        lossy = [location for _, location in self._offers.lossy]
+        leanest = (next(iter(self._offers.ordinary), IN_MEMORY), *lossy, *last)
+        return min(
+            SearchAtLocation(self._inputs, location, packs=self._can_pack).smallest_bytes() for location in leanest
+        )
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""

@@ -54,6 +54,19 @@ def test_with_room_for_everything_nothing_is_done(
 
 
 @without_malloc
+def test_where_the_margin_does_not_fit_nearly_all_of_it_that_can_be_is_left(
+    a_trace: Callable[[str], Trace], budgets: Callable[..., list[int]]
+) -> None:
+    trace = a_trace("gpt")
+    smallest = plan(trace, budget=budgets(trace, (0.3,))[0]).forecast
+    least_bytes, margin_bytes = smallest.smallest_feasible_budget_bytes, smallest.margin_bytes
+    assert least_bytes is not None
+    found = plan(trace, budget=least_bytes - margin_bytes // 8).forecast
+    assert not found.fits
+    assert found.peak.process_bytes <= least_bytes - margin_bytes + margin_bytes // 4
+
+
+@without_malloc
 @pytest.mark.parametrize("name", ["gpt", "resnet", "moe"])
 def test_what_is_forecast_is_the_step_that_the_actions_make(
     name: str, a_trace: Callable[[str], Trace], budgets: Callable[..., list[int]], plain_bytes: Callable[[Trace], int]
