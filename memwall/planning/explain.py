@@ -117,7 +117,10 @@ def _too_small(plain_bytes: int) -> str:
 
 def _outside(evaluation_batch: int) -> str:
     if evaluation_batch:
-        return f"an evaluation in batches of {evaluation_batch} samples, the largest of its data loaders, is in that"
+        return (
+            f"an evaluation in batches of {evaluation_batch} samples, the largest of its data loaders, is in that, and "
+            "no plan makes it smaller: evaluate smaller batches where that is what is missing"
+        )
     return "what the script does outside its training steps, evaluation say, is not in that"
 
 

@@ -13,6 +13,7 @@ from memwall.errors import InfeasibleError, PlanError, UsageError
 from memwall.machine.limits import cgroup_limit, device_total_bytes, memory_limit_bytes
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
 from memwall.planning.planfile import Plan
+from memwall.planning.recording_search import RecordingSearch
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
@@ -115,7 +116,8 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
     """Returns a plan that knows what planning left in the process, solver and trace; and the trace that says so.
 
     Raises:
-        InfeasibleError: nothing fits; a run under the smallest budget that it names has room for planning as well.
+        InfeasibleError: nothing fits, or an evaluation does not; a run under the smallest budget that it names has room
+            for planning as well.
     """
     _warn_of_limit(trace, settings)
     before_bytes, is_metered = process_bytes(), trace.device == "cpu" and reset_process_peak()
@@ -126,12 +128,16 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
     peak_bytes = process_peak_bytes() if is_metered else 0
     allocator.trim()
     grown_bytes = process_bytes() - before_bytes if trace.device == "cpu" else 0
-    if plan is None:
-        first = settings.first_step
+    first = settings.first_step
+    # What a data loader is going to evaluate no plan makes smaller.
+    is_too_small = first is not None and first.evaluation_bytes > settings.budget_bytes
+    if plan is None or is_too_small:
         if first is not None:
             first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, peak_bytes))
             settings = msgspec.structs.replace(settings, first_step=first)
         trace = charged(trace, max(0, grown_bytes))
+        if is_too_small:
+            raise RecordingSearch(trace, settings).infeasible()
         plan = make_plan(trace, settings)
     elif grown_bytes > plan.forecast.margin_bytes * _GROWTH_SHARE:
         trace = charged(trace, grown_bytes)
@@ -147,15 +153,6 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
         _log.warning(
             "the plan fits only inside its margin: a step may exceed the budget by the forecast's error; "
             "give a larger budget where that must not happen"
-        )
-    first = settings.first_step
-    if first is not None and first.evaluation_bytes > settings.budget_bytes:
-        _log.warning(
-            "a data loader has batches of %d samples; an evaluation of one is foreseen to hold %s, more than the "
-            "budget of %s, and no plan makes it smaller: give at least that, or evaluate smaller batches",
-            first.evaluation_batch,
-            format_bytes(first.evaluation_bytes + plan.forecast.margin_bytes, rounding="up"),
-            format_bytes(settings.budget_bytes, rounding="down"),
         )
     return trace, plan
 
