@@ -139,7 +139,10 @@ class SearchAtLocation:
         if not self._location.keeps_tier_busy:
             plain = self._process.untreated(batch.model.step)
             budget_bytes = self._settings.budget_bytes - self._location.library_bytes
-            if self._process.fits_untouched(plain.process_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
+            first = self._settings.first_step
+            # Nor is an evaluation held to anything where nothing is applied.
+            most_bytes = max(plain.process_bytes, 0 if first is None else first.evaluation_bytes)
+            if self._process.fits_untouched(most_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
                 return self._found(batch, {}, plain, None, 0)
         best: Candidate | None = None
         for window_bytes in self._windows(batch):

@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 _NUM_COPIES = 2
 """Copies of the weights that there is room for between two steps: one in parts, and those joined into one."""
+_CHEAP_SHARE = 0.01
+"""Part of a step's time that faulting that room in anew may cost, whether or not it was used."""
 
 
 class PlanInEffect:
@@ -81,6 +83,7 @@ class PlanInEffect:
         self.applied: AppliedPlan | None = None
         self._bucket_hooks: tuple[RemovableHandle, ...] = ()
         self._room_bytes = 0
+        self._is_room_cheap = False
 
     @property
     def failure(self) -> MemwallError | None:
@@ -163,6 +166,9 @@ class PlanInEffect:
         with without_subclass_functions():  # what is on disk is shown by memwall itself
             parameters = [p for p in self._borders.attached_model.parameters() if p.device.type == "cpu"]
             self._room_bytes = _NUM_COPIES * sum(local_part(p).nbytes for p in parameters if not is_streamed(p))
+        seconds = plan.forecast.step_seconds
+        fault_seconds = 0.0 if trace is None else self._room_bytes * trace.machine.heap_fault_seconds_per_byte
+        self._is_room_cheap = trace is not None and bool(seconds) and fault_seconds <= _CHEAP_SHARE * (seconds or 0.0)
         self._bucket_hooks = when_rebuilt(self._borders.attached_model, self._buckets_rebuilt)
         self._measured.note_peak()
         self.allocator.trim()
@@ -231,10 +237,15 @@ class PlanInEffect:
     def leave_room(self, room: RoomBetweenSteps) -> None:
         """Leaves room after a step for copies of the weights: scripts log, hash or keep them where no hook sees it."""
         if self.applied is not None and self._room_bytes:
-            room_bytes = room.after_step(self._room_bytes)
+            room_bytes = room.after_step(self._room_bytes, is_cheap=self._is_room_cheap)
             if room_bytes:
                 self.allocator.leave_room(room_bytes)
             room.begin_looking()
+
+    def leave_room_in_step(self) -> None:
+        """Leaves that room in the step that begins already: of one that no optimizer ends nobody hears the end."""
+        if self.applied is not None and self._is_room_cheap:
+            self.allocator.hold_limit(self._room_bytes)
 
     def end_showing(self) -> None:
         """Ends what was shown of parameters on disk, to save them: it is no part of the step that follows."""

@@ -38,8 +38,9 @@ from memwall.trace.trace_builder import TraceBuilder
 
 __all__ = ["RecordedForms", "RecordedStep"]
 
-# Looked at whenever a tensor is saved or asked for, a process grows by so much between two looks, outside the heap.
-_BETWEEN_LOOKS_BYTES = 4 << 20
+# Looked at whenever a tensor is saved or asked for, a process grows by so much between two looks, outside the heap: by
+# what an operator's library takes for itself, say. A budget that is told has that as its margin.
+_BETWEEN_LOOKS_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
 

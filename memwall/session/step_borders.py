@@ -201,6 +201,11 @@ class StepBorders:
         self._is_left_out = False
 
     @property
+    def is_stepped_by_hand(self) -> bool:
+        """Tells whether the loop changed parameters itself in the last step, and no optimizer did."""
+        return self._forwards_by_hand > 0
+
+    @property
     def _is_over_by_hand(self) -> bool:
         """Tells whether a step is over that no optimizer ends."""
         is_last = 0 < self._forwards_by_hand <= self._num_forwards

@@ -246,6 +246,8 @@ class Steps:
             self._is_applied_inside = self.borders.in_optimizer  # too late for an optimizer that steps already
         if self.live.in_effect.applied is not None:
             self.live.in_effect.applied.begin_step()
+            if self.borders.is_stepped_by_hand:
+                self.live.in_effect.leave_room_in_step()
             self.live.in_effect.device_budget.begin_step(can_be_redone=self._redo.is_used)
         self.log.begin_step()
         self._clock.begin(device)

@@ -108,12 +108,16 @@ class AllocatorHandler:
         elif not unavailable_reason():
             self.apply("mmap")
 
-    def hold_limit(self) -> None:
-        """Holds the heap to its limit anew, before each step at least: what else the process holds may have changed."""
+    def hold_limit(self, room_bytes: int = 0) -> None:
+        """Holds the heap to its limit anew, before each step at least: what else the process holds may have changed.
+
+        Args:
+            room_bytes: what is to be left free below the limit where free pages can be returned for it.
+        """
         if self._heap is not None:
             ceiling_bytes = 0
             if self._limit_bytes:
-                ceiling_bytes = max(self._limit_bytes - self._most_others_bytes(), 1)
+                ceiling_bytes = max(self._limit_bytes - self._most_others_bytes() - room_bytes, 1)
             self._heap.set_ceiling(ceiling_bytes)
 
     def room_bytes(self) -> int | None:

@@ -27,9 +27,15 @@ class RoomBetweenSteps:
         self._num_learned = self._used_bytes = 0
         self._held_bytes = None
 
-    def after_step(self, asked_bytes: int) -> int:
-        """Returns the bytes to leave free now that a step has ended, of which so many are asked for."""
-        return asked_bytes if self._num_learned < _NUM_LEARNED else min(asked_bytes, self._used_bytes)
+    def after_step(self, asked_bytes: int, *, is_cheap: bool = False) -> int:
+        """Returns the bytes to leave free now that a step has ended, of which so many are asked for.
+
+        Args:
+            is_cheap: whether they cost next to nothing. All are left then: nobody knows that a step is the last one,
+                and what follows that takes more than what follows others.
+        """
+        is_learning = self._num_learned < _NUM_LEARNED
+        return asked_bytes if is_cheap or is_learning else min(asked_bytes, self._used_bytes)
 
     def begin_looking(self) -> None:
         """Looks at what follows a step, once room was made."""

@@ -51,6 +51,14 @@ def test_what_a_hook_has_made_room_for_is_not_counted() -> None:
     assert left_after([90, 0, 0, 0, 0], meter=Meter(), seen=(0,)) == [64, 64, 64, 64, 0]
 
 
+def test_all_is_left_where_that_is_cheap() -> None:
+    room = RoomBetweenSteps(Measurements(meter=Meter()))  # type: ignore[arg-type]
+    for _ in range(5):
+        assert room.after_step(64 * MIB, is_cheap=True) == 64 * MIB
+        room.begin_looking()
+        room.before_step()
+
+
 def test_all_is_left_where_the_system_does_not_tell() -> None:
     meter = Meter()
     meter.can_reset = False
