@@ -3,13 +3,14 @@
 import json
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from warm_python import warm_python
+from warm_python import Program, warm_python
 
-__all__ = ["PRELUDE", "found_by_ranks", "run_ranks"]
+__all__ = ["PRELUDE", "found_by_ranks", "run_ranks", "started_ranks", "torchrun_started"]
 
 PRELUDE = """
 import json, os, sys
@@ -28,21 +29,38 @@ def found(**values):
 """Begins a script: `found(name=value, ...)` ends it."""
 
 
-def run_ranks(num_ranks: int, *arguments: str, folder: Path, timeout_s: float = 200, **environment: str) -> list[str]:
-    """Runs `python ARGUMENTS` as each rank of one host, as torchrun would, whose own process they do without.
+def torchrun_started(*arguments: str, folder: Path) -> "subprocess.Popen[str]":
+    """Starts `torchrun ARGUMENTS`, which ends the other ranks when one has failed."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
-    Returns:
-        What each of them printed.
-    """
+
+def started_ranks(num_ranks: int, *arguments: str, folder: Path, **environment: str) -> list[Program]:
+    """Starts `python ARGUMENTS` as each rank of one host, as torchrun would, whose own process they do without."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     shared |= {"LOCAL_WORLD_SIZE": str(num_ranks), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    ranks = [
+    return [
         warm_python().start(*arguments, folder=folder, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(num_ranks)
     ]
+
+
+def run_ranks(num_ranks: int, *arguments: str, folder: Path, timeout_s: float = 200, **environment: str) -> list[str]:
+    """Runs `python ARGUMENTS` as each rank of one host.
+
+    Returns:
+        What each of them printed.
+    """
+    ranks = started_ranks(num_ranks, *arguments, folder=folder, **environment)
     try:
         done = [rank.wait(timeout_s=timeout_s) for rank in ranks]
     finally:

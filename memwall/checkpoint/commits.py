@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
-from memwall.checkpoint.restoration import Content
+from memwall.checkpoint.committed import Content
 from memwall.checkpoint.training_state import (
     Part,
     TensorRecord,

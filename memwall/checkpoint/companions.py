@@ -20,6 +20,7 @@ from memwall.checkpoint.training_state import Part, decode_objects, encode_objec
 from memwall.errors import ApplyError
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.modules import is_loader_iterator
+from memwall.torch_internals.sharding import is_sharded
 from memwall.trace.together import models_of
 
 __all__ = ["PREFIX", "Companions", "State", "holder_of"]
@@ -143,12 +144,21 @@ class Companions:
         if all(type(one) is Tensor and not one.requires_grad for one in value.values()):
             for key, tensor in value.items():
                 self._add_tensor(f"{name}/{key}", tensor, own)
+        elif any(isinstance(one, Tensor) and is_sharded(one) and id(one) not in own.numbers for one in value.values()):
+            self._name_divided(name)
 
     def _add_tensor(self, name: str, tensor: Tensor, own: "_Own") -> None:
         if id(tensor) not in own.numbers and id(tensor) not in self._known and is_plain(tensor):
             if tensor.data_ptr() not in own.addresses:
                 self._tensors[name] = tensor
             self._known.add(id(tensor))
+        elif is_sharded(tensor) and id(tensor) not in own.numbers:
+            self._name_divided(name.partition("/")[0])
+
+    def _name_divided(self, name: str) -> None:
+        text = f"'{name}', whose tensors are divided among ranks"
+        if text not in self.uncommitted:
+            self.uncommitted.append(text)
 
     def _add_stateful(self, name: str, value: Any) -> None:
         if (name, id(value)) not in self._refused:

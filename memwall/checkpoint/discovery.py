@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from memwall.apply.precision import GradientScaling
 from memwall.checkpoint.variables import Variables
 from memwall.torch_internals.optimizers import inner_schedulers
-from memwall.torch_internals.sharding import local_part, standing_parameters
+from memwall.torch_internals.sharding import standing_parameters
 from memwall.trace.together import TrainedTogether
 
 __all__ = ["HELPERS", "Helpers", "find_models", "find_optimizers", "find_together", "objects_of", "shapes_of"]
@@ -164,7 +164,7 @@ def objects_of(kinds: tuple[type, ...], *, without_garbage: bool = False) -> lis
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a model's parameters, by name; of divided ones that of this rank's part."""
-    return {name: tuple(local_part(parameter).shape) for name, parameter in standing_parameters(model).items()}
+    return {name: tuple(parameter.shape) for name, parameter in standing_parameters(model).items()}
 
 
 def _belongs(value: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:

@@ -6,7 +6,7 @@ holds everything that a training run goes on with, and is made in memory.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,23 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.low_bit_form import put_together
-from memwall.checkpoint.restoration import Restoration
+from memwall.checkpoint.committed import Region, Target, read_regions
+from memwall.checkpoint.rank_folders import RankFolders, last_folders
 from memwall.checkpoint.resumption import Stateful
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.checkpoint.training_state import TensorRecord, low_bit_of, state_records
+from memwall.checkpoint.training_state import TensorRecord, low_bit_of, state_name, state_records
 from memwall.errors import StoreError, UsageError
-from memwall.store.journal import Journal, is_begun
 from memwall.trace.tags import Tag
 from memwall.versioned_files import whole_file
 
-__all__ = ["CheckpointSummary", "export_safetensors", "export_torch", "import_checkpoint", "read_summary"]
+__all__ = [
+    "CheckpointSummary",
+    "export_distributed",
+    "export_safetensors",
+    "export_torch",
+    "import_checkpoint",
+    "read_summary",
+]
 
 # https://github.com/huggingface/safetensors#format
 _SAFETENSORS_TYPES = {
@@ -51,63 +58,75 @@ class CheckpointSummary(Struct, frozen=True, kw_only=True):
     directory: str
     step: int
     optimizer: str
+    num_ranks: int = 1
+    """How many ranks committed the step; tensors count once."""
     num_parameters: int
     weight_bytes: int
     state_bytes: int
     disk_bytes: int
 
 
-class _Committed:
-    """Opens the last step of a directory for reading."""
+class _LastStep:
+    """Opens the last step of a directory for reading: of a process alone, of all ranks of a run, or of one of them."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        path = os.fspath(directory)
-        if not os.path.isdir(path):
-            raise UsageError(f"there is no folder {path}; expected one written by memwall run --checkpoint")
-        ranks = sorted(folder.name for folder in Path(path).glob("rank-*-of-*"))
-        if ranks:
-            raise UsageError(f"{path} holds a folder for each rank of a run; give one of them: {path}/{ranks[0]}")
-        nothing = UsageError(f"{path} holds no committed step; expected one written by memwall run --checkpoint")
-        if not is_begun(path):
-            raise nothing
-        self.journal = Journal(path, is_read_only=True)
-        try:
-            if self.journal.last is None:
-                raise nothing
-            self.step = self.journal.last.step
-            self.restoration = Restoration(self.journal, self.journal.last)
-        except BaseException:
-            self.journal.close()
-            raise
-        self.objects = self.restoration.objects
-        self.records = {record.name: record for record in self.restoration.content.tensors}
+        self.path = os.fspath(directory)
+        if not os.path.isdir(self.path):
+            raise UsageError(f"there is no folder {self.path}; expected one written by memwall run --checkpoint")
+        self._folders = last_folders(directory) or RankFolders(directory, 1)
+        self._folders.open()
+        self.committed, self.num_ranks = self._folders.committed, self._folders.num_ranks
+        first = self.committed[0]
+        self.step, self.objects, self.records = first.step, first.objects, first.records
+        self.optimizers = first.optimizers
 
-    def check_whole(self) -> None:
-        """Checks that these are whole tensors, and not what one rank holds of them.
-
-        Raises:
-            UsageError: the model was divided by FSDP2.
-        """
-        if self.objects.get("is_divided"):
-            raise UsageError(
-                f"{self.journal.directory} holds one rank's part of a model that FSDP2 divided; resume the run with as "
-                "many ranks, and save in the script by torch.distributed.checkpoint"
-            )
-
-    def __enter__(self) -> "_Committed":
+    def __enter__(self) -> "_LastStep":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.journal.close()
+        self._folders.close()
+
+    @property
+    def disk_bytes(self) -> int:
+        """Returns the length of all data files."""
+        return sum(committed.journal.data.length_bytes for committed in self.committed)
+
+    def shape(self, record: TensorRecord) -> tuple[int, ...]:
+        """Returns the shape of the whole tensor that a record is, or is a part of."""
+        return self.committed[0].whole_shape(record)
+
+    def num_bytes(self, records: Iterable[TensorRecord]) -> int:
+        """Returns how many bytes whole tensors have."""
+        return sum(torch.Size(self.shape(one)).numel() * getattr(torch, one.dtype).itemsize for one in records)
 
     def read(self, records: Mapping[Any, TensorRecord]) -> dict[Any, Tensor]:
-        """Returns tensors of their own, in CPU memory."""
-        tensors = {
-            key: torch.empty_strided(record.shape, record.stride, dtype=getattr(torch, record.dtype))
-            for key, record in records.items()
-        }
-        self.restoration.read([(records[key], tensor) for key, tensor in tensors.items()])
+        """Returns whole tensors of their own, in CPU memory.
+
+        Raises:
+            UsageError: the folder is one rank's, and has only a part of one of them.
+            StoreError: the bytes cannot be had, or came back different.
+        """
+        first = self.committed[0]
+        tensors: dict[Any, Tensor] = {}
+        targets: list[Target] = []
+        for key, record in records.items():
+            dtype, region = getattr(torch, record.dtype), first.region_of(record)
+            if region is None:
+                tensors[key] = torch.empty_strided(record.shape, record.stride, dtype=dtype)
+            else:
+                self._check_whole(region, record)
+                tensors[key] = torch.empty(region.whole, dtype=dtype)
+                region = Region(region.whole, (0,) * len(region.whole))
+            targets.append(Target(record.name, tensors[key], region))
+        read_regions(self.committed, targets)
         return tensors
+
+    def _check_whole(self, region: Region, record: TensorRecord) -> None:
+        if self.num_ranks == 1 and region.whole != record.shape:
+            raise UsageError(
+                f"{self.path} holds one rank's part of a model that FSDP2 divided; give the folder that has those of "
+                f"all ranks: {os.path.dirname(os.path.abspath(self.path))}"
+            )
 
 
 def read_summary(directory: str | os.PathLike[str]) -> CheckpointSummary:
@@ -117,17 +136,18 @@ def read_summary(directory: str | os.PathLike[str]) -> CheckpointSummary:
         UsageError: it holds no committed step.
         StoreError: it is damaged, or a run is using it.
     """
-    with _Committed(directory) as found:
+    with _LastStep(directory) as found:
         weights = [record for record in found.records.values() if record.name.startswith("parameter/")]
-        state = [record for record in found.records.values() if record.name.startswith(("state/", "state "))]
+        state = [record for record in found.records.values() if state_name(record) is not None]
         return CheckpointSummary(
             directory=os.fspath(directory),
             step=found.step,
-            optimizer=" + ".join(saved["class"] for saved in found.restoration.saved_optimizers),
-            num_parameters=sum(_numel(record) for record in weights),
-            weight_bytes=sum(_num_bytes(record) for record in weights),
-            state_bytes=sum(_num_bytes(record) for record in state),
-            disk_bytes=found.journal.data.length_bytes,
+            optimizer=" + ".join(saved["class"] for saved in found.optimizers),
+            num_ranks=found.num_ranks,
+            num_parameters=sum(torch.Size(found.shape(record)).numel() for record in weights),
+            weight_bytes=found.num_bytes(weights),
+            state_bytes=found.num_bytes(state),
+            disk_bytes=found.disk_bytes,
         )
 
 
@@ -135,11 +155,10 @@ def export_safetensors(directory: str | os.PathLike[str], path: str | os.PathLik
     """Writes the weights under the names of the model's state dict, of tied ones the first; returns their step.
 
     Raises:
-        UsageError: the directory holds no committed step, or a part of a divided model.
+        UsageError: the directory holds no committed step, or only one rank's part of a divided model.
         StoreError: the checkpoint is damaged, the file cannot be written, or safetensors does not know a tensor's type.
     """
-    with _Committed(directory) as found:
-        found.check_whole()
+    with _LastStep(directory) as found:
         chosen: dict[str, TensorRecord] = {}
         for key, name in found.objects["state_dict"].items():
             if name not in {record.name for record in chosen.values()}:
@@ -152,9 +171,9 @@ def export_safetensors(directory: str | os.PathLike[str], path: str | os.PathLik
             record = chosen[key]
             if record.dtype not in _SAFETENSORS_TYPES:
                 raise StoreError(f"'{key}' is in {record.dtype}, which safetensors has no name for; export to torch")
-            begin, end = end, end + _num_bytes(record)
+            begin, end = end, end + found.num_bytes([record])
             kind = _SAFETENSORS_TYPES[record.dtype]
-            header[key] = {"dtype": kind, "shape": list(record.shape), "data_offsets": [begin, end]}
+            header[key] = {"dtype": kind, "shape": list(found.shape(record)), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         buckets: dict[int, dict[str, TensorRecord]] = {}
@@ -176,22 +195,41 @@ def export_torch(directory: str | os.PathLike[str], path: str | os.PathLike[str]
     torch.load(weights_only=True) reads the file.
 
     Raises:
-        UsageError: the directory holds no committed step, or a part of a divided model.
+        UsageError: the directory holds no committed step, or only one rank's part of a divided model.
         StoreError: the checkpoint is damaged, or the file cannot be written.
     """
-    with _Committed(directory) as found:
-        found.check_whole()
-        names: dict[str, str] = found.objects["state_dict"]
-        tensors = found.read({name: found.records[name] for name in dict.fromkeys(names.values())})
-        states = [_optimizer_state_dict(found, number) for number in range(len(found.restoration.saved_optimizers))]
-        content = {
-            "model": {key: tensors[name] for key, name in names.items()},
-            **({"optimizer": states[0]} if len(states) == 1 else {"optimizers": states}),
-            "helpers": found.objects["helpers"],
-            "step": found.step,
-        }
+    with _LastStep(directory) as found:
+        content = _content(found, by_name=False)
         with whole_file(Path(path), noun="checkpoint", error=StoreError) as file:
             torch.save(content, file)
+        return found.step
+
+
+def export_distributed(directory: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
+    """Writes a folder that torch.distributed.checkpoint.load reads, on any number of ranks; returns its step.
+
+    It has what `export_torch` writes, with `model` and `optimizer`, of one or of several together, as `get_state_dict`
+    of torch.distributed.checkpoint.state_dict gives them, and `set_state_dict` takes them.
+
+    Args:
+        path: of a folder that is not there yet, or is empty.
+
+    Raises:
+        UsageError: the directory holds no committed step, or only one rank's part of a divided model; or there is
+            something at `path`.
+        StoreError: the checkpoint is damaged, or the folder cannot be written.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+        raise UsageError(f"{os.fspath(path)} is there already; give the name of a new folder")
+    with _LastStep(directory) as found:
+        content = _content(found, by_name=True)
+        try:
+            save(content, checkpoint_id=path, no_dist=True)
+        except (OSError, CheckpointException) as error:
+            raise StoreError(f"{os.fspath(path)} cannot be written: {error}") from error
         return found.step
 
 
@@ -227,25 +265,35 @@ def import_checkpoint(
         raise checkpoint.failure
 
 
-def _optimizer_state_dict(found: _Committed, place: int) -> dict[str, Any]:
-    saved = found.restoration.saved_optimizers[place]
+def _content(found: _LastStep, *, by_name: bool) -> dict[str, Any]:
+    """Returns the whole step; state of the optimizer by the names of parameters, or by their numbers."""
+    keys: dict[str, str] = found.objects["state_dict"]
+    tensors = found.read({name: found.records[name] for name in dict.fromkeys(keys.values())})
+    states = [_optimizer_state_dict(found, number, by_name=by_name) for number in range(len(found.optimizers))]
+    if by_name:  # as torch has them: the states of all, by names, and all groups
+        states = [
+            {
+                "state": {name: state for one in states for name, state in one["state"].items()},
+                "param_groups": [group for one in states for group in one["param_groups"]],
+            }
+        ]
+    return {
+        "model": {key: tensors[name] for key, name in keys.items()},
+        **({"optimizer": states[0]} if len(states) == 1 else {"optimizers": states}),
+        "helpers": found.objects["helpers"],
+        "step": found.step,
+    }
+
+
+def _optimizer_state_dict(found: _LastStep, place: int, *, by_name: bool) -> dict[str, Any]:
+    saved = found.optimizers[place]
     order = [name for group in saved["groups"] for name in group["parameters"]]
-    numbers = {name: number for number, name in enumerate(order)}
-    state: dict[int, dict[Any, Any]] = {numbers[name]: dict(rest) for name, rest in saved["state"].items()}
-    chosen = {(numbers[name], key): record for name, key, record in state_records(found.records.values(), place)}
-    for (number, key), tensor in found.read(chosen).items():
-        state.setdefault(number, {})[key] = tensor
-    for name, number in numbers.items():
-        put_together(state.get(number, {}), low_bit_of(saved, name), is_kept=False)
-    groups = [
-        {**group["options"], "params": [numbers[name] for name in group["parameters"]]} for group in saved["groups"]
-    ]
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-
-def _numel(record: TensorRecord) -> int:
-    return torch.Size(record.shape).numel()
-
-
-def _num_bytes(record: TensorRecord) -> int:
-    return _numel(record) * torch.empty(0, dtype=getattr(torch, record.dtype)).element_size()
+    keys: dict[str, Any] = {name: name if by_name else number for number, name in enumerate(order)}
+    states: dict[str, dict[Any, Any]] = {name: dict(rest) for name, rest in saved["state"].items()}
+    chosen = {(name, key): record for name, key, record in state_records(found.records.values(), place)}
+    for (name, key), tensor in found.read(chosen).items():
+        states.setdefault(name, {})[key] = tensor
+    for name in order:
+        put_together(states.get(name, {}), low_bit_of(saved, name), is_kept=False)
+    groups = [{**group["options"], "params": [keys[name] for name in group["parameters"]]} for group in saved["groups"]]
+    return {"state": {keys[name]: states[name] for name in order if name in states}, "param_groups": groups}

@@ -1,16 +1,16 @@
 """Puts a new process where another one was: the model first, then its optimizer, its schedulers and its loop."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.kept_space import KeepsState
 from memwall.apply.optimizer_state.low_bit_form import put_together
+from memwall.checkpoint.committed import Committed, Region, Target, parameter_of, read_regions
 from memwall.checkpoint.companions import PREFIX, Companions, holder_of
 from memwall.checkpoint.discovery import (
     Helpers,
@@ -24,8 +24,8 @@ from memwall.checkpoint.reachable import reachable
 from memwall.checkpoint.training_state import (
     Part,
     TensorRecord,
-    check_records,
     decode_objects,
+    divided_parameters,
     dtype_name,
     is_beside_model,
     low_bit_of,
@@ -37,24 +37,12 @@ from memwall.checkpoint.training_state import (
 from memwall.checkpoint.variables import Variables
 from memwall.errors import StoreError
 from memwall.planning.planfile import Plan, decoded
-from memwall.store.buckets import BucketBuffer
-from memwall.store.generation import Generation
-from memwall.store.journal import Journal
-from memwall.torch_internals.sharding import like_shard
+from memwall.torch_internals.sharding import like_shard, local_part
 from memwall.trace.together import TrainedTogether, models_of
 
-__all__ = ["Content", "Restoration"]
+__all__ = ["Restoration"]
 
 _log = logging.getLogger(__name__)
-
-
-class Content(Struct, frozen=True, kw_only=True):
-    """Holds what a run puts into a generation of the journal."""
-
-    tensors: tuple[TensorRecord, ...]
-    objects: bytes
-    plan: bytes | None
-    """The plan file that was in effect."""
 
 
 class _Beside(NamedTuple):
@@ -70,31 +58,21 @@ class Restoration:
     """Puts a committed step back, part by part.
 
     Args:
-        journal: reads the buckets.
-        found: the generation.
+        sources: what this process goes on from; where another number of ranks does, then what the other ranks have.
+        objects: what of the step is no tensor, for another number of ranks; by default the first one's.
 
     Attributes:
         has_options, has_state: whether the options of the optimizers, and their state, have been put back.
         model: what the parameters were put back into; None before that.
-        saved_optimizers: of each optimizer its class, options, and what of its state is no tensor.
         objects: the rest of the step; see `memwall.checkpoint.training_state`.
-
-    Raises:
-        StoreError: the step was committed by another version of memwall.
     """
 
-    def __init__(self, journal: Journal, found: Generation) -> None:
-        self._journal, self._found = journal, found
-        try:
-            self.content = msgspec.msgpack.decode(found.content, type=Content)
-            check_records(self.content.tensors, [stored.num_bytes for stored in found.buckets])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise self._written_by_another(error) from error
-        self.objects = decode_objects(self.content.objects)
-        missing = sorted({"optimizer", "helpers", "random", "loop", "state_dict"} - self.objects.keys())
-        if missing:
-            raise self._written_by_another(ValueError(f"it has no {', '.join(missing)}"))
-        self.saved_optimizers = [self.objects["optimizer"], *self.objects.get("further_optimizers", ())]
+    def __init__(self, sources: Sequence[Committed], objects: Mapping[str, Any] | None = None) -> None:
+        self._sources, self._own = sources, sources[0]
+        self._directory, self._is_redivided = self._own.journal.directory, objects is not None
+        self.objects: Mapping[str, Any] = self._own.objects if objects is None else objects
+        self._regions: dict[str, Region] = {}
+        """Which part of each divided parameter this process holds."""
         self.model: nn.Module | None = None
         self.has_options = False
         self.has_state = False
@@ -102,26 +80,21 @@ class Restoration:
         self._left: list[tuple[str, dict[str, Any]]] = [(name, state) for name, state in self.objects["helpers"]]
         self._beside = self._companions_left()
 
-    def _written_by_another(self, error: Exception) -> StoreError:
-        return StoreError(
-            f"step {self._found.step} in {self._journal.directory} was committed by another version of memwall "
-            f"({error}); resume with the one that wrote it"
-        )
-
     @property
     def plan(self) -> Plan | None:
-        """Returns the plan under which the step was made."""
-        if self.content.plan is None:
+        """Returns the plan under which the step was made; None where another number of ranks goes on from it."""
+        if self._own.content.plan is None or self._is_redivided:
             return None
         try:
-            return decoded(msgspec.json.decode(self.content.plan), Plan)
+            return decoded(msgspec.json.decode(self._own.content.plan), Plan)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError) as error:
-            raise self._written_by_another(error) from error
+            raise self._own.written_by_another(error) from error
 
     def find_model(self, variables: Variables) -> nn.Module | None:
         """Returns what of this process has these parameters; of several modules the only one that is trained."""
         kind = "parameter/"
-        shapes = {r.name.removeprefix(kind): r.shape for r in self.content.tensors if _is_of_model(r, kind)}
+        records = [record for record in self._own.content.tensors if _is_of_model(record, kind)]
+        shapes = {record.name.removeprefix(kind): self._own.whole_shape(record) for record in records}
         named = variables.find_models(self.objects.get("models", ()))
         if named:
             model = named[0] if len(named) == 1 else TrainedTogether(named)
@@ -148,8 +121,8 @@ class Restoration:
     ) -> tuple[torch.optim.Optimizer, ...]:
         """Returns the optimizers that were committed, in their order; () before all of them are there."""
         found: list[torch.optim.Optimizer] = []
-        names = self.objects.get("optimizers", [""] * len(self.saved_optimizers))
-        for number, saved in enumerate(self.saved_optimizers):
+        names = self.objects.get("optimizers", [""] * len(self._own.optimizers))
+        for number, saved in enumerate(self._own.optimizers):
             fitting = [
                 one
                 for one in alive
@@ -160,7 +133,7 @@ class Restoration:
             if len(fitting) > 1:
                 fitting = [one for one in fitting if names[number] and variables.name_of(one) == names[number]]
             found += fitting[:1]
-        return tuple(found) if len(found) == len(self.saved_optimizers) else ()
+        return tuple(found) if len(found) == len(self._own.optimizers) else ()
 
     @torch.no_grad()
     def restore_model(self, model: nn.Module) -> None:
@@ -170,30 +143,31 @@ class Restoration:
             StoreError: they are another model's.
         """
         parts = parts_of_model(model)
-        records = [record for record in self.content.tensors if _is_of_model(record, "parameter/", "buffer/")]
+        self._regions = {name: Region(*place) for name, place in divided_parameters(model).items()}
+        records = [record for record in self._own.content.tensors if _is_of_model(record, "parameter/", "buffer/")]
         self._check_belongs(records, parts)
         tensors = {part.name: part.tensor for part in parts}
-        self.read([(record, tensors[record.name]) for record in records])
+        self._read([(record, tensors[record.name]) for record in records])
         self.model = model
-        _log.info("the run continues from step %d of %s", self._found.step, self._journal.directory)
+        _log.info("the run continues from step %d of %s", self._own.step, self._directory)
 
     @torch.no_grad()
     def restore_options(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Loads the options of the optimizers' groups, and parameters that they train beside the model's."""
         outside: dict[str, Tensor] = {}
-        for number, (optimizer, saved) in enumerate(zip(optimizers, self.saved_optimizers, strict=True)):
+        for number, (optimizer, saved) in enumerate(zip(optimizers, self._own.optimizers, strict=True)):
             for group, before in zip(optimizer.param_groups, saved["groups"], strict=True):
                 group.update(before["options"])
             outside |= {part.name: part.tensor for part in parts_of_optimizer(model, optimizer, number)}
-        beside = [record for record in self.content.tensors if record.name in outside and not _is_state(record)]
-        self.read([(record, outside[record.name]) for record in beside])
+        beside = [record for record in self._own.content.tensors if record.name in outside and not _is_state(record)]
+        self._read([(record, outside[record.name]) for record in beside])
         self.has_options = True
 
     def is_of_others(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoreError:
         """Returns the error that says what optimizer the checkpoint has in place of one that begins to step."""
         of = [
             f"a {saved['class']} with {_groups_text([group['parameters'] for group in saved['groups']])}"
-            for saved in self.saved_optimizers
+            for saved in self._own.optimizers
         ]
         return StoreError(
             f"the checkpoint is of {' and '.join(of)}, and this script has a {type(optimizer).__qualname__} with "
@@ -222,7 +196,7 @@ class Restoration:
     def _restore_state(
         self, number: int, model: nn.Module, optimizer: torch.optim.Optimizer, keeper: KeepsState | None
     ) -> None:
-        names, saved = names_of_parameters(model, optimizer, number), self.saved_optimizers[number]
+        names, saved = names_of_parameters(model, optimizer, number), self._own.optimizers[number]
 
         def load(chosen: Sequence[Tensor] | None) -> None:
             self._load_state(number, optimizer, names, chosen, keeper)
@@ -248,19 +222,20 @@ class Restoration:
         if chosen is None:
             every = (parameter for group in optimizer.param_groups for parameter in group["params"])
             chosen = [parameter for parameter in every if not optimizer.state.get(parameter)]
-        saved, parameters = self.saved_optimizers[number], {names[id(parameter)]: parameter for parameter in chosen}
+        saved, parameters = self._own.optimizers[number], {names[id(parameter)]: parameter for parameter in chosen}
         states: dict[str, dict[Any, Any]] = {
             name: dict(rest) for name, rest in saved["state"].items() if name in parameters
         }
         targets: list[tuple[TensorRecord, Tensor]] = []
-        for name, key, record in state_records(self.content.tensors, number):
+        for name, key, record in state_records(self._own.content.tensors, number):
             if name not in parameters:
                 continue
             device = torch.device("cpu") if record.is_on_host else parameters[name].device
-            tensor = torch.empty_strided(record.shape, record.stride, dtype=getattr(torch, record.dtype), device=device)
+            like = self._form_of(record, local_part(parameters[name]))
+            tensor = torch.empty_strided(like.shape, like.stride(), dtype=getattr(torch, record.dtype), device=device)
             states.setdefault(name, {})[key] = tensor
             targets.append((record, tensor))
-        self.read(targets)
+        self._read(targets)
         targets.clear()  # or what is opened would stay in memory beside it
         for name, state in states.items():
             parameter = parameters[name]
@@ -287,7 +262,7 @@ class Restoration:
         here = {part.name: part.tensor for part in companions.parts()}
         found = [record for name, record in self._beside.records.items() if name in here]
         self._check_belongs(found, [part for part in companions.parts() if part.name in self._beside.records])
-        self.read([(record, here[record.name]) for record in found])
+        self._read([(record, here[record.name]) for record in found])
         for record in found:
             del self._beside.records[record.name]
 
@@ -299,10 +274,10 @@ class Restoration:
         if states["uncommitted"]:
             _log.warning(
                 "the run in %s continues, but begins anew with what was not committed: %s",
-                *(self._journal.directory, "; ".join(states["uncommitted"])),
+                *(self._directory, "; ".join(states["uncommitted"])),
             )
-        records = {record.name: record for record in self.content.tensors if record.name.startswith(PREFIX)}
-        names = {*states["generators"], *states["stateful"], *map(holder_of, records)}
+        records = {record.name: record for record in self._own.content.tensors if record.name.startswith(PREFIX)}
+        names = {*states["generators"], *states["stateful"], *map(holder_of, records), *states.get("fresh", ())}
         return _Beside(states, records, frozenset(names))
 
     def _check_companions(self, companions: Companions) -> None:
@@ -312,13 +287,13 @@ class Restoration:
         left = [*states["generators"], *states["stateful"], *map(holder_of, self._beside.records)]
         if left:
             raise StoreError(
-                f"the checkpoint in {self._journal.directory} holds the state of '{left[0]}', which this script has "
+                f"the checkpoint in {self._directory} holds the state of '{left[0]}', which this script has "
                 "not made before its first update; resume with the script that made it"
             )
         new = sorted(companions.names() - self._beside.names)
         if new:
             raise StoreError(
-                f"the checkpoint in {self._journal.directory} was made without '{new[0]}', which this script has; "
+                f"the checkpoint in {self._directory} was made without '{new[0]}', which this script has; "
                 "resume with the script that made it"
             )
 
@@ -334,43 +309,50 @@ class Restoration:
             self._check_companions(companions)
         if self._left:
             raise StoreError(
-                f"the checkpoint in {self._journal.directory} holds the state of a {self._left[0][0]}, which this "
+                f"the checkpoint in {self._directory} holds the state of a {self._left[0][0]}, which this "
                 "script has not made before its first update; resume with the script that made it"
             )
         saved = [name for name, _ in self.objects["helpers"]]
         for name in helpers.names():
             if name not in saved:
                 raise StoreError(
-                    f"the checkpoint in {self._journal.directory} was made without the {name} that this script has; "
+                    f"the checkpoint in {self._directory} was made without the {name} that this script has; "
                     "resume with the script that made it"
                 )
             saved.remove(name)
         self._is_checked = True
 
-    def read(self, targets: Iterable[tuple[TensorRecord, Tensor]]) -> None:
-        """Fills tensors with what is recorded, a bucket at a time.
+    def _form_of(self, record: TensorRecord, held: Tensor) -> Tensor:
+        """Returns a tensor of the shape and the strides that a tensor of the state has here.
+
+        Args:
+            held: what this process holds of its parameter.
+        """
+        if self._own.region_of(record) is not None and tuple(held.shape) != record.shape:
+            return held
+        return torch.empty_strided(record.shape, record.stride, device="meta")
+
+    def _read(self, targets: Iterable[tuple[TensorRecord, Tensor]]) -> None:
+        """Fills tensors with what is recorded of them, or of the part of them that this process holds.
 
         Raises:
             StoreError: the bytes cannot be had, or came back different.
         """
-        by_bucket: dict[int, list[tuple[TensorRecord, Tensor]]] = {}
-        for record, tensor in targets:
-            by_bucket.setdefault(record.bucket, []).append((record, tensor))
-        for number, members in sorted(by_bucket.items()):
-            stored = self._found.buckets[number]
-            buffer = BucketBuffer(stored.num_bytes)
-            label = f"the bucket of {members[0][0].name.replace('/', ' ')}"
-            view = buffer.view(stored.num_bytes)
-            self._journal.pool.read(stored.slot, view, label=label, keep=buffer.memory).wait()
-            for record, tensor in members:
-                dtype = getattr(torch, record.dtype)
-                like = torch.empty_strided(record.shape, record.stride, dtype=dtype, device="meta")
-                tensor.copy_(buffer.tensor(record.offset, like))
+        read_regions(self._sources, [Target(record.name, tensor, self._here(record)) for record, tensor in targets])
+
+    def _here(self, record: TensorRecord) -> Region | None:
+        """Returns which part of a divided tensor this process holds; None of a whole one."""
+        return None if self._own.region_of(record) is None else self._regions.get(parameter_of(record))
+
+    def _whole_shape(self, part: Part) -> tuple[int, ...]:
+        kind, _, name = part.name.partition("/")
+        region = self._regions.get(name) if kind == "parameter" else None
+        return tuple(part.tensor.shape) if region is None else region.whole
 
     def _check_belongs(self, records: Iterable[TensorRecord], parts: Iterable[Part]) -> None:
         """Checks that the tensors are those of this model; else the error lists the first differences."""
-        saved = {record.name: record.text for record in records}
-        here = {part.name: f"{dtype_name(part.tensor)} {list(part.tensor.shape)}" for part in parts}
+        saved = {record.name: f"{record.dtype} {list(self._own.whole_shape(record))}" for record in records}
+        here = {part.name: f"{dtype_name(part.tensor)} {list(self._whole_shape(part))}" for part in parts}
         differences = [
             f"{name.replace('/', ' ')} is {saved.get(name, 'not')} in the checkpoint and {here.get(name, 'not')} here"
             for name in sorted(saved.keys() | here.keys())
@@ -379,7 +361,7 @@ class Restoration:
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise StoreError(
-                f"the checkpoint in {self._journal.directory} is of another model: {'; '.join(differences[:3])}{more}; "
+                f"the checkpoint in {self._directory} is of another model: {'; '.join(differences[:3])}{more}; "
                 "resume with the script that made it, or give this one a directory of its own"
             )
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from memwall.apply.optimizer_state.kept_space import set_kept_space
+from memwall.checkpoint.rank_folders import folder_of_rank, other_ranks
 from memwall.checkpoint.reachable import set_caller
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.checkpoint.together import Meeting, Together, check_alone, folder_of_rank
+from memwall.checkpoint.together import Meeting, Together
 from memwall.machine.launched import launched
 
 __all__ = ["Stateful", "open_checkpoint", "resumed_steps", "set_checkpoint", "steps"]
@@ -85,17 +86,19 @@ def open_checkpoint(
         meet: makes what ranks agree by, once the script has a process group.
 
     Raises:
-        UsageError: the directory is of another number of ranks; or as `StepCheckpoint` does.
+        UsageError: the directory is of another number of ranks, and not to be continued; or as `StepCheckpoint` does.
         StoreError: as `StepCheckpoint` does.
     """
     here = launched()
-    if here.num_ranks > 1:
-        folder: str | os.PathLike[str] = folder_of_rank(directory, here.rank, here.num_ranks)
-        together = Together(meet, num_ranks=here.num_ranks)
-    else:
-        check_alone(directory)
-        folder, together = directory, None
-    checkpoint = StepCheckpoint(folder, every=every, is_resuming=is_resuming, together=together)
+    others = other_ranks(directory, here.rank, here.num_ranks, is_resuming=is_resuming)
+    checkpoint = StepCheckpoint(
+        folder_of_rank(directory, here.rank, here.num_ranks),
+        every=every,
+        is_resuming=is_resuming,
+        together=Together(meet, num_ranks=here.num_ranks) if here.num_ranks > 1 else None,
+        others=others,
+        rank=here.rank,
+    )
     checkpoint.run_directory = os.path.abspath(directory)
     if is_resuming and checkpoint.is_new:
         _log.warning(

@@ -5,7 +5,6 @@ random numbers belong together then, whatever the loop did after the update. The
 and its backward run; the next update waits for them. What a forward changes, buffers, is copied first.
 """
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memwall.apply.optimizer_state.kept_space import KeptSpace
 from memwall.checkpoint.commits import Commits, find_on_disk
 from memwall.checkpoint.instants import Instants
+from memwall.checkpoint.rank_folders import RankFolders
 from memwall.checkpoint.refusals import check_told_apart, steps_beside, steps_in_between
-from memwall.checkpoint.restoration import Restoration
+from memwall.checkpoint.starting_point import StartingPoint
 from memwall.checkpoint.surroundings import Surroundings
 from memwall.checkpoint.together import Together
 from memwall.checkpoint.training_state import (
@@ -41,8 +41,6 @@ from memwall.trace.together import models_of
 
 __all__ = ["StepCheckpoint"]
 
-_log = logging.getLogger(__name__)
-
 
 class StepCheckpoint:
     """Commits the steps of a model, or of several that are trained together, into a directory.
@@ -53,10 +51,11 @@ class StepCheckpoint:
         is_resuming: whether to continue from what is in the directory.
         backend: the operating system, or a test's substitute for it.
         together: what agrees with the other ranks of a run; None of a process that trains alone.
+        rank: of this process among them.
+        others: what another number of ranks has committed, which this run goes on from; None where its own is the last.
 
     Attributes:
         run_directory: the folder that the user named; of one of several ranks, the one that has the folders of all.
-        resumed_steps: optimizer steps that the run had committed when this process began.
         failure: what ended the run.
         recovered_bytes, recovery_seconds: of what it had committed, all of which was read and verified.
         times: of this process's commits, once it has finished.
@@ -75,8 +74,9 @@ class StepCheckpoint:
         is_resuming: bool = False,
         backend: SystemBackend | None = None,
         together: Together | None = None,
+        rank: int = 0,
+        others: RankFolders | None = None,
     ) -> None:
-        self._together, self._has_agreed = together, together is None
         self.directory = self.run_directory = os.path.abspath(directory)  # a script may go to another folder
         self._journal = Journal(self.directory, backend=backend)
         self._every = every
@@ -84,34 +84,28 @@ class StepCheckpoint:
         self.plan_in_effect: Callable[[], bytes | None] = lambda: None
         """Gives each commit the plan file to be kept with it."""
         self.space = KeptSpace(self._journal.pool)
-        self._restoration: Restoration | None = None
-        self.resumed_steps = self.recovered_bytes = 0
-        self.recovery_seconds = self._journal.recovery_seconds
         self.times = CommitTimes()
         try:
-            self._open(is_resuming=is_resuming)
+            self._start = StartingPoint(
+                self._journal, is_resuming=is_resuming, together=together, rank=rank, others=others
+            )
         except BaseException:
             self._journal.close()
+            if others is not None:
+                others.close()
             raise
-        self._instants = Instants(self.resumed_steps)
-        self._committed_before = self.resumed_steps
+        self.recovered_bytes, self.recovery_seconds = self._start.recovered_bytes, self._start.recovery_seconds
+        self._instants = Instants(self._start.step)
         self._model: nn.Module | None = None
-        self._beside = Surroundings(self.directory, self._restoration)
+        self._beside = Surroundings(self.directory, self._start.restoration)
         self._commits: Commits | None = None
         self._was_asked = False
         self._patches = Patches("commits steps to a checkpoint")
 
-    def _open(self, *, is_resuming: bool) -> None:
-        found = self._journal.last
-        if found is None:
-            return
-        if not is_resuming:
-            raise UsageError(
-                f"--checkpoint {self.directory} holds step {found.step} of a run; continue it with --resume, or give "
-                "this run a directory of its own"
-            )
-        self._restoration, self.resumed_steps = Restoration(self._journal, found), found.step
-        self.recovered_bytes = sum(stored.num_bytes for stored in found.buckets)
+    @property
+    def resumed_steps(self) -> int:
+        """Returns how many optimizer steps the run had committed when this process began."""
+        return self._start.step
 
     def plan_for(self, budget_bytes: int | None) -> Plan | None:
         """Returns the plan under which the step to continue from was made, if it was made for this budget.
@@ -119,7 +113,8 @@ class StepCheckpoint:
         A run that goes on under it computes as before, where an action of it changes numerics too.
         """
         # Of ranks, each may have another step until they agree, and all need one plan.
-        plan = None if self._restoration is None or not self._has_agreed else self._restoration.plan
+        restoration = self._start.restoration
+        plan = None if restoration is None or not self._start.is_agreed else restoration.plan
         return plan if plan is not None and plan.forecast.budget_bytes == budget_bytes else None
 
     @property
@@ -130,7 +125,7 @@ class StepCheckpoint:
     @property
     def is_new(self) -> bool:
         """Tells whether nothing had been committed when this process began."""
-        return self._restoration is None
+        return self._start.restoration is None
 
     def _agree(self) -> None:
         """Goes back to the last step that all ranks have committed; of a process alone, stays where it is.
@@ -138,18 +133,10 @@ class StepCheckpoint:
         Raises:
             MemwallError: see `Together.common_step`.
         """
-        if self._together is None or self._has_agreed:
-            return
-        self._together.common_step(self.resumed_steps, self._go_back_to, self.directory)
-        self._has_agreed = True
-
-    def _go_back_to(self, step: int) -> None:
-        found = self._journal.go_back_to(step)
-        self._restoration = None if found is None else Restoration(self._journal, found)
-        self._beside.restoration = self._restoration
-        self.resumed_steps = self._committed_before = step
-        self._instants.go_back_to(step)
-        _log.info("%s: continuing from step %d, the last one that all ranks have committed", self.directory, step)
+        if not self._start.is_agreed:
+            self._start.agree()
+            self._beside.restoration = self._start.restoration
+            self._instants.go_back_to(self._start.step)
 
     # -- a loop that cooperates --------------------------------------------------------------------------------------
 
@@ -177,7 +164,7 @@ class StepCheckpoint:
         self._beside.loop.begin(stateful)
         self._beside.variables.look()
         self._instants.at_top()
-        restoration = self._restoration
+        restoration = self._start.restoration
         if restoration is None:
             return 0
         saved = restoration.objects["loop"]
@@ -210,7 +197,7 @@ class StepCheckpoint:
             StoreError: the files cannot be written.
         """
         self._agree()
-        if self._restoration is None:
+        if self._journal.last is None:
             self._journal.begin(fingerprint_of(parts_of_model(model)))
 
     def attach(self, model: nn.Module) -> None:
@@ -230,9 +217,9 @@ class StepCheckpoint:
 
     def _begin(self, model: nn.Module) -> None:
         self._agree()
-        restoration = self._restoration
+        restoration = self._start.restoration
+        self.prepare(model)
         if restoration is None:
-            self.prepare(model)
             parts = parts_of_model(model)
             self._journal.data.reserve(2 * sum(part.tensor.nbytes for part in parts))
         elif not self._was_asked:
@@ -248,7 +235,7 @@ class StepCheckpoint:
             if not self._beside.loop.is_open:
                 restore_random_states(restoration.objects["random"])
         self._beside.look(model)
-        self._model, self._commits = model, Commits(self._journal, step=self._committed_before)
+        self._model, self._commits = model, Commits(self._journal, step=self._start.step)
 
     def finish(self, *, completed: bool) -> None:
         """Commits the last step of a script that has ended well, from where everything lies, and nothing after that.
@@ -263,7 +250,7 @@ class StepCheckpoint:
                 if completed and self._instants.is_between_steps and self.steps_done > commits.step:
                     self._commit(commits, is_last=True)
                     commits.writer.wait()
-            restoration = self._restoration
+            restoration = self._start.restoration
             if completed and self.failure is None and restoration is not None and restoration.model is None:
                 raise UsageError(
                     f"the script ended without continuing the run in {self.directory}, which has done "
@@ -283,8 +270,7 @@ class StepCheckpoint:
         try:
             self.finish(completed=completed)
         finally:
-            if self._together is not None:
-                self._together.leave()
+            self._start.close()
             if not self.space.is_used:
                 self._journal.close()
 
@@ -329,23 +315,23 @@ class StepCheckpoint:
 
     def _prepare_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits) -> None:
         """Puts the optimizers' state back before the first update, and has each update wait for what is written."""
+        restoration = self._start.restoration
         if not self._beside.optimizers:
             self._beside.join(model, optimizer)
         if optimizer not in self._beside.optimizers and trains(optimizer, model):
-            if self._restoration is not None and not self._instants.has_stepped:
-                raise self._restoration.is_of_others(model, optimizer)
+            if restoration is not None and not self._instants.has_stepped:
+                raise restoration.is_of_others(model, optimizer)
             known = self._beside.optimizers
             raise steps_beside(self.directory, known, optimizer, has_tops=self._beside.loop.is_open)
         if not self._instants.has_stepped:
             self._beside.settle(model)
-        if self._restoration is not None and not self._restoration.has_state:
-            self._beside.check_complete(self._restoration)
+        if restoration is not None and not restoration.has_state:
+            self._beside.check_complete(restoration)
             # Not earlier: only now it is certain where the state is to live, and in which form.
-            self._restoration.restore_state(model, self._beside.optimizers, self.space.keeper_of)
+            restoration.restore_state(model, self._beside.optimizers, self.space.keeper_of)
         commits.writer.wait()
         commits.check_first()
-        if self._together is not None:  # what was committed before may be written over from now on
-            self._together.wait(self.directory)
+        self._start.wait_for_all(commits.step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._beside.optimizers:
@@ -390,8 +376,9 @@ class StepCheckpoint:
         self._beside.has_companions = False  # the script that goes on has other variables than this one
         self._beside.loop.begin(stateful)
         self._beside.loop.at_top(step, is_due=False)
-        self._committed_before = -1
         self.attach(model)
+        assert self._commits is not None
+        self._commits.step = -1  # or step 0 would be taken for one that is committed
         self._beside.optimizers = (optimizer,)
         self._instants = Instants(step)
         self._instants.is_between_steps = True

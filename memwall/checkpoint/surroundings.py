@@ -10,10 +10,14 @@ from memwall.checkpoint.companions import Companions, State
 from memwall.checkpoint.discovery import HELPERS, Helpers, find_optimizers, objects_of
 from memwall.checkpoint.loop import LoopState
 from memwall.checkpoint.restoration import Restoration
-from memwall.checkpoint.training_state import encode_objects, optimizer_objects, random_states
+from memwall.checkpoint.training_state import (
+    divided_parameters,
+    encode_objects,
+    optimizer_objects,
+    random_states,
+)
 from memwall.checkpoint.variables import Variables
 from memwall.torch_internals.autograd import version_of
-from memwall.torch_internals.sharding import is_sharding_unit
 from memwall.trace.together import models_of
 
 __all__ = ["Surroundings"]
@@ -151,6 +155,6 @@ class Surroundings:
                 "loop": self.loop.take(),
                 "beside": beside if self.has_companions else None,
                 "state_dict": state_dict_names,
-                "is_divided": any(is_sharding_unit(module) for module in model.modules()),
+                "divided": divided_parameters(model),
             }
         )

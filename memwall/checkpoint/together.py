@@ -6,12 +6,11 @@ waits until all have. So their last commits differ by one at most, whenever they
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from memwall.errors import StoreError, UsageError
 
-__all__ = ["Meeting", "Together", "check_alone", "folder_of_rank"]
+__all__ = ["Meeting", "Together"]
 
 
 class Meeting(Protocol):
@@ -33,7 +32,7 @@ class Together:
     """
 
     def __init__(self, meet: Callable[[], Meeting | None], *, num_ranks: int) -> None:
-        self._meet, self._num_ranks = meet, num_ranks
+        self._meet, self.num_ranks = meet, num_ranks
         self._meeting: Meeting | None = None
 
     def common_step(self, own_step: int, go_back_to: Callable[[int], None], directory: str) -> int:
@@ -65,13 +64,18 @@ class Together:
             ) from lack
         return least
 
-    def wait(self, directory: str) -> None:
-        """Returns once all ranks have come here, each with its last commit on disk.
+    def wait(self, step: int, directory: str) -> int:
+        """Returns the last step that all ranks have on disk, once all of them have come here.
+
+        Args:
+            step: the last one of this rank.
+            directory: of this rank, for an error.
 
         Raises:
             RankError: a rank is missing.
         """
-        self._met(directory).largest((0,))
+        (negated,) = self._met(directory).largest((-step,))
+        return -negated
 
     def leave(self) -> None:
         """Closes the meeting; safe to call twice."""
@@ -84,39 +88,8 @@ class Together:
             self._meeting = self._meet()
         if self._meeting is None:
             raise UsageError(
-                f"--checkpoint {os.path.dirname(directory)}: {self._num_ranks} ranks go on from one step, on which "
+                f"--checkpoint {os.path.dirname(directory)}: {self.num_ranks} ranks go on from one step, on which "
                 "they agree in the script's process group; call torch.distributed.init_process_group before "
                 "memwall.steps"
             )
         return self._meeting
-
-
-def folder_of_rank(directory: str | os.PathLike[str], rank: int, num_ranks: int) -> Path:
-    """Returns where a rank commits its steps.
-
-    Raises:
-        UsageError: the directory is of another number of ranks, or of one process.
-    """
-    folder = Path(directory)
-    others = {found.name.rpartition("-")[2] for found in folder.glob("rank-*-of-*")} - {str(num_ranks)}
-    if others or (folder / "memwall.commit").exists():
-        made_by = f"{', '.join(sorted(others))} ranks" if others else "one process"
-        raise UsageError(
-            f"--checkpoint {folder} holds a run of {made_by}, and this is one of {num_ranks} ranks; continue it with "
-            "as many as it had, or give this run a directory of its own"
-        )
-    return folder / f"rank-{rank}-of-{num_ranks}"
-
-
-def check_alone(directory: str | os.PathLike[str]) -> None:
-    """Checks that a directory is not one that several ranks have committed to.
-
-    Raises:
-        UsageError: it is.
-    """
-    found = next(iter(sorted(Path(directory).glob("rank-*-of-*"))), None)
-    if found is not None:
-        raise UsageError(
-            f"--checkpoint {directory} holds a run of {found.name.rpartition('-')[2]} ranks, and this process trains "
-            "alone; continue it with as many, or give this run a directory of its own"
-        )

@@ -22,13 +22,14 @@ from memwall.apply.streaming.guard import GuardedParameter
 from memwall.errors import ApplyError
 from memwall.store.buckets import is_dense
 from memwall.torch_internals.modules import without_state_dict_entry
-from memwall.torch_internals.sharding import is_sharded, local_part, standing_parameters
+from memwall.torch_internals.sharding import is_sharded, local_part, place_in_whole, standing_parameters
 
 __all__ = [
     "Part",
     "TensorRecord",
     "check_records",
     "decode_objects",
+    "divided_parameters",
     "encode_objects",
     "fingerprint_of",
     "is_beside_model",
@@ -43,6 +44,7 @@ __all__ = [
     "restore_random_states",
     "state_dict_names",
     "state_kind",
+    "state_name",
     "state_records",
 ]
 
@@ -73,11 +75,6 @@ class TensorRecord(Struct, frozen=True, kw_only=True):
     bucket: int
     offset: int
     """Within the bucket, in bytes."""
-
-    @property
-    def text(self) -> str:
-        """Returns what it is, for a person: `float32 [4, 8]`."""
-        return f"{self.dtype} {list(self.shape)}"
 
 
 def record_of(name: str, tensor: Tensor, bucket: int, offset: int, *, is_on_host: bool) -> TensorRecord:
@@ -243,13 +240,27 @@ def optimizer_objects(model: nn.Module, optimizer: torch.optim.Optimizer, number
     return found | ({"sharded": sharded} if any(sharded.values()) else {})
 
 
+def divided_parameters(model: nn.Module) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Returns the whole shape of each parameter that is divided among ranks, and where this rank's part begins."""
+    found = standing_parameters(model).items()
+    return {name: place_in_whole(parameter) for name, parameter in found if is_sharded(parameter)}
+
+
+def state_name(record: TensorRecord) -> tuple[int, str, str] | None:
+    """Returns optimizer, key and parameter of a tensor of an optimizer's state; None of another tensor."""
+    kind, _, rest = record.name.partition("/")
+    if kind.partition(" ")[0] != "state":
+        return None
+    key, _, name = rest.partition("/")
+    return int(kind.partition(" ")[2] or 0), key, name
+
+
 def state_records(records: Iterable[TensorRecord], number: int = 0) -> Iterator[tuple[str, str, TensorRecord]]:
     """Yields the tensors of an optimizer's state: of which parameter, under which key, and where."""
     for record in records:
-        kind, _, rest = record.name.partition("/")
-        key, _, name = rest.partition("/")
-        if kind == state_kind(number):
-            yield name, key, record
+        found = state_name(record)
+        if found is not None and found[0] == number:
+            yield found[2], found[1], record
 
 
 def low_bit_of(objects: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -279,9 +290,11 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Sets the generators to what they were."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
+    """Sets the generators whose states these are to what they were."""
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "python" in states:
+        random.setstate(states["python"])
     if "cuda" in states:
         torch.cuda.set_rng_state_all(states["cuda"])
     if "numpy" in states:

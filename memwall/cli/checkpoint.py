@@ -8,7 +8,7 @@ import typer
 from memwall.cli.options import JsonOption, require_writable, write_json
 from memwall.errors import UsageError
 
-_KINDS = ("safetensors", "torch")
+_KINDS = ("safetensors", "torch", "distributed")
 
 
 def checkpoint(
@@ -19,32 +19,38 @@ def checkpoint(
     kind: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="safetensors|torch", help="Weights alone, or everything; by default what FILE ends in says."
+            "--to",
+            metavar="safetensors|torch|distributed",
+            help="Weights alone, or everything, the last as a folder of torch.distributed.checkpoint; by default what "
+            "FILE ends in says, or torch.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Verify every byte of a folder of committed steps, and show or export the last one."""
+    """Verify every byte of a folder of committed steps, of one process or of all ranks; show or export the last one."""
     if kind is not None and output is None:
         raise UsageError(f"checkpoint: --to {kind} needs --output FILE")
     if output is not None:
-        require_writable(output, option="--output")
+        if kind != "distributed":
+            require_writable(output, option="--output")
         kind = kind or ("safetensors" if output.suffix == ".safetensors" else "torch")
     if kind is not None and kind not in _KINDS:
         raise UsageError(f"--to: '{kind}' is not known; expected one of {', '.join(_KINDS)}")
-    from memwall.checkpoint.files import export_safetensors, export_torch, read_summary
+    from memwall.checkpoint.files import export_distributed, export_safetensors, export_torch, read_summary
     from memwall.units import format_bytes
 
     found = read_summary(directory)
     if output is not None:
-        (export_safetensors if kind == "safetensors" else export_torch)(directory, output)
+        exports = {"safetensors": export_safetensors, "torch": export_torch, "distributed": export_distributed}
+        exports[kind or ""](directory, output)
     if as_json:
         write_json(found)
         return
+    of_ranks = f" of {found.num_ranks} ranks" if found.num_ranks > 1 else ""
     typer.echo(
-        f"{directory}: step {found.step}, {found.num_parameters:,} parameters ({format_bytes(found.weight_bytes)}), "
-        f"{format_bytes(found.state_bytes)} of {found.optimizer} state, {format_bytes(found.disk_bytes)} on disk; "
-        "every byte as it was written"
+        f"{directory}: step {found.step}{of_ranks}, {found.num_parameters:,} parameters "
+        f"({format_bytes(found.weight_bytes)}), {format_bytes(found.state_bytes)} of {found.optimizer} state, "
+        f"{format_bytes(found.disk_bytes)} on disk; every byte as it was written"
     )
     if output is not None:
         typer.echo(f"step {found.step} written to {output}")

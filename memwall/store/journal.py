@@ -41,7 +41,7 @@ from memwall.store.directory_lock import DirectoryLock
 from memwall.store.generation import Generation, Stored, blank_pages, verified
 from memwall.store.transfer import DEFAULT_BLOCK_BYTES, TransferPool
 
-__all__ = ["Journal", "is_begun"]
+__all__ = ["Journal", "is_begun", "recorded_steps"]
 
 _log = logging.getLogger(__name__)
 
@@ -337,3 +337,15 @@ def is_begun(directory: str) -> bool:
     """Returns whether a directory has a file of a checkpoint that is not empty."""
     paths = (os.path.join(directory, name) for name in (COMMIT_NAME, DATA_NAME))
     return any(os.path.lexists(path) and os.lstat(path).st_size > 0 for path in paths)
+
+
+def recorded_steps(directory: str) -> tuple[int, ...]:
+    """Returns the steps that a directory's records name, newest first: nothing is verified, locked or changed."""
+    try:
+        with open(os.path.join(directory, COMMIT_NAME), "rb") as file:
+            pages = file.read(COMMIT_BYTES)
+    except OSError:
+        return ()
+    blocks = [pages[start : start + ALIGNMENT_BYTES] for start in range(ALIGNMENT_BYTES, COMMIT_BYTES, ALIGNMENT_BYTES)]
+    records = [decode_record(block) for block in blocks if len(block) == ALIGNMENT_BYTES]
+    return tuple(sorted((record.step for record in records if record is not None), reverse=True))

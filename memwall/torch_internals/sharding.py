@@ -6,14 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from memwall.errors import ApplyError
 from memwall.torch_internals.names import instance_attribute
 
 __all__ = [
     "gathered_parameters",
     "is_sharded",
+    "is_divided_otherwise",
     "is_sharding_unit",
     "like_shard",
     "local_part",
+    "place_in_whole",
     "shard_of",
     "standing_parameters",
 ]
@@ -40,6 +43,32 @@ def local_part(tensor: Tensor) -> Tensor:
     return shard_of(tensor) if is_sharded(tensor) else tensor
 
 
+def place_in_whole(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape of the whole that a DTensor is, and where in it the part of this rank begins.
+
+    Source: torch/distributed/tensor/placement_types.py, `Shard.local_shard_size_and_offset` (2.13): as torch.chunk.
+
+    Raises:
+        ApplyError: it is not divided along whole dimensions, as under tensor parallelism beside FSDP2.
+    """
+    whole: Any = tensor
+    sizes, offsets, mesh = list(whole.shape), [0] * whole.ndim, whole.device_mesh
+    for number, placement in enumerate(whole.placements):
+        if type(placement).__name__ == "Replicate":
+            continue
+        if type(placement).__name__ != "Shard":
+            raise ApplyError(
+                f"a parameter is divided as {placement} among ranks, and where such a part lies in the whole is not "
+                "known; run without --checkpoint"
+            )
+        dim = placement.dim
+        chunk = -(-sizes[dim] // mesh.size(number))
+        begin = min(mesh.get_local_rank(number) * chunk, sizes[dim])
+        offsets[dim] += begin
+        sizes[dim] = min(chunk, sizes[dim] - begin)
+    return tuple(whole.shape), tuple(offsets)
+
+
 def is_sharding_unit(module: nn.Module) -> bool:
     """Returns whether `fully_shard` was applied to this module itself."""
     known = sys.modules.get("torch.distributed.fsdp")
@@ -59,6 +88,17 @@ def standing_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             path = paths[id(place.module)]
             found[f"{path}.{place.param_name}" if path else place.param_name] = part.sharded_param
     return found
+
+
+def is_divided_otherwise(model: nn.Module) -> bool:
+    """Returns whether parameters are DTensors that not `fully_shard` alone has made, as under tensor parallelism."""
+    units = [module for module in model.modules() if is_sharding_unit(module)]
+    known = {id(part.sharded_param) for unit in units for part in _parts_of(unit)}
+    parameters: list[Any] = [value for value in standing_parameters(model).values() if is_sharded(value)]
+    return any(
+        id(parameter) not in known or sum(not one.is_replicate() for one in parameter.placements) > 1
+        for parameter in parameters
+    )
 
 
 def like_shard(local: Tensor, parameter: Tensor) -> Tensor:

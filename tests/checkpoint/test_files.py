@@ -9,8 +9,16 @@ import torch
 from optimizer_runs import same
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from memwall.checkpoint.files import export_safetensors, export_torch, import_checkpoint, read_summary
+from memwall.checkpoint.files import (
+    export_distributed,
+    export_safetensors,
+    export_torch,
+    import_checkpoint,
+    read_summary,
+)
 from memwall.checkpoint.resumption import set_checkpoint, steps
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.cli.app import main
@@ -91,6 +99,21 @@ def test_an_exported_state_dict_is_loaded_as_any_other(tmp_path: Path) -> None:
     assert other_schedule.state_dict() == schedule.state_dict()
 
 
+def test_what_is_exported_is_loaded_by_torchs_distributed_checkpoint(tmp_path: Path) -> None:
+    model, optimizer, _ = parts = made()
+    train_to(3, tmp_path / "run", parts)
+    target = tmp_path / "distributed"
+    assert main(["checkpoint", str(tmp_path / "run"), "-o", str(target), "--to", "distributed"]) == 0
+    other_model, other_optimizer, _ = made()
+    of_model, of_optimizer = get_state_dict(other_model, other_optimizer)
+    checkpoint.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=target, no_dist=True)
+    set_state_dict(other_model, other_optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    assert same(other_model.state_dict(), model.state_dict())
+    assert same(other_optimizer.state_dict(), optimizer.state_dict())
+    with pytest.raises(UsageError, match="distributed is there already; give the name of a new folder"):
+        export_distributed(tmp_path / "run", target)
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_from_an_imported_state_dict(tmp_path: Path) -> None:
     plain = made()
@@ -140,7 +163,7 @@ def test_the_command_shows_and_exports_the_last_step(tmp_path: Path, capsys: pyt
         ("{cwd}/none", "there is no folder {cwd}/none; expected one written by memwall run --checkpoint"),
         ("{cwd}", "{cwd} holds no committed step; expected one written by memwall run --checkpoint"),
         ("{cwd} --to torch", "checkpoint: --to torch needs --output FILE"),
-        ("{cwd} --to gguf -o {cwd}/x", "--to: 'gguf' is not known; expected one of safetensors, torch"),
+        ("{cwd} --to gguf -o {cwd}/x", "--to: 'gguf' is not known; expected one of safetensors, torch, distributed"),
     ],
 )
 def test_the_command_says_what_it_cannot_use(

@@ -6,7 +6,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from memwall.checkpoint.restoration import Content, Restoration
+from memwall.checkpoint.committed import Committed, Content
+from memwall.checkpoint.restoration import Restoration
 from memwall.checkpoint.training_state import encode_objects
 from memwall.errors import StoreError
 
@@ -14,7 +15,7 @@ from memwall.errors import StoreError
 def restoration(content: bytes) -> Restoration:
     """GIVEN a journal in DIR whose fourth step has this content."""
     journal, found = SimpleNamespace(directory="DIR"), SimpleNamespace(step=4, content=content, buckets=())
-    return Restoration(cast(Any, journal), cast(Any, found))
+    return Restoration([Committed(cast(Any, journal), cast(Any, found))])
 
 
 def test_a_plan_of_another_version() -> None:

@@ -1,15 +1,20 @@
 """Ranks continue from one step, whichever of them had committed one more when the run was killed."""
 
+import functools
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from checkpoint_runs import NUM_STEPS, Script, run
 from optimizer_runs import are_equal
 
 from memwall.checkpoint.resumption import open_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.checkpoint.together import Together
+from memwall.cli.app import main
 from memwall.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +30,7 @@ class Others:
     def largest(self, values: Sequence[int], /) -> tuple[int, ...]:
         if len(values) == 1:
             self.num_waits += 1
-            return (max(values[0], int(self.lacks)),)
+            return (max(values[0], int(self.lacks)) if values[0] >= 0 else values[0],)  # as far as this one
         return max(values[0], -self.step), max(values[1], self.step)
 
     def leave(self) -> None:
@@ -104,35 +109,105 @@ def test_ranks_agree_in_the_scripts_process_group(tmp_path: Path) -> None:
         together(None).common_step(5, lambda _: None, str(tmp_path / "rank-0-of-2"))
 
 
-def meets_nobody() -> None:
-    return None
-
-
 @pytest.fixture
-def rank_1_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    def of(num_ranks: int) -> None:
+def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    def of(rank: int, num_ranks: int) -> None:
         monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
-        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("RANK", str(rank))
 
     return of
 
 
-def test_each_rank_has_a_folder_and_their_number_stays(tmp_path: Path, rank_1_of: Callable[[int], None]) -> None:
-    rank_1_of(2)
-    checkpoint = open_checkpoint(tmp_path, every=1, is_resuming=False, meet=meets_nobody)
+def opened(folder: Path, others: Others | None, *, is_resuming: bool = True) -> StepCheckpoint:
+    return open_checkpoint(folder, every=1, is_resuming=is_resuming, meet=lambda: others)
+
+
+def test_each_rank_has_a_folder(tmp_path: Path, rank_of: Callable[[int, int], None]) -> None:
+    rank_of(1, 2)
+    checkpoint = opened(tmp_path, None, is_resuming=False)
     checkpoint.close(completed=False)
     assert checkpoint.directory == str(tmp_path / "rank-1-of-2")
     assert checkpoint.run_directory == str(tmp_path)
-    rank_1_of(3)
-    with pytest.raises(UsageError, match=r"holds a run of 2 ranks, and this is one of 3 ranks"):
-        open_checkpoint(tmp_path, every=1, is_resuming=True, meet=meets_nobody)
-    rank_1_of(1)
-    with pytest.raises(UsageError, match=r"holds a run of 2 ranks, and this process trains alone"):
-        open_checkpoint(tmp_path, every=1, is_resuming=True, meet=meets_nobody)
 
 
-def test_a_folder_of_one_process_is_not_that_of_ranks(tmp_path: Path, rank_1_of: Callable[[int], None]) -> None:
-    run(lambda: Script(stop_in=2), StepCheckpoint(tmp_path))
-    rank_1_of(2)
+class OfRank(Script):
+    """Draws other random numbers than other ranks."""
+
+    def __init__(self, rank: int, **options: Any) -> None:
+        super().__init__(**options)
+        torch.manual_seed(rank)
+
+
+def two_ranks(folder: Path, script: Callable[[int], Script]) -> None:
+    """GIVEN two ranks that were killed when one had committed step 4 and the other step 3."""
+    for rank, steps in ((0, 4), (1, 3)):
+        made = functools.partial(script, rank)
+        made.keywords["stop_in"] = steps  # type: ignore[index]
+        run(made, StepCheckpoint(folder / f"rank-{rank}-of-2", together=together(Others(0))))
+
+
+def alike(_: int, **options: Any) -> Script:
+    return Script(**options)
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (2, 3)])
+def test_another_number_of_ranks_goes_on(
+    tmp_path: Path, rank: int, num_ranks: int, rank_of: Callable[[int, int], None]
+) -> None:
+    """GIVEN ranks with the same batches THEN each of another number ends as one that nobody ended."""
+    plain = run(Script)
+    two_ranks(tmp_path, alike)
+    rank_of(rank, num_ranks)
+    checkpoint = opened(tmp_path, Others(3) if num_ranks > 1 else None)
+    assert checkpoint.resumed_steps == 3
+    assert are_equal(plain.result, run(Script, checkpoint).result)
+    assert main(["checkpoint", str(tmp_path)]) == 0
+
+
+def test_a_new_rank_draws_numbers_of_its_own(
+    tmp_path: Path, rank_of: Callable[[int, int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    two_ranks(tmp_path, OfRank)
+    rank_of(2, 3)
+    checkpoint = opened(tmp_path, Others(3))
+    checkpoint.close(completed=False)
+    assert "rank 2 is new and begins anew with random numbers of torch, which the ranks" in caplog.text
+
+
+def test_what_another_number_came_from_is_left_until_all_have_a_step(
+    tmp_path: Path, rank_of: Callable[[int, int], None]
+) -> None:
+    """GIVEN one of three ranks with a step of its own, others without THEN they resume from what two ranks had."""
+    two_ranks(tmp_path, alike)
+    run(lambda: Script(stop_in=5), StepCheckpoint(tmp_path / "rank-0-of-3", together=together(Others(0))))
+    (tmp_path / "rank-1-of-3").mkdir()
+    (tmp_path / "rank-2-of-3").mkdir()
+    rank_of(0, 3)
+    checkpoint = opened(tmp_path, Others(3))
+    assert checkpoint.resumed_steps == 3
+    run(lambda: Script(stop_in=3), checkpoint)
+    assert (tmp_path / "rank-0-of-2").exists()
+    run(Script, opened(tmp_path, Others(3)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank-{rank}-of-3" for rank in range(3)]
+
+
+def test_what_is_of_another_number_of_ranks_is_not_begun_anew(
+    tmp_path: Path, rank_of: Callable[[int, int], None]
+) -> None:
+    two_ranks(tmp_path, alike)
+    rank_of(1, 3)
+    with pytest.raises(UsageError, match=r"holds a run of 2 ranks, and this is one of 3 ranks; continue it with --res"):
+        opened(tmp_path, None, is_resuming=False)
+    shutil.rmtree(tmp_path / "rank-1-of-2")
+    with pytest.raises(UsageError, match="has steps of a run of 2 ranks, but not the folders rank-1-of-2"):
+        opened(tmp_path, None)
+
+
+def test_ranks_go_on_from_one_process(tmp_path: Path, rank_of: Callable[[int, int], None]) -> None:
+    plain = run(Script)
+    run(lambda: Script(stop_in=3), StepCheckpoint(tmp_path))
+    rank_of(1, 2)
     with pytest.raises(UsageError, match=r"holds a run of one process, and this is one of 2 ranks"):
-        open_checkpoint(tmp_path, every=1, is_resuming=True, meet=meets_nobody)
+        opened(tmp_path, None, is_resuming=False)
+    others = Others(3)
+    assert are_equal(plain.result, run(Script, opened(tmp_path, others)).result)
