@@ -4,6 +4,7 @@ Everything here is called by all ranks at the same point of their loops, where n
 of a step. A rank that does not come, or has ended, is named in an error on all others: none of them waits for ever.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, distributed
 
 from memwall.errors import ApplyError, RankError
+from memwall.session.parallel import check_no_pipeline
+from memwall.session.receives import receiving, refuse_receiving
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.torch_internals.process_groups import store_of_all
 
@@ -41,12 +44,15 @@ class Ranks:
         """Returns what this process agrees with the others by; None where it trains alone.
 
         Raises:
-            RankError: not all of them opened a session within the time-out of the script's process group.
+            UsageError: this is a stage of a pipeline.
+            RankError: not all of them opened a session within the time-out of the script's process group, or one waits
+                for another's message before it trains.
         """
         if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
             return None
         if distributed.get_backend() == "fake":  # stands for ranks that are not there
             return None
+        check_no_pipeline()
         from torch.distributed.distributed_c10d import PrefixStore
 
         rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
@@ -55,7 +61,9 @@ class Ranks:
         number = whole.add(f"memwall/sessions/{rank}", 1)
         store = PrefixStore(f"memwall/{number}", whole)
         store.set(f"met/{rank}", "")
-        missing = _missing(store, "met", num_ranks, timeout)
+        missing, stuck = _absent(store, whole, num_ranks, timeout)
+        if stuck:
+            raise refuse_receiving(whole, stuck)
         if missing:
             raise RankError(
                 f"{_named(missing)} of {num_ranks} did not begin to train under memwall within {timeout.seconds} s, "
@@ -181,6 +189,19 @@ class Ranks:
             "has ended, or runs something else; a message of its own says why, if it could write one. This rank ends "
             "too, since no rank can train on alone"
         )
+
+
+def _absent(store: Any, whole: Any, num_ranks: int, timeout: timedelta) -> tuple[list[int], list[int]]:
+    """Returns the ranks that do not come to meet within a time, and those of them that never will: they receive."""
+    end, before = time.monotonic() + timeout.total_seconds(), []
+    while True:
+        left = timedelta(seconds=max(0.1, end - time.monotonic()))
+        missing = _missing(store, "met", num_ranks, min(_GRACE, left))
+        now = receiving(whole, missing)
+        stuck = [rank for rank in now if rank in before]
+        if not missing or stuck or time.monotonic() >= end:
+            return missing, stuck
+        before = now
 
 
 def _missing(store: Any, place: str, num_ranks: int, timeout: timedelta) -> list[int]:

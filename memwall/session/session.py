@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memwall.apply.offload.parking import close_once_unneeded
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError
-from memwall.patches import undo_all
+from memwall.patches import Patches, undo_all
 from memwall.planning.planfile import Plan
 from memwall.session.first_plan import asked, check_device, check_device_has, check_plan_is_for
 from memwall.session.interruptions import interruptions_put_off
@@ -24,6 +24,7 @@ from memwall.session.measurements import Measurements
 from memwall.session.parallel import check_optimizer, check_parallel
 from memwall.session.parts_proof import PartsProof
 from memwall.session.ranks import Ranks
+from memwall.session.receives import watch_receives
 from memwall.session.refusals import check_is_trainable_here
 from memwall.session.step_borders import StepBorders
 from memwall.session.steps import State, Steps
@@ -90,6 +91,8 @@ class Session:
             if explained is None:
                 raise
             raise explained from error
+        self._patches = Patches("sees ranks that wait for each other")
+        watch_receives(self._patches, lambda: self.ranks is not None)
 
     @property
     def state(self) -> State:
@@ -219,7 +222,7 @@ class Session:
             ends = (*parts, self.measured.end_run, close_once_unneeded)
             try:
                 with interruptions_put_off():
-                    undo_all(ends[::-1])
+                    undo_all((self._patches.undo, *ends[::-1]))
             finally:
                 self._steps.state = "closed"
 

@@ -1,0 +1,74 @@
+"""Stages of a pipeline, and tensor parallelism, are refused on all ranks within seconds, whatever the time-out is."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rank_runs import torchrun_started
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import memwall
+from memwall.errors import UsageError
+
+BY_HAND = """
+import torch
+from torch import distributed, nn
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if rank == 0:
+    sent = model(torch.ones(2, 4))
+    distributed.send(sent.detach(), 1)
+else:
+    got = torch.empty(2, 4)
+    distributed.recv(got, 0)
+    model(got).sum().backward()
+    optimizer.step()
+"""
+BY_TORCH = """
+import torch
+from torch import distributed, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = ScheduleGPipe(PipelineStage(model, rank, 2, torch.device("cpu")), 2, loss_fn=lambda out, _: out.sum())
+if rank == 0:
+    schedule.step(torch.ones(4, 4))
+else:
+    schedule.step(target=torch.ones(4, 4))
+optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "by"), [(BY_TORCH, "a stage of a pipeline"), (BY_HAND, "wait to receive")])
+def test_a_pipeline_is_refused_by_all(tmp_path: Path, script: str, by: str) -> None:
+    """GIVEN a time-out of half an hour THEN each rank says within seconds what is wrong."""
+    (tmp_path / "script.py").write_text(script)
+    begin = time.monotonic()
+    launch = ("--nproc-per-node", "2", "--standalone", "-m", "memwall", "run", "--budget", "4GiB", "script.py")
+    run = torchrun_started(*launch, folder=tmp_path)
+    try:
+        _, errors = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert run.returncode == 1
+    assert by in errors
+    assert "ranks meet before each one's first forward" in errors
+    assert time.monotonic() - begin < 60
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = parallelize_module(nn.Linear(2, 2), init_device_mesh("cpu", (1,)), ColwiseParallel())
+        with pytest.raises(UsageError, match=r"DTensors that fully_shard did not make.*\(tensor parallelism\)"):
+            memwall.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB")
+    finally:
+        distributed.destroy_process_group()
