@@ -15,15 +15,30 @@ if TYPE_CHECKING:
 
 
 def doctor(
+    script: Annotated[
+        Path | None,
+        typer.Argument(metavar="[SCRIPT]", help="Script whose source is looked through for mistakes; it is not run."),
+    ] = None,
     disk: Annotated[
         Path | None,
         typer.Option("--disk", metavar="DIR", help="Folder whose disk is measured; by default the temporary one."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at devices, memory, disk and libraries, and say what to mend."""
+    """Look at devices, memory, disk and libraries, or at a training script, and say what to mend."""
     from memwall.observe.doctor import inspect_machine, warnings_of
+    from memwall.observe.script_mistakes import mistakes_in
 
+    if script is not None:
+        mistakes = mistakes_in(script)
+        if as_json:
+            write_json({"schema": "memwall.doctor/1", "script": str(script), "mistakes": mistakes})
+            return
+        for mistake in mistakes:
+            typer.echo(f"{script}:{mistake.line}: {mistake.found}\n  -> {mistake.advice}")
+        if not mistakes:
+            typer.echo(f"{script}: nothing to mend")
+        return
     machine = inspect_machine(disk)
     warnings = warnings_of(machine)
     changes = active()

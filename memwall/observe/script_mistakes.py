@@ -1,0 +1,324 @@
+"""Mistakes that a script brings along from DistributedDataParallel to Accelerate and the Trainer, read off its source.
+
+Nothing is run or imported. What is written in one file is seen, and said with its line; what a configuration elsewhere
+says is not.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from memwall.errors import UsageError
+
+__all__ = ["Mistake", "mistakes_in"]
+
+_LOW = {"bfloat16", "float16", "half"}
+_SHARED = ("world_size", "num_processes", "num_ranks", "process_count")
+
+
+class Mistake(Struct, frozen=True, kw_only=True):
+    """Names what a line of a script does wrong."""
+
+    line: int
+    found: str
+    advice: str
+
+
+def mistakes_in(path: Path) -> tuple[Mistake, ...]:
+    """Returns what is wrong in a script, by line.
+
+    Raises:
+        UsageError: it cannot be read, or is no Python.
+    """
+    try:
+        source = _Source(ast.parse(path.read_text(encoding="utf-8")))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as a Python script: {error}") from error
+    found = (mistake for rule in _RULES for mistake in rule(source))
+    return tuple(sorted(found, key=lambda mistake: (mistake.line, mistake.found)))
+
+
+class _Source:
+    """Holds a script as it is asked by the rules."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.nodes = list(ast.walk(tree))
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.loops = [node for node in self.nodes if isinstance(node, (ast.For, ast.While))]
+
+    def called(self, *names: str) -> list[ast.Call]:
+        """Returns calls of functions and methods of these names."""
+        return [call for call in self.calls if _name(call.func) in names]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells whether several processes run this script."""
+        return bool(self.called("DistributedDataParallel", "DDP", "fully_shard", "Accelerator", "init_process_group"))
+
+
+def _scheduler_of_processes(source: _Source) -> Iterator[Mistake]:
+    if not source.called("Accelerator") or _has_keyword(source, "Accelerator", "step_scheduler_with_optimizer", False):
+        return
+    if _has_keyword(source, "Accelerator", "split_batches", True):
+        return
+    made = {
+        target.id: node.value
+        for node in source.nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _is_scheduler(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for call in source.called("prepare"):
+        for given in call.args:
+            scheduler = made.get(given.id) if isinstance(given, ast.Name) else None
+            if scheduler is not None and not _mentions(scheduler, *_SHARED):
+                yield Mistake(
+                    line=scheduler.lineno,
+                    found="a scheduler that Accelerate prepares steps once for each process in every optimizer step, "
+                    "and this one counts optimizer steps",
+                    advice="multiply its numbers of steps by accelerator.num_processes, or leave it out of prepare()",
+                )
+
+
+def _batch_of_a_device(source: _Source) -> Iterator[Mistake]:
+    for call in source.calls:
+        for keyword in call.keywords:
+            is_loader = keyword.arg == "batch_size" and _name(call.func) == "DataLoader" and source.is_distributed
+            if (is_loader or keyword.arg in ("per_device_train_batch_size", "train_micro_batch_size_per_gpu")) and (
+                _mentions(keyword.value, "global", "total") and not _mentions(keyword.value, *_SHARED)
+            ):
+                yield Mistake(
+                    line=keyword.value.lineno,
+                    found=f"{keyword.arg} is of one device, and is given the global batch",
+                    advice="divide it by the number of processes and by the accumulation steps",
+                )
+
+
+def _mean_over_ranks(source: _Source) -> Iterator[Mistake]:
+    if not source.is_distributed or source.called("all_reduce", "reduce", "gather") or _mentions_any(source, _COUNTS):
+        return
+    for call in source.called("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"):
+        keywords = _keywords(call)
+        if "ignore_index" in keywords and not _is_constant(keywords.get("reduction"), "sum", "none"):
+            yield Mistake(
+                line=call.lineno,
+                found="the mean over a rank's own tokens is averaged over ranks: those with few labels count too much",
+                advice='loop over `session.step(batch, over_ranks=True)`, or take reduction="sum" and divide by the '
+                "number of labels on all ranks",
+            )
+
+
+def _clipping_before_unscaling(source: _Source) -> Iterator[Mistake]:
+    if not source.called("GradScaler"):
+        return
+    unscaled = [(call.lineno, call.col_offset) for call in source.called("unscale_")]
+    for clip in source.called(*_CLIPS):
+        if not any(place < (clip.lineno, clip.col_offset) for place in unscaled) and "accelerator" not in ast.unparse(
+            clip.func
+        ):
+            yield Mistake(
+                line=clip.lineno,
+                found="gradients are clipped while they are scaled: the bound is meant for unscaled ones",
+                advice="call scaler.unscale_(optimizer) before",
+            )
+
+
+def _clipping_each_micro_batch(source: _Source) -> Iterator[Mistake]:
+    for loop in source.loops:
+        for window in (node for node in loop.body if isinstance(node, ast.If) and _is_window(node.test)):
+            if not _calls_within(window, "step"):
+                continue
+            outside = [node for node in loop.body if node is not window]
+            for clip in (call for node in outside for call in _calls_within(node, *_CLIPS)):
+                yield Mistake(
+                    line=clip.lineno,
+                    found="gradients are clipped after each micro-batch, before the rest of the window is added",
+                    advice=f"clip once, just before the optimizer's step in line {window.lineno}",
+                )
+
+
+def _samples_twice(source: _Source) -> Iterator[Mistake]:
+    if not source.called("Accelerator") or _mentions_any(source, ("even_batches", "gather_for_metrics")):
+        return
+    if source.called("prepare"):
+        for call in source.called("DataLoader"):
+            if not _is_true(_keywords(call).get("drop_last")):
+                yield Mistake(
+                    line=call.lineno,
+                    found="Accelerate fills the last batch of an epoch up with samples of the first (even_batches), "
+                    "which then count twice",
+                    advice="DataLoader(drop_last=True) for training, accelerator.gather_for_metrics for evaluation",
+                )
+
+
+def _last_window(source: _Source) -> Iterator[Mistake]:
+    for loop in source.loops:
+        for window in (node for node in loop.body if isinstance(node, ast.If) and _is_window(node.test)):
+            stepped = [call for call in _calls_within(window, "step") if "optim" in ast.unparse(call.func)]
+            later = [call for call in source.called("step") if call.lineno > (loop.end_lineno or 0)]
+            if stepped and isinstance(window.test, ast.Compare) and not later:
+                yield Mistake(
+                    line=window.lineno,
+                    found="the last micro-batches of an epoch that fill no window are not stepped with, and are added "
+                    "to the next epoch's first",
+                    advice="step also where the loader ends (`or index + 1 == len(loader)`), with the loss divided by "
+                    "how many there are",
+                )
+
+
+def _low_weights(source: _Source) -> Iterator[Mistake]:
+    flagged = [call for call in source.calls if any(_is_true(_keywords(call).get(name)) for name in ("bf16", "fp16"))]
+    mixed = [call for call in source.calls if "mixed_precision" in _keywords(call)]
+    if not (flagged or mixed or source.called("autocast", "GradScaler")):
+        return
+    for call in source.calls:
+        keywords, name = _keywords(call), _name(call.func)
+        loaded = keywords.get("torch_dtype", keywords.get("dtype")) if name == "from_pretrained" else None
+        cast = call.args[0] if name == "to" and call.args and "model" in ast.unparse(call.func) else None
+        is_method = name in ("half", "bfloat16") and "model" in ast.unparse(call.func)
+        if is_method or any(value is not None and _name(value) in _LOW for value in (loaded, cast)):
+            yield Mistake(
+                line=call.lineno,
+                found="weights, and with them the optimizer's state and every update, are in 16 bits, beside mixed "
+                "precision, which is for weights in float32",
+                advice="leave the weights in float32 and have autocast compute in 16 bits, or drop mixed precision",
+            )
+
+
+def _checkpointing_twice(source: _Source) -> Iterator[Mistake]:
+    by_model = source.called("gradient_checkpointing_enable")
+    by_trainer = [
+        call
+        for call in source.calls
+        if any(_is_true(_keywords(call).get(n)) for n in ("gradient_checkpointing", "activation_checkpointing"))
+    ]
+    by_dict = [
+        value
+        for node in source.nodes
+        if isinstance(node, ast.Dict)
+        for key, value in zip(node.keys, node.values, strict=True)
+        if _is_constant(key, "activation_checkpointing") and _is_true(value)
+    ]
+    by_hand = source.called("apply_activation_checkpointing", "checkpoint_wrapper")
+    ways = [found for found in (by_model, by_trainer, by_dict, by_hand) if found]
+    if len(ways) > 1:
+        lines = sorted(found[0].lineno for found in ways)
+        yield Mistake(
+            line=lines[-1],
+            found=f"checkpointing is turned on a second time (the first is line {lines[0]}): blocks run three times",
+            advice="keep one of them; memwall chooses blocks itself where none is on",
+        )
+
+
+def _zero_without_effect(source: _Source) -> Iterator[Mistake]:
+    configured = [
+        key
+        for node in source.nodes
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if _is_constant(key, "zero_optimization")
+    ]
+    used = source.called("initialize", "DeepSpeedPlugin") or any("deepspeed" in _keywords(c) for c in source.calls)
+    if configured and not used and not source.called("dump"):
+        yield Mistake(
+            line=configured[0].lineno if configured[0] is not None else 1,
+            found="a DeepSpeed configuration with ZeRO is made and given to nobody: nothing is divided",
+            advice="give it to deepspeed.initialize(config=...), TrainingArguments(deepspeed=...) or DeepSpeedPlugin",
+        )
+
+
+def _data_parallel(source: _Source) -> Iterator[Mistake]:
+    for call in source.called("DataParallel"):
+        yield Mistake(
+            line=call.lineno,
+            found="nn.DataParallel copies the model to each device in every step",
+            advice="start one process for each device (torchrun), and take DistributedDataParallel",
+        )
+
+
+def _unused_and_reentrant(source: _Source) -> Iterator[Mistake]:
+    unused = [c for c in source.calls if _is_true(_keywords(c).get("find_unused_parameters"))]
+    unused += [c for c in source.calls if _is_true(_keywords(c).get("ddp_find_unused_parameters"))]
+    in_dicts = [
+        value
+        for node in source.nodes
+        if isinstance(node, ast.Dict)
+        for key, value in zip(node.keys, node.values, strict=True)
+        if _is_constant(key, "use_reentrant") and _is_true(value)
+    ]
+    reentrant = [call for call in source.calls if _is_true(_keywords(call).get("use_reentrant"))]
+    if unused and (reentrant or in_dicts):
+        line = min(node.lineno for node in (*reentrant, *in_dicts))
+        yield Mistake(
+            line=line,
+            found="reentrant checkpointing hides parameters from DistributedDataParallel with "
+            f"find_unused_parameters=True (line {unused[0].lineno}), and backward fails",
+            advice="use_reentrant=False, or find_unused_parameters=False",
+        )
+
+
+_RULES: tuple[Callable[[_Source], Iterator[Mistake]], ...] = (
+    _scheduler_of_processes,
+    _batch_of_a_device,
+    _mean_over_ranks,
+    _clipping_before_unscaling,
+    _clipping_each_micro_batch,
+    _samples_twice,
+    _last_window,
+    _low_weights,
+    _checkpointing_twice,
+    _zero_without_effect,
+    _data_parallel,
+    _unused_and_reentrant,
+)
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+_COUNTS = ("over_ranks", "num_items_in_batch", "num_tokens")
+
+
+def _name(node: ast.AST) -> str:
+    """Returns the last part of a dotted name; "" of anything else."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _keywords(call: ast.Call) -> dict[str, ast.expr]:
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+
+
+def _has_keyword(source: _Source, function: str, keyword: str, value: bool) -> bool:
+    found = (_keywords(call).get(keyword) for call in source.called(function))
+    return any(isinstance(one, ast.Constant) and one.value is value for one in found)
+
+
+def _is_constant(node: ast.AST | None, *values: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value in values
+
+
+def _is_true(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _mentions(node: ast.AST, *parts: str) -> bool:
+    """Returns whether a name below a node has one of these parts."""
+    names = (_name(each) for each in ast.walk(node))
+    return any(part in name for name in names for part in parts)
+
+
+def _mentions_any(source: _Source, names: tuple[str, ...]) -> bool:
+    found = {_name(node) for node in source.nodes} | {keyword for call in source.calls for keyword in _keywords(call)}
+    return not found.isdisjoint(names)
+
+
+def _is_scheduler(call: ast.Call) -> bool:
+    name = _name(call.func)
+    return "schedule" in name.lower() or (name.endswith("LR") and len(name) > 2)
+
+
+def _is_window(test: ast.expr) -> bool:
+    """Returns whether a condition is that a window of micro-batches is full: it has a remainder in it."""
+    return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test))
+
+
+def _calls_within(node: ast.AST, *names: str) -> list[ast.Call]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Call) and _name(each.func) in names]

@@ -1,0 +1,145 @@
+"""Each mistake that a script brings from one way to train to the next is found on its line, and only there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memwall.cli.app import main
+from memwall.errors import UsageError
+from memwall.observe.script_mistakes import mistakes_in
+
+WINDOW = """
+for epoch in range(3):
+    for index, batch in enumerate(loader):
+        scaler.scale(loss_of(model, batch) / 4).backward()
+{before}
+        if (index + 1) % 4 == 0{last}:
+{within}
+            scaler.step(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+CLIP, UNSCALE = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "scaler.unscale_(optimizer)"
+LAST = " or index + 1 == len(loader)"
+PREPARED = """
+accelerator = Accelerator()
+loader = DataLoader(dataset, batch_size=8, drop_last=True)
+scheduler = get_linear_schedule_with_warmup(optimizer, 10, {steps})
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+"""
+
+
+def window(*, before: str = "", within: str = "", last: str = LAST) -> str:
+    lines = WINDOW.format(
+        before=f"        {before}" if before else "",
+        within="\n".join(f"            {line}" for line in within.split("; ")),
+        last=last,
+    )
+    return "scaler = torch.amp.GradScaler()\n" + "\n".join(line for line in lines.splitlines() if line.strip())
+
+
+PLANTED: dict[str, tuple[str, int, str, str]] = {
+    "a scheduler that Accelerate steps for each process": (
+        PREPARED.format(steps="1000"),
+        4,
+        "steps once for each process",
+        PREPARED.format(steps="1000 * accelerator.num_processes"),
+    ),
+    "the batch of a device taken for the global one": (
+        "args = TrainingArguments(\n    out,\n    per_device_train_batch_size=global_batch,\n)",
+        3,
+        "per_device_train_batch_size is of one device",
+        "args = TrainingArguments(out, per_device_train_batch_size=global_batch // world_size)",
+    ),
+    "the batch of a rank's loader taken for the global one": (
+        "init_process_group()\nloader = DataLoader(data, batch_size=args.total_batch)",
+        2,
+        "batch_size is of one device",
+        "loader = DataLoader(data, batch_size=args.total_batch)",
+    ),
+    "a mean of ranks' means over tokens": (
+        "model = DDP(model)\nloss = F.cross_entropy(model(x), y, ignore_index=-100)",
+        2,
+        "those with few labels count too much",
+        'model = DDP(model)\nloss = F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum") / total',
+    ),
+    "clipping before unscaling": (
+        window(within=CLIP),
+        6,
+        "clipped while they are scaled",
+        window(within=f"{UNSCALE}; {CLIP}"),
+    ),
+    "clipping each micro-batch": (
+        window(before=f"{UNSCALE}; {CLIP}"),
+        5,
+        "after each micro-batch",
+        window(within=f"{UNSCALE}; {CLIP}"),
+    ),
+    "samples that count twice": (
+        "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=8)\nloader = accelerator.prepare(loader)",
+        2,
+        "which then count twice",
+        "accelerator = Accelerator()\nloader = accelerator.prepare(DataLoader(data, 8, drop_last=True))",
+    ),
+    "the last window left out": (window(last=""), 5, "that fill no window", window()),
+    "weights in 16 bits under mixed precision": (
+        "args = TrainingArguments(out, bf16=True)\nmodel = Auto.from_pretrained(name, torch_dtype=torch.bfloat16)",
+        2,
+        "are in 16 bits, beside mixed precision",
+        "args = TrainingArguments(out, bf16=True)\nmodel = Auto.from_pretrained(name, torch_dtype=torch.float32)",
+    ),
+    "checkpointing twice": (
+        "args = TrainingArguments(\n    out, gradient_checkpointing=True,\n"
+        "    fsdp_config={'activation_checkpointing': True})",
+        3,
+        "turned on a second time",
+        "args = TrainingArguments(out, gradient_checkpointing=True, fsdp_config={})",
+    ),
+    "ZeRO that nobody is given": (
+        "config = {\n    'zero_optimization': {'stage': 3},\n}\ntrain(model)",
+        2,
+        "given to nobody: nothing is divided",
+        "config = {'zero_optimization': {'stage': 3}}\nargs = TrainingArguments(out, deepspeed=config)",
+    ),
+    "DataParallel": ("model = nn.DataParallel(model)", 1, "copies the model", "model = DDP(model)"),
+    "unused parameters behind reentrant checkpoints": (
+        "model = DDP(model, find_unused_parameters=True)\nout = checkpoint(block, x, use_reentrant=True)",
+        2,
+        "hides parameters",
+        "model = DDP(model, find_unused_parameters=True)\nout = checkpoint(block, x, use_reentrant=False)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_found_on_its_line(name: str, tmp_path: Path) -> None:
+    planted, line, found, mended = PLANTED[name]
+    script = tmp_path / "train.py"
+    script.write_text(planted)
+    (mistake,) = mistakes_in(script)
+    assert (mistake.line, found in mistake.found, bool(mistake.advice)) == (line, True, True)
+    script.write_text(mended)
+    assert mistakes_in(script) == ()
+
+
+def test_the_command_says_where_and_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("\nmodel = nn.DataParallel(model)\n")
+    assert main(["doctor", str(script)]) == 0
+    assert capsys.readouterr().out == (
+        f"{script}:2: nn.DataParallel copies the model to each device in every step\n"
+        "  -> start one process for each device (torchrun), and take DistributedDataParallel\n"
+    )
+    assert main(["doctor", str(script), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mistakes"][0]["line"] == 2
+    script.write_text("import torch\n")
+    assert main(["doctor", str(script)]) == 0
+    assert capsys.readouterr().out == f"{script}: nothing to mend\n"
+
+
+def test_what_is_no_script_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def (")
+    with pytest.raises(UsageError, match=r"train\.py cannot be read as a Python script: invalid syntax"):
+        mistakes_in(script)
