@@ -46,6 +46,8 @@ def cells_of(workload: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_table_of_ranks_is_the_measured_one() -> None:
     for name, cell in result("ranks")["cells"].items():
         assert ranks.row(name, cell) in PAGE
+        if "predicted_bytes" in cell:
+            assert cell["steady_bytes"] <= cell["predicted_bytes"] <= 1.05 * cell["steady_bytes"]
 
 
 def test_the_table_of_knobs_is_the_measured_one(knobs: dict[str, Any]) -> None:

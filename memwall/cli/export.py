@@ -1,5 +1,6 @@
 """Runs `memwall export`: writes a plan as the configuration of what launches training, and says what is not in it."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,9 @@ class ExportSummary(Struct, frozen=True, kw_only=True):
 
 def export(
     plan_path: Annotated[Path, typer.Argument(metavar="plan.json", help="Plan written by memwall plan.")],
-    target: Annotated[str, typer.Option("--to", metavar="trainer|accelerate|deepspeed|env", help="What reads it.")],
+    target: Annotated[
+        str, typer.Option("--to", metavar="trainer|accelerate|deepspeed|env|kubernetes", help="What reads it.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the configuration is written.")],
     world_size: Annotated[
         int, typer.Option("--world-size", min=1, metavar="N", help="Ranks that train, each with the plan's batch.")
@@ -34,9 +37,22 @@ def export(
     disk: Annotated[
         str | None, typer.Option("--disk", metavar="DIR", help="Folder for what DeepSpeed moves to NVMe.")
     ] = None,
+    job: Annotated[
+        str, typer.Option("--job", metavar="trainjob|volcano|job", help="Of Kubernetes: which kind of job.")
+    ] = "trainjob",
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="IMAGE", help="Of Kubernetes: a container's image with memwall.")
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option("--script", metavar="'SCRIPT ARGS'", help="Of Kubernetes: what each rank runs under memwall."),
+    ] = None,
+    ranks_per_node: Annotated[
+        int, typer.Option("--ranks-per-node", min=1, metavar="N", help="Of Kubernetes: ranks, and GPUs, of a pod.")
+    ] = 8,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a plan as configuration for the Trainer, Accelerate, DeepSpeed, or as environment variables."""
+    """Write a plan as configuration for the Trainer, Accelerate, DeepSpeed, Kubernetes, or as environment variables."""
     require_file(plan_path, expected="a plan written by memwall plan -o plan.json")
     require_writable(output, option="--output")
     if output.exists() and output.samefile(plan_path):
@@ -46,11 +62,21 @@ def export(
 
     from memwall.cli.output import show
     from memwall.integrations.export import exported
+    from memwall.integrations.kubernetes import Launch
     from memwall.planning.planfile import Plan
     from memwall.report.plan_grids import action_grid
     from memwall.versioned_files import whole_file
 
-    found = exported(Plan.load(plan_path), target, output, world_size=world_size, disk=disk)
+    launch = None
+    if image is not None and script is not None:
+        launch = Launch(
+            image=image,
+            script=tuple(shlex.split(script)),
+            num_ranks=world_size,
+            num_ranks_per_node=ranks_per_node,
+        )
+    plan = Plan.load(plan_path)
+    found = exported(plan, target, output, world_size=world_size, disk=disk, job=job, launch=launch)
     if not found.expresses_any:
         names = ", ".join(f"{name} ({where})" for name, where, *_ in action_grid(found.kept).rows) or "no action at all"
         raise UsageError(

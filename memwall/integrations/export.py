@@ -6,6 +6,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.integrations.kubernetes import Launch, manifest
 from memwall.planning.action import Action
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.planning.planfile import Plan
@@ -14,8 +15,8 @@ from memwall.versioned_files import json_bytes
 
 __all__ = ["TARGETS", "Exported", "Target", "exported"]
 
-Target = Literal["trainer", "accelerate", "deepspeed", "env"]
-TARGETS: tuple[Target, ...] = ("trainer", "accelerate", "deepspeed", "env")
+Target = Literal["trainer", "accelerate", "deepspeed", "env", "kubernetes"]
+TARGETS: tuple[Target, ...] = ("trainer", "accelerate", "deepspeed", "env", "kubernetes")
 
 
 class Exported(Struct, frozen=True, kw_only=True):
@@ -29,16 +30,27 @@ class Exported(Struct, frozen=True, kw_only=True):
     """Whether the files say anything of the plan."""
 
 
-def exported(plan: Plan, target: str, output: Path, *, world_size: int = 1, disk: str | None = None) -> Exported:
+def exported(
+    plan: Plan,
+    target: str,
+    output: Path,
+    *,
+    world_size: int = 1,
+    disk: str | None = None,
+    job: str = "trainjob",
+    launch: Launch | None = None,
+) -> Exported:
     """Returns the plan for a target.
 
     Args:
         output: the file to be; a second one, where there is one, lies beside it.
         world_size: ranks that will train, each with the plan's batch.
         disk: folder for what DeepSpeed moves to NVMe.
+        job: the kind of Kubernetes' job.
+        launch: what such a job runs.
 
     Raises:
-        UsageError: there is no such target.
+        UsageError: there is no such target, or a job has nothing to run.
         IntegrationError: DeepSpeed cannot do its part.
         StoreError: the disk is unsuitable.
     """
@@ -50,6 +62,8 @@ def exported(plan: Plan, target: str, output: Path, *, world_size: int = 1, disk
         return _accelerate(plan, output, world_size, disk)
     if target == "env":
         return _env(plan, output)
+    if target == "kubernetes":
+        return _kubernetes(plan, output, job, launch)
     raise UsageError(f"--to: '{target}' is not known; expected one of {', '.join(TARGETS)}")
 
 
@@ -112,6 +126,24 @@ def _env(plan: Plan, output: Path) -> Exported:
 
     The three do not read quotes alike, so no value may need them: `AllocatorReuse` refuses what is not a plain setting.
     """
+    values, kept, said = _variables(plan)
+    text = "".join(f"{name}={value}\n" for name, value in sorted(values.items()))
+    return Exported(files={str(output): text.encode()}, kept=tuple(kept), remarks=tuple(said))
+
+
+def _kubernetes(plan: Plan, output: Path, job: str, launch: Launch | None) -> Exported:
+    """Returns a job in which `memwall run` makes a plan of its own for the same budget: no action is left over."""
+    if launch is None:
+        raise UsageError("--to kubernetes needs --image IMAGE and --script SCRIPT, what each rank runs")
+    found = manifest(plan, job, launch, _variables(plan)[0])
+    remarks = ["each rank plans anew for that budget, in its first step"]
+    if plan.forecast.device != "cpu":
+        remarks.append("host memory of a process's code and libraries is an assumption, 4 GiB: see the annotations")
+    return Exported(files={str(output): json_bytes(found)}, kept=(), remarks=tuple(remarks))
+
+
+def _variables(plan: Plan) -> tuple[dict[str, str], list[Action], list[str]]:
+    """Returns the environment variables of a plan, the actions that have none, and what is to be said of them."""
     values: dict[str, str] = {}
     kept: list[Action] = []
     said: list[str] = []
@@ -125,8 +157,7 @@ def _env(plan: Plan, output: Path) -> Exported:
         said += [remark] if remark else []
     if any(name.startswith("ACCELERATE_") for name in values):
         said.append("variables named ACCELERATE_ are read by Accelerate only; another loop does not see them")
-    text = "".join(f"{name}={value}\n" for name, value in sorted(values.items()))
-    return Exported(files={str(output): text.encode()}, kept=tuple(kept), remarks=tuple(said))
+    return values, kept, said
 
 
 def _not_set_by_loop(plan: Plan) -> tuple[Action, ...]:
