@@ -1,0 +1,238 @@
+"""One of four ranks is killed, stopped or starved of memory at random instants; does anything hang, or go astray?
+
+    python benchmarks/ranks_faults.py                        # 20 instants each under DDP and FSDP2, about 15 minutes
+    python benchmarks/ranks_faults.py --divided ddp --instants 0 7    # a part of them; each part is written on its own
+
+One run goes through all instants of a part: it is resumed after each, until the next one. An instant is a time from a
+seed, for one in four after the ranks were started, while they start, record or plan; for the others after the first
+step that this rank has committed since then, while they train and commit. Then a rank gets SIGKILL, or SIGSTOP, or may
+take no more memory (RLIMIT_AS). No launcher ends the others here: they have to find out. Afterwards the run goes on for
+ten steps, and is compared with one that nobody disturbed.
+
+Writes results/cpu/ranks_faults.json and prints the table of docs/ranks.md.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.fsdp  # once, before the forks
+
+import memwall.integrations.launcher
+import memwall.planning.search  # noqa: F401
+from memwall.cli.app import main as memwall_main
+from memwall.store.journal import recorded_steps
+
+HERE = Path(__file__).parent
+CHILD = HERE / "ranks_faults_child.py"
+NUM_RANKS, NUM_INSTANTS, STEPS_AFTER = 4, 20, 10
+MOST_SECONDS = 60.0
+LATEST_SECONDS = {"start": 5.0, "first commit": 1.5}
+KINDS = ("killed", "stopped", "starved")
+
+
+class Fault(NamedTuple):
+    """What befalls a rank, and when."""
+
+    kind: str
+    rank: int
+    since: str
+    after_seconds: float
+
+
+def faults_of(divided: str, num_instants: int = NUM_INSTANTS) -> list[Fault]:
+    """Returns the same faults each time, kinds in turn."""
+    drawn, found = random.Random(divided), []
+    for number in range(num_instants):
+        since = "first commit" if number % 4 else "start"
+        after_seconds = drawn.uniform(0.0, LATEST_SECONDS[since])
+        found.append(Fault(KINDS[number % 3], drawn.randrange(NUM_RANKS), since, after_seconds))
+    return found
+
+
+class Ranks:
+    """Forks so many processes of this one, which has imported what they need, and has them run the child.
+
+    Args:
+        folder: of the run.
+        arguments: of the child.
+        is_plain: whether without memwall's command.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, is_plain: bool = False) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NUM_RANKS)}
+        self.began_seconds = time.monotonic()
+        self.running: dict[int, int] = {}
+        self.statuses: dict[int, int] = {}
+        for rank in range(NUM_RANKS):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(NUM_RANKS)}
+            process = os.fork()
+            if process == 0:
+                _become(shared | place, folder, arguments, is_plain=is_plain)
+            self.running[rank] = process
+
+    def look(self) -> None:
+        """Notes which of them have ended."""
+        for rank, process in list(self.running.items()):
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                del self.running[rank]
+                self.statuses[rank] = os.waitstatus_to_exitcode(status)
+
+    def wait(self, but: int = -1, most_seconds: float = 240.0) -> float:
+        """Returns how many seconds it takes until all but one of them have ended."""
+        begin = time.monotonic()
+        while set(self.running) - {but} and time.monotonic() - begin < most_seconds:
+            time.sleep(0.01)
+            self.look()
+        return time.monotonic() - begin
+
+    def end(self) -> None:
+        """Kills what is left."""
+        for process in self.running.values():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.wait()
+
+
+def _become(environment: dict[str, str], folder: Path, arguments: tuple[str, ...], *, is_plain: bool) -> None:
+    status = 1
+    try:
+        output = os.open(folder / f"rank-{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.update(environment)
+        child = [str(CHILD), str(folder), *arguments]
+        if is_plain:
+            sys.argv = child
+            exec(compile(CHILD.read_text(), str(CHILD), "exec"), {"__name__": "__main__"})
+            status = 0
+        else:
+            steps = str(folder / "steps")
+            status = memwall_main(["run", "--budget", "4GiB", "--checkpoint", steps, "--resume", *child])
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def befall(fault: Fault, ranks: Ranks, folder: Path) -> bool:
+    """Has a fault happen at its instant; returns whether the rank was still there."""
+    before, began = last_steps(folder)[fault.rank], ranks.began_seconds if fault.since == "start" else None
+    while began is None or time.monotonic() - began < fault.after_seconds:
+        time.sleep(0.005)
+        ranks.look()
+        if fault.rank not in ranks.running:
+            return False
+        if began is None and last_steps(folder)[fault.rank] > before:
+            began = time.monotonic()
+    if fault.rank not in ranks.running:
+        return False
+    process = ranks.running[fault.rank]
+    if fault.kind == "starved":
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[0])
+        held_bytes = pages * resource.getpagesize()
+        resource.prlimit(process, resource.RLIMIT_AS, (held_bytes, resource.RLIM_INFINITY))
+        return True
+    os.kill(process, signal.SIGKILL if fault.kind == "killed" else signal.SIGSTOP)
+    return True
+
+
+def last_steps(folder: Path) -> list[int]:
+    """Returns the last step that each rank has committed."""
+    folders = [folder / "steps" / f"rank-{rank}-of-{NUM_RANKS}" for rank in range(NUM_RANKS)]
+    return [max(recorded_steps(str(each)), default=0) for each in folders]
+
+
+def disturbed(divided: str, faults: list[Fault], folder: Path) -> dict[str, Any]:
+    """Returns what became of a run that one fault after the other befell, and then none."""
+    options = ("--fsdp2",) if divided == "fsdp2" else ()
+    rows: list[dict[str, Any]] = []
+    for fault in faults:
+        # More steps than there is time for.
+        ranks = Ranks(folder, "--steps", "100000", *options)
+        try:
+            was_there = befall(fault, ranks, folder)
+            seconds = ranks.wait(but=fault.rank)
+        finally:
+            ranks.end()
+        steps = last_steps(folder)
+        # Memory is there again; the run was told to plan for less.
+        (folder / "steps" / "out-of-memory.json").unlink(missing_ok=True)
+        rows.append(
+            {
+                "kind": fault.kind,
+                "since": fault.since,
+                "after_seconds": round(fault.after_seconds, 3),
+                "others_ended_seconds": round(seconds, 2),
+                "last_step": max(steps),
+                "apart_steps": max(steps) - min(steps),
+                "was_there": was_there,
+            }
+        )
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    total = max(last_steps(folder)) + STEPS_AFTER
+    undisturbed = folder / "plain"
+    undisturbed.mkdir()
+    for is_plain in (False, True):
+        ranks = Ranks(undisturbed if is_plain else folder, "--steps", str(total), *options, is_plain=is_plain)
+        ranks.wait()
+        ranks.end()
+        if any(ranks.statuses.values()):
+            sys.stderr.write((folder / "rank-0.log").read_text()[-3000:])
+            raise SystemExit(f"a run that nothing befell ended with {ranks.statuses}")
+    names = [f"{rank}.txt" for rank in range(NUM_RANKS)]
+    is_equal = all((folder / name).read_text() == (undisturbed / name).read_text() for name in names)
+    return {"instants": rows, "num_steps": total, "is_equal": is_equal}
+
+
+def table(parts: dict[str, dict[str, Any]]) -> list[str]:
+    """Returns the rows of docs/ranks.md."""
+    lines = []
+    for divided in ("ddp", "fsdp2"):
+        chosen = [part for name, part in parts.items() if name.split("-")[0] == divided]
+        every = [row for part in chosen for row in part["instants"]]
+        for kind in KINDS:
+            rows = [row for row in every if row["kind"] == kind]
+            if rows:
+                slowest = max(row["others_ended_seconds"] for row in rows)
+                apart = max(row["apart_steps"] for row in rows)
+                same = "equal" if all(part["is_equal"] for part in chosen) else "not equal"
+                lines.append(f"| {divided} | {kind} | {len(rows)} | {slowest:.1f} s | {apart} | {same} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--divided", nargs="*", default=["ddp", "fsdp2"])
+    parser.add_argument("--instants", nargs=2, type=int, default=(0, NUM_INSTANTS), metavar=("FIRST", "END"))
+    asked = parser.parse_args()
+    first, end = asked.instants
+    path = HERE / "results" / "cpu" / "ranks_faults.json"
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    for divided in asked.divided:
+        with tempfile.TemporaryDirectory() as folder:
+            part = disturbed(divided, faults_of(divided)[first:end], Path(folder))
+        parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+        parts[f"{divided}-{first}-{end}"] = part | {"commit": commit.stdout.strip()}
+        about = {"tag": "cpu-measured", "torch": torch.__version__, "num_ranks": NUM_RANKS}
+        path.write_text(json.dumps(about | {"parts": parts}, indent=2, sort_keys=True) + "\n")
+        print("\n".join(table(parts)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

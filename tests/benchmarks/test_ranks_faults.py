@@ -1,0 +1,21 @@
+"""One of four ranks is killed, stopped or starved: the others end, none is ahead, and the run goes on bit-equal."""
+
+from pathlib import Path
+
+import pytest
+import ranks_faults
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("divided", ["ddp", "fsdp2"])
+def test_a_share_of_the_instants(tmp_path: Path, divided: str) -> None:
+    part = ranks_faults.disturbed(divided, ranks_faults.faults_of(divided)[:6], tmp_path)
+    assert part["is_equal"]
+    for row in part["instants"]:
+        assert row["others_ended_seconds"] < ranks_faults.MOST_SECONDS
+        assert row["apart_steps"] <= 1
+    steps = [row["last_step"] for row in part["instants"]]
+    assert steps == sorted(steps)
+    assert steps[-1] > 0
