@@ -53,6 +53,7 @@ def place_in_whole(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     whole: Any = tensor
     sizes, offsets, mesh = list(whole.shape), [0] * whole.ndim, whole.device_mesh
+    coordinate = mesh.get_coordinate()  # known to the mesh itself: the script may have closed its groups
     for number, placement in enumerate(whole.placements):
         if type(placement).__name__ == "Replicate":
             continue
@@ -63,7 +64,7 @@ def place_in_whole(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
             )
         dim = placement.dim
         chunk = -(-sizes[dim] // mesh.size(number))
-        begin = min(mesh.get_local_rank(number) * chunk, sizes[dim])
+        begin = min(coordinate[number] * chunk, sizes[dim])
         offsets[dim] += begin
         sizes[dim] = min(chunk, sizes[dim] - begin)
     return tuple(whole.shape), tuple(offsets)

@@ -4,8 +4,6 @@ import itertools
 import json
 import socket
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +111,5 @@ def test_a_node_is_lost(tmp_path: Path, divided: str) -> None:
     assert nodes[0].returncode == 0, errors[-6000:]
     died = min(path.stat().st_mtime for path in tmp_path.glob("* died"))
     first_again = min(path.stat().st_ctime for path in (tmp_path / "steps").glob("rank-*-of-2"))
-    assert time.time() - died < 300
-    print(f"two ranks were there again {first_again - died:.1f} s after the others died", file=sys.stderr)
+    assert first_again - died < MOST_SECONDS
     check_samples(tmp_path, 10)
