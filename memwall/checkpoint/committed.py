@@ -18,7 +18,7 @@ from memwall.store.buckets import BucketBuffer
 from memwall.store.generation import Generation
 from memwall.store.journal import Journal
 
-__all__ = ["Committed", "Content", "Region", "Target", "parameter_of", "read_regions"]
+__all__ = ["Committed", "Content", "Region", "Wanted", "parameter_of", "read_regions"]
 
 _NEEDED = {"optimizer", "helpers", "random", "loop", "state_dict"}
 
@@ -39,7 +39,7 @@ class Region(NamedTuple):
     offset: tuple[int, ...]
 
 
-class Target(NamedTuple):
+class Wanted(NamedTuple):
     """Names a committed tensor, and where it is to be put: the tensor of this shape, or the region of the whole."""
 
     name: str
@@ -138,7 +138,7 @@ def parameter_of(record: TensorRecord) -> str:
     return of_state[2] if of_state is not None else name if kind == "parameter" else ""
 
 
-def read_regions(sources: Sequence[Committed], targets: Iterable[Target]) -> None:
+def read_regions(sources: Sequence[Committed], targets: Iterable[Wanted]) -> None:
     """Fills tensors from what several ranks have committed.
 
     Args:

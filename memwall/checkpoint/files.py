@@ -15,7 +15,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.low_bit_form import put_together
-from memwall.checkpoint.committed import Region, Target, read_regions
+from memwall.checkpoint.committed import Region, Wanted, read_regions
 from memwall.checkpoint.rank_folders import RankFolders, last_folders
 from memwall.checkpoint.resumption import Stateful
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
@@ -108,7 +108,7 @@ class _LastStep:
         """
         first = self.committed[0]
         tensors: dict[Any, Tensor] = {}
-        targets: list[Target] = []
+        targets: list[Wanted] = []
         for key, record in records.items():
             dtype, region = getattr(torch, record.dtype), first.region_of(record)
             if region is None:
@@ -117,7 +117,7 @@ class _LastStep:
                 self._check_whole(region, record)
                 tensors[key] = torch.empty(region.whole, dtype=dtype)
                 region = Region(region.whole, (0,) * len(region.whole))
-            targets.append(Target(record.name, tensors[key], region))
+            targets.append(Wanted(record.name, tensors[key], region))
         read_regions(self.committed, targets)
         return tensors
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.kept_space import KeepsState
 from memwall.apply.optimizer_state.low_bit_form import put_together
-from memwall.checkpoint.committed import Committed, Region, Target, parameter_of, read_regions
+from memwall.checkpoint.committed import Committed, Region, Wanted, parameter_of, read_regions
 from memwall.checkpoint.companions import PREFIX, Companions, holder_of
 from memwall.checkpoint.discovery import (
     Helpers,
@@ -338,7 +338,7 @@ class Restoration:
         Raises:
             StoreError: the bytes cannot be had, or came back different.
         """
-        read_regions(self._sources, [Target(record.name, tensor, self._here(record)) for record, tensor in targets])
+        read_regions(self._sources, [Wanted(record.name, tensor, self._here(record)) for record, tensor in targets])
 
     def _here(self, record: TensorRecord) -> Region | None:
         """Returns which part of a divided tensor this process holds; None of a whole one."""

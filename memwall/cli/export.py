@@ -62,14 +62,14 @@ def export(
 
     from memwall.cli.output import show
     from memwall.integrations.export import exported
-    from memwall.integrations.kubernetes import Launch
+    from memwall.integrations.kubernetes import JobCommand
     from memwall.planning.planfile import Plan
     from memwall.report.plan_grids import action_grid
     from memwall.versioned_files import whole_file
 
     launch = None
     if image is not None and script is not None:
-        launch = Launch(
+        launch = JobCommand(
             image=image,
             script=tuple(shlex.split(script)),
             num_ranks=world_size,

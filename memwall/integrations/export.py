@@ -6,7 +6,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.integrations.kubernetes import Launch, manifest
+from memwall.integrations.kubernetes import JobCommand, manifest
 from memwall.planning.action import Action
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
 from memwall.planning.planfile import Plan
@@ -38,7 +38,7 @@ def exported(
     world_size: int = 1,
     disk: str | None = None,
     job: str = "trainjob",
-    launch: Launch | None = None,
+    launch: JobCommand | None = None,
 ) -> Exported:
     """Returns the plan for a target.
 
@@ -131,7 +131,7 @@ def _env(plan: Plan, output: Path) -> Exported:
     return Exported(files={str(output): text.encode()}, kept=tuple(kept), remarks=tuple(said))
 
 
-def _kubernetes(plan: Plan, output: Path, job: str, launch: Launch | None) -> Exported:
+def _kubernetes(plan: Plan, output: Path, job: str, launch: JobCommand | None) -> Exported:
     """Returns a job in which `memwall run` makes a plan of its own for the same budget: no action is left over."""
     if launch is None:
         raise UsageError("--to kubernetes needs --image IMAGE and --script SCRIPT, what each rank runs")

@@ -14,7 +14,7 @@ from memwall.errors import UsageError
 from memwall.planning.planfile import Plan
 from memwall.units import format_bytes
 
-__all__ = ["KINDS", "Kind", "Launch", "manifest"]
+__all__ = ["KINDS", "Kind", "JobCommand", "manifest"]
 
 Kind = Literal["trainjob", "volcano", "job"]
 KINDS: tuple[Kind, ...] = ("trainjob", "volcano", "job")
@@ -28,7 +28,7 @@ _SLACK_BYTES = 1 << 30
 """Of the disk, for logs and the container's own layer."""
 
 
-class Launch(Struct, frozen=True, kw_only=True):
+class JobCommand(Struct, frozen=True, kw_only=True):
     """Says what runs, and on how many ranks."""
 
     image: str
@@ -66,7 +66,7 @@ class _Needs(Struct, frozen=True, kw_only=True):
         }
 
 
-def manifest(plan: Plan, kind: str, launch: Launch, environment: Mapping[str, str]) -> dict[str, Any]:
+def manifest(plan: Plan, kind: str, launch: JobCommand, environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns a job of which each rank runs a script under the plan's budget.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memwall.checkpoint.committed import Region, Target, read_regions
+from memwall.checkpoint.committed import Region, Wanted, read_regions
 from memwall.errors import StoreError
 
 WHOLE = torch.arange(7 * 5).reshape(7, 5)
@@ -43,7 +43,7 @@ def parts(num_ranks: int, dim: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
 def filled(sources: Sequence[Held], shape: torch.Size, offset: tuple[int, ...]) -> Tensor:
     tensor = torch.full(shape, -1)
     region = Region(tuple(WHOLE.shape), offset)
-    read_regions(sources, [Target("parameter/weight", tensor, region)])  # type: ignore[arg-type]
+    read_regions(sources, [Wanted("parameter/weight", tensor, region)])  # type: ignore[arg-type]
     return tensor
 
 
