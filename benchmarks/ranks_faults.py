@@ -9,7 +9,7 @@ step that this rank has committed since then, while they train and commit. Then 
 take no more memory (RLIMIT_AS). No launcher ends the others here: they have to find out. Afterwards the run goes on for
 ten steps, and is compared with one that nobody disturbed.
 
-Writes results/cpu/ranks_faults.json and prints the table of docs/ranks.md.
+Writes results/cpu/ranks_faults.json and prints a table of it.
 """
 
 import argparse
@@ -201,7 +201,7 @@ def disturbed(divided: str, faults: list[Fault], folder: Path) -> dict[str, Any]
 
 
 def table(parts: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns the rows of docs/ranks.md."""
+    """Returns a row for each way to divide and each kind of fault."""
     lines = []
     for divided in ("ddp", "fsdp2"):
         chosen = [part for name, part in parts.items() if name.split("-")[0] == divided]
