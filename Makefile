@@ -17,6 +17,8 @@
 #   make fuzz FUZZ_SECONDS=60   look for files that a reader does not refuse in one clear error, by atheris (30 MB once)
 #   make site     the pages as a site, by Sphinx, which a folder of its own gets: .venv/site/html/docs/site/index.html
 #   make first-walk   as a newcomer: a new environment, the page docs/start.md, a script of one's own; three minutes
+#   make faults   harm to training runs: failing allocations, signals, disks, clocks; an hour (benchmarks/faults.py)
+#   make soak MINUTES=10   train for so long (two hours without it): memory, handles, threads and disk stay flat
 #   make reference   write docs/reference.md anew, from the code
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
@@ -57,12 +59,13 @@ PHANTOM_BASE ?=
 PHANTOM_PYTEST = OMP_NUM_THREADS=1 PHANTOM_ENV=$(PHANTOM) phantom/run python -m pytest $(ON_TWO_CORES)
 # A release of torch beside that of .venv: `make test-torch RELEASE=2.14.1`.
 RELEASE ?= 2.11.0
+MINUTES ?= 120
 RELEASE_FOLDER = .venv/torch-$(RELEASE)
 UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and not phantom and not cgroup and not deepspeed"
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv fuzz site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
+.PHONY: venv fuzz faults soak site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -187,6 +190,12 @@ $(SITE)/.installed: Makefile | $(STAMP)
 
 first-walk: $(STAMP)
 	$(BIN)/python -m pytest tests/test_first_walk.py
+
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py allocations signals file-systems clocks threads fits
+
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py soak --minutes $(MINUTES)
 
 reference: $(STAMP)
 	$(BIN)/python .ci/reference.py
