@@ -95,7 +95,11 @@ def open_session(
         set_by_loop=set_by_loop,
     )
     session.on_plan = _tell
-    session.attach(model, optimizers)
+    try:
+        session.attach(model, optimizers)
+    except BaseException:
+        session.close(completed=False)  # what it has changed in the process would stay
+        raise
     return session
 
 
