@@ -35,7 +35,9 @@ _INTRODUCTION = """# Scripts of many kinds
 and under the smallest budget that a refusal of 64 MiB names. Peaks are the resident memory of the whole process tree in
 MiB, sampled from outside every 20 ms; *held* means exit status 0, no sample above the budget, and, unless it says
 otherwise, the weights of the free run, bit for bit. A budget may be passed between two samples, which memwall, but not
-the sampling, sees: that ends with status 5, and is not held.
+the sampling, sees: that ends with status 5, and is not held. Each row's commit stands in
+`benchmarks/results/cpu/compat.json`. Rows of commit eb56c4d89516 counted twice what a process that was just started
+still shares with its parent: where they say status 0 and *not held*, the peak is too high.
 
 {summary}
 
