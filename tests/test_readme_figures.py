@@ -11,6 +11,7 @@ from typing import Any
 import knob_report
 import pytest
 import ranks
+import ranks_faults
 
 ROOT = Path(__file__).parents[1]
 # One line for all of them: which page a figure is on is the reader's matter.
@@ -48,6 +49,11 @@ def test_the_table_of_ranks_is_the_measured_one() -> None:
         assert ranks.row(name, cell) in PAGE
         if "predicted_bytes" in cell:
             assert cell["steady_bytes"] <= cell["predicted_bytes"] <= 1.05 * cell["steady_bytes"]
+
+
+def test_the_table_of_faults_is_the_measured_one() -> None:
+    for row in ranks_faults.table(result("ranks_faults")["parts"]):
+        assert row in PAGE
 
 
 def test_the_table_of_knobs_is_the_measured_one(knobs: dict[str, Any]) -> None:
