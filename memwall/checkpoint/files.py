@@ -269,16 +269,26 @@ def _content(found: _LastStep, *, by_name: bool) -> dict[str, Any]:
     """Returns the whole step; state of the optimizer by the names of parameters, or by their numbers."""
     keys: dict[str, str] = found.objects["state_dict"]
     tensors = found.read({name: found.records[name] for name in dict.fromkeys(keys.values())})
+    # As torch names them: without DistributedDataParallel around the model.
+    is_wrapped = by_name and all(key.startswith("module.") for key in keys)
+
+    def plain(key: str) -> str:
+        return key.removeprefix("module.") if is_wrapped else key
+
     states = [_optimizer_state_dict(found, number, by_name=by_name) for number in range(len(found.optimizers))]
     if by_name:  # as torch has them: the states of all, by names, and all groups
         states = [
             {
-                "state": {name: state for one in states for name, state in one["state"].items()},
-                "param_groups": [group for one in states for group in one["param_groups"]],
+                "state": {plain(name): state for one in states for name, state in one["state"].items()},
+                "param_groups": [
+                    {**group, "params": [plain(name) for name in group["params"]]}
+                    for one in states
+                    for group in one["param_groups"]
+                ],
             }
         ]
     return {
-        "model": {key: tensors[name] for key, name in keys.items()},
+        "model": {plain(key): tensors[name] for key, name in keys.items()},
         **({"optimizer": states[0]} if len(states) == 1 else {"optimizers": states}),
         "helpers": found.objects["helpers"],
         "step": found.step,
