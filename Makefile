@@ -189,7 +189,7 @@ $(SITE)/.installed: Makefile | $(STAMP)
 	touch $@
 
 first-walk: $(STAMP)
-	$(BIN)/python -m pytest tests/test_first_walk.py
+	TORCH='$(TORCH)' TORCH_INDEX='$(TORCH_INDEX)' $(BIN)/python -m pytest tests/test_first_walk.py
 
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py allocations signals file-systems clocks threads fits

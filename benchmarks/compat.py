@@ -31,13 +31,13 @@ PAGE = ROOT / "docs" / "scripts.md"
 _MIB = 1 << 20
 _INTRODUCTION = """# Scripts of many kinds
 
-`make compat` runs each script of `tests/compat/scripts` as it is: free, under 70 % of its free peak,
-and under the smallest budget that a refusal of 64 MiB names. Peaks are the resident memory of the whole process tree in
-MiB, sampled from outside every 20 ms; *held* means exit status 0, no sample above the budget, and, unless it says
-otherwise, the weights of the free run, bit for bit. A budget may be passed between two samples, which memwall, but not
-the sampling, sees: that ends with status 5, and is not held. Each row's commit stands in
-`benchmarks/results/cpu/compat.json`. Rows of commit eb56c4d89516 counted twice what a process that was just started
-still shares with its parent: where they say status 0 and *not held*, the peak is too high.
+`make compat` runs each script of `tests/compat/scripts` as it is: free, under 70 % of its free peak, and under the
+smallest budget that a refusal of 64 MiB names. Peaks are the resident memory of the whole process tree in MiB, sampled
+from outside every 20 ms.
+
+*Held* means exit status 0, no sample above the budget, and, unless it says otherwise, the weights of the free run, bit
+for bit. A budget may be passed between two samples, which memwall, but not the sampling, sees: that ends with status 5,
+and is not held. Each row's commit stands in `benchmarks/results/cpu/compat.json`.
 
 {summary}
 
@@ -122,6 +122,9 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         kinds.append(f"- `{name}`: {first}{f' ({with_versions})' if with_versions else ''}")
     kept = sum(is_kept(row) for row in rows.values())
     summary = f"Of {len(rows)} scripts {kept} were held, or refused at 70 % and then held at the budget that was told."
+    missing = sorted({path.stem for path in SCRIPTS.glob("*.py")} - set(rows) - {"conftest"})
+    if missing:
+        summary += f" Not measured: {', '.join(missing)}."
     return _INTRODUCTION.format(summary=summary, table="\n".join(lines), kinds="\n".join(kinds))
 
 

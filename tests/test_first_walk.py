@@ -1,5 +1,6 @@
 """A newcomer's first walk: a new environment, the commands of docs/start.md, the script that it shows."""
 
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(script)
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     install = [folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
-    subprocess.run([*install, "torch==2.13.0", f"{ROOT}[report]"], check=True)
+    if index := os.environ.get("TORCH_INDEX"):
+        install += ["--extra-index-url", index]
+    subprocess.run([*install, os.environ.get("TORCH", "torch"), f"{ROOT}[report]"], check=True)
     return folder
 
 

@@ -9,10 +9,14 @@ from torch import nn
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# A comment before an example names the file that runs it, where that is not this one: it needs other packages, say.
 EXAMPLES = [
     pytest.param(example, id=f"{page.name}-{number}")
     for page in PAGES
-    for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+    for number, (where, example) in enumerate(
+        re.findall(r"(?:<!-- ([^\n]*) -->\n)?```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    )
+    if not where or Path(__file__).name in where
 ]
 MOST_LINES, MOST_LINES_OF_A_PARAGRAPH = 150, 5
 
@@ -68,6 +72,12 @@ def test_there_are_examples() -> None:
     """GIVEN the pages WHEN examples are collected THEN the README's two and three more are, or nothing was tested."""
     assert sum(str(example.id).startswith("README") for example in EXAMPLES) >= 2
     assert len(EXAMPLES) >= 5
+
+
+def test_what_runs_an_example_that_is_not_run_here_is_there() -> None:
+    for page in PAGES:
+        for named in re.findall(r"<!-- runs in [^:\n]*: ([^\n]*) -->\n```python", page.read_text()):
+            assert (ROOT / named).exists(), named
 
 
 def paragraphs(page: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Configures Sphinx, which makes the site of these pages: `make docs`.
+"""Configures Sphinx, which makes the site of these pages: `make site`.
 
 The pages are Markdown that reads as well where there is no site; their links lead to files of the repository.
 """

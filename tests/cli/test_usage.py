@@ -22,7 +22,8 @@ OPTIONS = {
     "diff": {"--fail-over", "--output", "--json"},
     "doctor": {"--disk", "--json"},
     "explain": {"--torch", "--device", "--json"},
-    "export": {"--to", "--output", "--world-size", "--disk", "--json"},
+    "export": {"--to", "--output", "--world-size", "--disk", "--json"}
+    | {"--job", "--image", "--script", "--ranks-per-node"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}
     | {"--worst-batch", "--data", "--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--lora", "--torch"},
     "plan": {
