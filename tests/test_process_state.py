@@ -55,7 +55,7 @@ STATE = {
     "memwall.apply.blocks.outer_variables._global_names": "itself, at 1024 functions",
     "memwall.apply.offload.engine._hidden": _FOREVER,
     "memwall.apply.offload.entry.described": "itself, at 1024 texts",
-    "memwall.predict.malloc.malloc_policies._replayed": "itself, at two steps",
+    "memwall.predict.malloc.malloc_policies._replays": "itself, at 16 forecasts",
     "memwall.apply.optimizer_state.deepspeed_adam.load_operator": _FOREVER,
     "memwall.apply.optimizer_state.master_weights._made": "nothing: one class for each class of optimizer",
     "memwall.apply.blocks.numpy_random._last": "the next state that is asked for",

@@ -21,6 +21,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
+from memwall.apply.streaming.building import num_processes
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.errors import ApplyError
 from memwall.machine.tiers import Machine
@@ -119,7 +120,13 @@ class Target:
         self._undo.append((undo, is_state))
 
     def room_bytes(self) -> int | None:
-        """Returns the bytes that tensors may still take in this step; None where nothing limits them."""
+        """Returns the bytes that tensors may still take in this step; None where nothing limits them.
+
+        None as well where several ranks train: what is decided by it must be the same on all of them, or one of them
+        issues a collective, such as that of SyncBatchNorm in a block, that others wait for in vain.
+        """
+        if num_processes() > 1:
+            return None
         device = next((p.device for p in self.model.parameters() if p.device.type == "cuda"), None)
         return self.allocator.room_bytes() if device is None else cuda_room_bytes(device)
 

@@ -37,10 +37,18 @@ class AllocatorPeak(Struct, frozen=True, kw_only=True):
 
 
 class SeparatePeaks:
-    """Keeps both apart from now on, until `undo`."""
+    """Keeps both apart while anybody uses it; of a device all share one, see `begin`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._index = _index_of(device)
+    @classmethod
+    def begin(cls, device: torch.device) -> "SeparatePeaks":
+        """Keeps both apart from now on, until `undo` was called as often as this."""
+        index = _index_of(device)
+        found = _separate.get(index) or _separate.setdefault(index, cls(index))
+        found._num_users += 1
+        return found
+
+    def __init__(self, index: int) -> None:
+        self._index, self._num_users = index, 0
         self._read, self._reset = torch.cuda.memory_stats_as_nested_dict, torch.cuda.reset_peak_memory_stats
         self._own: _Statistics = {}
         self._script: _Statistics = {}
@@ -48,12 +56,13 @@ class SeparatePeaks:
         for owner in (torch.cuda, torch.cuda.memory):
             self._patches.wrap(owner, "memory_stats_as_nested_dict", self._shown)
             self._patches.wrap(owner, "reset_peak_memory_stats", self._reset_by_script)
-        _separate[self._index] = self
 
     def undo(self) -> None:
-        """Leaves torch's own peaks to the script."""
-        self._patches.undo()
-        _separate.pop(self._index, None)
+        """Leaves torch's own peaks to the script, as soon as nobody else keeps them apart."""
+        self._num_users -= 1
+        if not self._num_users:
+            self._patches.undo()
+            del _separate[self._index]
 
     def statistics(self) -> _Statistics:
         """Returns torch's statistics with the peaks since memwall's last reset."""

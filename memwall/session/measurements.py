@@ -68,7 +68,7 @@ class Measurements(Struct, kw_only=True):
         """Measures the device of a model from now on."""
         self.meter = meter_of(model)
         if isinstance(self.meter, CudaMeter) and self.script_peaks is None:
-            self.script_peaks = SeparatePeaks(self.meter.place)
+            self.script_peaks = SeparatePeaks.begin(self.meter.place)
         self.note_peak()
 
     def end_run(self) -> None:

@@ -13,8 +13,9 @@ from block_models import PLACED, WIDTH, Block, Model, offload
 from plans import plan_of
 from torch import Tensor, nn
 
-from memwall.apply import applied
+from memwall.apply import applied, technique
 from memwall.apply.blocks.hidden_state import HiddenState
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.technique import Target
 from memwall.apply.techniques.offload import OffloadLayer
@@ -154,9 +155,34 @@ def test_a_block_that_was_not_run_twice_and_differs_in_backward_ends_the_run(mon
     model = model_with(Moving)
     with (
         Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session,
-        pytest.raises(ApplyError, match=r"'blocks\.1' is recomputed in backward, and what it saves differs"),
+        pytest.raises(ApplyError, match=r"'blocks\.1' is recomputed in backward, and what it saves differs") as error,
     ):
         trained(model, session, num_steps=1)
+    # Three times the largest tensor that is saved: a weight of 64 x 128 numbers of 4 bytes.
+    assert "The budget lacked 96.0 KiB for a second run in forward, after which such a block is not" in str(error.value)
+    assert "give a budget whose plan does not recompute it, or, of a plan file, take it out" in str(error.value)
+
+
+def test_of_several_ranks_each_runs_a_block_twice_whatever_room_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a rank without room WHEN others prove a block THEN it does, too, and no collective in it lacks a rank."""
+    calls: list[str] = []
+
+    class Counted(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append("forward")
+            return super().forward(x)
+
+    monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler: 0)
+    for num_ranks, expected in ((1, 1), (2, 2)):
+        model = model_with(Counted)
+        with Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session:
+            session.attach(model, torch.optim.SGD(model.parameters()))
+            with monkeypatch.context() as patched:
+                patched.setattr(technique, "num_processes", lambda number=num_ranks: number)
+                calls.clear()
+                loss = model(torch.ones(16, WIDTH)).sum()
+                assert len(calls) == expected
+            loss.backward()
 
 
 def test_bytes_that_come_back_different_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

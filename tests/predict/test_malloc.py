@@ -1,6 +1,7 @@
 """Replaying allocations against malloc: what stays resident, what comes back, and whether real processes agree."""
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -109,6 +110,25 @@ def test_the_same_replay_gives_the_same_answer() -> None:
     found = [subject.replay(policy, events, num_steps=2) for policy in (DEFAULT, DEFAULT, MMAP, MMAP)]
     assert found[0] == found[1]
     assert found[2] == found[3]
+
+
+def test_a_replay_leaves_its_forecast_and_none_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a process that plans and then trains WHEN a step was replayed THEN its megabytes of events are gone."""
+    ran: list[str] = []
+
+    def forecast(policy: subject.MallocPolicy, *_: object) -> subject.MallocForecast:
+        ran.append(policy.name)
+        return subject.MallocForecast(peak_resident_bytes=1, fresh_bytes=0)
+
+    monkeypatch.setattr(subject, "_replays", {})
+    monkeypatch.setattr(subject, "_replayed", forecast)
+    for policy in (DEFAULT, DEFAULT, MMAP, DEFAULT):
+        subject.replay(policy, comb(5000), num_steps=2)
+    assert ran == ["default", "mmap"]
+    assert len(pickle.dumps(subject._replays)) < 4096
+    for num_steps in range(1, 40):
+        subject.replay(DEFAULT, comb(10), num_steps=num_steps)
+    assert len(subject._replays) == 16
 
 
 def test_ten_thousand_calls_replay_in_a_fraction_of_a_second() -> None:

@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 # A second run has what it computes with beside all that the first one saved: what an operation reads, its result, and
 # what it needs for itself.
 _RESULTS_AT_ONCE = 3
+_LEFT_ALONE = "give a budget whose plan does not recompute it, or, of a plan file, take it out of the actions"
 
 
 class RecomputedBlock:
@@ -56,7 +57,8 @@ class RecomputedBlock:
         module: whose forward it is; its BatchNorm layers update their running statistics in the first run only.
         action: which operations to keep. Without names they are kept by number alone.
         counts: where the runs are counted, and where it is said why the block is not recomputed.
-        room_bytes: returns what tensors may still take; None where nothing limits them.
+        room_bytes: returns what tensors may still take; None where nothing limits them, or where several ranks train
+            and must run blocks equally often: then the second run is always made.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class RecomputedBlock:
             _log.debug("'%s' has no room for a second run, and is proven by the one in backward", self.path)
             first.release()
             call.expected, call.places = saved, first.places
+            call.lacked_bytes = _RESULTS_AT_ONCE * first.largest_bytes - room_bytes
             return out
         try:
             with call.hidden.recalled(), random.recalled(), _spared(self.norms), _alone(is_watched=bool(self.kept)):
@@ -193,6 +196,8 @@ class _Call:
         """Holds what the first run saved, where later runs are compared with it."""
         self.places: list[tuple[Digest, Place]] = []
         """Says where that lay."""
+        self.lacked_bytes = 0
+        """Says what there was too little room for a second run in forward; 0 where it was made."""
         self._block, self._forward = block, forward
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._failure: BaseException | None = None
@@ -243,15 +248,23 @@ class _Call:
                 raise ApplyError(
                     f"'{self._block.path}' is recomputed in backward, and a tensor that it saved was written past "
                     f"autograd in between, by .data or through numpy: {other}; backward would read what was written "
-                    "without a plan: write into a clone(), or take the block out of the plan's actions"
+                    f"without a plan: write into a clone(), or {_LEFT_ALONE}"
                 )
             if found:
                 raise ApplyError(
                     f"'{self._block.path}' is recomputed in backward, and what it saves differs from what it saved in "
-                    f"forward: {found}; {self._block.cause(self.hidden)}. It changed in between: hand it to the block "
-                    "as an argument or keep it in an attribute of the block, change it after backward only, or take "
-                    "the block out of the plan's actions"
+                    f"forward: {found}; {self._block.cause(self.hidden)}. {self._remedy()}"
                 )
+
+    def _remedy(self) -> str:
+        repeatable = "hand it to the block as an argument or keep it in an attribute of the block"
+        if self.lacked_bytes:
+            lacked = format_bytes(self.lacked_bytes, rounding="up")
+            return (
+                f"The budget lacked {lacked} for a second run in forward, after which such a block is not recomputed: "
+                f"give at least that much more, or {repeatable}, or {_LEFT_ALONE}"
+            )
+        return f"It changed in between: {repeatable}, change it after backward only, or {_LEFT_ALONE}"
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
