@@ -10,7 +10,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from memwall.apply.microbatch import num_samples
@@ -21,6 +21,7 @@ __all__ = ["TrainerSteps", "trainer_of"]
 
 _log = logging.getLogger(__name__)
 
+_COUNT = "num_items_in_batch"
 _LASTS = "a second train() of this Trainer is followed as well; it ends with the Trainer"
 
 
@@ -77,7 +78,7 @@ class TrainerSteps:
         if not self._is_running_steps or session is None or session.state == "closed":
             return method(model, inputs, *args, **kwargs)
         if self._divides:
-            is_counted = any(given is not None for given in (*args[:1], kwargs.get("num_items_in_batch")))
+            is_counted = any(given is not None for given in (*args[:1], kwargs.get(_COUNT)))
             reason = "" if is_counted else f"{type(model).__name__} is not told how many labels a whole batch has"
             reason = reason or _own_mean(method.__self__)  # type: ignore[attr-defined]
             if reason:
@@ -135,15 +136,28 @@ def _own_mean(trainer: Any) -> str:
     kind = type(trainer).__name__
     if getattr(trainer, "loss_is_scaled_for_ga", None) is False:
         return f"{kind} takes the mean over the samples of each batch"
+    smoother = getattr(trainer, "label_smoother", None)
+    if smoother is not None and _COUNT not in inspect.signature(smoother).parameters:
+        return f"label smoothing of this transformers takes no {_COUNT}"
     code = getattr(trainer.compute_loss, "__code__", None)
     if code is None:
         return ""
-    counts = {"num_items_in_batch"}
+    counts = {_COUNT}
     if code.co_flags & inspect.CO_VARKEYWORDS:
         place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         counts.add(code.co_varnames[place])
-    read = {each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")}
-    return "" if counts & read else f"{kind}.compute_loss does not use num_items_in_batch"
+    return "" if counts & _names_read(code) else f"{kind}.compute_loss does not use {_COUNT}"
+
+
+def _names_read(code: CodeType) -> set[str]:
+    """Returns the names whose values a function's own code takes, be it to hand them on."""
+    read: set[str] = set()
+    for each in dis.get_instructions(code):
+        if "LOAD_" in each.opname and each.opname != "LOAD_CONST":
+            # From Python 3.13 on an instruction may name two variables; of STORE_FAST_LOAD_FAST the second is read.
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            read.update(names[1:] if each.opname.startswith("STORE_") else names)
+    return read
 
 
 class _Watched:
