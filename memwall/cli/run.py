@@ -204,12 +204,14 @@ def run(
                 )
         except OutOfMemoryError as error:
             if report_path is not None:
-                _save_failure_page(error, session, report_path, is_committed=checkpoint is not None)
+                words = _words_before(sys.argv[1:], command), command
+                _save_failure_page(error, session, report_path, words, is_committed=checkpoint is not None)
             raise
         if checkpoint is not None and checkpoint.times.num_commits:
             note(commits_line(checkpoint.directory, checkpoint.times))
     if session.measured.num_steps == 0 and status == 0 and (checkpoint is None or checkpoint.is_new):
-        raise typer.Exit(_judged_without_plan(script.target, session, given))
+        unwritten = [f"no {report_path}"] * (report_path is not None) + ["no JSON"] * as_json
+        raise typer.Exit(_judged_without_plan(script.target, session, given, unwritten))
     if session.plan is None or session.measured.num_steps == 0:
         ending = f"memwall: {script.target} ended with status {status} before a step under a plan"
         typer.echo(f"{ending}; there is nothing to report", err=True)
@@ -229,20 +231,29 @@ def run(
     if status or report.within_budget:
         raise typer.Exit(status)
     here = launched()
-    if not here.by_launcher:
-        raise typer.Exit(5)
-    who = over_budget(report, here)
     seen = "" if report_path is None else f" (within_budget is false in {report_path})"
+    raise typer.Exit(_status_over_budget(here, over_budget(report, here), seen))
+
+
+def _status_over_budget(here: "Launched", who: str, seen: str = "") -> int:
+    """Returns the status of a complete run that exceeded its budget; to a launcher's process it says why that is 0."""
+    if not here.by_launcher:
+        return 5
     typer.echo(
         f"memwall: {who} exceeded its budget; the exit status is 0 all the same, and not 5: the launcher takes any "
         f"other for a failure, and would end or restart all ranks of a run that is complete{seen}",
         err=True,
     )
-    raise typer.Exit(0)
+    return 0
 
 
-def _judged_without_plan(target: str, session: "Session", given: "Plan | None") -> int:
-    """Says how a run ended that memwall had no part in; returns the exit status."""
+def _judged_without_plan(target: str, session: "Session", given: "Plan | None", unwritten: list[str]) -> int:
+    """Says how a run ended that memwall had no part in; returns the exit status.
+
+    Args:
+        unwritten: what was asked for, and is not written since there is no forecast and no step to compare.
+    """
+    from memwall.machine.launched import launched
     from memwall.units import format_bytes
 
     budget_bytes = session.budget_bytes or (0 if given is None else given.forecast.budget_bytes or 0)
@@ -252,29 +263,55 @@ def _judged_without_plan(target: str, session: "Session", given: "Plan | None") 
     if budget_bytes:
         over = format_bytes(budget_bytes, rounding="down")
         held += f", {'over' if is_over else 'within'} the budget of {over}"
+    nothing = f"; without a step under a plan {' and '.join(unwritten)} is written" if unwritten else ""
     typer.echo(
         f"memwall: {target} trained in a way that memwall has no part in, and ran as it is without it: {held}. Models "
-        "are planned that are called as model(batch), not by .forward or torch.func, and trained by loss.backward()",
+        "are planned that are called as model(batch), not by .forward or torch.func, and trained by "
+        f"loss.backward(){nothing}",
         err=True,
     )
-    return 5 if is_over else 0
+    here = launched()
+    return _status_over_budget(here, _rank_of(here)) if is_over else 0
 
 
-def _save_failure_page(error: OutOfMemoryError, session: "Session", report_path: Path, *, is_committed: bool) -> None:
+def _words_before(arguments: list[str], command: list[str]) -> list[str]:
+    """Returns memwall's own words of a command line, those before SCRIPT; none where it is not this run's.
+
+    >>> _words_before(["run", "--budget", "1GiB", "train.py", "--budget", "7"], ["train.py", "--budget", "7"])
+    ['run', '--budget', '1GiB']
+    >>> _words_before(["-q", "tests"], ["train.py"])
+    []
+    """
+    own = arguments[: len(arguments) - len(command)]
+    return own if arguments[len(own) :] == command and "run" in own else []
+
+
+def _save_failure_page(
+    error: OutOfMemoryError,
+    session: "Session",
+    report_path: Path,
+    words: tuple[list[str], list[str]],
+    *,
+    is_committed: bool,
+) -> None:
     """Writes a page where the report would be; one that cannot be written leaves the error as it is."""
     from memwall.cli.output import note
+    from memwall.machine.launched import launched
+    from memwall.observe.rank_spread import rank_file_name
     from memwall.report.failure_page import failure_page
     from memwall.report.html import save_page
 
     page = failure_page(
         error,
-        command=["memwall", *sys.argv[1:]],
+        words=words[0],
+        script=words[1],
+        is_launched=launched().by_launcher,
         plan=session.plan,
         trace=session.trace,
         peak_bytes=session.measured.peak_bytes,
         is_committed=is_committed,
     )
-    path = report_path.with_suffix(".html")
+    path = report_path.with_name(rank_file_name(report_path.with_suffix(".html").name))
     try:
         save_page(page, path)
     except UsageError as failure:
@@ -286,8 +323,12 @@ def _save_failure_page(error: OutOfMemoryError, session: "Session", report_path:
 def over_budget(report: "RunReport", here: "Launched") -> str:
     """Returns the names of the ranks that exceeded the budget."""
     if report.ranks is None:
-        return f"rank {here.rank} of {here.num_ranks}"
+        return _rank_of(here)
     return f"rank {', '.join(map(str, report.ranks.over_budget))} of {report.ranks.num_ranks}"
+
+
+def _rank_of(here: "Launched") -> str:
+    return f"rank {here.rank} of {here.num_ranks}"
 
 
 def _from_here(path: Path | None) -> Path | None:

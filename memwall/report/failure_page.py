@@ -19,7 +19,9 @@ __all__ = ["failure_page"]
 def failure_page(
     error: OutOfMemoryError,
     *,
-    command: Sequence[str],
+    words: Sequence[str],
+    script: Sequence[str],
+    is_launched: bool,
     plan: Plan | None,
     trace: Trace | None,
     peak_bytes: int,
@@ -28,7 +30,9 @@ def failure_page(
     """Returns what to show of a failure.
 
     Args:
-        command: what was started, as the shell had it.
+        words: memwall's own, as the shell had them: `run` and its options; () where they are not known.
+        script: what was run, with its arguments.
+        is_launched: whether a launcher started this process, whose own words are not known.
         plan: the one in effect; None before there was one.
         trace: of the step that the plan was made from; None where none was recorded.
         peak_bytes: the most that the process held in a whole step under the plan; 0 where none was complete.
@@ -47,7 +51,9 @@ def failure_page(
             has_times=False,
         )
         curves = (curve,)
-    grids = [_compared(error, plan, peak_bytes), _ways_on(error, command, plan, is_committed=is_committed)]
+    resumed = _resumed(words) if is_committed else list(words)
+    ways = _ways_on(error, resumed, script, plan, can_go_on=is_committed, is_launched=is_launched)
+    grids = [_compared(error, plan, peak_bytes), ways]
     if plan is not None and forecast is not None:
         grids += [action_grid(plan.actions), *([lever_grid(forecast.levers)] if forecast.levers else ())]
         grids.append(forecast_phase_grid(forecast))
@@ -80,42 +86,61 @@ def _compared(error: OutOfMemoryError, plan: Plan | None, peak_bytes: int) -> Gr
     return Grid(title="Foreseen and measured", columns=("", "bytes of the process"), rows=tuple(rows))
 
 
-def _ways_on(error: OutOfMemoryError, command: Sequence[str], plan: Plan | None, *, is_committed: bool) -> Grid:
+def _ways_on(
+    error: OutOfMemoryError,
+    words: Sequence[str],
+    script: Sequence[str],
+    plan: Plan | None,
+    *,
+    can_go_on: bool,
+    is_launched: bool,
+) -> Grid:
     """Shows the budgets that would do, each with its command."""
+    start = ["-m", "memwall"] if is_launched else ["memwall"]
+
+    def command(own: Sequence[str]) -> str:
+        return shlex.join([*start, *own, *script]) if own else "-"
+
     rows = []
     if error.next_budget_bytes:
         rows.append(("plans for what could be had", error.next_budget_bytes))
     smallest = None if plan is None else plan.forecast.smallest_feasible_budget_bytes
     if smallest is not None and smallest != error.next_budget_bytes:
         rows.append(("the smallest budget with a plan", smallest))
-    base = _resumed(command) if is_committed else list(command)
-    shown = [(what, format_bytes(size, rounding="up"), _with_budget(base, size)) for what, size in rows]
-    if is_committed and error.next_budget_bytes:
-        shown.insert(0, ("goes on from the last committed step", "as planned then", shlex.join(base)))
+    shown = [(what, format_bytes(size, rounding="up"), command(_with_budget(words, size))) for what, size in rows]
+    has_plan = any(word.partition("=")[0] == "--plan" for word in words)  # which would be taken again as it is
+    if can_go_on and error.next_budget_bytes and not has_plan:
+        shown.insert(0, ("goes on from the last committed step", "as planned then", command(words)))
     nothing = ("no smaller budget has a plan: use a smaller batch and accumulate", "-", "-")
     return Grid(
-        title="How to go on",
+        title="How to go on" + ", after the launcher's own words" * is_launched,
         columns=("what", "budget", "command"),
         rows=tuple(shown) or (nothing,),
         text_columns=(0, 2),
     )
 
 
-def _with_budget(command: Sequence[str], budget_bytes: int) -> str:
-    """Returns the command with another budget, in whole MiB, so that a person can type it."""
-    size = f"{-(-budget_bytes // (1 << 20))}MiB"
-    words = list(command)
-    for place, word in enumerate(words):
-        if word == "--budget":
-            words[place + 1] = size
-            break
-        if word.startswith("--budget="):
-            words[place] = f"--budget={size}"
-            break
-    return shlex.join(words)
+def _with_budget(words: Sequence[str], budget_bytes: int) -> list[str]:
+    """Returns memwall's own words with another budget, in whole MiB that a person can type, and without a plan."""
+    kept = []
+    rest = iter(words)
+    for word in rest:
+        name, is_whole, _ = word.partition("=")
+        if name not in ("--budget", "--plan"):
+            kept.append(word)
+        elif not is_whole:
+            next(rest, None)
+    return _after_run(kept, "--budget", f"{-(-budget_bytes // (1 << 20))}MiB")
 
 
-def _resumed(command: Sequence[str]) -> list[str]:
-    """Returns the command that goes on with what was committed."""
-    place = list(command).index("run") + 1
-    return list(command) if "--resume" in command else [*command[:place], "--resume", *command[place:]]
+def _resumed(words: Sequence[str]) -> list[str]:
+    """Returns the words that go on with what was committed."""
+    return list(words) if "--resume" in words else _after_run(words, "--resume")
+
+
+def _after_run(words: Sequence[str], *options: str) -> list[str]:
+    """Returns the words with options more; none where they are not known."""
+    if "run" not in words:
+        return []
+    place = list(words).index("run") + 1
+    return [*words[:place], *options, *words[place:]]

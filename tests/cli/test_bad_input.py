@@ -103,17 +103,29 @@ layer.train_on(torch.ones(3, 4))
 """
 
 
-@pytest.mark.parametrize(("budget", "status"), [("8GiB", 0), ("32MiB", 5)])
+@pytest.mark.parametrize(
+    ("budget", "is_launched", "status"), [("8GiB", False, 0), ("32MiB", False, 5), ("32MiB", True, 0)]
+)
 def test_a_script_that_trains_past_memwall_is_told_so_and_judged_by_its_budget(
-    folder: Path, capsys: pytest.CaptureFixture[str], budget: str, status: int
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    budget: str,
+    is_launched: bool,
+    status: int,
 ) -> None:
     (folder / "beside.py").write_text(BESIDE_HOOKS)
-    assert main(["run", "--budget", budget, "beside.py"]) == status
+    if is_launched:
+        for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+    assert main(["run", "--budget", budget, "--report", "run.json", "--json", "beside.py"]) == status
     said = capsys.readouterr().err
     assert "beside.py trained in a way that memwall has no part in, and ran as it is without it: " in said
-    assert (
-        "over" if status else "within"
-    ) + f" the budget of {budget.replace('GiB', '.00 GiB').replace('MiB', '.0 MiB')}" in said
+    side = "within" if budget == "8GiB" else "over"
+    assert f"{side} the budget of {budget.replace('GiB', '.00 GiB').replace('MiB', '.0 MiB')}" in said
+    assert f"without a step under a plan no {folder / 'run.json'} and no JSON is written" in said
+    assert not (folder / "run.json").exists()
+    assert ("memwall: rank 1 of 2 exceeded its budget; the exit status is 0 all the same" in said) == is_launched
 
 
 TWO_OPTIMIZERS = """
