@@ -95,9 +95,7 @@ def _harmed(
         return "hangs", ""
     if time.monotonic() - began > _MOST_SECONDS_TO_END:
         return f"ends after more than {_MOST_SECONDS_TO_END:.0f} s", ended.said
-    if not _is_readable(home / "kept"):
-        return "unreadable", ended.said
-    return "readable", ended.said
+    return _state_of(home / "kept"), ended.said
 
 
 def _send(process_id: int, name: str, draw: random.Random) -> None:
@@ -111,14 +109,12 @@ def _send(process_id: int, name: str, draw: random.Random) -> None:
             return
 
 
-def _is_readable(kept: Path) -> bool:
-    """Tells whether the last commit is whole, or there is none yet."""
-    if not kept.exists():
-        return True
+def _state_of(kept: Path) -> str:
+    """Returns whether the last commit is whole, or there is none yet."""
     try:
         read_summary(kept)
     except UsageError:
-        return True
+        return "nothing committed"
     except MemwallError:
-        return False
-    return True
+        return "unreadable"
+    return "readable"
