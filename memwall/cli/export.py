@@ -38,8 +38,11 @@ def export(
         str | None, typer.Option("--disk", metavar="DIR", help="Folder for what DeepSpeed moves to NVMe.")
     ] = None,
     job: Annotated[
-        str, typer.Option("--job", metavar="trainjob|volcano|job", help="Of Kubernetes: which kind of job.")
-    ] = "trainjob",
+        str | None,
+        typer.Option(
+            "--job", metavar="trainjob|volcano|job", help="Of Kubernetes: which kind of job, by default trainjob."
+        ),
+    ] = None,
     image: Annotated[
         str | None, typer.Option("--image", metavar="IMAGE", help="Of Kubernetes: a container's image with memwall.")
     ] = None,
@@ -48,8 +51,11 @@ def export(
         typer.Option("--script", metavar="'SCRIPT ARGS'", help="Of Kubernetes: what each rank runs under memwall."),
     ] = None,
     ranks_per_node: Annotated[
-        int, typer.Option("--ranks-per-node", min=1, metavar="N", help="Of Kubernetes: ranks, and GPUs, of a pod.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            "--ranks-per-node", min=1, metavar="N", help="Of Kubernetes: ranks, and GPUs, of a pod, by default 8."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a plan as configuration for the Trainer, Accelerate, DeepSpeed, Kubernetes, or as environment variables."""
@@ -61,22 +67,28 @@ def export(
     from rich.text import Text
 
     from memwall.cli.output import show
-    from memwall.integrations.export import exported
+    from memwall.integrations.export import TARGETS, exported
     from memwall.integrations.kubernetes import JobCommand
     from memwall.planning.planfile import Plan
     from memwall.report.plan_grids import action_grid
     from memwall.versioned_files import whole_file
 
+    of_jobs = {"--image": image, "--script": script, "--job": job, "--ranks-per-node": ranks_per_node}
+    unused = [name for name, value in of_jobs.items() if value is not None] if target in TARGETS else []
+    if unused and target != "kubernetes":
+        raise UsageError(f"--to {target} has no place for {', '.join(unused)}: of --to kubernetes alone; leave it out")
+    if disk is not None and target == "kubernetes":
+        raise UsageError("--to kubernetes has no place for --disk: each pod has a volume of its own; leave it out")
     launch = None
     if image is not None and script is not None:
         launch = JobCommand(
             image=image,
-            script=tuple(shlex.split(script)),
+            script=_words_of(script),
             num_ranks=world_size,
-            num_ranks_per_node=ranks_per_node,
+            num_ranks_per_node=ranks_per_node or 8,
         )
     plan = Plan.load(plan_path)
-    found = exported(plan, target, output, world_size=world_size, disk=disk, job=job, launch=launch)
+    found = exported(plan, target, output, world_size=world_size, disk=disk, job=job or "trainjob", launch=launch)
     if not found.expresses_any:
         names = ", ".join(f"{name} ({where})" for name, where, *_ in action_grid(found.kept).rows) or "no action at all"
         raise UsageError(
@@ -102,3 +114,18 @@ def export(
         lines.append("the whole plan is in it")
     lines += [f"note: {remark}" for remark in found.remarks]
     show(Text("\n".join(lines)), summary, as_json=as_json)
+
+
+def _words_of(script: str) -> tuple[str, ...]:
+    """Returns a script and its arguments.
+
+    Raises:
+        UsageError: they are nothing, or a quote in them has no end.
+    """
+    try:
+        words = tuple(shlex.split(script))
+    except ValueError as error:
+        raise UsageError(f"--script {script!r}: {error}; expected SCRIPT ARGS as a shell takes them") from error
+    if not words:
+        raise UsageError("--script is empty; expected SCRIPT ARGS, what each rank runs, as 'train.py --epochs 3'")
+    return words

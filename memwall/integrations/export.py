@@ -139,6 +139,8 @@ def _kubernetes(plan: Plan, output: Path, job: str, launch: JobCommand | None) -
     remarks = ["each rank plans anew for that budget, in its first step"]
     if plan.forecast.device != "cpu":
         remarks.append("host memory of a process's code and libraries is an assumption, 4 GiB: see the annotations")
+    if job == "trainjob":
+        remarks.append("its runtimePatches need Kubeflow Trainer 2.2 or later")
     return Exported(files={str(output): json_bytes(found)}, kept=(), remarks=tuple(remarks))
 
 

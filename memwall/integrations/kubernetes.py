@@ -1,7 +1,7 @@
 """Jobs of Kubernetes that ask for what a plan needs: GPUs, memory, /dev/shm and disk of each pod, term by term.
 
-Fields are those of kubeflow/trainer (trainer.kubeflow.org/v1alpha1), volcano-sh/volcano (batch.volcano.sh/v1alpha1) and
-batch/v1. Files are JSON, which is YAML too.
+Fields are those of kubeflow/trainer (trainer.kubeflow.org/v1alpha1; `runtimePatches` came with its v2.2.0),
+volcano-sh/volcano (batch.volcano.sh/v1alpha1) and batch/v1. Files are JSON, which is YAML too.
 """
 
 import shlex
@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.planning.planfile import Plan
+from memwall.planning.technique import allowable, technique_of
 from memwall.units import format_bytes
 
 __all__ = ["KINDS", "Kind", "JobCommand", "manifest"]
@@ -82,7 +83,7 @@ def manifest(plan: Plan, kind: str, launch: JobCommand, environment: Mapping[str
             f"--world-size {launch.num_ranks} does not fill nodes of {num_here} ranks; give --ranks-per-node a divisor"
         )
     num_nodes, needs = launch.num_ranks // num_here, _needs(plan, num_here)
-    command = _command(plan, launch.script, has_disk=bool(plan.forecast.peak.disk_bytes))
+    command = _command(plan, launch.script, num_here)
     variables = [{"name": name, "value": value} for name, value in sorted(environment.items())]
     metadata = {"name": _NAME, "annotations": needs.annotations}
     if kind == "trainjob":
@@ -101,22 +102,40 @@ def manifest(plan: Plan, kind: str, launch: JobCommand, environment: Mapping[str
 
 
 def _needs(plan: Plan, num_ranks: int) -> _Needs:
-    forecast, is_on_gpu = plan.forecast, plan.forecast.device != "cpu"
-    peak = forecast.peak
+    is_on_gpu = plan.forecast.device != "cpu"
+    host_bytes = _host_bytes(plan)
     ranks = f"of {num_ranks} ranks: "
     if is_on_gpu:
         memory = {
-            f"{ranks}host memory of the plan": num_ranks * (peak.host_bytes or 0),
+            f"{ranks}host memory of the plan": num_ranks * host_bytes,
+            # A run that is told --host takes nine tenths of what is free at most.
+            f"{ranks}a tenth that --host leaves free": num_ranks * -(-host_bytes // 9),
             f"{ranks}code and libraries, assumed": num_ranks * _HOST_PROCESS_BYTES,
         }
     else:
         memory = {f"{ranks}the budget": num_ranks * _budget_bytes(plan)}
+    disk = "disk of the plan" if is_on_gpu else "disk of the plan, or of all tensors of the first step"
     return _Needs(
         num_ranks=num_ranks,
         is_on_gpu=is_on_gpu,
         memory=memory | {"/dev/shm": _SHM_BYTES},
-        disk={f"{ranks}disk of the plan": num_ranks * (peak.disk_bytes or 0), "logs and layers": _SLACK_BYTES},
+        disk={f"{ranks}{disk}": num_ranks * _disk_bytes(plan), "logs and layers": _SLACK_BYTES},
     )
+
+
+def _host_bytes(plan: Plan) -> int:
+    """Returns what a rank takes of host memory at most, below a GPU."""
+    phases = (plan.forecast.peak, *plan.forecast.phases.values())
+    return max(phase.host_bytes or 0 for phase in phases)
+
+
+def _disk_bytes(plan: Plan) -> int:
+    """Returns what a rank has on disk at most. On a CPU its first step moves all that it can there."""
+    forecast = plan.forecast
+    planned_bytes = max(phase.disk_bytes or 0 for phase in (forecast.peak, *forecast.phases.values()))
+    if forecast.device != "cpu":
+        return planned_bytes
+    return max(planned_bytes, (forecast.plain_peak or forecast.peak).allocated_bytes)
 
 
 def _budget_bytes(plan: Plan) -> int:
@@ -125,9 +144,17 @@ def _budget_bytes(plan: Plan) -> int:
     return forecast.budget_bytes or forecast.peak.process_bytes + forecast.margin_bytes
 
 
-def _command(plan: Plan, script: Sequence[str], *, has_disk: bool) -> tuple[str, ...]:
-    own = ("--disk", _SCRATCH) if has_disk else ()
-    return ("-m", "memwall", "run", "--budget", str(_budget_bytes(plan)), *own, *script)
+def _command(plan: Plan, script: Sequence[str], num_ranks: int) -> tuple[str, ...]:
+    """Returns what each rank runs; sizes are those of all ranks of a pod, which divide them."""
+    own = ["--budget", str(_budget_bytes(plan))]
+    if plan.forecast.device != "cpu" and (host_bytes := _host_bytes(plan)):
+        own += ["--host", str(num_ranks * host_bytes)]
+    if _disk_bytes(plan):
+        own += ["--disk", _SCRATCH]
+    used = {technique_of(action).allow for action in plan.actions}
+    if allowed := [kind for kind in allowable() if kind in used]:
+        own += ["--allow", ",".join(allowed)]
+    return ("-m", "memwall", "run", *own, *script)
 
 
 def _mounts(needs: _Needs) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

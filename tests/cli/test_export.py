@@ -200,11 +200,12 @@ def test_people_read_what_memwall_must_still_do(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("horovod", "--to: 'horovod' is not known; expected one of trainer, accelerate, deepspeed, env"),
+        (("horovod",), "--to: 'horovod' is not known; expected one of trainer, accelerate, deepspeed, env"),
+        (("env", "--job", "job", "--image", "a"), "--to env has no place for --image, --job: of --to kubernetes alone"),
     ],
 )
-def test_other_targets_are_refused(target: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "plan.json", "--to", target, "-o", "out.json"]) == 2
+def test_other_targets_are_refused(target: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "plan.json", "-o", "out.json", "--to", *target]) == 2
     assert message in capsys.readouterr().err
     assert not Path("out.json").exists()
 

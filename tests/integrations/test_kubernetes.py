@@ -9,8 +9,10 @@ from msgspec.structs import replace
 from plans import a_plan
 
 from memwall.cli.app import main
+from memwall.planning.forecast import PeakBytes
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.autocast import Autocast
 
 GIB = 1 << 30
 
@@ -29,8 +31,14 @@ def written(plan: Plan, folder: Path, *options: str, status: int = 0) -> Any:
     return None if status else json.loads(Path(target).read_text())
 
 
-COMMAND = ["-m", "memwall", "run", "--budget", str(70 * GIB), "--disk", "/memwall-scratch", "train.py", "--name", "a b"]
-ASKED = {"memory": str((8 * (3 + 4) + 1) * GIB), "ephemeral-storage": str((8 * 5 + 1) * GIB), "nvidia.com/gpu": 8}
+OWN = ["--budget", str(70 * GIB), "--host", str(8 * 3 * GIB), "--disk", "/memwall-scratch"]
+COMMAND = ["-m", "memwall", "run", *OWN, "train.py", "--name", "a b"]
+TENTH = 8 * -(-3 * GIB // 9)
+ASKED = {
+    "memory": str((8 * (3 + 4) + 1) * GIB + TENTH),
+    "ephemeral-storage": str((8 * 5 + 1) * GIB),
+    "nvidia.com/gpu": 8,
+}
 
 
 def test_a_train_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,8 +48,11 @@ def test_a_train_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (trainer["image"], trainer["numNodes"], trainer["numProcPerNode"]) == ("train:1", 2, 8)
     assert trainer["command"] == ["torchrun", *COMMAND]
     assert trainer["resourcesPerNode"] == {"requests": ASKED, "limits": ASKED}
+    free_bytes = int(ASKED["memory"]) - (8 * 4 + 1) * GIB
+    assert free_bytes * 9 // 10 >= 24 * GIB, "what --host asks for can be pinned in that memory"
     assert job["metadata"]["annotations"] == {
         "memwall/memory": "24.00 GiB of 8 ranks: host memory of the plan; "
+        "2.67 GiB of 8 ranks: a tenth that --host leaves free; "
         "32.00 GiB of 8 ranks: code and libraries, assumed; 1.00 GiB /dev/shm",
         "memwall/ephemeral-storage": "40.00 GiB of 8 ranks: disk of the plan; 1.00 GiB logs and layers",
     }
@@ -50,7 +61,9 @@ def test_a_train_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     pod = node["template"]["spec"]["template"]["spec"]
     assert pod["volumes"][0] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(GIB)}}
     assert pod["containers"][0]["volumeMounts"][0] == {"name": "shm", "mountPath": "/dev/shm"}
-    assert "is an assumption, 4 GiB" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is an assumption, 4 GiB" in said
+    assert "runtimePatches need Kubeflow Trainer 2.2 or later" in said
 
 
 def test_a_job_of_volcano_starts_as_many_ranks_as_a_pod_has(tmp_path: Path) -> None:
@@ -64,13 +77,18 @@ def test_a_job_of_volcano_starts_as_many_ranks_as_a_pod_has(tmp_path: Path) -> N
 
 
 def test_a_plain_job_on_cpus_asks_for_the_budget(tmp_path: Path) -> None:
-    plan = a_plan(AllocatorReuse(policy="tensor-heap", limit_bytes=9))
-    plan = replace(plan, forecast=replace(plan.forecast, budget_bytes=2 * GIB))
+    """AND have a disk for their first step, and are allowed what the plan was."""
+    plan = a_plan(AllocatorReuse(policy="tensor-heap", limit_bytes=9), Autocast(dtype="bfloat16"))
+    plain = PeakBytes(allocated_bytes=3 * GIB, process_bytes=4 * GIB)
+    plan = replace(plan, forecast=replace(plan.forecast, budget_bytes=2 * GIB, plain_peak=plain))
     job = written(plan, tmp_path, "--world-size", "2", "--job", "job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    asked = {"memory": str((2 * 2 + 1) * GIB), "ephemeral-storage": str(GIB)}
+    asked = {"memory": str((2 * 2 + 1) * GIB), "ephemeral-storage": str((2 * 3 + 1) * GIB)}
     assert container["resources"] == {"requests": asked | {"cpu": 2}, "limits": asked}
-    assert container["command"][:3] == ["torchrun", "--standalone", "--nproc-per-node=2"]
+    start = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "memwall", "run"]
+    own = ["--budget", str(2 * GIB), "--disk", "/memwall-scratch", "--allow", "precision"]
+    assert container["command"] == [*start, *own, "train.py", "--name", "a b"]
+    assert container["volumeMounts"][1] == {"name": "scratch", "mountPath": "/memwall-scratch"}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +96,9 @@ def test_a_plain_job_on_cpus_asks_for_the_budget(tmp_path: Path) -> None:
     [
         (("--world-size", "12"), "--world-size 12 does not fill nodes of 8 ranks"),
         (("--world-size", "16", "--job", "job"), "a plain Job has one node, and this run has 2"),
+        (("--disk", "/mnt"), "--to kubernetes has no place for --disk: each pod has a volume of its own"),
+        (("--script", "train.py 'a"), """--script "train.py 'a": No closing quotation; expected SCRIPT ARGS"""),
+        (("--script", " "), "--script is empty; expected SCRIPT ARGS"),
         (("--job", "pod"), "--job: 'pod' is not known; expected one of trainjob, volcano, job"),
     ],
 )
