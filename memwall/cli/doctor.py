@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memwall.cli.options import JsonOption, write_json
+from memwall.errors import UsageError
 from memwall.patches import active
 from memwall.units import format_bytes
 
@@ -25,14 +26,19 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at devices, memory, disk and libraries, or at a training script, and say what to mend."""
+    """Look at devices, memory, disk and libraries, or at a training script, and say what to mend.
+
+    The exit status is 0 whatever is found.
+    """
+    if script is not None and disk is not None:
+        raise UsageError("doctor: SCRIPT is read, and --disk is of the machine; give one of them")
     from memwall.observe.doctor import inspect_machine, warnings_of
     from memwall.observe.script_mistakes import mistakes_in
 
     if script is not None:
         mistakes = mistakes_in(script)
         if as_json:
-            write_json({"schema": "memwall.doctor/1", "script": str(script), "mistakes": mistakes})
+            write_json({"schema": "memwall.script-mistakes/1", "script": str(script), "mistakes": mistakes})
             return
         for mistake in mistakes:
             typer.echo(f"{script}:{mistake.line}: {mistake.found}\n  -> {mistake.advice}")

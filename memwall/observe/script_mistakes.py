@@ -15,7 +15,6 @@ from memwall.errors import UsageError
 __all__ = ["Mistake", "mistakes_in"]
 
 _LOW = {"bfloat16", "float16", "half"}
-_SHARED = ("world_size", "num_processes", "num_ranks", "process_count")
 
 
 class Mistake(Struct, frozen=True, kw_only=True):
@@ -46,6 +45,7 @@ class _Source:
     def __init__(self, tree: ast.AST) -> None:
         self.nodes = list(ast.walk(tree))
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.functions = [node for node in self.nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         self.loops = [node for node in self.nodes if isinstance(node, (ast.For, ast.While))]
 
     def called(self, *names: str) -> list[ast.Call]:
@@ -58,37 +58,16 @@ class _Source:
         return bool(self.called("DistributedDataParallel", "DDP", "fully_shard", "Accelerator", "init_process_group"))
 
 
-def _scheduler_of_processes(source: _Source) -> Iterator[Mistake]:
-    if not source.called("Accelerator") or _has_keyword(source, "Accelerator", "step_scheduler_with_optimizer", False):
-        return
+def _batch_of_a_device(source: _Source) -> Iterator[Mistake]:
     if _has_keyword(source, "Accelerator", "split_batches", True):
         return
-    made = {
-        target.id: node.value
-        for node in source.nodes
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _is_scheduler(node.value)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    for call in source.called("prepare"):
-        for given in call.args:
-            scheduler = made.get(given.id) if isinstance(given, ast.Name) else None
-            if scheduler is not None and not _mentions(scheduler, *_SHARED):
-                yield Mistake(
-                    line=scheduler.lineno,
-                    found="a scheduler that Accelerate prepares steps once for each process in every optimizer step, "
-                    "and this one counts optimizer steps",
-                    advice="multiply its numbers of steps by accelerator.num_processes, or leave it out of prepare()",
-                )
-
-
-def _batch_of_a_device(source: _Source) -> Iterator[Mistake]:
     for call in source.calls:
         for keyword in call.keywords:
             is_loader = keyword.arg == "batch_size" and _name(call.func) == "DataLoader" and source.is_distributed
-            if (is_loader or keyword.arg in ("per_device_train_batch_size", "train_micro_batch_size_per_gpu")) and (
-                _mentions(keyword.value, "global", "total") and not _mentions(keyword.value, *_SHARED)
-            ):
+            if not is_loader and keyword.arg not in ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"):
+                continue
+            # What is computed from it may well be a device's part, whatever divides it is called.
+            if any(part in _name(keyword.value) for part in ("global", "total")):
                 yield Mistake(
                     line=keyword.value.lineno,
                     found=f"{keyword.arg} is of one device, and is given the global batch",
@@ -113,24 +92,32 @@ def _mean_over_ranks(source: _Source) -> Iterator[Mistake]:
 def _clipping_before_unscaling(source: _Source) -> Iterator[Mistake]:
     if not source.called("GradScaler"):
         return
-    unscaled = [(call.lineno, call.col_offset) for call in source.called("unscale_")]
-    for clip in source.called(*_CLIPS):
-        if not any(place < (clip.lineno, clip.col_offset) for place in unscaled) and "accelerator" not in ast.unparse(
-            clip.func
+    in_functions = {node for each in source.functions for statement in each.body for node in ast.walk(statement)}
+    scopes = [[node for statement in each.body for node in ast.walk(statement)] for each in source.functions]
+    for scope in (*scopes, [node for node in source.nodes if node not in in_functions]):
+        calls = [node for node in scope if isinstance(node, ast.Call)]
+        unscaled = [call for call in calls if _name(call.func) == "unscale_"]
+        if not any(_name(call.func) in ("scale", "step") and "scaler" in ast.unparse(call.func) for call in calls) or (
+            not unscaled and source.called("unscale_")  # elsewhere, maybe before this is called
         ):
-            yield Mistake(
-                line=clip.lineno,
-                found="gradients are clipped while they are scaled: the bound is meant for unscaled ones",
-                advice="call scaler.unscale_(optimizer) before",
-            )
+            continue
+        for clip in (call for call in calls if _name(call.func) in _CLIPS):
+            if "accelerator" not in ast.unparse(clip.func) and not any(
+                (call.lineno, call.col_offset) < (clip.lineno, clip.col_offset) for call in unscaled
+            ):
+                yield Mistake(
+                    line=clip.lineno,
+                    found="gradients are clipped while they are scaled: the bound is meant for unscaled ones",
+                    advice="call scaler.unscale_(optimizer) before",
+                )
 
 
 def _clipping_each_micro_batch(source: _Source) -> Iterator[Mistake]:
     for loop in source.loops:
         for window in (node for node in loop.body if isinstance(node, ast.If) and _is_window(node.test)):
-            if not _calls_within(window, "step"):
-                continue
             outside = [node for node in loop.body if node is not window]
+            if not _optimizer_steps(window) or any(_optimizer_steps(node) for node in outside):
+                continue
             for clip in (call for node in outside for call in _calls_within(node, *_CLIPS)):
                 yield Mistake(
                     line=clip.lineno,
@@ -139,24 +126,12 @@ def _clipping_each_micro_batch(source: _Source) -> Iterator[Mistake]:
                 )
 
 
-def _samples_twice(source: _Source) -> Iterator[Mistake]:
-    if not source.called("Accelerator") or _mentions_any(source, ("even_batches", "gather_for_metrics")):
-        return
-    if source.called("prepare"):
-        for call in source.called("DataLoader"):
-            if not _is_true(_keywords(call).get("drop_last")):
-                yield Mistake(
-                    line=call.lineno,
-                    found="Accelerate fills the last batch of an epoch up with samples of the first (even_batches), "
-                    "which then count twice",
-                    advice="DataLoader(drop_last=True) for training, accelerator.gather_for_metrics for evaluation",
-                )
-
-
 def _last_window(source: _Source) -> Iterator[Mistake]:
     for loop in source.loops:
+        if not isinstance(loop, ast.For) or _name(getattr(loop.iter, "func", loop.iter)) == "range":
+            continue  # how often it runs may be chosen so that windows come out even
         for window in (node for node in loop.body if isinstance(node, ast.If) and _is_window(node.test)):
-            stepped = [call for call in _calls_within(window, "step") if "optim" in ast.unparse(call.func)]
+            stepped = _optimizer_steps(window)
             later = [call for call in source.called("step") if call.lineno > (loop.end_lineno or 0)]
             if stepped and isinstance(window.test, ast.Compare) and not later:
                 yield Mistake(
@@ -169,6 +144,8 @@ def _last_window(source: _Source) -> Iterator[Mistake]:
 
 
 def _low_weights(source: _Source) -> Iterator[Mistake]:
+    if _mentions_any(source, _FROZEN):
+        return  # a base that is not trained may be in 16 bits
     flagged = [call for call in source.calls if any(_is_true(_keywords(call).get(name)) for name in ("bf16", "fp16"))]
     mixed = [call for call in source.calls if "mixed_precision" in _keywords(call)]
     if not (flagged or mixed or source.called("autocast", "GradScaler")):
@@ -188,21 +165,20 @@ def _low_weights(source: _Source) -> Iterator[Mistake]:
 
 
 def _checkpointing_twice(source: _Source) -> Iterator[Mistake]:
-    by_model = source.called("gradient_checkpointing_enable")
-    by_trainer = [
-        call
-        for call in source.calls
-        if any(_is_true(_keywords(call).get(n)) for n in ("gradient_checkpointing", "activation_checkpointing"))
-    ]
-    by_dict = [
-        value
-        for node in source.nodes
-        if isinstance(node, ast.Dict)
-        for key, value in zip(node.keys, node.values, strict=True)
-        if _is_constant(key, "activation_checkpointing") and _is_true(value)
+    # The Trainer's argument calls the model's method: both are one way.
+    by_model = [*source.called("gradient_checkpointing_enable"), *_turned_on(source, "gradient_checkpointing")]
+    by_fsdp = [
+        *_turned_on(source, "activation_checkpointing"),
+        *(
+            value
+            for node in source.nodes
+            if isinstance(node, ast.Dict)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if _is_constant(key, "activation_checkpointing") and _is_true(value)
+        ),
     ]
     by_hand = source.called("apply_activation_checkpointing", "checkpoint_wrapper")
-    ways = [found for found in (by_model, by_trainer, by_dict, by_hand) if found]
+    ways = [found for found in (by_model, by_fsdp, by_hand) if found]
     if len(ways) > 1:
         lines = sorted(found[0].lineno for found in ways)
         yield Mistake(
@@ -239,8 +215,7 @@ def _data_parallel(source: _Source) -> Iterator[Mistake]:
 
 
 def _unused_and_reentrant(source: _Source) -> Iterator[Mistake]:
-    unused = [c for c in source.calls if _is_true(_keywords(c).get("find_unused_parameters"))]
-    unused += [c for c in source.calls if _is_true(_keywords(c).get("ddp_find_unused_parameters"))]
+    unused = [*_turned_on(source, "find_unused_parameters"), *_turned_on(source, "ddp_find_unused_parameters")]
     in_dicts = [
         value
         for node in source.nodes
@@ -248,7 +223,7 @@ def _unused_and_reentrant(source: _Source) -> Iterator[Mistake]:
         for key, value in zip(node.keys, node.values, strict=True)
         if _is_constant(key, "use_reentrant") and _is_true(value)
     ]
-    reentrant = [call for call in source.calls if _is_true(_keywords(call).get("use_reentrant"))]
+    reentrant = _turned_on(source, "use_reentrant")
     if unused and (reentrant or in_dicts):
         line = min(node.lineno for node in (*reentrant, *in_dicts))
         yield Mistake(
@@ -260,12 +235,10 @@ def _unused_and_reentrant(source: _Source) -> Iterator[Mistake]:
 
 
 _RULES: tuple[Callable[[_Source], Iterator[Mistake]], ...] = (
-    _scheduler_of_processes,
     _batch_of_a_device,
     _mean_over_ranks,
     _clipping_before_unscaling,
     _clipping_each_micro_batch,
-    _samples_twice,
     _last_window,
     _low_weights,
     _checkpointing_twice,
@@ -274,6 +247,7 @@ _RULES: tuple[Callable[[_Source], Iterator[Mistake]], ...] = (
     _unused_and_reentrant,
 )
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+_FROZEN = ("get_peft_model", "peft_config", "LoraConfig", "requires_grad_", "requires_grad")
 _COUNTS = ("over_ranks", "num_items_in_batch", "num_tokens")
 
 
@@ -299,10 +273,9 @@ def _is_true(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is True
 
 
-def _mentions(node: ast.AST, *parts: str) -> bool:
-    """Returns whether a name below a node has one of these parts."""
-    names = (_name(each) for each in ast.walk(node))
-    return any(part in name for name in names for part in parts)
+def _turned_on(source: _Source, keyword: str) -> list[ast.Call]:
+    """Returns the calls that are given True by this name."""
+    return [call for call in source.calls if _is_true(_keywords(call).get(keyword))]
 
 
 def _mentions_any(source: _Source, names: tuple[str, ...]) -> bool:
@@ -310,14 +283,14 @@ def _mentions_any(source: _Source, names: tuple[str, ...]) -> bool:
     return not found.isdisjoint(names)
 
 
-def _is_scheduler(call: ast.Call) -> bool:
-    name = _name(call.func)
-    return "schedule" in name.lower() or (name.endswith("LR") and len(name) > 2)
-
-
 def _is_window(test: ast.expr) -> bool:
     """Returns whether a condition is that a window of micro-batches is full: it has a remainder in it."""
     return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test))
+
+
+def _optimizer_steps(node: ast.AST) -> list[ast.Call]:
+    """Returns the steps of an optimizer below a node, those by a scaler too; a scheduler's are none."""
+    return [call for call in _calls_within(node, "step") if "optim" in ast.unparse(call)]
 
 
 def _calls_within(node: ast.AST, *names: str) -> list[ast.Call]:

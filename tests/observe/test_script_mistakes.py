@@ -22,12 +22,6 @@ for epoch in range(3):
 """
 CLIP, UNSCALE = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "scaler.unscale_(optimizer)"
 LAST = " or index + 1 == len(loader)"
-PREPARED = """
-accelerator = Accelerator()
-loader = DataLoader(dataset, batch_size=8, drop_last=True)
-scheduler = get_linear_schedule_with_warmup(optimizer, 10, {steps})
-model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-"""
 
 
 def window(*, before: str = "", within: str = "", last: str = LAST) -> str:
@@ -40,17 +34,11 @@ def window(*, before: str = "", within: str = "", last: str = LAST) -> str:
 
 
 PLANTED: dict[str, tuple[str, int, str, str]] = {
-    "a scheduler that Accelerate steps for each process": (
-        PREPARED.format(steps="1000"),
-        4,
-        "steps once for each process",
-        PREPARED.format(steps="1000 * accelerator.num_processes"),
-    ),
     "the batch of a device taken for the global one": (
         "args = TrainingArguments(\n    out,\n    per_device_train_batch_size=global_batch,\n)",
         3,
         "per_device_train_batch_size is of one device",
-        "args = TrainingArguments(out, per_device_train_batch_size=global_batch // world_size)",
+        "args = TrainingArguments(out, per_device_train_batch_size=global_batch // n_gpus)",
     ),
     "the batch of a rank's loader taken for the global one": (
         "init_process_group()\nloader = DataLoader(data, batch_size=args.total_batch)",
@@ -75,12 +63,6 @@ PLANTED: dict[str, tuple[str, int, str, str]] = {
         5,
         "after each micro-batch",
         window(within=f"{UNSCALE}; {CLIP}"),
-    ),
-    "samples that count twice": (
-        "accelerator = Accelerator()\nloader = DataLoader(data, batch_size=8)\nloader = accelerator.prepare(loader)",
-        2,
-        "which then count twice",
-        "accelerator = Accelerator()\nloader = accelerator.prepare(DataLoader(data, 8, drop_last=True))",
     ),
     "the last window left out": (window(last=""), 5, "that fill no window", window()),
     "weights in 16 bits under mixed precision": (
@@ -123,6 +105,76 @@ def test_a_planted_mistake_is_found_on_its_line(name: str, tmp_path: Path) -> No
     assert mistakes_in(script) == ()
 
 
+CORRECT = {
+    "a scheduler in a window, beside an optimizer that steps each time": f"""
+for index, batch in enumerate(loader):
+    loss_of(model, batch).backward()
+    {CLIP}
+    optimizer.step()
+    if index % 10 == 0:
+        scheduler.step()
+""",
+    "unscaling in a function below the one that clips": f"""
+scaler = torch.amp.GradScaler()
+def bounded(model):
+    {CLIP}
+def train(model):
+    scaler.scale(loss).backward()
+    {UNSCALE}
+    bounded(model)
+    scaler.step(optimizer)
+""",
+    "clipping without the scaler in another function": f"""
+scaler = torch.amp.GradScaler()
+def in_16_bits():
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+def in_32_bits():
+    {CLIP}
+    optimizer.step()
+""",
+    "a frozen base in 16 bits": """
+model = Auto.from_pretrained(name, torch_dtype=torch.bfloat16)
+trainer = SFTTrainer(model, args=SFTConfig(bf16=True), peft_config=LoraConfig(r=16))
+""",
+    "windows that come out even": """
+for index in range(1000):
+    loss_of(model).backward()
+    if index % 4 == 3:
+        optimizer.step()
+""",
+    "one way to checkpoint, said twice": """
+model.gradient_checkpointing_enable()
+args = TrainingArguments(out, gradient_checkpointing=True)
+""",
+    "batches that Accelerate divides": """
+accelerator = Accelerator(split_batches=True)
+loader = DataLoader(data, batch_size=global_batch)
+""",
+}
+
+
+@pytest.mark.parametrize("name", CORRECT)
+def test_nothing_is_said_of_what_is_right(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CORRECT[name])
+    assert mistakes_in(script) == ()
+
+
+def test_nothing_is_said_of_scripts_that_are_known_to_be_right() -> None:
+    folder = Path(__file__).parents[1]
+    scripts = [*(folder / "compat" / "scripts").glob("*.py"), *(folder / "scripts").glob("train_*.py")]
+    assert len(scripts) > 30
+    assert {script.name: found for script in scripts if (found := mistakes_in(script))} == {}
+
+
+def test_a_script_has_no_disk_to_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["doctor", str(script), "--disk", str(tmp_path)]) == 2
+    assert "doctor: SCRIPT is read, and --disk is of the machine; give one of them" in capsys.readouterr().err
+
+
 def test_the_command_says_where_and_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("\nmodel = nn.DataParallel(model)\n")
@@ -132,7 +184,8 @@ def test_the_command_says_where_and_what_to_do(tmp_path: Path, capsys: pytest.Ca
         "  -> start one process for each device (torchrun), and take DistributedDataParallel\n"
     )
     assert main(["doctor", str(script), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["mistakes"][0]["line"] == 2
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["schema"], shown["mistakes"][0]["line"]) == ("memwall.script-mistakes/1", 2)
     script.write_text("import torch\n")
     assert main(["doctor", str(script)]) == 0
     assert capsys.readouterr().out == f"{script}: nothing to mend\n"
