@@ -104,6 +104,12 @@ class AppliedPlan(Target):
                 handler.set_proving(self, is_proving=self._num_steps % PROOF_STEPS == 0)
         self._num_steps += 1
 
+    def prove_again(self) -> None:
+        """Has actions prove themselves once more in a first step, whose forwards so far were no part of it."""
+        if self._num_steps % PROOF_STEPS == 1:
+            for handler in self.handlers:
+                handler.set_proving(self, is_proving=True)
+
     def check_proofs(self) -> None:
         """Checks that no action has made the gradients others than they are without it; before they are used.
 

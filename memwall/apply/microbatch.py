@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memwall.errors import ApplyError
@@ -29,6 +29,8 @@ class MicroBatches:
         """Whether the model compares position t with label t+1, as a causal language model does."""
         self.num_left = 0
         """Parts of the present batch that the loop has not taken yet."""
+        self.is_comparing = False
+        """Whether parts are compared with each other, by calls of the model that are no part of the step."""
         self._weight: float | None = None
         self._without_reduction: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._divided: set[tuple[torch.Size, torch.dtype]] = set()
@@ -76,9 +78,16 @@ class MicroBatches:
         return (tensor.shape, tensor.dtype) in self._divided
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Runs backward of the present part's mean loss, with its weight; returns that share of the batch's loss."""
+        """Runs backward of the present part's mean loss, with its weight; returns that share of the batch's loss.
+
+        A part without a loss term has no mean, where it is computed as 0/0; then it adds nothing to loss and gradient.
+        """
         if self._weight is None:
             raise ApplyError("session.backward(loss) was called outside `for micro in session.step(batch)`")
+        if self._weight == 0.0 and not bool(loss.detach().isfinite().all()):
+            if distributed.is_available() and distributed.is_initialized():  # others wait for this backward
+                (loss * 0.0).backward()
+            return torch.zeros_like(loss.detach())
         share = loss if self._weight == 1.0 else loss * self._weight
         share.backward()
         return share.detach()

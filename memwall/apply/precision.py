@@ -22,7 +22,7 @@ from memwall.patches import Patches
 from memwall.torch_internals.storages import sparse_values
 from memwall.trace.attached import attach_hook, wrap_forward
 
-__all__ = ["GradientScaling", "LowerPrecision", "lower_dtype"]
+__all__ = ["GradientScaling", "LowerPrecision", "leaves", "lower_dtype"]
 
 _log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class GradientScaling:
                 "leave precision alone: without --allow precision"
             )
         self._hook_parameters()
-        for leaf in _leaves(roots):
+        for leaf in leaves(roots):
             if id(leaf) not in self._hooked:
                 raise ApplyError(
                     f"float16: backward reaches a tensor of shape {tuple(leaf.shape)} that is no parameter of "
@@ -265,7 +265,7 @@ def _on_all_ranks(is_finite: Tensor) -> bool:
     return bool(is_finite)
 
 
-def _leaves(roots: tuple[Tensor | GradientEdge, ...]) -> Iterator[Tensor]:
+def leaves(roots: tuple[Tensor | GradientEdge, ...]) -> Iterator[Tensor]:
     """Returns the tensors whose `.grad` a backward pass from `roots` adds to."""
     nodes = (root.grad_fn if isinstance(root, Tensor) else root.node for root in roots)
     stack = [node for node in nodes if node is not None]

@@ -23,7 +23,7 @@ from memwall.torch_internals.modules import is_loader_iterator
 from memwall.torch_internals.sharding import is_sharded
 from memwall.trace.together import models_of
 
-__all__ = ["PREFIX", "Companions", "State", "holder_of"]
+__all__ = ["PREFIX", "Companions", "State", "generator_state", "holder_of", "set_generator_state"]
 
 PREFIX = "beside/"
 """Begins the name of a tensor that belongs to none of the model and the optimizer."""
@@ -111,7 +111,7 @@ class Companions:
         if self.copies:
             parts = [Part(part.name, part.tensor.detach().clone(), part.kind) for part in parts]
         objects = {
-            "generators": {name: _state_of(value) for name, value in self._generators.items()},
+            "generators": {name: generator_state(value) for name, value in self._generators.items()},
             "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
             "uncommitted": list(self.uncommitted),
         }
@@ -120,7 +120,7 @@ class Companions:
     def restore(self, saved: Mapping[str, dict[str, Any]]) -> None:
         """Gives generators and others their states, and takes those out of what is left to give."""
         for name in [name for name in saved["generators"] if name in self._generators]:
-            _set_state(self._generators[name], saved["generators"].pop(name))
+            set_generator_state(self._generators[name], saved["generators"].pop(name))
         for name in [name for name in saved["stateful"] if name in self._stateful]:
             self._stateful[name].load_state_dict(saved["stateful"].pop(name))
 
@@ -205,7 +205,8 @@ def _is_own(value: Any) -> bool:
     return frame is None or str(frame.f_globals.get("__name__", "")).startswith(("memwall", "torch"))
 
 
-def _state_of(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
+    """Returns the state of a generator that `is_generator` knows, without arrays of numpy."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -214,7 +215,8 @@ def _state_of(generator: Any) -> Any:
     return _without_arrays(bits.state)
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Sets a generator to what `generator_state` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):

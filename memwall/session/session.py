@@ -250,10 +250,14 @@ class Session:
         """
         self._live.in_effect.take_batches(self.plan, is_begun=self.state != "waiting")
         self._steps.batch_begins()
-        if not self._parts_proof.knows(self._live.in_effect.applied):
-            self.measured.unproven = {"accumulate": "the loop computes its losses itself"}
+        self._parts_proof.not_asked(self._live.in_effect.applied)
+        self._note_unproven()
+        yield from self._split(batch, count, over_ranks=over_ranks)
+
+    def _split(self, batch: Any, count: Callable[[Any], int] | None, *, over_ranks: bool) -> Iterator[Any]:
+        """Yields the micro-batches of a batch, whose step has begun."""
         total_of = self._live.terms_per_rank if over_ranks else float
-        yield from self._live.in_effect.micro.split(batch, count, total_of=total_of)
+        return self._live.in_effect.micro.split(batch, count, total_of=total_of)
 
     def backward(self, loss: Tensor) -> None:
         """Runs `loss.backward()`, weighted by the present micro-batch's share of the batch."""
@@ -291,7 +295,7 @@ class Session:
             self._live.in_effect.take_batches(self.plan, is_begun=self.state != "waiting")
             self._steps.batch_begins()
             self._prove_parts(batch, loss_of, count)
-            parts = self.step(batch, count=count, over_ranks=over_ranks)
+            parts = self._split(batch, count, over_ranks=over_ranks)
             return sum((self._live.in_effect.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
 
         return self.redoable(part)
@@ -301,6 +305,10 @@ class Session:
         if self.state != "running" or self._borders.in_step:
             return
         self._parts_proof.before_step(self._live.in_effect.applied, batch, loss_of, count)
+        self._note_unproven()
+
+    def _note_unproven(self) -> None:
+        """Notes for the report what the proof of parts says of the run so far."""
         self.measured.unproven = {"accumulate": self._parts_proof.unproven} if self._parts_proof.unproven else {}
 
     def redoable(self, part: Callable[[], _T]) -> _T:

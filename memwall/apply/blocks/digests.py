@@ -19,7 +19,7 @@ from memwall.torch_internals.compiler import unseen
 from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import own_buffers
 
-__all__ = ["Digest", "Digesting", "Place", "difference", "digest_of", "weighted_sum", "written"]
+__all__ = ["Digest", "Digesting", "Place", "difference", "digest_of", "pieces", "weighted_sum", "written"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements that are worked on at a time, where that takes a copy; on a device 16 bytes for each, which no forecast has.
@@ -113,7 +113,7 @@ def weighted_sum(words: Tensor) -> Tensor:
     """Returns the sum of integers, each multiplied by a number for its place; it stays where they are."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     place = 0
-    for part in _parts(words, is_copied=True):
+    for part in pieces(words, is_copied=True):
         weights = torch.arange(place, place + part.numel(), device=words.device).mul_(2).add_(1).mul_(_FACTOR)
         weights ^= weights >> 29
         total += weights.mul_(part.reshape(-1)).sum()
@@ -123,7 +123,7 @@ def weighted_sum(words: Tensor) -> Tensor:
 
 def _checksum(words: Tensor) -> int:
     value = 0
-    for part in _parts(words, is_copied=not words.is_contiguous()):
+    for part in pieces(words, is_copied=not words.is_contiguous()):
         packed = part.contiguous()
         value = hash((value, crc32(memory_at(packed.data_ptr(), packed.nbytes))))
     return value
@@ -134,13 +134,14 @@ def _spread(words: Tensor) -> list[int]:
     return [dim for dim, (size, step) in enumerate(zip(words.shape, words.stride(), strict=True)) if size > 1 and step]
 
 
-def _parts(words: Tensor, *, is_copied: bool, most: int = 0) -> Sequence[Tensor]:
+def pieces(words: Tensor, *, is_copied: bool, most: int = 0) -> Sequence[Tensor]:
+    """Returns views of a tensor that together are all of it, small ones where something copies each (`is_copied`)."""
     if not is_copied or not words.dim():
         return (words,)
     row = max(1, words.numel() // words.shape[0])
     most = most or min(max(_LEAST_PART, words.numel() // _NUM_PARTS), _MOST_PART)
     if row > 2 * most and words.dim() > 1:
-        return [part for slab in words.unbind(0) for part in _parts(slab, is_copied=True, most=most)]
+        return [part for slab in words.unbind(0) for part in pieces(slab, is_copied=True, most=most)]
     parts: Sequence[Tensor] = words.split(max(1, most // row))
     return parts
 

@@ -55,6 +55,8 @@ class AccumulationEffect(Effect):
     def _before_forward(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or current_node() is not None:
             return
+        if self._micro is not None and self._micro.is_comparing:
+            return
         self._num_calls += 1
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dim() > 0]
         if self._micro is not None:
