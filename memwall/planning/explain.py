@@ -81,6 +81,7 @@ def infeasible_message(
     parameters_stay: str = "",
     is_running: bool = False,
     evaluation_batch: int = 0,
+    evaluation_bytes: int = 0,
     plain_bytes: int | None = None,
 ) -> str:
     """Returns one message: what was asked, what was found, what to do.
@@ -88,6 +89,7 @@ def infeasible_message(
     Args:
         is_running: a run has begun, and may do other things than its training steps.
         evaluation_batch: samples of an evaluation that the smallest budget has room for; 0 where none is known.
+        evaluation_bytes: what the process is foreseen to hold in that.
         parameters_stay: why parameters and gradients cannot be on disk, if they cannot.
         plain_bytes: what the process is foreseen to hold with nothing done; None where no run has begun.
     """
@@ -100,7 +102,7 @@ def infeasible_message(
         f"of that, {format_bytes(trace.base_bytes)} are the process before the step, "
         f"{format_bytes(parameters)} parameters"
         + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),
-        *([_outside(evaluation_batch)] if is_running else []),
+        *([_outside(trace.micro_batch, evaluation_batch, evaluation_bytes)] if is_running else []),
         *([_too_small(plain_bytes)] if plain_bytes is not None and plain_bytes <= smallest_bytes else []),
         *([f"parameters and gradients stay in memory: {parameters_stay}"] if parameters_stay else []),
         *(f"  - {help_line}" for help_line in helps),
@@ -115,11 +117,13 @@ def _too_small(plain_bytes: int) -> str:
     )
 
 
-def _outside(evaluation_batch: int) -> str:
+def _outside(trained_batch: int, evaluation_batch: int, evaluation_bytes: int) -> str:
     if evaluation_batch:
         return (
-            f"an evaluation in batches of {evaluation_batch} samples, the largest of its data loaders, is in that, and "
-            "no plan makes it smaller: evaluate smaller batches where that is what is missing"
+            f"a data loader of the script has batches of {evaluation_batch} samples, more than the {trained_batch} "
+            f"of a step: evaluating them is foreseen to hold {format_bytes(evaluation_bytes, rounding='up')}, which "
+            "is in that, and no plan makes it smaller: give that loader smaller batches, or, where nothing is "
+            "evaluated with it in this run, build it after the second step"
         )
     return "what the script does outside its training steps, evaluation say, is not in that"
 

@@ -203,6 +203,7 @@ class RecordingSearch:
                 parameters_stay=self._offers.stays,
                 is_running=first is not None,
                 evaluation_batch=0 if first is None else first.evaluation_batch,
+                evaluation_bytes=0 if first is None else first.evaluation_bytes,
                 plain_bytes=None
                 if first is None or first.evaluation_batch
                 else self._process.free(self.steady).process_bytes,

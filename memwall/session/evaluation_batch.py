@@ -1,6 +1,8 @@
 """Finds how many samples a script is going to evaluate at once, before it does: its data loaders say so."""
 
+import gc
 import sys
+from types import GeneratorType
 from typing import Any
 
 import msgspec
@@ -30,6 +32,8 @@ def with_evaluation(first: FirstStep, trace: Trace) -> FirstStep:
 def largest_batch(trained: int) -> int:
     """Returns the largest batch of any data loader that is alive; 0 where none is larger than what is trained.
 
+    One that is iterated while a step ends is the training's own, whose batches the script takes in parts.
+
     Args:
         trained: samples in a batch of the training step. One of the loaders must have that many, or batches are made
             otherwise than loaders say.
@@ -37,6 +41,12 @@ def largest_batch(trained: int) -> int:
     kind: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
     if kind is None or trained <= 0:
         return 0
-    sizes = {getattr(each, "batch_size", None) for each in objects_of((kind,))}
-    found = max((size for size in sizes if size), default=0) if trained in sizes else 0
-    return found if found > trained else 0
+    loaders = [(size, each) for each in objects_of((kind,)) if (size := getattr(each, "batch_size", None))]
+    if all(size != trained for size, _ in loaders):
+        return 0
+    larger = [(size, each.batch_sampler) for size, each in loaders if size > trained]
+    if not larger:
+        return 0
+    # What torch's samplers of batches are iterated by are generators, which hold them until their end.
+    held = {id(each) for generator in objects_of((GeneratorType,)) for each in gc.get_referents(generator)}
+    return max((size for size, sampler in larger if id(sampler) not in held), default=0)

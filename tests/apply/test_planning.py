@@ -61,6 +61,25 @@ def test_a_refusal_counts_what_planning_held_at_most(trace: Trace, monkeypatch: 
     assert refused(trace, first) >= 700 * MIB
 
 
+def test_an_evaluation_that_does_not_fit_is_refused_with_the_ways_out(trace: Trace) -> None:
+    """GIVEN a step that has a plan WHEN a loader's batches are to pass the budget THEN the loader is named."""
+    first = FirstStep(
+        needed_bytes=150 * MIB,
+        in_memory_bytes=0,
+        stays_from_bytes=0,
+        evaluation_batch=8192,
+        evaluation_bytes=3000 * MIB,
+    )
+    with pytest.raises(InfeasibleError) as error:
+        planning.planned(trace, Settings(budget_bytes=2000 * MIB, first_step=first), AllocatorHandler())
+    assert (
+        "a data loader of the script has batches of 8192 samples, more than the 512 of a step: evaluating them is "
+        "foreseen to hold 2.93 GiB, which is in that, and no plan makes it smaller: give that loader smaller batches, "
+        "or, where nothing is evaluated with it in this run, build it after the second step"
+    ) in str(error.value)
+    planning.planned(trace, Settings(budget_bytes=4000 * MIB, first_step=first), AllocatorHandler())
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 5 * MIB])
 def test_free_pages_that_a_large_budget_had_room_for_are_no_workspace(trace: Trace, kept_bytes: int) -> None:
     """GIVEN the same step under two budgets, one with room for free pages THEN plans know the same of both."""

@@ -231,8 +231,8 @@ MUTATIONS = (
     Mutation(
         "processes of one host pin all of its memory each",
         "memwall/machine/limits.py",
-        "return free_memory_bytes(root=root) * 9 // 10 // num_local_ranks()",
-        "return free_memory_bytes(root=root) * 9 // 10",
+        "return free_memory_bytes(root=root) * tenths // 10 // num_local_ranks()",
+        "return free_memory_bytes(root=root) * tenths // 10",
         ("tests/machine/test_limits.py",),
     ),
     Mutation(
@@ -255,5 +255,47 @@ MUTATIONS = (
         "                os.dup2(nowhere, _STANDARD_OUTPUT)",
         "                pass",
         ("tests/planning/test_solve.py::test_a_solver_that_prints_as_it_is_made_is_not_heard",),
+    ),
+    Mutation(
+        "a block is proven by a second run in forward that the budget has no room for",
+        "memwall/apply/blocks/recomputed.py",
+        "if room_bytes is not None and room_bytes < _RESULTS_AT_ONCE * first.largest_bytes:",
+        "if False:",
+        ("tests/apply/test_proofs.py",),
+    ),
+    Mutation(
+        "one of several ranks has no room to prove a block, and lacks in the block's collective",
+        "memwall/apply/technique.py",
+        "if num_processes() > 1:",
+        "if False:",
+        ("tests/apply/test_proofs.py",),
+    ),
+    Mutation(
+        "room between steps goes after the first ones, where leaving it costs next to nothing",
+        "memwall/session/watch/room.py",
+        "return asked_bytes if is_cheap or is_learning else",
+        "return asked_bytes if is_learning else",
+        ("tests/session/watch/test_room.py",),
+    ),
+    Mutation(
+        "the window of offloads holds sources that have left, and never waits for one",
+        "memwall/predict/offload_window.py",
+        "while leaving_bytes > (window_bytes if holds_sources else 0):",
+        "while False:",
+        ("tests/predict/test_offload_window.py",),
+    ),
+    Mutation(
+        "a session that closes takes the peaks of another one's device with it",
+        "memwall/machine/device_peaks.py",
+        "        if not self._num_users:",
+        "        if True:",
+        ("tests/machine/test_device_peaks.py",),
+    ),
+    Mutation(
+        "a loader that is trained from in parts is taken for one of an evaluation",
+        "memwall/session/evaluation_batch.py",
+        "if id(sampler) not in held",
+        "if True",
+        ("tests/session/test_evaluation_batch.py",),
     ),
 )
