@@ -113,7 +113,10 @@ CheckpointingOption = Annotated[
 LoraOption = Annotated[
     str | None,
     typer.Option(
-        "--lora", metavar="r=N,...", help="With a config.json: trains adapters, as r=16 or r=16,targets=q_proj,v_proj."
+        "--lora",
+        metavar="r=N,...",
+        help="With a config.json: trains adapters, as r=16,targets=q_proj,v_proj; without targets all-linear, unlike "
+        "PEFT's own default.",
     ),
 ]
 TorchOption = Annotated[

@@ -1,5 +1,7 @@
 """Gives a model that a configuration describes LoRA adapters as PEFT's: the base is frozen, only they are trained.
 
+Which layers get one is not PEFT's default, a table by architecture, but its "all-linear" or what is named.
+
 Source: peft 0.21.2, tuners/lora/layer.py (`Linear.forward`), tuners_utils.py (`_maybe_include_all_linear_layers`,
 `cast_adapter_dtype`).
 """

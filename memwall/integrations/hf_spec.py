@@ -72,6 +72,11 @@ def hugging_face_workload(
             f"{_MOST_TOKENS} tokens"
         )
     path, config, written_dtype, head = _read(source)
+    if adapters is not None and head.name in ONLY_BY_NAME:
+        raise UsageError(
+            f"{path}: --lora for {head.name}: there PEFT trains the classifier as well, beside the adapters, and these "
+            "forecasts do not; give a factory, module:function, whose model is that of get_peft_model"
+        )
     dtype = dtype or _dtype_of(path, written_dtype)
     if head.name in TEXT_HEADS:
         sequence = _sequence(path, config, sequence)

@@ -88,6 +88,16 @@ def test_a_target_that_names_no_layer_is_refused_with_those_that_there_are(writt
 
 
 @pytest.mark.slow
+@pytest.mark.requires("transformers")
+@pytest.mark.parametrize("kind", ["Sequence", "Token"])
+def test_a_classifier_that_peft_would_train_is_refused(kind: str, written: Any) -> None:
+    spec = written({**LLAMA, "architectures": [f"LlamaFor{kind}Classification"]})
+    assert hugging_face_workload(spec) is not None
+    with pytest.raises(UsageError, match=f"--lora for {kind.lower()} classification: there PEFT trains the classifier"):
+        hugging_face_workload(spec, lora="r=4")
+
+
+@pytest.mark.slow
 @pytest.mark.requires("transformers", "peft")
 @pytest.mark.parametrize(
     ("config", "lora"),
