@@ -109,7 +109,7 @@ def _needs(plan: Plan, num_ranks: int) -> _Needs:
         memory = {
             f"{ranks}host memory of the plan": num_ranks * host_bytes,
             # A run that is told --host takes nine tenths of what is free at most.
-            f"{ranks}a tenth that --host leaves free": num_ranks * -(-host_bytes // 9),
+            f"{ranks}a tenth that --host leaves free": num_ranks * _tenth_of(host_bytes),
             f"{ranks}code and libraries, assumed": num_ranks * _HOST_PROCESS_BYTES,
         }
     else:
@@ -127,6 +127,11 @@ def _host_bytes(plan: Plan) -> int:
     """Returns what a rank takes of host memory at most, below a GPU."""
     phases = (plan.forecast.peak, *plan.forecast.phases.values())
     return max(phase.host_bytes or 0 for phase in phases)
+
+
+def _tenth_of(host_bytes: int) -> int:
+    """Returns what has to be free beside so much, where nine tenths of what is free may be taken."""
+    return -(-host_bytes // 9)
 
 
 def _disk_bytes(plan: Plan) -> int:
@@ -148,7 +153,8 @@ def _command(plan: Plan, script: Sequence[str], num_ranks: int) -> tuple[str, ..
     """Returns what each rank runs; sizes are those of all ranks of a pod, which divide them."""
     own = ["--budget", str(_budget_bytes(plan))]
     if plan.forecast.device != "cpu" and (host_bytes := _host_bytes(plan)):
-        own += ["--host", str(num_ranks * host_bytes)]
+        # With the tenth: the plan that is made there may need a little more than this one.
+        own += ["--host", str(num_ranks * (host_bytes + _tenth_of(host_bytes)))]
     if _disk_bytes(plan):
         own += ["--disk", _SCRATCH]
     used = {technique_of(action).allow for action in plan.actions}

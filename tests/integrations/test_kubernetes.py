@@ -31,9 +31,9 @@ def written(plan: Plan, folder: Path, *options: str, status: int = 0) -> Any:
     return None if status else json.loads(Path(target).read_text())
 
 
-OWN = ["--budget", str(70 * GIB), "--host", str(8 * 3 * GIB), "--disk", "/memwall-scratch"]
-COMMAND = ["-m", "memwall", "run", *OWN, "train.py", "--name", "a b"]
 TENTH = 8 * -(-3 * GIB // 9)
+OWN = ["--budget", str(70 * GIB), "--host", str(8 * 3 * GIB + TENTH), "--disk", "/memwall-scratch"]
+COMMAND = ["-m", "memwall", "run", *OWN, "train.py", "--name", "a b"]
 ASKED = {
     "memory": str((8 * (3 + 4) + 1) * GIB + TENTH),
     "ephemeral-storage": str((8 * 5 + 1) * GIB),
