@@ -41,7 +41,7 @@ def largest_batch(trained: int) -> int:
     kind: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
     if kind is None or trained <= 0:
         return 0
-    loaders = [(size, each) for each in objects_of((kind,)) if (size := getattr(each, "batch_size", None))]
+    loaders = [(size, each) for each in objects_of((kind,)) if (size := _batch_of(each))]
     if all(size != trained for size, _ in loaders):
         return 0
     larger = [(size, each.batch_sampler) for size, each in loaders if size > trained]
@@ -50,3 +50,12 @@ def largest_batch(trained: int) -> int:
     # What torch's samplers of batches are iterated by are generators, which hold them until their end.
     held = {id(each) for generator in objects_of((GeneratorType,)) for each in gc.get_referents(generator)}
     return max((size for size, sampler in larger if id(sampler) not in held), default=0)
+
+
+def _batch_of(loader: Any) -> int:
+    """Returns the samples in a loader's largest batch, of which it may have fewer than it is set to; 0 if unknown."""
+    size = getattr(loader, "batch_size", None) or 0
+    try:
+        return min(size, len(loader.sampler))
+    except Exception:  # of a stream, or a script's own
+        return int(size)

@@ -41,6 +41,12 @@ def test_a_loader_that_is_trained_from_in_parts_is_no_evaluation() -> None:
         break
 
 
+def test_a_batch_has_at_most_all_samples_of_its_data() -> None:
+    training, evaluation = loader(TRAINED), loader(1 << 30)
+    assert training.batch_size == TRAINED
+    assert largest_batch(TRAINED) == len(evaluation.sampler) == 16 * TRAINED  # type: ignore[arg-type]
+
+
 def test_where_no_loader_has_what_is_trained_none_says_anything() -> None:
     assert loader(2 * TRAINED).batch_size
     assert largest_batch(TRAINED) == 0
