@@ -4,6 +4,9 @@ Both are added up in the parameters' own gradients, the whole one with its sign 
 difference, and no memory is taken for a second gradient. What the script can tell of them is put back: gradients, of
 parameters outside of the model too, buffers, and random numbers. What a forward counts in plain attributes is not.
 
+The comparison belongs to the step in two ways: what it needs counts in the step's peak, and calls of blocks in it show
+that recompute and offload have an effect (`memwall.apply.effect`). Their proofs are made again in the step itself.
+
 A false alarm would end a run that is right, so that only what nothing else explains ends it.
 """
 
@@ -165,7 +168,7 @@ class _Kept:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Puts everything back."""
+        """Puts back gradients, buffers and random numbers as they were before the comparison."""
         self._state.restore()
         for tensor, gradient in self._outside.values():
             tensor.grad = gradient
