@@ -112,6 +112,7 @@ def run_script(
     patches.hook(register_optimizer_step_pre_hook, before_step)
     watch_spawning(watch, patches)
     status, num_before = 1, num_compiled()
+    session.watch_receives()
     if checkpoint is None:
         session.watch_building()
     set_checkpoint(checkpoint)

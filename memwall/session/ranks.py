@@ -4,6 +4,7 @@ Everything here is called by all ranks at the same point of their loops, where n
 of a step. A rank that does not come, or has ended, is named in an error on all others: none of them waits for ever.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from torch import Tensor, distributed
 
 from memwall.errors import ApplyError, RankError
 from memwall.session.parallel import check_no_pipeline
-from memwall.session.receives import receiving, refuse_receiving
+from memwall.session.receives import Receive, receiving, refuse_receiving
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.torch_internals.process_groups import store_of_all
 
@@ -141,11 +142,18 @@ class Ranks:
         The script may have closed its process groups by then: only the store is used, which lives as long as rank 0, or
         the launcher.
         """
-        with suppress(RuntimeError):
+
+        def tell() -> dict[int, bytes]:
             self._store.set(f"end/{self.rank}", message)
-            if self.rank == 0:
-                missing = _missing(self._store, "end", self.num_ranks, timeout)
-                return {r: self._store.get(f"end/{r}") for r in range(self.num_ranks) if r not in missing}
+            if self.rank:
+                return {}
+            missing = _missing(self._store, "end", self.num_ranks, timeout)
+            return {rank: self._store.get(f"end/{rank}") for rank in range(self.num_ranks) if rank not in missing}
+
+        with suppress(RuntimeError):
+            told = _answered(tell, timeout + _GRACE)
+            if told is not None:
+                return told
         return {0: message} if self.rank == 0 else {}
 
     def leave(self) -> None:
@@ -177,12 +185,22 @@ class Ranks:
 
     def _lost(self) -> RankError:
         """Returns an error that names the ranks that did not come to the last agreement."""
-        place = f"at/{self._num_agreements}"
-        try:
+        place, timeout = f"at/{self._num_agreements}", min(_GRACE, self._store.timeout)
+
+        def look() -> list[int]:
             self._store.set(f"{place}/{self.rank}", "")
-            missing = _missing(self._store, place, self.num_ranks, min(_GRACE, self._store.timeout))
+            return _missing(self._store, place, self.num_ranks, timeout)
+
+        try:
+            missing = _answered(look, timeout + _GRACE)
         except RuntimeError:
             missing = [0]  # the store was with it
+        if missing is None:
+            return RankError(
+                f"rank 0 of {self.num_ranks}, or the launcher of its host, does not answer: it is stopped, or its host "
+                "is lost, and with it the store by which ranks find each other. This rank ends too, since no rank can "
+                "train on alone"
+            )
         who = _named(missing) if missing else "a rank"
         return RankError(
             f"{who} of {self.num_ranks} did not come to the beginning of this step, where ranks agree: it "
@@ -193,15 +211,37 @@ class Ranks:
 
 def _absent(store: Any, whole: Any, num_ranks: int, timeout: timedelta) -> tuple[list[int], list[int]]:
     """Returns the ranks that do not come to meet within a time, and those of them that never will: they receive."""
-    end, before = time.monotonic() + timeout.total_seconds(), []
+    end, before = time.monotonic() + timeout.total_seconds(), dict[int, Receive]()
     while True:
         left = timedelta(seconds=max(0.1, end - time.monotonic()))
         missing = _missing(store, "met", num_ranks, min(_GRACE, left))
         now = receiving(whole, missing)
-        stuck = [rank for rank in now if rank in before]
+        stuck = [rank for rank, call in now.items() if call == before.get(rank) and not call.awaits(missing, rank)]
         if not missing or stuck or time.monotonic() >= end:
             return missing, stuck
         before = now
+
+
+def _answered(ask: Callable[[], _T], timeout: timedelta) -> _T | None:
+    """Returns what the store answers; None where it does not in time.
+
+    A server that is stopped accepts a question and never answers: no time-out of the store's own ends that wait.
+    """
+    found: list[_T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(ask())
+        except Exception as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=run, name="memwall asks the store", daemon=True)
+    asking.start()
+    asking.join(timeout.total_seconds())
+    if failures:
+        raise failures[0]
+    return found[0] if found else None
 
 
 def _missing(store: Any, place: str, num_ranks: int, timeout: timedelta) -> list[int]:

@@ -3,9 +3,11 @@
 A rank that is about to receive says so in the store of all, and one that waits for it to train looks there.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import distributed
 
@@ -14,12 +16,28 @@ from memwall.patches import Patches
 from memwall.session.parallel import PIPELINE, check_no_pipeline
 from memwall.torch_internals.process_groups import store_of_all
 
-__all__ = ["receiving", "refuse_receiving", "watch_receives"]
+__all__ = ["Receive", "receiving", "refuse_receiving", "watch_receives"]
 
 _WAITING = ("recv", "recv_object_list")
 """Functions of torch.distributed that return once the other rank has sent."""
 _NAMES = (*_WAITING, "irecv", "batch_isend_irecv")
 _REFUSED = "memwall/refused"
+_NOTHING = b"-"
+_ANYBODY = -1
+_numbers = itertools.count(1)
+
+
+class Receive(NamedTuple):
+    """Names one call by which a rank waits for another one."""
+
+    number: int
+    """Counts this rank's calls: another one is no longer the same wait."""
+    source: int
+    """The rank that is to send; -1 for any."""
+
+    def awaits(self, ranks: Sequence[int], own: int) -> bool:
+        """Returns whether one of some ranks, but the rank itself, may be about to send."""
+        return any(rank != own and self.source in (rank, _ANYBODY) for rank in ranks)
 
 
 def watch_receives(patches: Patches, has_met: Callable[[], bool]) -> None:
@@ -32,10 +50,10 @@ def watch_receives(patches: Patches, has_met: Callable[[], bool]) -> None:
         patches.wrap(distributed, name, partial(_received, name, has_met))
 
 
-def receiving(store: Any, ranks: Sequence[int]) -> list[int]:
-    """Returns those of some ranks that are in a function that waits for another one."""
-    keys = {rank: _key(rank) for rank in ranks}
-    return [rank for rank, key in keys.items() if store.check([key]) and store.get(key) == b"1"]
+def receiving(store: Any, ranks: Sequence[int]) -> dict[int, Receive]:
+    """Returns those of some ranks that are in a function that waits for another one, and by which call."""
+    written = {rank: store.get(_key(rank)) for rank in ranks if store.check([_key(rank)])}
+    return {rank: Receive(*map(int, text.split())) for rank, text in written.items() if text != _NOTHING}
 
 
 def refuse_receiving(store: Any, ranks: Sequence[int]) -> RankError:
@@ -56,16 +74,26 @@ def _received(name: str, has_met: Callable[[], bool], original: Callable[..., An
     if name not in _WAITING:
         return original(*args, **kwargs)
     store, key = store_of_all(), _key(distributed.get_rank())
-    store.set(key, "1")
+    store.set(key, f"{next(_numbers)} {_source(*args, **kwargs)}")
     try:
-        found = original(*args, **kwargs)
+        return original(*args, **kwargs)
     except RuntimeError as error:
         refused = _refused(store)
         if refused is not None:
             raise refused from error
         raise
-    store.set(key, "0")
-    return found
+    finally:
+        with suppress(RuntimeError):  # the store was with the rank that has ended
+            store.set(key, _NOTHING)
+
+
+def _source(*args: Any, **options: Any) -> int:
+    """Returns the rank that is to send, by the arguments of a receiving function; -1 where any may."""
+    given = dict(zip(("to", "src", "group"), args, strict=False)) | options
+    if given.get("group_src") is not None:
+        group: Any = given.get("group") or distributed.group.WORLD
+        return distributed.get_global_rank(group, given["group_src"])
+    return _ANYBODY if given.get("src") is None else int(given["src"])
 
 
 def _refused(store: Any) -> RankError | None:

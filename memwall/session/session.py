@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from memwall.apply.offload.parking import close_once_unneeded
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError
@@ -92,7 +92,7 @@ class Session:
                 raise
             raise explained from error
         self._patches = Patches("sees ranks that wait for each other")
-        watch_receives(self._patches, lambda: self.ranks is not None)
+        self._watches_receives = False
 
     @property
     def state(self) -> State:
@@ -157,6 +157,8 @@ class Session:
         check_device(self._live.settings.allow, device.type)
         check_is_trainable_here(model)
         check_device_has(device, self.budget_bytes, self.plan)
+        if distributed.is_available() and distributed.is_initialized():
+            self.watch_receives()
         self._borders.attach(model, optimizers_of(optimizers))
         if is_stepped_by_hand:
             self._borders.is_changed_by_hand = self._live.is_changed_by_hand
@@ -187,6 +189,12 @@ class Session:
     def has_missed_steps(self) -> bool:
         """Tells whether gradients were computed where no hook sees them, by torch.func."""
         return self._borders.is_transformed
+
+    def watch_receives(self) -> None:
+        """Has ranks that wait for each other before they train be refused, before a model is attached too."""
+        if not self._watches_receives:
+            self._watches_receives = True
+            watch_receives(self._patches, lambda: self.ranks is not None)
 
     def watch_building(self) -> None:
         """Has parameters go to disk as modules get them, where the budget has no room for them."""

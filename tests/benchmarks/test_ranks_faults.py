@@ -11,7 +11,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("divided", ["ddp", "fsdp2"])
 def test_a_share_of_the_instants(tmp_path: Path, divided: str) -> None:
-    part = ranks_faults.disturbed(divided, ranks_faults.faults_of(divided)[:6], tmp_path)
+    faults = ranks_faults.faults_of(divided)
+    chosen = [*faults[:6], faults[7]]  # the eighth of FSDP2 stops rank 0, which holds the store of all
+    part = ranks_faults.disturbed(divided, chosen, tmp_path)
     assert part["is_equal"]
     for row in part["instants"]:
         assert row["others_ended_seconds"] < ranks_faults.MOST_SECONDS

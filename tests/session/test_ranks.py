@@ -1,6 +1,7 @@
 """Ranks agree, or end together: threads that stand for processes."""
 
 import copy
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -51,6 +52,40 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
     for error in (found[0], found[2]):
         assert isinstance(error, RankError)
         assert str(error).startswith("rank 1 of 3 did not come to the beginning of this step")
+
+
+class Stopped:
+    """Stands for the store of a rank that is stopped: takes questions, and answers none."""
+
+    timeout = timedelta(seconds=0.05)
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def set(self, *_: Any) -> None:
+        self.goes_on.wait()
+
+    wait = check = get = set
+
+
+class Unreached:
+    """Stands for the group of such a rank."""
+
+    def wait_for_rank_0(self) -> None:
+        raise RuntimeError("timed out")
+
+
+def test_a_store_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN rank 0, which holds the store, stopped THEN another rank ends and says so, and leaves no last word."""
+    monkeypatch.setattr("memwall.session.ranks._GRACE", timedelta(seconds=0.1))
+    store = Stopped()
+    try:
+        ranks = Ranks(store, Unreached(), rank=1, num_ranks=4)
+        with pytest.raises(RankError, match="rank 0 of 4, or the launcher of its host, does not answer: it is stopped"):
+            ranks._meet_at(lambda group: group.wait_for_rank_0())
+        assert ranks.told_at_end(b"", timedelta(seconds=0.1)) == {}
+    finally:
+        store.goes_on.set()
 
 
 def test_what_one_rank_cannot_do_ends_the_run_on_all() -> None:

@@ -1,7 +1,9 @@
 """Stages of a pipeline, and tensor parallelism, are refused on all ranks within seconds, whatever the time-out is."""
 
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import memwall
 from memwall.errors import UsageError
+from memwall.session import ranks, receives
+from memwall.session.receives import Receive, receiving
 
 BY_HAND = """
 import torch
@@ -62,6 +66,56 @@ def test_a_pipeline_is_refused_by_all(tmp_path: Path, script: str, by: str) -> N
     assert by in errors
     assert "ranks meet before each one's first forward" in errors
     assert time.monotonic() - begin < 60
+
+
+def waiting(*found: dict[int, Receive]) -> tuple[list[int], list[int]]:
+    """Returns who is missing and who is stuck, of three ranks of which rank 0 has come, by what each look finds."""
+    looks = iter(found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memwall.session.ranks.receiving", lambda *_: next(looks, {}))
+        patch.setattr("memwall.session.ranks._missing", lambda *_: [1, 2])
+        return ranks._absent(None, None, 3, timedelta(seconds=0.02))
+
+
+@pytest.mark.parametrize(
+    ("looks", "stuck"),
+    [
+        (({1: Receive(1, 0)}, {1: Receive(1, 0)}), [1]),
+        (({1: Receive(1, 0)}, {1: Receive(2, 0)}), []),  # it got the first one
+        (({1: Receive(1, 2)}, {1: Receive(1, 2)}), []),  # from a rank that has not come to train either
+        (({1: Receive(1, -1)}, {1: Receive(1, -1)}), []),
+        (({1: Receive(1, 2), 2: Receive(1, 0)}, {1: Receive(1, 2), 2: Receive(1, 0)}), [2]),
+    ],
+    ids=["stuck", "goes on", "of another", "of any", "in a row"],
+)
+def test_ranks_that_will_be_sent_something_are_waited_for(
+    looks: tuple[dict[int, Receive], ...], stuck: list[int]
+) -> None:
+    assert waiting(*looks) == ([1, 2], stuck)
+
+
+def test_each_call_is_told_apart_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN calls that begin, end and fail THEN the store has the one that is under way, with who is to send."""
+    store = distributed.HashStore()
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(receives, "store_of_all", lambda: store)
+    seen = []
+
+    def recv(*_: Any, **options: Any) -> None:
+        seen.append(receiving(store, [0, 1]))
+        if options:
+            raise RuntimeError("no route to host")
+
+    assert receiving(store, [0, 1]) == {}
+    receives._received("recv", lambda: False, recv, None, 0)
+    with pytest.raises(RuntimeError, match="no route"):
+        receives._received("recv", lambda: False, recv, tensor=None, src=2)
+    receives._received("recv", lambda: False, recv, None)
+    assert [look[1].source for look in seen] == [0, 2, -1]
+    assert len({look[1].number for look in seen}) == 3
+    assert receiving(store, [0, 1]) == {}
 
 
 def test_tensor_parallelism_is_refused() -> None:

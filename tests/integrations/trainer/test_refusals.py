@@ -109,9 +109,7 @@ class TestRefusals:
         from memwall.integrations.trainer import MemwallCallback
 
         with caplog.at_level(logging.WARNING, logger="memwall.integrations.trainer"):
-            callback = MemwallCallback(plan=plan)
-            build(callback, per_device_train_batch_size=32)
-        callback.close(completed=False)
+            build(MemwallCallback(plan=plan), per_device_train_batch_size=32)
         assert caplog.messages == [
             "the plan was made for micro-batches of 16 samples, per_device_train_batch_size is 32: "
             "its forecast does not hold; make a plan for this batch"
